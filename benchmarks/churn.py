@@ -46,10 +46,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.compose import load_path
-from dipaco.modules.evaluate import LossSum, sum_losses
-from dipaco.modules.state import read_state
-from dipaco.modules.transformer import PathModel
 from parts import accidents
 from parts.churn_counts import (
     QUIET_ROUNDS,
@@ -73,6 +69,11 @@ from parts.growth import Growth
 from parts.home_lines import Homes, can_make_homes, homes
 from support.swarm import BIN, Event, Member, Swarm
 from support.tiny_run import make_tiny_run
+
+from dipaco.modules.compose import load_path
+from dipaco.modules.state import read_state
+from dipaco.modules.transformer import PathModel
+from dipaco.training.scoring import LossSum, sum_losses
 
 DECAY_HELP = "a path's learning rate falls to a tenth over so many of its steps (0: constant)"
 LEAST_SHARE = 0.93

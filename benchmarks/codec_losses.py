@@ -30,13 +30,14 @@ import time
 from pathlib import Path
 
 import torch
+from parts.changed_run import ChangedRun, LossyReference
+from parts.common import Report, build_parser, scratch_folder
+from support.tiny_run import make_tiny_run
+
 from dipaco.modules.contributions import CODECS
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
-from parts.changed_run import ChangedRun, LossyReference
-from parts.common import Report, build_parser, scratch_folder
-from support.tiny_run import make_tiny_run
 
 BASE = "float32"
 GREATEST_MORE = {"int4": 0.001, "int2": 0.001, "sign": 0.003}

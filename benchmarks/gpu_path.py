@@ -26,10 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.device import number_format
-from dipaco.modules.grid import Grid
 from parts.common import (
     HERE,
     Report,
@@ -41,6 +37,11 @@ from parts.common import (
 )
 from parts.synthetic_run import make_synthetic_run
 from support.swarm import Member, Swarm
+
+from dipaco.bootstrap.run_config import load_run_config
+from dipaco.modules.config import GridConfig, ModelConfig
+from dipaco.modules.device import number_format
+from dipaco.modules.grid import Grid
 
 PATH_150M = load_run_config(HERE.parent / "examples" / "paper" / "RUN.toml").model
 REHEARSAL = ModelConfig(

@@ -19,8 +19,8 @@ fall to a tenth to the end, so that perplexities can be compared.
 * strangers: three identities that were never admitted tell, ask, get and put without a pause;
 * states: every state that it serves is spoiled with noise, and named by that state's digest.
 
-What stored records can do is in tests/test_quotas.py, thousands of histories with liars are in the
-swarm simulator (`swarm_faults.py`).
+What stored records can do is in tests/dht/test_quotas.py, thousands of histories with liars are in
+the swarm simulator (`swarm_faults.py`).
 
 Each kind lives through --rounds rounds with `combine = trimmed_mean` and with the default, and
 beside them stand swarms of the honest peers alone, whose tokens are as many as those of the honest
@@ -55,7 +55,7 @@ ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
 MEANS: dict[str, dict[str, Any]] = {"robust": ROBUST, "default": {}}
 _CONTRIBUTION = """
 from dipaco.modules.outer import OuterGradient
-from dipaco.peer.trainer import Snapshot
+from dipaco.training.trainer import Snapshot
 honest = Snapshot.outer_gradient
 def changed(snapshot):
     gradient = honest(snapshot)
@@ -85,7 +85,7 @@ async def wait(*arguments):
 ExchangeService._send = wait
 """,
     "forker": """
-from dipaco.dht.chain import Step
+from dipaco.protocol.chain import Step
 from dipaco.peer.exchange.exchange import Exchange
 honest = Exchange.tell
 def tell(exchange, peers, module, rows=(), steps=(), keep=False):
@@ -97,7 +97,7 @@ def tell(exchange, peers, module, rows=(), steps=(), keep=False):
 Exchange.tell = tell
 """,
     "alone": """
-from dipaco.dht.chain import Step
+from dipaco.protocol.chain import Step
 from dipaco.peer.exchange.exchange import Exchange
 honest = Exchange.tell
 def tell(exchange, peers, module, rows=(), steps=(), keep=False):
@@ -108,8 +108,8 @@ Exchange.tell = tell
     "flood": """
 import os, threading, time
 from dataclasses import replace
-from dipaco.dht.chain import sign_row
-from dipaco.peer.member.events import Published
+from dipaco.protocol.chain import sign_row
+from dipaco.protocol.member.events import Published
 from dipaco.peer import outer_steps
 first = outer_steps.OuterSteps._publish
 flooding = []
@@ -159,7 +159,7 @@ OuterRule.step = spoiled
 _STRANGER = """
 import hashlib, os, sys, threading
 from pathlib import Path
-from dipaco.dht.chain import Row, sign_row
+from dipaco.protocol.chain import Row, sign_row
 from dipaco.base.blobs import BlobStore
 from dipaco.peer.node import join_run
 from dipaco.peer.owner.uplink import Uplink

@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from dipaco.modules.config import ModelConfig
 from parts.common import (
     HERE,
     Report,
@@ -51,6 +50,8 @@ from parts.home_lines import Homes, can_make_homes, homes
 from parts.outer_memory import BLOCK_MILLIONS, SHAPE, measure_phases
 from parts.synthetic_run import make_synthetic_run
 from support.swarm import BIN, Member, Swarm
+
+from dipaco.modules.config import ModelConfig
 
 TINY = {"hidden_size": 64, "feed_forward_size": 176, "head_count": 2}
 START_S, ROUND_S, FIRST_ROUNDS = 300.0, 120.0, 2

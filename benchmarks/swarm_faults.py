@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from parts.common import Report, build_parser
+
 from dipaco.simulator.swarm.history import Result, run_history
 from dipaco.simulator.swarm.invariants import INVARIANTS
 from dipaco.simulator.swarm.scenario import PROFILES
-from parts.common import Report, build_parser
 
 # Seeds that a process lives through before it reports.
 CHUNK = 5

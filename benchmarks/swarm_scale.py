@@ -2,7 +2,7 @@
 
     python benchmarks/swarm_scale.py --members 10000 --paths 4096 --hours 1 --json
 
-The real decisions of every peer (`dipaco.peer.member`) in the simulated network
+The real decisions of every peer (`dipaco.protocol.member`) in the simulated network
 (`dipaco.simulator.swarm`), with Poisson churn: a peer lives ten rounds in the mean, then crashes or
 leaves, and a new one with a new identity and an empty disk takes its place. Rounds follow the
 clock. Figures per peer and round leave out the first round of the run and of a peer.
@@ -19,13 +19,14 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from parts.common import Report, build_parser
+
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.network import Link
 from dipaco.simulator.swarm.scenario import small_plan
 from dipaco.simulator.swarm.world import START_S, World
-from parts.common import Report, build_parser
 
 # Newcomers for each bootstrap node; these keep copies, serve shards and stay.
 MEMBERS_PER_BOOT = 600

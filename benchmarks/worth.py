@@ -33,11 +33,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from parts.changed_run import ChangedRun, LossyReference, read_changes
+
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import PRIVATE_LEVEL
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
-from parts.changed_run import ChangedRun, LossyReference, read_changes
 
 Figures = dict[str, Any]
 AMOUNTS = ("tokens", "bytes")

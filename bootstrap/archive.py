@@ -21,12 +21,12 @@ from pathlib import Path
 
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, storage_errors, sync_folder
-from dipaco.dht.chain import Head
-from dipaco.dht.coverage import whole_scope
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state
 from dipaco.peer.node import Node
+from dipaco.protocol.chain import Head
+from dipaco.protocol.coverage import whole_scope
 from dipaco.routing.run_folder import RunFolder
 
 logger = logging.getLogger("dipaco.bootstrap.archive")

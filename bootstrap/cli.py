@@ -62,8 +62,9 @@ def run_prepare(settings: PrepareSettings) -> int:
 
 def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
-    from dipaco.modules.device import choose_device, prepare_process
     from rich.console import Console
+
+    from dipaco.modules.device import choose_device, prepare_process
 
     from .display import show_figures
     from .plan_figures import Expected, look_at_data, plan_figures

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
+
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import sha256_of_file, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
@@ -36,8 +39,6 @@ from dipaco.routing.tokenizer_json import (
     pack_tokenizer,
     with_added_tokens,
 )
-from google.protobuf.message import DecodeError
-from sentencepiece import sentencepiece_model_pb2
 
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from dipaco.base.errors import ConfigurationError, ManifestError
 from dipaco.base.files import atomic_write, storage_errors
-from dipaco.dht.admission import (
+from dipaco.modules.plan import RunPlan
+from dipaco.peer.guests import OWN_INVITATION, REVOCATIONS
+from dipaco.protocol.admission import (
     Gate,
     Invitation,
     Terms,
@@ -23,11 +26,9 @@ from dipaco.dht.admission import (
     read_revocations,
     sign_revocations,
 )
-from dipaco.dht.identity import raw_public_key
-from dipaco.dht.manifest import SignedManifest, load_or_create_operator_key, verify_manifest
-from dipaco.dht.records import RecordError
-from dipaco.modules.plan import RunPlan
-from dipaco.peer.guests import OWN_INVITATION, REVOCATIONS
+from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.manifest import SignedManifest, load_or_create_operator_key, verify_manifest
+from dipaco.protocol.records import RecordError
 from dipaco.routing.run_folder import RunFolder
 
 LIST_FILE = "invitations.jsonl"

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.evaluate import row_losses
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.token_corpus import Mapped
+from dipaco.training.scoring import row_losses
 
 from .pieces import one_thread
 from .predecessor import Predecessor

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from dipaco.base.errors import ConfigurationError
-from dipaco.dht.admission import opened
-from dipaco.dht.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
 from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES
@@ -27,6 +26,8 @@ from dipaco.peer.check.needs import (
     paths_per_module,
     state_bytes,
 )
+from dipaco.protocol.admission import opened
+from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.routing.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.token_files import token_dtype
 

@@ -8,8 +8,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-from dipaco.modules.inner import InnerLoop
+
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.training.inner import InnerLoop
 
 from .run_config import RunConfig
 

@@ -20,17 +20,17 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.base.files import atomic_write, storage_errors
-from dipaco.dht.manifest import (
-    SignedManifest,
-    load_or_create_operator_key,
-    operator_fingerprint,
-    verify_manifest,
-)
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state, read_state_summary
 from dipaco.modules.store import StateStore
+from dipaco.protocol.manifest import (
+    SignedManifest,
+    load_or_create_operator_key,
+    operator_fingerprint,
+    verify_manifest,
+)
 from dipaco.routing.run_folder import RunFolder
 
 from .pretrain import parameters_bytes

@@ -18,22 +18,23 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.base.files import atomic_write, canonical_json
-from dipaco.dht.admission import opened
-from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.modules.evaluate import sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.admission import opened
+from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.corpus import corpus_documents
-from dipaco.routing.dense import DenseCheckpoint
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
+from dipaco.training.dense import DenseCheckpoint
+from dipaco.training.scoring import sum_losses
 
 from .display import Display
 from .import_base import ImportedBase

@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import safetensors.torch
 import torch
+
 from dipaco.modules.config import InnerConfig, ModelConfig
-from dipaco.modules.inner import InnerLoop
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.dense import DenseCheckpoint, train_steps
+from dipaco.training.dense import DenseCheckpoint, train_steps
+from dipaco.training.inner import InnerLoop
 
 # Base pretraining has a stream of its own: no path has this number.
 _BASE_STREAM = 2**32 - 1

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from pydantic import Field, model_validator
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.setting_sources import read_toml
 from dipaco.modules.config import (
@@ -31,7 +33,6 @@ from dipaco.modules.plan import (
 from dipaco.routing.corpus import CorpusConfig
 from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
 from dipaco.routing.token_files import window_stride
-from pydantic import Field, model_validator
 
 from .import_base import ImportedBase
 

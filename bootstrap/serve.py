@@ -15,7 +15,6 @@ import time
 
 from dipaco.base.errors import DipacoError, ManifestError
 from dipaco.dht.addresses import OPERATOR_MARK
-from dipaco.dht.view import present_round
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
 from dipaco.peer.guests import OWN_INVITATION, given_invitation
@@ -26,6 +25,7 @@ from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.metrics import PeerMetrics
 from dipaco.peer.server import Server
+from dipaco.protocol.view import present_round
 from dipaco.routing.run_folder import RunFolder
 
 from .archive import Archive, Archivist

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from dipaco.base.blobs import BlobStore
 from dipaco.base.files import atomic_write, canonical_json
 from dipaco.routing.corpus import CorpusConfig, Part, corpus_files
-from pydantic import BaseModel
 
 # Raise it when a stage would give other results for the same inputs.
 _STAGES_VERSION = 1

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json, sha256_of_file
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import InnerConfig
-from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis_index
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import write_state
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
+from dipaco.training.scoring import LossSum, sum_losses
 
 from .display import Display
 from .local_scores import LocalScores

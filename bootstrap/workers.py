@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+
 from dipaco.base.errors import ConfigurationError, NetworkError, StorageError
 
 PieceT = TypeVar("PieceT")

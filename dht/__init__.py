@@ -1,1 +1,1 @@
-"""What the swarm publishes and how a peer reads it: manifest, records, view, policy, status."""
+"""How it is published: a node of Hivemind's DHT, the directory over it, and their bounds."""

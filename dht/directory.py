@@ -15,22 +15,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from dipaco.base.errors import DipacoError, ProtocolVersionError
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 from multiaddr import Multiaddr
 
-from .admission import Gate, read_revocations
-from .bounded_protocol import serve_run
-from .coverage import Scope, bucket_count
-from .guarded_dht import GuardedDHT, start_task
-from .identity import Identity
-from .manifest import SignedManifest, verify_manifest
-from .quotas import ServedRun
-from .record_keys import KINDS, MANIFESTS_KEY, parse_record, parse_subkey, record_key, record_subkey
-from .records import (
+from dipaco.base.errors import DipacoError, ProtocolVersionError
+from dipaco.base.repetition import Complaints
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+from dipaco.protocol.admission import Gate, read_revocations
+from dipaco.protocol.coverage import Scope, bucket_count
+from dipaco.protocol.identity import Identity
+from dipaco.protocol.manifest import SignedManifest, verify_manifest
+from dipaco.protocol.record_keys import (
+    KINDS,
+    MANIFESTS_KEY,
+    parse_record,
+    parse_subkey,
+    record_key,
+    record_subkey,
+)
+from dipaco.protocol.records import (
     RENEWED_AFTER,
     BlobRecord,
     ModuleRecord,
@@ -39,8 +44,11 @@ from .records import (
     Record,
     RecordError,
 )
-from .repetition import Complaints
-from .view import SwarmView, view_of_records
+from dipaco.protocol.view import SwarmView, view_of_records
+
+from .bounded_protocol import serve_run
+from .guarded_dht import GuardedDHT, start_task
+from .quotas import ServedRun
 
 logger = logging.getLogger("dipaco.dht.directory")
 

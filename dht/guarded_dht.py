@@ -33,12 +33,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
-from dipaco.base.errors import NetworkError
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P
 from hivemind.utils.asyncio import switch_to_uvloop
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
+
+from dipaco.base.errors import NetworkError
 
 from . import bounded_protocol
 

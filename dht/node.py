@@ -15,6 +15,9 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
+from hivemind.p2p import p2p_daemon
+from hivemind.proto import dht_pb2
+
 from dipaco.base.errors import (
     AddressError,
     ClockError,
@@ -27,13 +30,11 @@ from dipaco.base.errors import (
     UnreachableError,
 )
 from dipaco.base.files import atomic_write, sha256_of_file
-from hivemind.p2p import p2p_daemon
-from hivemind.proto import dht_pb2
+from dipaco.protocol.identity import Identity
+from dipaco.protocol.manifest import SignedManifest, current_runs, newest_run
 
 from .addresses import check_listen_address, check_peer_address, parse_listen, port_of
 from .guarded_dht import GuardedDHT
-from .identity import Identity
-from .manifest import SignedManifest, current_runs, newest_run
 from .record_validator import record_validators
 
 logger = logging.getLogger("dipaco.dht.node")

@@ -21,9 +21,9 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
-from .admission import Gate
-from .identity import PEER_ID_PREFIX, SIGNATURE_BYTES, peer_id_of_public_key
-from .record_keys import Address, parse_subkey
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.identity import PEER_ID_PREFIX, SIGNATURE_BYTES, peer_id_of_public_key
+from dipaco.protocol.record_keys import Address, parse_subkey
 
 # Of one key: all of it has to fit into an answer of 4 MiB with others.
 KEY_RECORDS, KEY_BYTES = 1024, 2**20

@@ -14,18 +14,18 @@ from collections import OrderedDict
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dipaco.base.errors import ManifestError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import get_dht_time
 
-from .admission import read_revocations
-from .identity import SIGNATURE_BYTES, Identity, is_signed, raw_public_key
-from .manifest import envelope_run_id
-from .record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
-from .records import OtherProtocolError, RecordError
-from .repetition import Complaints
+from dipaco.base.errors import ManifestError
+from dipaco.base.repetition import Complaints
+from dipaco.protocol.admission import read_revocations
+from dipaco.protocol.identity import SIGNATURE_BYTES, Identity, is_signed, raw_public_key
+from dipaco.protocol.manifest import envelope_run_id
+from dipaco.protocol.record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
+from dipaco.protocol.records import OtherProtocolError, RecordError
 
 logger = logging.getLogger(__name__)
 

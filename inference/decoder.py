@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import Block, PathModel, RMSNorm, rotary_frequencies
-from torch import nn
 
 # Positions whose logits are computed at once when a text is scored.
 _SCORED_AT_ONCE = 128

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+
 from dipaco.base.files import storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.plan import RunPlan

@@ -19,13 +19,14 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.base.files import storage_errors
 from dipaco.base.progress import each
-from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
+from dipaco.training.scoring import LossSum
 
 from .document_windows import DocumentWindows, collect_windows, tokenised
 from .mixing import mixed_losses

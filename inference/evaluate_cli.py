@@ -59,9 +59,10 @@ class EvaluationSettings(CorpusSettings, RerouterSettings):
 def run(settings: EvaluationSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
+    from rich.console import Console
+
     from dipaco.base.progress import seldom
     from dipaco.routing.corpus import iterate_documents
-    from rich.console import Console
 
     from .evaluate import Rerouting, evaluate, load_baseline
 

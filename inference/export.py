@@ -17,6 +17,7 @@ from typing import Any, Final
 import safetensors
 import safetensors.torch
 import torch
+
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.config import ModelConfig

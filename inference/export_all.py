@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from dipaco.base.errors import StorageError
 from dipaco.base.files import atomic_write, storage_errors
 from dipaco.base.progress import each

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.modules.plan import RunPlan
-from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from .export_gguf import gguf_name, ollama_name
 from .sources import StateSource

@@ -13,13 +13,14 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+from sentencepiece import sentencepiece_model_pb2
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
 from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import JsonPieces
-from sentencepiece import sentencepiece_model_pb2
 
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2

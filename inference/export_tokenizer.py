@@ -19,12 +19,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from sentencepiece import sentencepiece_model_pb2
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import SPLITS_SPECIAL, JsonPieces
-from sentencepiece import sentencepiece_model_pb2
 
 _SPACE_MARK = "\u2581"
 # Its classes are made at import, where no type checker sees them.

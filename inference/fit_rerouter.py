@@ -16,13 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import Field
+from torch import nn
+
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.modules.config import Config, InnerConfig
 from dipaco.modules.device import autocast_for
-from dipaco.modules.inner import learning_rate_at
 from dipaco.modules.transformer import PathModel
-from pydantic import Field
-from torch import nn
+from dipaco.training.inner import learning_rate_at
 
 from .document_windows import DocumentWindows
 from .rerouter import DEFAULT_WINDOWS, Rerouter, WindowPolicy, decision_logits

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+
 from dipaco.modules.transformer import PathModel
 
 from .decoder import Decoder

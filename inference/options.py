@@ -18,6 +18,7 @@ from .sampling import Sampling
 
 if TYPE_CHECKING:
     import torch
+
     from dipaco.modules.plan import RunPlan
     from dipaco.routing.corpus import CorpusConfig
 

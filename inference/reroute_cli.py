@@ -21,8 +21,9 @@ from dipaco.base.errors import ConfigurationError
 from .options import CorpusSettings, InferenceSettings, parse_windows
 
 if TYPE_CHECKING:
-    from dipaco.routing.document_routing import DocumentRouter
     from rich.console import Console
+
+    from dipaco.routing.document_routing import DocumentRouter
 
     from .document_windows import TokenDocument
     from .fit_rerouter import FitReport, RerouterConfig
@@ -67,8 +68,9 @@ class FitSettings(CorpusSettings, InferenceSettings):
 def run(settings: FitSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from dipaco.base.files import atomic_write
     from rich.console import Console
+
+    from dipaco.base.files import atomic_write
 
     from .document_windows import collect_windows
     from .fit_rerouter import fit_rerouter

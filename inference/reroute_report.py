@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from dipaco.modules.evaluate import LossSum
+
+from dipaco.training.scoring import LossSum
 
 from .rerouter import Rerouter
 from .rerouting import (

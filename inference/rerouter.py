@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
+
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.base.files import storage_errors
 from dipaco.modules.canonical_file import read_arrays, write_arrays
@@ -23,7 +25,6 @@ from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import autocast_for
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
-from torch import nn
 
 from .document_windows import DocumentWindows
 from .rerouting import GREATEST_WINDOW, STAY, Decisions, choose_paths, decisions

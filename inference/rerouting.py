@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-from dipaco.modules.evaluate import LossSum
+
+from dipaco.training.scoring import LossSum
 
 from .document_windows import DocumentWindows
 from .token_losses import TokenLosses

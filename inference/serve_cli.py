@@ -83,10 +83,9 @@ def run(settings: ServeSettings) -> int:
             f"dipaco-serve needs {error.name}; install it with pip install 'dipaco[serve]'"
         ) from None
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from dipaco.dht.http_server import listen, serve_until_told
-
-    from .service.app import Service, ServiceLimits
-    from .service.engine import Engine, EngineLimits
+    from dipaco.base.http_server import listen, serve_until_told
+    from dipaco.inference.service.app import Service, ServiceLimits
+    from dipaco.inference.service.engine import Engine, EngineLimits
 
     socket = listen(settings.host, settings.port)
     device = settings.prepare_process()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 import torch
+
 from dipaco.base.errors import (
     ConfigurationError,
     DipacoError,
@@ -25,13 +26,13 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.modules.compose import load_path
-from dipaco.modules.evaluate import LossSum
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
+from dipaco.training.scoring import LossSum
 
 from .document_windows import TokenDocument, shard_documents
 

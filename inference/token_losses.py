@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import storage_errors
 from dipaco.base.progress import each

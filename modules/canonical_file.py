@@ -23,6 +23,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 import torch
+
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import canonical_json, storage_errors
 

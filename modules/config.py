@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
 
-from dipaco.base.errors import ConfigurationError, nearest_name
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -18,6 +17,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+
+from dipaco.base.errors import ConfigurationError, nearest_name
 
 CodecName = Literal["float32", "int8", "int4", "int2", "sign", "top64"]
 # Of a module's file everybody waits for the last this long at most, and for a proposal this long.

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import IntegrityError
 
 from .config import CodecName

@@ -11,6 +11,7 @@ import os
 import sys
 
 import torch
+
 from dipaco.base.errors import ConfigurationError
 
 # Smaller arrays are no burden, and mapping them takes longer than using them.

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
+
 from dipaco.base.errors import ConfigurationError
 
 from .config import GridConfig, ModelConfig

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+
 from dipaco.base.blobs import is_sha256
 from dipaco.base.errors import ConfigurationError, IntegrityError
 

@@ -14,6 +14,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 
 from .config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, ModelConfig

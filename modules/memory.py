@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+
 from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig

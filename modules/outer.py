@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
+
 from dipaco.base.errors import IntegrityError
 
 from . import trimmed_mean

@@ -1,6 +1,6 @@
 """The plan of a run: everything that peers must agree on, as plain validated data.
 
-The manifest (`dipaco.dht.manifest`) is this plan, signed. The simulator and the tools read the
+The manifest (`dipaco.protocol.manifest`) is this plan, signed. The simulator and the tools read the
 plan from a run folder without any network. Large parts are blobs named by their SHA-256.
 """
 
@@ -12,12 +12,13 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from dipaco.base.files import canonical_json
 from pydantic import (
     AfterValidator,
     Field,
     model_validator,
 )
+
+from dipaco.base.files import canonical_json
 
 from .config import (
     Config,

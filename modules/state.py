@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_write
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
 from dipaco.base.blobs import SharedContent
 from dipaco.base.errors import IntegrityError, StorageError
 from dipaco.base.files import (

@@ -16,7 +16,6 @@ from types import FrameType
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.dht.node import be_client, note_port
-from dipaco.dht.records import Reachability
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import (
     be_nice,
@@ -26,27 +25,28 @@ from dipaco.modules.device import (
     prepare_process,
 )
 from dipaco.modules.memory import release_memory
+from dipaco.peer.check.checks import OPEN_FILES
+from dipaco.peer.check.doctor import contributions_limit, fitting_batch
+from dipaco.peer.check.machine import look_for_gpu_hardware
+from dipaco.peer.check.needs import too_slow
+from dipaco.peer.exchange.hello import SOFTWARE
+from dipaco.peer.exchange.known_peers import KnownPeers
+from dipaco.peer.exchange.reachability import ReachabilityWatch
+from dipaco.peer.owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.reporting.display import Display
+from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.metrics import PeerMetrics
+from dipaco.protocol.records import Reachability
+from dipaco.training.trainer import PathTrainer
 
 from .background import Background
-from .check.checks import OPEN_FILES
-from .check.doctor import contributions_limit, fitting_batch
-from .check.machine import look_for_gpu_hardware
-from .check.needs import too_slow
-from .exchange.hello import SOFTWARE
-from .exchange.known_peers import KnownPeers
-from .exchange.reachability import ReachabilityWatch
 from .guests import RevocationList, given_invitation
 from .keeper import Keeper
 from .node import Node, join_run, visible_addresses
-from .owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
-from .owner.uplink import Uplink
 from .publisher import PeerStatus, Publisher
-from .reporting.display import Display
-from .reporting.events import EventLog
-from .reporting.metrics import PeerMetrics
 from .session import Session
 from .settings import NodeSettings, PeerSettings
-from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.app")
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from dipaco.base.command_line import Command
+from dipaco.peer.owner.control_cli import COMMANDS as CONTROL_COMMANDS
 
-from .owner.control_cli import COMMANDS as CONTROL_COMMANDS
 from .settings import PeerSettings
 from .trainers import run_trainers, trainer_settings
 
@@ -23,7 +23,7 @@ def run(settings: PeerSettings) -> int:
         peers = f"joining through {settings.initial_peers[0]}" if settings.initial_peers else ""
         print(peers if not settings.check else "looking at this machine", flush=True)
     if settings.check:
-        from .check.doctor import run_doctor
+        from dipaco.peer.check.doctor import run_doctor
 
         each = trainer_settings(settings) if settings.devices else (settings,)
         return max(run_doctor(one) for one in each)

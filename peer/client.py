@@ -9,12 +9,12 @@ import tempfile
 from pathlib import Path
 
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
-from dipaco.dht.chain import Head, Step
-from dipaco.dht.coverage import whole_scope
-from dipaco.dht.manifest import newest_run
-from dipaco.dht.view import SwarmView
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state
+from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.coverage import whole_scope
+from dipaco.protocol.manifest import newest_run
+from dipaco.protocol.view import SwarmView
 
 from .node import Node, join_run
 

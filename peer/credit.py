@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dipaco.base.errors import DipacoError
-from dipaco.dht.chain import Step
-from dipaco.dht.ledger import Credit, credits_of
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.protocol.chain import Step
+from dipaco.protocol.ledger import Credit, credits_of
 from dipaco.routing.run_folder import RunFolder
 
-from .exchange.chain_store import ChainStore
 from .node import Node
 
 

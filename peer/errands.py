@@ -13,14 +13,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dipaco.base.errors import DipacoError, NetworkError
-from dipaco.dht.chain import Row, Step
-from dipaco.dht.view import SwarmView
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.protocol.chain import Row, Step
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.view import SwarmView
 
-from .exchange.chain_store import ChainStore
-from .exchange.contribution_files import ContributionFiles
-from .exchange.exchange import Exchange
-from .member import actions as a
-from .member import events as e
 from .publisher import Activity, PeerStatus, Publisher
 
 logger = logging.getLogger("dipaco.peer.errands")

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from dipaco.base.errors import AdmissionError, StorageError
 from dipaco.base.files import atomic_write, decoded
-from dipaco.dht.admission import INVITATION_PREFIX, Gate, invitation_of, read_invitation
-from dipaco.dht.identity import Identity
-from dipaco.dht.manifest import SignedManifest
-from dipaco.dht.records import RecordError
+from dipaco.protocol.admission import INVITATION_PREFIX, Gate, invitation_of, read_invitation
+from dipaco.protocol.identity import Identity
+from dipaco.protocol.manifest import SignedManifest
+from dipaco.protocol.records import RecordError
 
 if TYPE_CHECKING:
     # The operator's tools read this file too, and need no network.

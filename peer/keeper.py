@@ -1,7 +1,7 @@
 """Keeps copies of the blobs that rendezvous hashing assigns to this peer.
 
 One background thread, in peers and in bootstrap nodes. Copies of states are the member's business
-(`dipaco.peer.member`).
+(`dipaco.protocol.member`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from dipaco.base.errors import DipacoError
-from dipaco.dht.keeping import keepers
+from dipaco.protocol.keeping import keepers
 
 from .background import Background
 from .node import Node

@@ -18,8 +18,8 @@ from dipaco.base.errors import StorageError
 from dipaco.dht.addresses import check_given_peer
 
 if TYPE_CHECKING:
-    from dipaco.dht.ledger import Credit
     from dipaco.modules.plan import RunPlan
+    from dipaco.protocol.ledger import Credit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class LedgerSettings(RunSettings):
 def run(settings: LedgerSettings) -> int:
     """Read all chains of a swarm, and print what each peer has trained."""
     # Importing the network takes seconds; --help and mistakes should not.
-    from dipaco.dht.ledger import credits_of, exported, summed
+    from dipaco.protocol.ledger import credits_of, exported, summed
 
     from .client import ReadOnlyClient
 

@@ -27,32 +27,32 @@ from dipaco.base.errors import (
 )
 from dipaco.base.files import atomic_write
 from dipaco.dht.addresses import split_operator
-from dipaco.dht.admission import Gate
-from dipaco.dht.chain import genesis_name
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.identity import Identity, let_go, load_or_create_identity, take_lock
-from dipaco.dht.manifest import SignedManifest, verify_manifest
 from dipaco.dht.node import join_dht, select_run
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import OuterRule, greatest_contribution_bytes
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
 from dipaco.modules.store import StateStore
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.clock import Clock, measure_clock
+from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.exchange.diagnosis import diagnose
+from dipaco.peer.exchange.exchange import Exchange, ServedRun
+from dipaco.peer.exchange.fetching import ContentFetcher
+from dipaco.peer.exchange.hello import SOFTWARE
+from dipaco.peer.exchange.known_peers import KnownPeers, peer_of
+from dipaco.peer.exchange.transport import HivemindTransport
+from dipaco.peer.exchange.verify import RowCheck
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.chain import genesis_name
+from dipaco.protocol.identity import Identity, let_go, load_or_create_identity, take_lock
+from dipaco.protocol.manifest import SignedManifest, verify_manifest
+from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.routing.run_folder import RunFolder
 
-from .exchange.chain_store import ChainStore
-from .exchange.clock import Clock, measure_clock
-from .exchange.contribution_files import ContributionFiles
-from .exchange.diagnosis import diagnose
-from .exchange.exchange import Exchange, ServedRun
-from .exchange.fetching import ContentFetcher
-from .exchange.hello import SOFTWARE
-from .exchange.known_peers import KnownPeers, peer_of
-from .exchange.transport import HivemindTransport
-from .exchange.verify import RowCheck
 from .guests import admit, open_gate
-from .member.rounds import RoundSchedule
-from .owner.uplink import Uplink
 from .states import States
 
 logger = logging.getLogger("dipaco.peer.node")

@@ -31,20 +31,20 @@ from dipaco.base.errors import (
     IntegrityError,
     StorageError,
 )
-from dipaco.dht.chain import Head, Row, sign_row
-from dipaco.dht.view import claimed_tokens
 from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
 from dipaco.modules.outer import publish
 from dipaco.modules.state import ModuleState
+from dipaco.peer.reporting.events import EventLog
+from dipaco.protocol.chain import Head, Row, sign_row
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.view import claimed_tokens
+from dipaco.training.trainer import PathTrainer, Snapshot
 
-from .member import actions as a
-from .member import events as e
 from .node import Node
 from .path_files import PathFiles
-from .reporting.events import EventLog
 from .states import head_of
-from .trainer import PathTrainer, Snapshot
 
 logger = logging.getLogger("dipaco.peer.outer_steps")
 

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import CorpusError, DipacoError
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.token_files import check_tokens, even_sample
+from dipaco.training.trainer import PathTrainer
 
 from .background import Background
 from .node import Node
-from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.path_files")
 

@@ -11,14 +11,14 @@ import math
 import time
 from collections.abc import Callable
 
-from dipaco.dht.records import ProgressEntry
-from dipaco.modules.evaluate import LossSum
+from dipaco.peer.reporting.events import EventLog
+from dipaco.protocol.records import ProgressEntry
+from dipaco.training.scoring import LossSum
+from dipaco.training.trainer import PathTrainer
 
 from .node import Node
 from .path_files import PathFiles
 from .publisher import PeerStatus, Publisher
-from .reporting.events import EventLog
-from .trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.progress")
 

@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dipaco.base.errors import AdmissionError, ClockError, DipacoError, NetworkError
-from dipaco.dht.coverage import Scope, bucket_count, home_bucket, scope_of
 from dipaco.dht.directory import Directory
-from dipaco.dht.records import (
+from dipaco.peer.exchange.hello import SOFTWARE
+from dipaco.peer.exchange.known_peers import peer_of
+from dipaco.protocol.coverage import Scope, bucket_count, home_bucket, scope_of
+from dipaco.protocol.records import (
     MAX_ENTRIES,
     PROGRESS_LIFE_S,
     BlobRecord,
@@ -33,11 +35,9 @@ from dipaco.dht.records import (
     record_life_s,
     refresh_period_s,
 )
-from dipaco.dht.view import SwarmView
+from dipaco.protocol.view import SwarmView
 
 from .background import Background
-from .exchange.hello import SOFTWARE
-from .exchange.known_peers import peer_of
 from .node import Node
 
 logger = logging.getLogger("dipaco.peer.publisher")

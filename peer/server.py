@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import threading
 
+from dipaco.peer.reporting.events import EventLog
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.knowledge import MemberSettings
+
 from .background import Background
 from .errands import Errands
-from .member import actions as a
-from .member import events as e
-from .member.knowledge import MemberSettings
 from .node import Node
 from .outer_steps import OuterSteps
 from .path_files import PathFiles
 from .publisher import PeerStatus, Publisher
-from .reporting.events import EventLog
 from .shell import Shell, start_member
 
 LONGEST_WAIT_S = 0.5

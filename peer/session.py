@@ -1,4 +1,4 @@
-"""A training peer's shell: it does what its member decides (`dipaco.peer.member`), and reports.
+"""A training peer's shell: it does what its member decides (`dipaco.protocol.member`), and reports.
 
 The main thread owns the model. It takes inner steps, and applies between two of them what errands
 (`errands`), the outer round (`outer_steps`) and the publisher have brought. It decides nothing.
@@ -13,23 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 
 from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.modules.device import return_freed_memory
+from dipaco.peer.owner.pauses import Pauses
+from dipaco.peer.reporting.events import EventLog
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.knowledge import MemberSettings
+from dipaco.training.trainer import PathTrainer, RateMeter
 
 from .background import Background
 from .errands import Errands
-from .member import actions as a
-from .member import events as e
-from .member.knowledge import MemberSettings
 from .node import Node
 from .outer_steps import OuterSteps
-from .owner.pauses import Pauses
 from .path_files import OptimizerFiles, PathFiles
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
-from .reporting.events import EventLog
 from .settings import PeerSettings
 from .shell import Shell, start_member
 from .successor import SuccessorWatch
-from .trainer import PathTrainer, RateMeter
 
 logger = logging.getLogger("dipaco.peer.session")
 

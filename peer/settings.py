@@ -13,8 +13,7 @@ from dipaco.base.command_line import ComputeSettings, Option, RunSettings, Setti
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.base.files import home_folder
 from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, check_listen_address
-
-from .owner.pauses import Hours
+from dipaco.peer.owner.pauses import Hours
 
 
 def default_cache_folder() -> Path:

@@ -10,10 +10,11 @@ import queue
 from collections import deque
 from collections.abc import Callable
 
-from .member.actions import Action, Left, TakeStep, Wait
-from .member.events import Event, Turn
-from .member.knowledge import MemberSettings
-from .member.member import Member
+from dipaco.protocol.member.actions import Action, Left, TakeStep, Wait
+from dipaco.protocol.member.events import Event, Turn
+from dipaco.protocol.member.knowledge import MemberSettings
+from dipaco.protocol.member.member import Member
+
 from .node import Node
 
 Instruction = TakeStep | Wait | Left

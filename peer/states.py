@@ -16,14 +16,13 @@ from pathlib import Path
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError, StorageError
-from dipaco.dht.chain import Head
 from dipaco.modules.device import return_freed_memory
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, state_chunks
 from dipaco.modules.store import StateStore
-
-from .exchange.chain_store import ChainStore
-from .exchange.content import Parts
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.content import Parts
+from dipaco.protocol.chain import Head
 
 logger = logging.getLogger("dipaco.peer.states")
 

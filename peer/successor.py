@@ -11,11 +11,11 @@ import threading
 
 from dipaco.base.errors import DipacoError
 from dipaco.dht.directory import Directory
-from dipaco.dht.manifest import SignedManifest, foreign_successor, newest_run
+from dipaco.peer.reporting.events import EventLog
+from dipaco.protocol.manifest import SignedManifest, foreign_successor, newest_run
 
 from .background import Background
 from .node import Node
-from .reporting.events import EventLog
 
 logger = logging.getLogger("dipaco.peer.successor")
 

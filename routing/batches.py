@@ -10,6 +10,7 @@ import functools
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import CorpusError
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from pydantic import Field, field_validator, model_validator
+
 from dipaco.base.errors import CorpusError, nearest_name
 from dipaco.base.files import is_utf16
 from dipaco.modules.config import Config
-from pydantic import Field, field_validator, model_validator
 
 Part = Literal["train", "validation"]
 

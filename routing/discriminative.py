@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.transformer import PathModel

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases, nearest_centroids, squared_distances

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases, squared_distances

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from pydantic import Field
+
 from dipaco.modules.config import Config
 from dipaco.modules.plan import RunPlan, ShardIndex
-from pydantic import Field
 
 from .shards import PathSummary
 

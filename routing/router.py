@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import Field
+
 from dipaco.base.errors import IntegrityError
 from dipaco.modules.canonical_file import write_arrays
 from dipaco.modules.config import Config
-from pydantic import Field
 
 ROUTER_FORMAT = "dipaco-router/1"
 

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
+from pydantic import Field, model_validator
+
 from dipaco.base.errors import IntegrityError
 from dipaco.modules.canonical_file import read_arrays
 from dipaco.modules.transformer import PathModel
-from pydantic import Field, model_validator
 
 from .discriminative import DiscriminativeRouter
 from .document_routing import prefix_features

@@ -20,6 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.torch
 import torch
+
 from dipaco.base.blobs import BlobStore, SharedContent
 from dipaco.base.errors import (
     ConfigurationError,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
 from dipaco.base.blobs import BlobStore
 from dipaco.base.files import atomic_write, canonical_json, storage_errors
 from dipaco.modules.config import PAD_TOKEN

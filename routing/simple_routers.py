@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from dipaco.base.errors import ConfigurationError
 
 from .router import FitConfig, Prefixes, Router, RouterSample

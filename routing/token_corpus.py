@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.base.files import atomic_write, canonical_json, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.config import PAD_TOKEN
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 import sentencepiece
+
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.base.files import atomic_write
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import canonical_json
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN

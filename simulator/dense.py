@@ -13,15 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from dipaco.modules.config import InnerConfig
-from dipaco.modules.evaluate import LossSum, sum_losses
-from dipaco.modules.inner import InnerLoop
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import batch_indices
-from dipaco.routing.dense import DenseCheckpoint, train_steps
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import even_sample
+from dipaco.training.dense import DenseCheckpoint, train_steps
+from dipaco.training.inner import InnerLoop
+from dipaco.training.scoring import LossSum, sum_losses
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from typing import Any
 import safetensors
 import safetensors.torch
 import torch
+
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import atomic_write
 

@@ -3,7 +3,7 @@
 All workers may share one `Workbench`, a model with its inner loop. A worker that is not on the
 bench is *parked*: its local parameters and AdamW state are on a `WorkerShelf`, its anchors among
 the states of the simulation. Copies are bit for bit, so a shared bench and any shelf compute
-exactly what a bench for each worker computes (`tests/test_simulator.py`).
+exactly what a bench for each worker computes (`tests/simulator/test_simulator.py`).
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
 from dipaco.base.errors import IntegrityError
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.contributions import Codec, Data
 from dipaco.modules.grid import Grid
-from dipaco.modules.inner import InnerLoop, KeptOptimizer
 from dipaco.modules.outer import Contribution, OuterGradient, publish
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateSummary
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
+from dipaco.training.inner import InnerLoop, KeptOptimizer
 
 from .settings import SimulatedPeer, SimulatorSettings
 from .storage import KeptStates, Luggage, Storage, WorkerShelf
@@ -46,7 +47,7 @@ class Workbench:
 
 
 class PathWorker:
-    """Trains one path as `dipaco.peer.trainer` does.
+    """Trains one path as `dipaco.training.trainer` does.
 
     `number` is its place on the shelf, `states` the anchors, which the swarm keeps. A worker of
     which the shelf has notes goes on from them.

@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
+
 from dipaco.modules.compose import load_path
-from dipaco.modules.evaluate import LossSum, sum_losses
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import even_sample
+from dipaco.training.scoring import LossSum, sum_losses
 
 from .path_worker import PathWorker
 from .settings import SimulatorSettings

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import safetensors.torch
+from rich.console import Console
+from rich.table import Table
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.base.progress import StageProgress
 from dipaco.modules.device import choose_device, prepare_process
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder, link_run
-from rich.console import Console
-from rich.table import Table
 
 from .dense import DenseResult, train_dense
 from .live_folder import LiveFolder

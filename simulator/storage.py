@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from dipaco.base.files import remove_stale_temporaries, storage_errors
 from dipaco.modules.grid import Grid
-from dipaco.modules.inner import KeptOptimizer
 from dipaco.modules.state import (
     ModuleState,
     PathProgress,
@@ -30,6 +30,7 @@ from dipaco.modules.state import (
     write_state,
 )
 from dipaco.routing.run_folder import RunFolder
+from dipaco.training.inner import KeptOptimizer
 
 from .live_folder import (
     LiveFolder,

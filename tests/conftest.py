@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dipaco.routing.run_folder import RunFolder
     from support.exchange_nodes import Nodes
+
+    from dipaco.routing.run_folder import RunFolder
 
 # Before PyTorch is imported, here and in every command that a test starts: results depend on the
 # number of threads, and the tests share two cores with the swarms that they start.

@@ -30,8 +30,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
-from dipaco.inference import export_cli
 from support.tiny_run import make_tiny_run, tiny_documents
+
+from dipaco.inference import export_cli
 
 SHAPE = {"block_count": 8, "hidden_size": 256, "head_count": 4, "feed_forward_size": 704}
 LEAST_TURNS = 2

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from dipaco.modules.device import keep_freed_memory
-from dipaco.modules.inner import InnerLoop
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
+from dipaco.training.inner import InnerLoop
 
 
 def options() -> argparse.Namespace:

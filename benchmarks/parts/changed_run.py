@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import parse_config
-from dipaco.modules.evaluate import row_losses
 from dipaco.modules.outer import canonical_table
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.reference import ReferenceSwarm
+from dipaco.training.scoring import row_losses
 
 Changes = Mapping[str, Any]
 """New values of fields of the plan, by "section.field" or "field"."""

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent.parent
 _STEADY_PEER = """
 import os, sys, time
 from dipaco.peer.cli import main
-from dipaco.peer.trainer import PathTrainer
+from dipaco.training.trainer import PathTrainer
 step = PathTrainer.inner_step
 def steady(trainer):
     while not os.path.exists({go!r}):

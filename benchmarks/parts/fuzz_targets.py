@@ -12,15 +12,13 @@ from typing import Any
 
 import msgpack
 import torch
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils import MSGPackSerializer
+
 from dipaco.base.errors import DipacoError
 from dipaco.base.files import canonical_json
-from dipaco.dht import admission, manifest, record_validator
+from dipaco.dht import record_validator
 from dipaco.dht.addresses import check_peer_address
-from dipaco.dht.chain import Head, unpack_row, unpack_step, verify_row
-from dipaco.dht.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
-from dipaco.dht.record_errors import RecordError
-from dipaco.dht.record_keys import parse_record, parse_subkey
-from dipaco.dht.records import HeldState
 from dipaco.modules.config import parse_config
 from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.grid import Grid
@@ -28,12 +26,16 @@ from dipaco.modules.grow import check_genesis_index
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import genesis_state, read_state, state_chunks
 from dipaco.peer.exchange import messages
+from dipaco.protocol import admission, manifest
+from dipaco.protocol.chain import Head, unpack_row, unpack_step, verify_row
+from dipaco.protocol.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
+from dipaco.protocol.record_errors import RecordError
+from dipaco.protocol.record_keys import parse_record, parse_subkey
+from dipaco.protocol.records import HeldState
 from dipaco.routing.routers import load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import check_tokens, open_tokens
 from dipaco.routing.tokenizer import Tokenizer
-from hivemind.dht.validation import DHTRecord
-from hivemind.utils import MSGPackSerializer
 
 from .mutations import GREATEST_BYTES, Spelling
 

@@ -20,19 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from dipaco.dht.chain import Row, Step
+from support.outer_peer import Peer
+
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.contributions import Codec
 from dipaco.modules.device import prepare_process, return_freed_memory
-from dipaco.modules.inner import InnerLoop
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.background import Background
 from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.member import actions as a
 from dipaco.peer.path_files import OptimizerFiles
-from support.outer_peer import Peer
+from dipaco.protocol.chain import Row, Step
+from dipaco.protocol.member import actions as a
+from dipaco.training.inner import InnerLoop
 
 from .common import Report, scratch_folder
 from .synthetic_run import make_synthetic_run

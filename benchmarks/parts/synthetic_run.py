@@ -11,6 +11,14 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+from support.tiny_run import (
+    TINY_VOCABULARY,
+    sign_tiny_run,
+    tiny_parameters,
+    tiny_shard,
+    tiny_tokenizer_bytes,
+)
+
 from dipaco.base.files import canonical_json
 from dipaco.modules.config import (
     ContributionsConfig,
@@ -24,13 +32,6 @@ from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.routers import KMeansRouter
 from dipaco.routing.run_folder import RunFolder
-from support.tiny_run import (
-    TINY_VOCABULARY,
-    sign_tiny_run,
-    tiny_parameters,
-    tiny_shard,
-    tiny_tokenizer_bytes,
-)
 
 FIRST_ORDINARY_TOKEN = 4
 

@@ -22,6 +22,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+
 from dipaco.base.errors import ConfigurationError
 
 _MEMORY_BYTES = 2**30

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+
 from dipaco.inference.decoder import decoder_bytes
 from dipaco.inference.generate import PathDecisions
 from dipaco.inference.rerouter import Rerouter

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from dipaco.inference.decoder import Decoder
 from dipaco.inference.mixing import MixedDecoder, decoder_of
 from dipaco.inference.sources import StateSource, assemble_path, path_states

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import deque
 
 import torch
+
 from dipaco.inference.generate import choose_token
 from dipaco.modules.config import END_TOKEN, PAD_TOKEN
 

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.rerouting import GREATEST_WINDOW
 from dipaco.inference.sampling import Sampling
 from dipaco.modules.config import BEGIN_TOKEN
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .chat_template import ChatTemplate, TemplateError
 from .engine import Engine

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from dipaco.inference.generate import PathDecisions
 from dipaco.inference.sampling import Sampling
 

@@ -12,11 +12,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import asdict, replace
 
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
-from dipaco.dht.identity import is_in_use
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
 from dipaco.peer.settings import PeerSettings
+from dipaco.protocol.identity import is_in_use
 
 from . import checks as c
 from . import machine as m

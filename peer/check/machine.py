@@ -18,9 +18,10 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from dipaco.base.files import spare_bytes
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from dipaco.base.files import spare_bytes
 
 # What the versions line shows; all requirements are checked.
 SHOWN_PACKAGES = ("torch", "hivemind", "numpy")
@@ -194,6 +195,7 @@ def look_at_device(name: str) -> tuple[Gpu | None, str]:
     Uses CUDA, so nothing may be forked afterwards. Raises ConfigurationError, as `choose_device`.
     """
     import torch
+
     from dipaco.modules import device as devices
 
     device, reason = devices.choose_device(name)

@@ -29,10 +29,10 @@ from dipaco.modules.memory import (
     least_pass_bytes,
     pass_bytes,
 )
-from dipaco.modules.muon import is_for_muon
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
+from dipaco.training.muon import is_for_muon
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
+
 from dipaco.base.files import storage_errors
-from dipaco.dht.chain import Head, Row, Step, pack_step, unpack_step
-from dipaco.dht.chain_book import ChainBook
-from dipaco.dht.record_errors import RecordError
+from dipaco.protocol.chain import Head, Row, Step, pack_step, unpack_step
+from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.record_errors import RecordError
 
 logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 

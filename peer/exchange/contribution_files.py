@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dipaco.base.blobs import BlobStore, is_sha256
 from dipaco.base.files import atomic_write, spare_bytes, storage_errors
-from dipaco.dht.chain import Row
 from dipaco.modules.contributions import Data
+from dipaco.protocol.chain import Row
 
 KEPT_ROUNDS = 3
 MOST_CONTRIBUTIONS_BYTES = 2**33

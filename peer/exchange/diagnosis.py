@@ -13,10 +13,11 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dipaco.base.errors import DipacoError, ProtocolVersionError, UnreachableError
 from hivemind.p2p import P2P, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+from dipaco.base.errors import DipacoError, ProtocolVersionError, UnreachableError
 
 from .clock import MAX_CLOCK_OFFSET_S, best_sample, check_offset
 from .hello import Greeting, Hello, clock_samples, say_hello

@@ -18,7 +18,7 @@ from dipaco.base.errors import (
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.dht.chain import Row, Step, pack_row, pack_step
+from dipaco.protocol.chain import Row, Step, pack_row, pack_step
 
 from .calls import PROTOCOL_NAME, begin, call
 from .chain_store import Answer

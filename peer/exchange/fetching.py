@@ -12,14 +12,14 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.base.progress import StageProgress
-from dipaco.dht.chain import Head
-from dipaco.dht.chain_book import ChainBook
 from dipaco.dht.directory import Directory
-from dipaco.dht.view import SwarmView
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
+from dipaco.protocol.chain import Head
+from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.view import SwarmView
 from dipaco.routing.token_files import token_dtype
 
 from .exchange import Exchange

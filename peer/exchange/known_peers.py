@@ -12,7 +12,7 @@ from pathlib import Path
 from dipaco.base.errors import AddressError, DipacoError
 from dipaco.base.files import atomic_write
 from dipaco.dht.addresses import check_peer_address
-from dipaco.dht.view import SwarmView
+from dipaco.protocol.view import SwarmView
 
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
 # many are tried at once. A view is looked at again after a while.

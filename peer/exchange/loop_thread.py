@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 import uvloop
+
 from dipaco.base.errors import NetworkError
 from dipaco.dht.guarded_dht import hold_tasks
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgpack
-from dipaco.dht.admission import ADMISSION_BYTES
-from dipaco.dht.chain import MAX_ROWS
-from dipaco.dht.records import AddressText, Count, HeldState, ModuleName, PeerId, TimeS
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dipaco.protocol.admission import ADMISSION_BYTES
+from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.records import AddressText, Count, HeldState, ModuleName, PeerId, TimeS
 
 from .transport import Stream
 

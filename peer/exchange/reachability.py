@@ -19,10 +19,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Protocol
 
-from dipaco.base.errors import DipacoError
-from dipaco.dht.records import Reachability
-from dipaco.dht.view import SwarmView
 from multiaddr import Multiaddr
+
+from dipaco.base.errors import DipacoError
+from dipaco.protocol.records import Reachability
+from dipaco.protocol.view import SwarmView
 
 from .messages import MAX_CALLED_BACK, CallBackReply
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dipaco.dht.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
-from dipaco.dht.record_errors import RecordError
-from dipaco.dht.records import HeldState
-from dipaco.dht.repetition import Complaints
+from dipaco.base.repetition import Complaints
+from dipaco.protocol.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
+from dipaco.protocol.record_errors import RecordError
+from dipaco.protocol.records import HeldState
 
 from .chain_store import ChainStore
 from .content import ContentSource, OpenContent, Parts, opened

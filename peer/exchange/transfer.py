@@ -24,6 +24,7 @@ from typing import BinaryIO, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import fsspec
+
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.plan import check_mirror

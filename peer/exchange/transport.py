@@ -11,11 +11,12 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+
 from dipaco.base.errors import NetworkError
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.peer.owner.uplink import Uplink
-from hivemind.p2p import P2P, PeerID
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 DAEMON_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 0.4

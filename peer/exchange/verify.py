@@ -13,12 +13,12 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-from dipaco.dht.admission import Admission, Gate
-from dipaco.dht.chain import Head, Row, Step, verify_row
-from dipaco.dht.record_errors import RecordError
-from dipaco.dht.view import is_plausible_head, is_plausible_row
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.protocol.admission import Admission, Gate
+from dipaco.protocol.chain import Head, Row, Step, verify_row
+from dipaco.protocol.record_errors import RecordError
+from dipaco.protocol.view import is_plausible_head, is_plausible_row
 
 logger = logging.getLogger("dipaco.peer.exchange.verify")
 

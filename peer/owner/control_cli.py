@@ -10,8 +10,8 @@ from typing import Annotated
 
 from dipaco.base.command_line import Command, Option, Settings
 from dipaco.base.errors import NetworkError
-from dipaco.dht.identity import is_in_use
 from dipaco.peer.settings import default_cache_folder
+from dipaco.protocol.identity import is_in_use
 
 from .pauses import activity_file, ask_to_pause, ask_to_resume
 

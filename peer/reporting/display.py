@@ -8,17 +8,18 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
 from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import DipacoError, printable
 from dipaco.peer.credit import own_tokens
 from dipaco.peer.node import Node
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import default_cache_folder
-from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0

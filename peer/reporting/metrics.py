@@ -11,17 +11,18 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
+from prometheus_client import start_http_server
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector, CollectorRegistry
+
 from dipaco.base.errors import ConfigurationError, DipacoError
-from dipaco.dht.records import ClaimState, Reachability
-from dipaco.dht.status.metrics import Metric
+from dipaco.base.metrics import Metric
 from dipaco.peer.exchange.hello import SOFTWARE
 from dipaco.peer.node import Node
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import NodeSettings
-from prometheus_client import start_http_server
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector, CollectorRegistry
+from dipaco.protocol.records import ClaimState, Reachability
 
 
 def _gauge(name: str, help: str, label: str = "", values: Iterable[str] = ()) -> Metric:

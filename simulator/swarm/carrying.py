@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from dipaco.dht.chain import Head, Row, Step
-from dipaco.dht.records import ProgressEntry
-from dipaco.dht.view import is_plausible_row
-from dipaco.peer.member import actions, events
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.member import actions, events
+from dipaco.protocol.records import ProgressEntry
+from dipaco.protocol.view import is_plausible_row
 
 from .network import STALL_S
 from .trace import name_of

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.dht.coverage import Scope
-from dipaco.dht.records import ModuleRecord, PeerRecord, ProgressRecord
-from dipaco.dht.view import SwarmView, view_of_records
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.protocol.coverage import Scope
+from dipaco.protocol.records import ModuleRecord, PeerRecord, ProgressRecord
+from dipaco.protocol.view import SwarmView, view_of_records
 
 from .engine import Engine
 from .network import Link, Network

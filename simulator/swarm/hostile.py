@@ -10,9 +10,9 @@ import hashlib
 from dataclasses import replace
 from typing import Any
 
-from dipaco.dht.chain import Head, Row, Step
-from dipaco.dht.view import greatest_contribution
-from dipaco.peer.member.actions import Action, Tell
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.member.actions import Action, Tell
+from dipaco.protocol.view import greatest_contribution
 
 from .machine import Machine
 from .network import NO_ANSWER

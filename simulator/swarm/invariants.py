@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from dipaco.dht.chain import Row
-from dipaco.peer.member.actions import Adopt
+from dipaco.protocol.chain import Row
+from dipaco.protocol.member.actions import Adopt
 
 from .machine import Machine
 from .trace import shown

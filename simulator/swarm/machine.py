@@ -17,14 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.dht.chain import Head, Row
-from dipaco.dht.coverage import bucket_count, home_bucket, scope_of
-from dipaco.dht.records import ProgressEntry, refresh_period_s
-from dipaco.dht.view import claimed_tokens
-from dipaco.peer.member.actions import Action, Left, Publish, Say, TakeStep, Wait
-from dipaco.peer.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
-from dipaco.peer.member.knowledge import MemberSettings
-from dipaco.peer.member.member import Member
+from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
+from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Wait
+from dipaco.protocol.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
+from dipaco.protocol.member.knowledge import MemberSettings
+from dipaco.protocol.member.member import Member
+from dipaco.protocol.records import ProgressEntry, refresh_period_s
+from dipaco.protocol.view import claimed_tokens
 
 from .carrying import Carrying
 from .network import Link

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dipaco.dht.coverage import bucket_count, home_bucket
-from dipaco.dht.records import (
+from dipaco.protocol.coverage import bucket_count, home_bucket
+from dipaco.protocol.records import (
     PROGRESS_LIFE_S,
     RENEWED_AFTER,
     HeldState,

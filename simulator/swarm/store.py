@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from dipaco.dht.chain import Head, Row, Step
-from dipaco.dht.chain_book import ChainBook
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain_book import ChainBook
 
 from .world import World
 

@@ -7,8 +7,8 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
-from dipaco.dht.chain import Head, Row, Step
-from dipaco.dht.view import SwarmView
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.view import SwarmView
 
 SHORT = 8
 # Of these there are too many, and they say little.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dipaco.dht.admission import Gate
-from dipaco.dht.manifest import SignedManifest
-from dipaco.dht.records import Reachability
-from dipaco.dht.status.summary import status_of
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.manifest import SignedManifest
+from dipaco.protocol.records import Reachability
+from dipaco.status.summary import status_of
 
 from .swarm_views import Records, healthy_swarm, peer_name, plan_of
 

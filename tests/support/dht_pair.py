@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from dipaco.dht.coverage import Scope, whole_scope
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.identity import Identity, load_or_create_identity
 from dipaco.dht.node import join_dht
-from dipaco.dht.records import PeerRecord
-from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
+from dipaco.protocol.coverage import Scope, whole_scope
+from dipaco.protocol.identity import Identity, load_or_create_identity
+from dipaco.protocol.records import PeerRecord
+from dipaco.protocol.view import SwarmView
 
 from .make_plan import make_plan
 

@@ -11,9 +11,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dipaco.dht.admission import Gate, Terms, make_invitation
-from dipaco.dht.chain import Row, Step, genesis_name, sign_row
-from dipaco.dht.identity import raw_public_key
 from dipaco.modules.grid import Grid
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
@@ -21,6 +18,9 @@ from dipaco.peer.exchange.exchange import Exchange, ServedRun
 from dipaco.peer.exchange.transport import Transport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.admission import Gate, Terms, make_invitation
+from dipaco.protocol.chain import Row, Step, genesis_name, sign_row
+from dipaco.protocol.identity import raw_public_key
 
 from .make_plan import make_plan
 from .memory_transport import MemoryNetwork, MemoryTransport

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.errors import NetworkError
-from dipaco.dht.chain import Head
-from dipaco.dht.coverage import Scope
-from dipaco.dht.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
-from dipaco.dht.view import SwarmView
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.exchange.clock import Clock
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.chain import Head
+from dipaco.protocol.coverage import Scope
+from dipaco.protocol.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
+from dipaco.protocol.view import SwarmView
 
 ME = "Qm" + "a" * 44
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from dipaco.modules.config import InnerConfig, ModelConfig
-from dipaco.modules.inner import InnerLoop
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.training.inner import InnerLoop
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(

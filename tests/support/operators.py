@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dipaco.dht.manifest import (
+
+from dipaco.protocol.manifest import (
     SignedManifest,
     sign_manifest,
     verify_manifest,
 )
-
 from support.make_plan import make_plan
 
 KEY = Ed25519PrivateKey.from_private_bytes(b"o" * 32)

@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from dipaco.base.errors import IntegrityError, NetworkError
-from dipaco.dht.chain import Head, Row, Step, genesis_name, sign_row
-from dipaco.dht.identity import peer_id_of_public_key, raw_public_key
 from dipaco.modules.compose import gather_module
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.member import actions as a
-from dipaco.peer.member import events as e
 from dipaco.peer.outer_steps import OuterSteps
 from dipaco.peer.states import States
-from dipaco.peer.trainer import PathTrainer
+from dipaco.protocol.chain import Head, Row, Step, genesis_name, sign_row
+from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
+from dipaco.training.trainer import PathTrainer
 
 from .fake_swarm import FakeEvents, FakeTime
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from dipaco.dht.admission import Admission, Gate
-from dipaco.dht.identity import Identity, peer_id_of_public_key, raw_public_key
+
+from dipaco.protocol.admission import Admission, Gate
+from dipaco.protocol.identity import Identity, peer_id_of_public_key, raw_public_key
 
 RUN = "0123456789abcdef"
 

@@ -8,8 +8,9 @@ import random
 from pathlib import Path
 
 import torch
-from dipaco.bootstrap.display import Display
 from rich.console import Console
+
+from dipaco.bootstrap.display import Display
 
 CPU = torch.device("cpu")
 

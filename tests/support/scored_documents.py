@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from dipaco.inference.document_windows import DocumentWindows, TokenDocument, collect_windows
 from dipaco.inference.token_losses import TokenLosses
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, GridConfig, ModelConfig
 from dipaco.modules.plan import RoutingPlan, RunPlan
 from dipaco.modules.transformer import PathModel, initialise
-
 from support.make_plan import make_plan
 
 PREFIX_TOKENS = 4

@@ -6,12 +6,12 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from dipaco.dht.chain import Head
-from dipaco.dht.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
-from dipaco.dht.view import SwarmView, build_view
 from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
+from dipaco.protocol.chain import Head
+from dipaco.protocol.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
+from dipaco.protocol.view import SwarmView, build_view
 
 from .make_plan import make_plan
 

@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.invite import invite, note_admission
-from dipaco.dht.admission import opened
-from dipaco.dht.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.modules.config import (
     ContributionsConfig,
     GridConfig,
@@ -35,6 +34,8 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.admission import opened
+from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.document_routing import prefix_features
 from dipaco.routing.routers import KMeansRouter, Prefixes, Router
 from dipaco.routing.run_folder import RunFolder

@@ -6,17 +6,16 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from dipaco.dht.chain import Head, Row, Step
-from dipaco.dht.records import Claim, PeerRecord
-from dipaco.dht.view import SwarmView
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
-from dipaco.peer.member import actions as a
-from dipaco.peer.member import events as e
-from dipaco.peer.member.knowledge import Knowledge, MemberSettings, mailbox_order
-from dipaco.peer.member.outer_round import Role
-from dipaco.peer.member.taking import Strand
-
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.knowledge import Knowledge, MemberSettings, mailbox_order
+from dipaco.protocol.member.outer_round import Role
+from dipaco.protocol.member.taking import Strand
+from dipaco.protocol.records import Claim, PeerRecord
+from dipaco.protocol.view import SwarmView
 from support.make_plan import make_plan
 
 MODULE, DURATION_S, GATHER_S, GRACE_S = "L0.E0", 100.0, 20.0, 4.0

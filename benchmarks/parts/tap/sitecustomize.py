@@ -45,8 +45,10 @@ def tap(owner: Any, name: str, keep_sample: Callable[..., None]) -> None:
 def tap_all(folder: Path) -> None:
     """Tap every parser that is reached by bytes from the network."""
     import msgpack
-    from dipaco.dht import chain, manifest, record_validator
+
+    from dipaco.dht import record_validator
     from dipaco.peer.exchange import messages
+    from dipaco.protocol import chain, manifest
 
     seen: dict[str, set[bytes]] = {}
     put = functools.partial(keep, folder, seen=seen)

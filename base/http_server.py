@@ -1,0 +1,128 @@
+"""Listening, and ending when told to: for `dipaco-status --serve` and `dipaco-serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from dipaco.base.errors import AddressError
+
+# Answers under way get so long when the service is told to end.
+_GRACE_S = 3
+_WAITING_CONNECTIONS = 256
+_MOST_CONNECTIONS = 1024
+# A request, without its body, has come by then.
+REQUEST_LIMIT_S = 30.0
+
+
+def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+    """Return a listening socket. Raises AddressError when the address cannot be had.
+
+    `flag` is how the command is told its port.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        found = socket.create_server((host, port), family=family, backlog=_WAITING_CONNECTIONS)
+    except OSError as error:
+        raise AddressError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}; choose others with "
+            f"--host and {flag} (0 is any free one)"
+        ) from None
+    return found
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection on which no whole request comes in time, and one whose request could be
+    read in two ways."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+            names = [name.lower() for name, _ in self.cycle.scope["headers"]]
+            if b"content-length" in names and b"transfer-encoding" in names:
+                self.transport.abort()
+        else:
+            self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(REQUEST_LIMIT_S, self.transport.abort)
+
+    def _stop_waiting(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class _Server(uvicorn.Server):
+    """Ends when it is told to, and lets the command end as usual then."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take SIGINT and SIGTERM for the time of serving; the second one ends at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        told = (signal.SIGINT, signal.SIGTERM)
+        before = {number: signal.signal(number, self.handle_exit) for number in told}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicorn.Server:
+    """Return the server of an application, which serves when it is run.
+
+    It answers who calls it by one of `names`.
+    """
+    return _Server(
+        uvicorn.Config(
+            TrustedHostMiddleware(application, allowed_hosts=names, www_redirect=False),
+            http=_Protocol,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE_S,
+            timeout_keep_alive=30,
+            limit_concurrency=_MOST_CONNECTIONS,
+            server_header=False,
+            h11_max_incomplete_event_size=64 * 1024,
+        )
+    )
+
+
+def serve_until_told(
+    application: Starlette, listening: socket.socket, names: tuple[str, ...] = ()
+) -> None:
+    """Serve until SIGINT or SIGTERM; a second one ends at once.
+
+    What listens on this machine alone answers to the names of this machine and to `names`: a page
+    from elsewhere whose name leads here must not read it through a visitor's browser.
+    """
+    address = listening.getsockname()[0]
+    is_local = ipaddress.ip_address(address).is_loopback
+    allowed = ("localhost", "127.0.0.1", "[::1]", address, *names) if is_local else ("*",)
+    server_of(application, allowed).run(sockets=[listening])

@@ -1,0 +1,1 @@
+"""What is signed, and decided: identity, admission, manifest, rows and chains, records, policy."""

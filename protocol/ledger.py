@@ -1,0 +1,164 @@
+"""How many tokens each peer trained, told by the chains alone (design 4.4). Pure.
+
+Every row in a chain is signed by the peer whose work it is, and at most one row of a peer counts in
+a round, so the rows are the ledger. What a peer trains on a path goes into every module of the
+path and is the same work: its tokens on a path are those of the module that counts the most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dipaco.base.errors import ConfigurationError, StorageError
+from dipaco.modules.config import Config, parse_config
+
+from .chain import Step
+from .view import SwarmView
+
+EXPORT_FORMAT = "dipaco-ledger/3"
+_Tokens = Field(ge=0, le=2**63)
+_Words = Field("", max_length=64)
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What the chains say of one peer."""
+
+    peer: str
+    tokens: int
+    paths: Mapping[int, int] = field(default_factory=dict)
+    """Tokens by path, of the newest run."""
+    rows: int = 0
+    """Over all modules."""
+    last_round: int = 0
+    """Of the newest run; -1 for a peer that is in earlier ones only."""
+
+
+def credits_of(chains: Mapping[str, Iterable[Step]]) -> dict[str, Credit]:
+    """Return the credit of each peer by the heaviest chain of each module."""
+    tokens: dict[str, Counter[tuple[int, str]]] = defaultdict(Counter)
+    rows: Counter[str] = Counter()
+    last_round: dict[str, int] = {}
+    for module, steps in chains.items():
+        for step in steps:
+            for row in step.rows:
+                tokens[row.peer][row.path, module] += row.tokens
+                rows[row.peer] += 1
+                last_round[row.peer] = max(last_round.get(row.peer, 0), row.round_index)
+    found = {}
+    for peer, sums in sorted(tokens.items()):
+        paths: dict[int, int] = {}
+        for (path, _), count in sums.items():
+            paths[path] = max(paths.get(path, 0), count)
+        credit = Credit(
+            peer, sum(paths.values()), dict(sorted(paths.items())), rows[peer], last_round[peer]
+        )
+        found[peer] = credit
+    return found
+
+
+def summed(
+    newest: Mapping[str, Credit], earlier: Iterable[Mapping[str, Credit]]
+) -> dict[str, Credit]:
+    """Return the credit of each peer in a run and in those that it continues."""
+    found = dict(newest)
+    for credits in earlier:
+        for peer, before in credits.items():
+            known = found.get(peer, Credit(peer, 0, last_round=-1))
+            found[peer] = replace(
+                known, tokens=known.tokens + before.tokens, rows=known.rows + before.rows
+            )
+    return found
+
+
+def exported(
+    run_id: str,
+    credits: Mapping[str, Credit],
+    view: SwarmView | None,
+    earlier: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the ledger as plain values; its keys are part of the command's contract.
+
+    A name is what its owner says, and two owners may say the same: peers are told apart by id.
+    Those that are not in sight have none. `earlier` are the runs before it that are counted too.
+    """
+    ranked = sorted(credits.values(), key=lambda credit: (-credit.tokens, credit.peer))
+    records = view.peers if view is not None else {}
+    said = {
+        credit.peer: (records[credit.peer].name, records[credit.peer].team)
+        if credit.peer in records
+        else ("", "")
+        for credit in ranked
+    }
+    teams: Counter[str] = Counter()
+    for credit in ranked:
+        if said[credit.peer][1]:
+            teams[said[credit.peer][1]] += credit.tokens
+    return {
+        "format": EXPORT_FORMAT,
+        "run": run_id,
+        "earlier": list(earlier),
+        "tokens": sum(credit.tokens for credit in ranked),
+        "peers": [
+            {
+                "peer_id": credit.peer,
+                "name": said[credit.peer][0],
+                "team": said[credit.peer][1],
+                "tokens": credit.tokens,
+                "rows": credit.rows,
+                "last_round": credit.last_round,
+                "paths": {str(path): count for path, count in credit.paths.items()},
+            }
+            for credit in ranked
+        ],
+        "teams": [{"team": team, "tokens": count} for team, count in teams.most_common()],
+    }
+
+
+class _Peer(Config):
+    peer_id: str = Field(min_length=1, max_length=128)
+    name: str = _Words
+    team: str = _Words
+    tokens: int = _Tokens
+    rows: int = _Tokens
+    last_round: int = Field(ge=-1, le=2**63)
+    paths: dict[str, int]
+
+
+class _Team(Config):
+    team: str = _Words
+    tokens: int = _Tokens
+
+
+class _Ledger(Config):
+    """What `exported` returns."""
+
+    format: Literal["dipaco-ledger/3"]
+    run: str = Field(max_length=64)
+    earlier: tuple[str, ...]
+    tokens: int = _Tokens
+    peers: tuple[_Peer, ...]
+    teams: tuple[_Team, ...]
+
+
+def read_ledger(text: bytes, run_id: str) -> dict[str, Any]:
+    """Return what `dipaco-ledger --json` has written of a run. Raises StorageError for all else."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"it is not JSON ({error})") from None
+    if not isinstance(said, dict):
+        raise StorageError("it is not an object")
+    try:
+        ledger = parse_config(_Ledger, said, "it is not what dipaco-ledger --json writes")
+    except ConfigurationError as error:
+        raise StorageError(str(error)) from None
+    if run_id not in (ledger.run, *ledger.earlier):
+        raise StorageError(f"it is of run {ledger.run}, not of {run_id}")
+    return ledger.model_dump(mode="json")

@@ -1,0 +1,281 @@
+"""What a member can want done: all of it is carried out by a shell, which reports the outcome.
+
+An action that is answered by an event says so; a shell answers each once, sooner or later, by that
+event or by `Failed`, unless the path was changed or the member has left in between. The others are
+done at once, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.coverage import Scope
+from dipaco.protocol.records import ClaimState
+
+
+class Action:
+    """Something to be done."""
+
+
+@dataclass(frozen=True)
+class Say(Action):
+    """Publish a claim in place of the last one."""
+
+    state: ClaimState
+    path: int | None
+    since_s: float
+    """Since when, in swarm time. Changed by a claim of another path only."""
+    reason: str
+    """Why this path, for the person at the machine."""
+    pinned: bool
+
+
+@dataclass(frozen=True)
+class Watch(Action):
+    """Read this part of the swarm from now on, at every refresh and every `Look`."""
+
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class Look(Action):
+    """Publish, then read the swarm. Answered by `Viewed`."""
+
+    further: tuple[int, ...] = ()
+    """Buckets that are read this once, beside the scope."""
+
+
+@dataclass(frozen=True)
+class Tell(Action):
+    """Tell peers of rows and steps. What does not arrive is not reported."""
+
+    peers: tuple[str, ...]
+    module: str
+    rows: tuple[Row, ...] = ()
+    steps: tuple[Step, ...] = ()
+    keep: bool = False
+    """Ask them to keep a copy of the state of the last step, too."""
+
+
+@dataclass(frozen=True)
+class Ask(Action):
+    """Ask a peer which steps come after some, and which rows it knows. Answered by `Answered`."""
+
+    peer: str
+    module: str
+    locator: tuple[str, ...]
+    """Names of the own chain, newest first (`ChainBook.locator`)."""
+
+
+@dataclass(frozen=True)
+class Put(Action):
+    """Push the file of the own row to mailboxes, because nobody can call this peer."""
+
+    peers: tuple[str, ...]
+    row: Row
+
+
+@dataclass(frozen=True)
+class Gather(Action):
+    """Get the files of rows and check them; one that is here, or on its way, is not fetched twice.
+    Answered by a `Gathered` or `Failed` each."""
+
+    module: str
+    rows: tuple[Row, ...]
+    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By file: peers that may have it beside its owner, who is asked first."""
+
+
+@dataclass(frozen=True)
+class Serve(Action):
+    """Answer those who ask for a module's chain with the one to this step from now on."""
+
+    module: str
+    step: str
+
+
+@dataclass(frozen=True)
+class FetchPath(Action):
+    """Get the shard of a path and what goes with it. Answered by `PathReady`."""
+
+    path: int
+
+
+@dataclass(frozen=True)
+class StartPath(Action):
+    """Begin to train a path from states that were fetched; earlier work on a path is gone."""
+
+    path: int
+    heads: tuple[Head, ...]
+    """One of every module of the path, in level order."""
+
+
+@dataclass(frozen=True)
+class Begun(Action):
+    """The path is in training, or goes on after a move failed: say so."""
+
+    round_index: int
+
+
+@dataclass(frozen=True)
+class Move(Action):
+    """The member goes to another path: keep what a return needs."""
+
+    path: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Pause(Action):
+    """Nothing is trained until further notice: keep what a return needs, and free the device."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Publish(Action):
+    """Take a snapshot of a module at its boundary, and encode and sign what was trained.
+
+    The snapshot is taken at once, in place of an earlier one; the rest is done meanwhile. Answered
+    by `Published`.
+    """
+
+    module: str
+    round_index: int
+    parent: str
+    """Name of the step that the anchor is of."""
+    boundary_s: float
+    """When the round ended, in swarm time: how late the step comes is measured from here."""
+
+
+@dataclass(frozen=True)
+class Compute(Action):
+    """Compute the state after steps, whose files are here, from one that is held. Nothing changes
+    before `Adopt`. Answered by `StateHere`."""
+
+    module: str
+    base: str
+    """Name of the step whose state is held."""
+    steps: tuple[Step, ...]
+    """On top of it, oldest first."""
+
+
+@dataclass(frozen=True)
+class FetchState(Action):
+    """Get a state by its digest, checked. Answered by `StateHere`.
+
+    What lies on this disk under the digest need not be fetched. A head of version 0 is the
+    module's genesis, whose digest the member does not know (it is empty).
+    """
+
+    head: Head
+    holders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Check(Action):
+    """Score a state that was computed or fetched on held-out documents of the path in training,
+    in place of the anchor, or of the genesis before there is one. Answered by `Checked` at once."""
+
+    module: str
+    step: str
+
+
+@dataclass(frozen=True)
+class Adopt(Action):
+    """Serve a state that was computed or fetched, and keep it on the disk.
+
+    Of a path in training it becomes the anchor. What was trained since the snapshot goes on top of
+    it; what was trained before is in it, or lost (design 4.5).
+    """
+
+    head: Head
+    """Its digest is that of the state here."""
+    is_round: bool
+    """Whether it ends the outer round that is under way."""
+    expected: int
+    """How many rows were waited for, for the person who reads the log."""
+    is_own_in: bool
+    """Whether this peer's contribution is in it, for the same."""
+
+
+@dataclass(frozen=True)
+class Forget(Action):
+    """A state that was computed or fetched is not wanted."""
+
+    module: str
+    step: str
+
+
+@dataclass(frozen=True)
+class CarryOn(Action):
+    """A round of a module ended without a step here: say so."""
+
+    module: str
+    round_index: int
+    reason: str
+    expected: int
+
+
+@dataclass(frozen=True)
+class Discard(Action):
+    """Go back to the anchor: the local parameters of a module are no longer numbers."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class Drop(Action):
+    """Stop to serve a copy, and remove it from the disk."""
+
+    module: str
+
+
+@dataclass(frozen=True)
+class EndRound(Action):
+    """A round has ended here: score, report, save what is due."""
+
+    round_index: int
+    next_round: int
+
+
+@dataclass(frozen=True)
+class Warn(Action):
+    """Tell the person at the machine, in one line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TakeStep(Action):
+    """Take an inner step."""
+
+    rank: int | None = None
+    """At the first step of a round: this peer's place among the trainers of the path, the oldest
+    claim first. Replicas draw different batches."""
+
+
+@dataclass(frozen=True)
+class Wait(Action):
+    """Wait for an event, for a quarter of a second at most, then ask again."""
+
+    what: str
+    """What is waited for, with the numbers that say how far it is."""
+    limit_s: float
+    """How long it will be waited for at most; 0 where the answer itself has a limit."""
+
+
+@dataclass(frozen=True)
+class SaveAll(Action):
+    """Write what is only in memory to disk, before the peer leaves."""
+
+
+@dataclass(frozen=True)
+class Left(Action):
+    """The member has left the run: stop."""
+
+    to_successor: bool
+    error: str = ""
+    """Why it could not begin, if that is why it left."""

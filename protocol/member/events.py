@@ -1,0 +1,144 @@
+"""What can happen to a member: everything that it ever learns, as values.
+
+The shell (`dipaco.peer.session`, or a swarm in the simulator) reports these, one after the other,
+each with its swarm time. A member knows no clock, network or tensor. What comes from other peers
+was checked by the shell: rows are signed, of admitted peers, plausible and of this run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.view import SwarmView
+
+from .actions import Action
+
+
+class Event:
+    """Something that happened."""
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """An action came to nothing that another event would have answered."""
+
+    action: Action
+    reason: str
+    is_final: bool = False
+    """It need not be tried again: the file came and is no contribution, or the local parameters
+    are no longer numbers."""
+
+
+@dataclass(frozen=True)
+class Viewed(Event):
+    """The swarm was read. Answers `Look`, and comes by itself once a refresh period."""
+
+    view: SwarmView
+    is_answer: bool = False
+    """It was read after the last `Look`."""
+
+
+@dataclass(frozen=True)
+class Told(Event):
+    """A peer tells of rows and steps, unasked."""
+
+    peer: str
+    module: str
+    rows: tuple[Row, ...] = ()
+    steps: tuple[Step, ...] = ()
+    """Oldest first, each on top of the one before."""
+    keep: bool = False
+    """This peer is asked to keep a copy of the state of the last step."""
+
+
+@dataclass(frozen=True)
+class Answered(Event):
+    """Answers `Ask`. A peer that does not answer within seconds has `Failed`."""
+
+    peer: str
+    module: str
+    steps: tuple[Step, ...] = ()
+    """Of the chain that the peer serves, behind the newest of the locator's names that is on it;
+    oldest first."""
+    rows: tuple[Row, ...] = ()
+    """Of the last rounds, as many as it knows."""
+    has_more: bool = False
+    """Whether more steps follow; ask again from the last."""
+    held: Head | None = None
+    """The state that it can serve, if it can."""
+
+
+@dataclass(frozen=True)
+class Gathered(Event):
+    """Answers `Gather`, once for each file: it is here, and a contribution to the module."""
+
+    module: str
+    file: str
+
+
+@dataclass(frozen=True)
+class Turn(Event):
+    """The shell is between two inner steps and asks what to do; at least four times a second. The
+    answer has exactly one of `TakeStep`, `Wait` and `Left` in it."""
+
+    step_s: float = 0.0
+    """What an inner step takes, waiting not included; 0 before the first."""
+
+
+@dataclass(frozen=True)
+class Stepped(Event):
+    """An inner step was taken."""
+
+
+@dataclass(frozen=True)
+class PathReady(Event):
+    """Answers `FetchPath`: the shard of the path is here."""
+
+    path: int
+
+
+@dataclass(frozen=True)
+class Published(Event):
+    """Answers `Publish`: the file is in the content store, and this row names it."""
+
+    module: str
+    row: Row
+
+
+@dataclass(frozen=True)
+class StateHere(Event):
+    """Answers `Compute` and `FetchState`: the state is here; nothing is changed yet."""
+
+    module: str
+    head: Head
+    """It has its digest, also of a genesis."""
+
+
+@dataclass(frozen=True)
+class Checked(Event):
+    """Answers `Check`: the held-out loss with the anchors, and with the state in place of one. None
+    where there is nothing to score with."""
+
+    module: str
+    step: str
+    loss_before: float | None
+    loss_after: float | None
+
+
+@dataclass(frozen=True)
+class SuccessorReady(Event):
+    """The run has a successor, and all that everybody needs of it is here."""
+
+
+@dataclass(frozen=True)
+class PauseWanted(Event):
+    """The machine is needed, or may not train now, until there is no reason any more."""
+
+    reason: str
+    """For the person at the machine; empty: the machine may train again."""
+
+
+@dataclass(frozen=True)
+class LeaveWanted(Event):
+    """Somebody pressed Ctrl+C, or the machine is needed."""

@@ -1,0 +1,258 @@
+"""Joining a path (design 4.6): look, claim, look again, give way; then get what the path needs.
+
+What cannot be had is tried again, since a holder that has just gone is ordinary. Where it does not
+come for long, a newcomer takes another path, and a peer that moves goes on with its old one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum, auto
+
+from dipaco.protocol.policy import Decision, choose_path, resolve_collision
+from dipaco.protocol.records import ClaimState
+
+from .actions import FetchPath, Say, StartPath, Wait, Warn
+from .horizon import Horizon
+from .knowledge import Knowledge
+from .outer_round import Role
+from .taking import Strand
+
+MAX_LOOKS = 5
+# How long newcomers wait before the second look: not equally long, or they would collide again.
+SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.2, 0.8
+# How long an answer of the swarm, and what a path needs, is waited for before it is given up; and
+# how long by a newcomer that may take another path, and by a peer that has one.
+LIMIT_S, WITH_OTHERS_LIMIT_S, MOVE_LIMIT_S = 300.0, 60.0, 20.0
+# What is on its way is waited for so long: a state may take long on a slow line.
+LONGEST_S, LONGEST_MOVE_ROUNDS = 3600.0, 0.5
+RETRY_S = 3.0
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    CHOOSING = auto()
+    TAKING = auto()
+    SETTLING = auto()
+    CHECKING = auto()
+    FETCHING = auto()
+
+
+class Joining:
+    """One path at a time; `has_begun` or `failure` once it is over."""
+
+    def __init__(self, known: Knowledge, horizon: Horizon, strand: Callable[[str], Strand]) -> None:
+        self._known, self._horizon, self._strand = known, horizon, strand
+        self._has_choice = known.settings.pinned is None and known.grid.path_count > 1
+        self._phase = _Phase.IDLE
+        self._until_s = self._since_s = self._wanted_s = 0.0
+        self._looks = 0
+        self._claim_s = 0.0
+        self._chosen: Decision | None = None
+        self._has_shard = False
+        self._ask_s = math.inf
+        """When the shard is asked for; infinite once it was."""
+        self._reason = ""
+        self.has_begun = False
+        """Whether a path can be trained now."""
+        self.failure = ""
+        """Why none can."""
+
+    @property
+    def is_claiming(self) -> bool:
+        """Whether a path is being chosen and claimed."""
+        return self._phase not in (_Phase.IDLE, _Phase.FETCHING)
+
+    @property
+    def path(self) -> int | None:
+        """The path that is claimed, or is about to be."""
+        return self._chosen.path if self._chosen is not None else None
+
+    def begin(self, decision: Decision | None = None) -> None:
+        """Claim a path: `decision`, if given (a move), otherwise the least served one."""
+        self.has_begun, self.failure = False, ""
+        self._wanted_s = self._known.now_s
+        self._claim(decision)
+
+    # -- claiming
+
+    def _claim(self, decision: Decision | None = None) -> None:
+        self._since_s, self._looks = self._known.now_s, 0
+        if decision is None:
+            self._phase = _Phase.CHOOSING
+            self._horizon.look(anew=self._has_choice)
+        else:
+            self._take(decision)
+
+    def _take(self, decision: Decision) -> None:
+        self._chosen, self._claim_s = decision, self._known.now_s
+        self._phase = _Phase.TAKING
+        self._say("joining", decision.reason)
+        self._horizon.look()
+
+    def _say(self, state: ClaimState, reason: str = "") -> None:
+        pinned = self._known.settings.pinned is not None
+        self._known.do(Say(state, self.path, self._claim_s, reason, pinned))
+
+    def on_view(self) -> None:
+        """A view that was asked for is here."""
+        known, horizon = self._known, self._horizon
+        if self._phase is _Phase.CHOOSING:
+            over, pinned = horizon.passed_over(), known.settings.pinned
+            self._take(
+                choose_path(horizon.choice, known.grid, known.me, pinned=pinned, exclude=over)
+            )
+        elif self._phase is _Phase.TAKING:
+            self._phase = _Phase.SETTLING
+            self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
+        elif self._phase is _Phase.CHECKING:
+            self._looks += 1
+            better = None
+            if self._has_choice and self._looks < MAX_LOOKS:
+                over = horizon.passed_over()
+                better = resolve_collision(horizon.choice, known.grid, known.me, exclude=over)
+            if better is None:
+                horizon.settle()
+                self._fetch()
+            else:
+                self._take(better)
+
+    # -- getting what the path needs
+
+    def _fetch(self) -> None:
+        """The claim stands: get the shard, and a state of every module."""
+        assert self._chosen is not None
+        self._phase = _Phase.FETCHING
+        self._since_s = self._known.now_s
+        self._has_shard, self._ask_s, self._reason = False, 0.0, ""
+
+    @property
+    def _modules(self) -> tuple[str, ...]:
+        return self._known.grid.modules_of_path(self._chosen.path) if self._chosen else ()
+
+    def _turn_fetching(self) -> None:
+        known, path = self._known, self.path
+        assert path is not None
+        if known.now_s >= self._ask_s:
+            self._ask_s = math.inf
+            known.do(FetchPath(path))
+        strands = [self._strand(module) for module in self._modules]
+        for strand in strands:
+            if not strand.is_wanted and known.view.covers_module(strand.module):
+                strand.want()
+                strand.consider()
+        missing = [strand.module for strand in strands if not strand.is_settled]
+        if self._has_shard and not missing:
+            self._start(path)
+        elif known.now_s > self._limit_s(missing):
+            self._leave_alone(self._reason or f"waited in vain for {self._waits_for(missing)}")
+        else:
+            what = self._waits_for(missing) + (f" ({self._reason})" if self._reason else "")
+            known.do(Wait(what, max(0.0, self._limit_s(missing) - known.now_s)))
+
+    def _limit_s(self, missing: list[str]) -> float:
+        """Return when it is given up: later if all that is missing is on its way."""
+        known, longest_s = self._known, LONGEST_S
+        limit_s = WITH_OTHERS_LIMIT_S if self._has_choice else LIMIT_S
+        if known.path is not None:
+            limit_s = MOVE_LIMIT_S
+            longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
+        is_coming = all(self._strand(module).taking is not None for module in missing)
+        is_coming = is_coming and not self._reason and self._ask_s == math.inf
+        return self._since_s + (longest_s if is_coming else limit_s)
+
+    def _waits_for(self, missing: list[str]) -> str:
+        if not self._has_shard:
+            return f"the shard of path {self.path}"
+        have = len(self._modules) - len(missing)
+        return f"the state of {', '.join(missing)}: have {have} of {len(self._modules)}"
+
+    def on_path(self, path: int, reason: str = "") -> None:
+        """The shard is here, or there is a reason why nobody gave it."""
+        if self._phase is not _Phase.FETCHING or path != self.path:
+            return
+        self._has_shard = not reason
+        if reason:
+            self._ask_s, self._reason = self._known.now_s + RETRY_S, reason
+
+    def _start(self, path: int) -> None:
+        """Train from what is here."""
+        strands = [self._strand(module) for module in self._modules]
+        heads = tuple(strand.ready for strand in strands if strand.ready is not None)
+        self._known.path = path
+        self._known.do(StartPath(path, heads))
+        for strand in strands:
+            strand.follow(Role.TRAINER)
+        self._phase, self.has_begun = _Phase.IDLE, True
+
+    def _leave_alone(self, reason: str) -> None:
+        """The claimed path cannot be begun."""
+        known, path = self._known, self.path
+        assert path is not None
+        self._stop_wanting()
+        self._horizon.pass_over(path)
+        is_late = known.now_s - self._wanted_s >= LONGEST_S
+        if known.path is not None or is_late or not self._has_choice:
+            self._phase = _Phase.IDLE
+            self.failure = reason if known.path is not None else f"{reason}; start again later"
+            return
+        known.do(Warn(f"looks for another path than {path}: {reason}"))
+        self._claim()
+        known.do(Wait("the swarm's answer to a claim", LIMIT_S))
+
+    def _stop_wanting(self) -> None:
+        for module in self._modules:
+            strand = self._strand(module)
+            if strand.is_wanted and strand.role is not Role.TRAINER:
+                strand.follow(Role.KEEPER if strand.head is not None else Role.MAILBOX)
+            strand.is_wanted = False
+
+    # -- time, and what is said
+
+    def on_turn(self) -> None:
+        """Time has passed."""
+        known = self._known
+        if self._phase is _Phase.FETCHING:
+            self._turn_fetching()
+            return
+        if self._phase is _Phase.SETTLING and known.now_s >= self._until_s:
+            self._phase = _Phase.CHECKING
+            self._horizon.look()
+        left_s = self._since_s + LIMIT_S - known.now_s
+        if left_s > 0:
+            known.do(Wait("the swarm's answer to a claim", left_s))
+            return
+        self._phase = _Phase.IDLE
+        self.failure = f"the DHT did not answer for {LIMIT_S:.0f} s"
+        if known.path is None:
+            self.failure += "; check the network and start again"
+
+    def train(self) -> None:
+        """Say that the claimed path is in training."""
+        assert self._chosen is not None
+        self._say("training", self._chosen.reason)
+
+    def take_back(self, path: int) -> None:
+        """Claim the path in training again, after a move that did not succeed."""
+        self._phase = _Phase.IDLE
+        self._claim_s = self._known.now_s
+        self._chosen = Decision(path, "the move to another path failed")
+        self._horizon.settle()
+
+    def stop(self) -> None:
+        """Choose and want nothing any more; what was said last stands."""
+        if self._phase is _Phase.FETCHING:
+            self._stop_wanting()
+        self._phase = _Phase.IDLE
+
+    def pause(self, reason: str) -> None:
+        """Claim nothing, and say why."""
+        self.stop()
+        self._chosen, self._claim_s = None, self._known.now_s
+        self._say("paused", reason)
+
+    def leave(self) -> None:
+        """Withdraw the claim."""
+        self.stop()
+        self._say("leaving")

@@ -1,0 +1,101 @@
+"""What the parts of a member share: what it has learned, and the list of what it wants done."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from random import Random
+
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+from dipaco.protocol.keeping import keepers
+from dipaco.protocol.records import Reachability
+from dipaco.protocol.view import SwarmView
+
+from .actions import Action
+from .rounds import RoundSchedule
+
+# Ways to reach a peer on which nobody calls it: so much is nothing for a relay.
+CANNOT_BE_CALLED: tuple[Reachability, ...] = ("relayed", "outgoing")
+
+
+@dataclass(frozen=True)
+class MemberSettings:
+    """A member's id, and what its owner wants."""
+
+    me: str
+    """The peer id."""
+    pinned: int | None = None
+    """Train this path and no other."""
+    max_rounds: int | None = None
+    """Leave after so many rounds."""
+    trains: bool = True
+    """A bootstrap node trains nothing; it is a mailbox and keeps copies."""
+    follows: bool = True
+    """Move to a successor of the run."""
+
+
+class Knowledge:
+    """One for each member; its parts read it, and `do` what they want done."""
+
+    def __init__(self, settings: MemberSettings, plan: RunPlan, grid: Grid) -> None:
+        self.settings, self.plan, self.grid = settings, plan, grid
+        self.me = settings.me
+        self.schedule = RoundSchedule(plan.rounds, grid, plan.start_s)
+        self.gather_s, self.grace_s = plan.rounds.gather_limit_s, plan.rounds.grace_limit_s
+        self.now_s = 0.0
+        self.view = SwarmView(now_s=0.0)
+        self.has_view = False
+        self.path: int | None = None
+        """The path in training."""
+        self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
+        self.actions: list[Action] = []
+
+    def do(self, action: Action) -> None:
+        """Want something done, after what was wanted before."""
+        self.actions.append(action)
+
+    @property
+    def can_be_called(self) -> bool:
+        """Whether others can call this peer, as far as it knows."""
+        return self.view.reachable(self.me) not in CANNOT_BE_CALLED
+
+    def is_callable(self, peer: str) -> bool:
+        """Tell whether others can call a peer that is in sight."""
+        if peer == self.me:
+            return self.can_be_called
+        claim, record = self.view.claims.get(peer), self.view.peers.get(peer)
+        is_here = record.state != "leaving" if record is not None else claim is not None
+        return is_here and self.view.reachable(peer) not in CANNOT_BE_CALLED
+
+    def trainers(self, module: str) -> frozenset[str]:
+        """Return who trains a path through a module, this peer included if it does."""
+        found = self.view.group(self.grid, module, joining=False)
+        if self.path is None or module not in self.grid.modules_of_path(self.path):
+            return found - {self.me}
+        return found | {self.me}
+
+    def claimants(self, module: str) -> frozenset[str]:
+        """Return who trains or is about to train a path through a module, as `trainers`."""
+        return self.view.group(self.grid, module, joining=True) | self.trainers(module)
+
+    def holders(self, module: str) -> tuple[str, ...]:
+        """Return the other peers that announce a state of a module, in order."""
+        held = self.view.holdings.get(module, ())
+        return tuple(sorted({holding.peer_id for holding in held} - {self.me}))
+
+    def callable_others(self) -> list[str]:
+        """Return the other peers in sight that can be called, in order."""
+        others = set(self.view.peers) | set(self.view.claims)
+        return [peer for peer in sorted(others - {self.me}) if self.is_callable(peer)]
+
+    def keepers(self, module: str, count: int) -> tuple[str, ...]:
+        """Return the callable peers that keep a module that they do not train, in order."""
+        able = {*self.callable_others(), *([self.me] if self.can_be_called else [])}
+        return keepers(module, able - self.claimants(module), count)
+
+
+def mailbox_order(module: str, round_index: int, peers: frozenset[str] | set[str]) -> list[str]:
+    """Order peers for one round of a module, without anybody agreeing on anything."""
+    place = f"{module}/{round_index}/"
+    return sorted(peers, key=lambda peer: hashlib.sha256((place + peer).encode()).digest())

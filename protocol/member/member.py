@@ -1,0 +1,391 @@
+"""What a peer decides, as one deterministic state machine: events and the time in, actions out.
+
+A member joins, claims a path, gets what it needs, trains round by round, takes the heaviest chain
+of each of its modules, keeps copies for others, moves, and leaves. It is the only place where that
+is decided: a real peer (`dipaco.peer.session`) and the swarm simulator are shells that carry its
+actions out and report what came of them. Equal events give equal actions.
+
+The outer round of a module is in `outer_round` and `taking`; this is the life around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from dipaco.modules.grid import Grid
+from dipaco.modules.plan import RunPlan
+from dipaco.protocol.agreement import trained_in_sight
+from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.policy import Decision, lead_rank
+
+from . import actions as a
+from . import events as e
+from .copies import Copies
+from .horizon import Horizon
+from .joining import Joining
+from .knowledge import Knowledge, MemberSettings
+from .outer_round import Role
+from .rounds import Rounds
+from .taking import Strand
+
+# Of a leave: until when others fetch a last contribution, and until when all is done (promise 10).
+LAST_ROUND_BUDGET_S, LEAVE_BUDGET_S = 3.0, 6.0
+# Of a round: a peer that has trained for less contributes nothing when it leaves.
+LEAST_SHARE = 0.1
+# A wait for other peers that ends sooner is not worth a line.
+SHORT_WAIT_S = 1.0
+# Modules that are followed as a mailbox only, and for how many rounds in which nobody tells of one.
+MOST_MAILBOXES, SILENT_ROUNDS = 256, 5
+
+
+class _Phase(Enum):
+    PAUSED = auto()
+    JOINING = auto()
+    TRAINING = auto()
+    PARTING = auto()
+    SERVING = auto()
+    LEAVING = auto()
+    GONE = auto()
+
+
+class Member:
+    """One peer's decisions in one run. `held` are the states on its disk, `steps` their chains."""
+
+    def __init__(
+        self,
+        settings: MemberSettings,
+        plan: RunPlan,
+        grid: Grid,
+        *,
+        steps: Sequence[Step] = (),
+        held: Sequence[Head] = (),
+    ) -> None:
+        self.known = known = Knowledge(settings, plan, grid)
+        self.strands: dict[str, Strand] = {}
+        self.rounds = Rounds(known.schedule)
+        self._horizon = Horizon(known)
+        self._joining = Joining(known, self._horizon, self._strand)
+        self._copies = Copies(known, self.strands)
+        self._phase = _Phase.PAUSED if settings.trains else _Phase.SERVING
+        self._pause_reason = ""
+        self._moving: Decision | None = None
+        self._part_s = 0.0
+        self._leave_s: float | None = None
+        self._waits_since_s = -1.0
+        self._rounds_on_path = 0
+        self._thinks = False
+        """Waits for a new view of the swarm, to see whether another path needs this peer more."""
+        self._has_successor = self._to_successor = self._hands_over = False
+        self._error = ""
+        self.rounds_done = 0
+        """Rounds that ended here."""
+        for head in held:
+            self._strand(head.module).restore(head, [s for s in steps if s.module == head.module])
+
+    def _strand(self, module: str) -> Strand:
+        if module not in self.strands:
+            self.strands[module] = Strand(self.known, module)
+        return self.strands[module]
+
+    def _trained(self) -> list[Strand]:
+        path = self.known.path
+        if path is None:
+            return []
+        return [self._strand(module) for module in self.known.grid.modules_of_path(path)]
+
+    def handle(self, event: e.Event, now_s: float) -> list[a.Action]:
+        """Take note of an event at `now_s`, swarm time, and return what is to be done, in order;
+        after `Left` nothing is."""
+        known = self.known
+        known.now_s = now_s
+        if self._phase is _Phase.GONE:
+            return []
+        match event:
+            case e.Turn():
+                self._on_turn(event)
+            case e.Viewed():
+                self._on_view(event)
+            case e.Stepped():
+                self.rounds.steps_in_round += 1
+            case e.PathReady():
+                self._joining.on_path(event.path)
+            case e.LeaveWanted():
+                self._part_or_leave()
+            case e.PauseWanted():
+                self._pause_or_resume(event.reason)
+            case e.SuccessorReady():
+                self._has_successor = True
+            case e.Told():
+                self._on_told(event)
+            case e.Failed(action=a.Look()):
+                self._thinks = False
+                if self._joining.is_claiming:
+                    self._horizon.look()
+            case e.Failed(action=a.FetchPath(path=path)):
+                self._joining.on_path(path, event.reason)
+            case _:
+                self._on_module(event)
+        wanted = (known.path, self._joining.path)
+        followed = [m for m, s in sorted(self.strands.items()) if s.head is not None or s.is_open]
+        self._horizon.watch(wanted, followed)
+        actions, known.actions = known.actions, []
+        return actions
+
+    def _on_module(self, event: e.Event) -> None:
+        """Hand what concerns one module to its strand."""
+        about = event.action if isinstance(event, e.Failed) else event
+        strand = self.strands.get(getattr(about, "module", ""))
+        if strand is not None:
+            strand.handle(event)
+
+    def _on_told(self, event: e.Told) -> None:
+        if event.module not in self.strands:
+            mailboxes = sum(s.role is Role.MAILBOX for s in self.strands.values())
+            if mailboxes >= MOST_MAILBOXES or not self.known.grid.has_module(event.module):
+                return
+        strand = self._strand(event.module)
+        strand.hear_steps(event.steps, event.peer)
+        strand.hear_rows(event.rows, event.peer)
+        if event.keep:
+            self._copies.asked_to_keep(strand)
+
+    # -- the swarm was read
+
+    def _on_view(self, event: e.Viewed) -> None:
+        self._horizon.learn(event.view)
+        if event.is_answer and self._joining.is_claiming:
+            self._joining.on_view()
+        elif event.is_answer and self._thinks:
+            self._move_if_better()
+        if self._phase in (_Phase.LEAVING, _Phase.GONE):
+            return
+        for strand in list(self.strands.values()):
+            strand.on_view()
+        self._copies.on_view()
+        longest_s = SILENT_ROUNDS * self.known.schedule.duration_s
+        for module, strand in list(self.strands.items()):
+            is_idle = strand.role is Role.MAILBOX and not strand.is_wanted
+            if is_idle and self.known.now_s - strand.last_told_s > longest_s:
+                del self.strands[module]
+
+    # -- one turn
+
+    def _on_turn(self, turn: e.Turn) -> None:
+        """Say what the shell does now: an inner step, or wait, or leave."""
+        for strand in list(self.strands.values()):
+            strand.on_time()
+        if self._phase is _Phase.PAUSED and not self._pause_reason:
+            self._phase = _Phase.JOINING
+            self._joining.begin()
+        if self._phase is _Phase.JOINING:
+            self._turn_joining()
+        self._act(turn)
+
+    def _act(self, turn: e.Turn) -> None:
+        match self._phase:
+            case _Phase.TRAINING:
+                self._turn_training(turn)
+            case _Phase.PARTING:
+                self._turn_parting()
+            case _Phase.LEAVING:
+                self._turn_leaving()
+            case _Phase.PAUSED if self._has_successor and self.known.settings.follows:
+                self._leave(to_successor=True)
+                self._turn_leaving()
+            case _Phase.PAUSED | _Phase.SERVING:
+                self.known.do(a.Wait("", 0.0))
+
+    def _turn_joining(self) -> None:
+        joining, path, before = self._joining, self.known.path, self._trained()
+        joining.on_turn()
+        if joining.has_begun:
+            for strand in before:
+                if strand not in self._trained():
+                    strand.follow(Role.KEEPER)
+            self._train()
+        elif joining.failure and path is None:
+            self._error = joining.failure
+            self._leave(to_successor=False)
+        elif joining.failure and path is not None:
+            # The model of the present path is untouched.
+            self.known.do(a.Warn(f"stays on path {path}: {joining.failure}"))
+            joining.take_back(path)
+            self._train()
+
+    def _train(self) -> None:
+        self._phase, self._rounds_on_path = _Phase.TRAINING, 0
+        newest = max((s.link.round_index for s in self._trained()), default=-1)
+        self.rounds.enter(self.known.now_s, newest + 1)
+        self._joining.train()
+        self.known.do(a.Begun(self.rounds.round_index))
+
+    def _turn_training(self, turn: e.Turn) -> None:
+        """Begin what is due, end what is over, then step or wait."""
+        known, rounds = self.known, self.rounds
+        if self._thinks and known.schedule.fixed_steps:
+            # Counted rounds may be shorter than the time between two views.
+            known.do(a.Wait("a new view of the swarm", 0.0))
+            return
+        if known.schedule.fixed_steps and known.now_s < rounds.opens_s:
+            have, need = trained_in_sight(known.view, known.grid, known.path or 0)
+            if have == need:
+                rounds.open(known.now_s)
+        for boundary in rounds.due(known.now_s, turn.step_s):
+            for strand in self._trained():
+                if strand.level == boundary.level:
+                    strand.carry_on("no step came")
+                    strand.begin(boundary.round_index, boundary.time_s)
+        self._close_rounds()
+        if rounds.has_ended():
+            self._end_round()
+            self._act(turn)
+        elif rounds.may_step(known.now_s):
+            self._waits_since_s = -1.0
+            rank = None
+            if rounds.steps_in_round == 0:
+                # Once a round, when claims have settled: replicas of a path draw other batches.
+                rank = lead_rank(known.view, known.me, known.path or 0)
+            known.do(a.TakeStep(rank))
+        else:
+            self._wait_to_step()
+
+    def _close_rounds(self) -> None:
+        """Levels whose step is here are over, and with fixed steps those whose limit has passed."""
+        now_s, schedule = self.known.now_s, self.known.schedule
+        for strand in self._trained():
+            if schedule.fixed_steps and now_s > strand.boundary_s + schedule.duration_s:
+                strand.carry_on("no step came within the limit")
+            if not strand.is_open:
+                self.rounds.over(strand.level)
+
+    def _wait_to_step(self) -> None:
+        """Wait for the run to start, or, with fixed steps, for other peers."""
+        known, opens_s = self.known, self.rounds.opens_s
+        now_s, start_s = known.now_s, known.schedule.start_s
+        if self._waits_since_s < 0:
+            self._waits_since_s = now_s
+        if now_s < start_s:
+            known.do(a.Wait("the run to start", start_s - now_s))
+        elif now_s - self._waits_since_s < SHORT_WAIT_S:
+            known.do(a.Wait("", 0.0))
+        elif now_s < opens_s:
+            have, need = trained_in_sight(known.view, known.grid, known.path or 0)
+            known.do(a.Wait(f"a trainer for every path: have {have} of {need}", opens_s - now_s))
+        else:
+            waiting = [strand for strand in self._trained() if strand.is_open]
+            until_s = max((s.boundary_s for s in waiting), default=now_s)
+            what = ", ".join(strand.waits_for() for strand in waiting)
+            known.do(a.Wait(what, max(0.0, until_s + known.schedule.duration_s - now_s)))
+
+    # -- the end of a round
+
+    def _end_round(self) -> None:
+        """Go on to the next round, leave, or think about moving."""
+        known, ended = self.known, self.rounds.round_index
+        self.rounds_done += 1
+        self._rounds_on_path += 1
+        self.rounds.next_round()
+        known.do(a.EndRound(ended, self.rounds.round_index))
+        most = known.settings.max_rounds
+        if most and self.rounds_done >= most:
+            self._leave(to_successor=False)
+        elif self._has_successor and known.settings.follows:
+            self._leave(to_successor=True)
+        elif known.settings.pinned is None:
+            self._think_of_moving()
+
+    def _think_of_moving(self) -> None:
+        """See whether another path needs this peer more, after a look at more of them."""
+        is_counted, horizon = bool(self.known.schedule.fixed_steps), self._horizon
+        if horizon.is_whole and not is_counted:
+            self._move_if_better()
+        elif is_counted or horizon.is_worth_a_look(self._rounds_on_path):
+            self._thinks = True
+            horizon.look(anew=True)
+
+    def _move_if_better(self) -> None:
+        self._thinks = False
+        self._moving = self._horizon.better_path(self._rounds_on_path)
+        if self._moving is not None:
+            self._part()
+
+    # -- parting: for another path, a pause, or for good
+
+    def _part(self) -> None:
+        """Contribute what was trained so far to the round that is under way, before it is gone."""
+        self._phase, self._part_s = _Phase.PARTING, self.known.now_s
+        self._thinks = False
+        if self.known.schedule.fixed_steps:
+            return
+        longest_s = (1.0 - LEAST_SHARE) * self.known.schedule.duration_s
+        for strand in self._trained():
+            boundary = self.rounds.next_boundary(strand.level)
+            if not strand.is_open and boundary.time_s - self.known.now_s <= longest_s:
+                self.rounds.take_early(boundary)
+                strand.begin(boundary.round_index, boundary.time_s)
+
+    def _turn_parting(self) -> None:
+        left_s = self._part_s + LAST_ROUND_BUDGET_S - self.known.now_s
+        if 0 < left_s <= LAST_ROUND_BUDGET_S and any(s.is_open for s in self._trained()):
+            self.known.do(a.Wait("others to fetch what was trained in this round", left_s))
+            return
+        if self._leave_s is not None:
+            self._leave(to_successor=False)
+            self._turn_leaving()
+        elif self._moving is not None:
+            self.known.do(a.Move(self._moving.path, self._moving.reason))
+            decision, self._moving = self._moving, None
+            self._phase = _Phase.JOINING
+            self._joining.begin(decision)
+            self._turn_joining()
+        else:
+            self._pause()
+            self.known.do(a.Wait("", 0.0))
+
+    def _pause(self) -> None:
+        for strand in self._trained():
+            strand.follow(Role.KEEPER)
+        self.known.do(a.Pause(self._pause_reason))
+        self.known.path = None
+        self._phase = _Phase.PAUSED
+        self._joining.pause(self._pause_reason)
+
+    def _pause_or_resume(self, reason: str) -> None:
+        """Train nothing as long as there is a reason."""
+        was_wanted, self._pause_reason = bool(self._pause_reason), reason
+        if not reason or was_wanted or self._leave_s is not None:
+            return
+        if self._phase in (_Phase.TRAINING, _Phase.PARTING):
+            self._moving = None
+            self._part()
+        elif self._phase in (_Phase.JOINING, _Phase.PAUSED):
+            self._joining.stop()
+            self._pause()
+
+    def _part_or_leave(self) -> None:
+        """Leave, after a last contribution: all in ten seconds (promise 10)."""
+        if self._leave_s is not None:
+            return
+        self._leave_s, self._moving = self.known.now_s, None
+        if self._phase in (_Phase.TRAINING, _Phase.PARTING):
+            self._part()
+        else:
+            self._leave(to_successor=False)
+
+    def _leave(self, *, to_successor: bool) -> None:
+        """Withdraw the claim, save, hand over."""
+        self._phase, self._to_successor = _Phase.LEAVING, to_successor
+        if self._leave_s is None:
+            self._leave_s = self.known.now_s
+        self._joining.leave()
+        self.known.do(a.SaveAll())
+        self._hands_over = not to_successor and self._copies.hand_over()
+
+    def _turn_leaving(self) -> None:
+        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - self.known.now_s
+        if self._hands_over and 0 < left_s <= LEAVE_BUDGET_S:
+            self.known.do(a.Wait("others to take over the newest states", left_s))
+            return
+        self._phase = _Phase.GONE
+        self.known.do(a.Left(self._to_successor, self._error))

@@ -1,0 +1,287 @@
+"""`dipaco-bootstrap plan`: its figures are what the code that they speak of does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dipaco.base.command_line import shown_bytes
+from dipaco.bootstrap.cli import main
+from dipaco.bootstrap.plan_figures import Expected, PlanFigures, plan_figures
+from dipaco.bootstrap.run_config import load_run_config
+from dipaco.modules.grid import Grid
+from dipaco.modules.memory import pass_bytes
+from dipaco.modules.plan import RunBlobs
+from dipaco.modules.state import genesis_state, write_state
+from dipaco.modules.store import KEPT_OPTIMIZERS
+from dipaco.modules.transformer import PathModel, initialise
+from dipaco.training.inner import InnerLoop
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PAPER = EXAMPLES / "paper" / "RUN.toml"
+
+
+def _paper() -> PlanFigures:
+    return plan_figures(load_run_config(PAPER), 160_000_000_000)
+
+
+def test_the_paper_s_setting() -> None:
+    """The figures that examples/paper/README.md shows beside the paper's."""
+    config, figures = load_run_config(PAPER), _paper()
+    assert (config.data.hub, config.data.hub_config) == ("allenai/c4", "en")
+    assert (config.model.vocabulary_size, config.model.block_count) == (32_000, 12)
+    assert config.model.hidden_size == 14 * 64 == 896
+    assert config.model.head_count == 14
+    assert config.grid.private_blocks == (0, 5, 6, 11)
+    assert config.rounds.inner_steps == 150
+    assert figures.paths == 256
+    assert figures.path_parameters == 149_804_928
+    assert figures.total_parameters == 256 * 69_049_344 + 16 * (40_377_344 + 40_378_240)
+    assert figures.shared_parameters == 16 * (40_377_344 + 40_378_240)
+    assert [level.paths_per_module for level in figures.levels] == [16, 16, 1]
+    assert [level.holds for level in figures.levels] == [
+        "blocks 1-4", "blocks 7-10, final norm", "blocks 0, 5-6, 11, embedding"
+    ]  # fmt: skip
+    assert figures.tokens_per_round == 150 * 512 * 1024
+    assert figures.shard_bytes == 160_000_000_000 * 2 * 2 // 256
+    # A trainer gets the files of the 15 others, and two keepers get those of a private module.
+    shared, private = 40_377_344 + 40_378_240, 69_049_344
+    assert [level.trainers for level in figures.levels] == [16, 16, 1]
+    assert {level.codec for level in figures.levels} == {"int4"}
+    assert figures.codecs["float32"].moved_bytes == 4 * (15 * shared + 2 * private)
+    assert figures.moved_bytes == figures.codecs["int4"].moved_bytes
+    assert figures.codecs["int4"].bytes_a_parameter == pytest.approx(0.52, abs=0.02)
+
+
+def test_the_readme_shows_these_figures() -> None:
+    text = (PAPER.parent / "README.md").read_text()
+    figures = _paper()
+    for count in (
+        figures.moved_bytes,
+        figures.disk_total_bytes,
+        figures.device_total_bytes,
+        figures.main_memory_total_bytes,
+        figures.join_bytes,
+        figures.shard_bytes or 0,
+    ):
+        assert shown_bytes(count) in text
+    assert f"{figures.path_parameters / 1e6:.1f}M" in text
+    assert f"{figures.total_parameters / 1e9:.2f}B" in text
+    assert f"{figures.shared_parameters / 1e9:.2f}B" in text
+    assert f"{figures.manifest_bytes:,}" in text
+    assert f"{figures.round_mbit_per_s:.1f} Mbit/s" in text
+
+
+def test_lines_and_peers_that_are_expected() -> None:
+    config = load_run_config(PAPER)
+    fast, slow = (plan_figures(config, expected=Expected(64, line)) for line in (100.0, 5.0))
+    assert [level.trainers for level in fast.levels] == [4, 4, 1]
+    for name, codec in fast.codecs.items():
+        other = slow.codecs[name]
+        assert other.line_share == pytest.approx(20 * codec.line_share, abs=1e-3)
+        assert other.mbit_per_s == codec.mbit_per_s
+        assert codec.publish_s <= other.publish_s
+    assert fast.codecs["int8"].in_time
+    assert not slow.codecs["int8"].in_time  # one file takes longer than is waited for
+    assert slow.codecs["int2"].in_time
+    # With many peers a private module has trainers enough to be kept by.
+    many = plan_figures(config, expected=Expected(256 * 5))
+    assert many.levels[-1].trainers == 5
+    assert many.levels[-1].moved_bytes["int4"] == 4 * many.levels[-1].file_bytes["int4"]
+
+
+def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    figures = plan_figures(config)
+    model = PathModel(config.model)
+    initialise(model, 0)
+    parameters = dict(model.named_parameters())
+    assert figures.path_parameters == sum(p.numel() for p in parameters.values())
+    grid = Grid(config.model, config.grid)
+    for level in figures.levels:
+        module = next(name for name in grid.modules() if grid.level_of(name) == level.level)
+        state = genesis_state(module, grid.layout(module), parameters)
+        write_state(state, tmp_path / module)
+        written = (tmp_path / module).stat().st_size
+        assert 8 * level.parameters < written <= level.state_bytes < written + 1000
+    assert figures.shard_bytes is None
+    assert figures.disk_bytes["token files"] == 0
+
+
+@pytest.mark.parametrize(("optimizer", "named"), [("adamw", "AdamW"), ("muon", "Muon and AdamW")])
+def test_memory_is_what_training_keeps(optimizer: str, named: str) -> None:
+    """A GPU holds 16 bytes a parameter and a pass; the pass is counted with real tensors here.
+    Muon has one moment of a matrix."""
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    inner = config.inner.model_copy(update={"optimizer": optimizer})
+    config = config.model_copy(update={"inner": inner})
+    figures = plan_figures(config)
+    model = PathModel(config.model)
+    loop = InnerLoop(model, config.inner, torch.device("cpu"))
+    tokens = torch.ones(config.inner.batch_sequences, config.model.sequence_length).long()
+    loop.step(tokens, 0)
+    states = [part["state"] for part in loop.state_dict().values() if isinstance(part, dict)]
+    kept_by = [entry for state in states for entry in state.values()]
+    moments = sum(t.nbytes for entry in kept_by for t in entry.values() if t.numel() > 1)
+    assert figures.device_bytes[named] == moments
+    assert figures.disk_bytes["optimizer states"] == KEPT_OPTIMIZERS * moments
+    assert figures.device_bytes["gradients"] == sum(p.nbytes for p in model.parameters())
+
+    kept: dict[int, int] = {}
+    own = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+    ):
+        hidden = model.hidden_states(tokens[:1])
+    expected = sum(kept.values()) + 2 * 4 * hidden.numel()
+    assert hidden.requires_grad  # what was kept is alive until here
+    assert pass_bytes(config.model) == pytest.approx(expected, rel=0.05)
+
+
+def test_the_largest_path_of_a_card_fits_there() -> None:
+    """Twice the width is about four times the parameters: less than the figure says is needed."""
+    figures = _paper()
+    config = load_run_config(PAPER)
+    plain, in_8_bits = figures.greatest_paths["adamw"], figures.greatest_paths["adamw8bit"]
+    assert list(plain) == [8, 12, 24]
+    assert all(in_8_bits[gib] > 1.5 * plain[gib] for gib in plain)
+    model = config.model.model_copy(
+        update={"hidden_size": 1792, "head_count": 28, "feed_forward_size": 5120}
+    )
+    wide = plan_figures(config.model_copy(update={"model": model}))
+    assert plain[24] > wide.path_parameters
+    assert wide.device_total_bytes < 0.9 * 24 * 2**30
+
+
+def test_main_memory_follows_the_run() -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    figures = plan_figures(config)
+    path = 4 * figures.path_parameters
+    counted = figures.main_memory_bytes
+    assert counted["snapshots"] == path
+    assert figures.main_memory_a_parameter * figures.path_parameters == pytest.approx(
+        sum(counted.values())
+    )
+
+
+def test_the_manifest_is_as_large_as_a_real_one(tmp_path: Path) -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    figures = plan_figures(config)
+    sha256 = "ab" * 32
+    blobs = RunBlobs(tokenizer=sha256, router=sha256, base=sha256, shards=sha256)
+    plan = config.plan(blobs, start_s=1.7e9)
+    assert len(plan.canonical_json()) < figures.manifest_bytes < 2 * len(plan.canonical_json())
+
+
+def test_times_follow_the_speed_and_the_peers() -> None:
+    config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
+    changed = config.inner.model_copy(update={"decay_steps": 600})
+    config = config.model_copy(update={"inner": changed})
+    times = plan_figures(config, 1_200_000, Expected(2, tokens_per_s=2048.0)).times
+    assert times is not None
+    assert times.base_s == 150 * 16 * 128 / 2048
+    assert (times.round_s, times.steps_per_round) == (20.0, 40)  # two steps a second
+    assert times.schedule_s == 4 * 600 / 2 / 2  # of four paths by two peers
+    assert times.corpus_s == pytest.approx(1_200_000 / 4096)
+    fixed = plan_figures(load_run_config(PAPER), expected=Expected(tokens_per_s=1e5)).times
+    assert fixed is not None
+    assert (fixed.steps_per_round, fixed.round_s) == (150, pytest.approx(150 * 512 * 1024 / 1e5))
+    assert _paper().times is None
+
+
+def test_a_speed_is_stated_or_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = str(EXAMPLES / "tiny" / "RUN.toml")
+    assert main(["plan", tiny, "--tokens-per-s", "4096"]) == 0
+    assert "At 4,096 tokens/s a peer: prepare trains the base model for about 75 s" in (
+        capsys.readouterr().out
+    )
+    assert main(["plan", tiny, "--measure", "cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["times"]["tokens_per_s"] > 100
+    assert main(["plan", tiny]) == 0
+    assert "--measure auto" in capsys.readouterr().out
+    assert main(["plan", tiny, "--measure", "toaster"]) == 3
+    assert "--measure 'toaster' is not a device" in capsys.readouterr().err
+
+
+def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(PAPER), "--corpus-tokens", "160e9"]
+    assert main([*arguments, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    figures = _paper()
+    assert values["total_parameters"] == figures.total_parameters
+    assert (
+        values["disk_total_bytes"]
+        == figures.disk_total_bytes
+        == sum(np.array(list(values["disk_bytes"].values())))
+    )
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "256 paths of 149.80 M parameters; 18.97 B in all" in shown
+    assert "of this run" in shown
+    assert values["device_total_bytes"] == figures.device_total_bytes
+    assert "In a peer's GPU memory, at least" in shown
+    assert shown_bytes(figures.device_total_bytes) in shown
+    assert "A GPU of 8, 12, 24 GiB trains a path like this one of about" in shown
+    assert "In a peer's main memory" in shown
+    assert shown_bytes(figures.main_memory_total_bytes) in shown
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ("private_blocks = [12]", r"blocks 0 to 11"),
+        ("modules_per_levels = [2]", "did you mean 'modules_per_level'"),
+    ],
+)
+def test_an_impossible_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, complaint: str
+) -> None:
+    key = change.split(" ")[0].removesuffix("s")
+    lines = [change if line.startswith(key) else line for line in PAPER.read_text().splitlines()]
+    (tmp_path / "RUN.toml").write_text("\n".join(lines))
+    assert main(["plan", str(tmp_path / "RUN.toml")]) == 3
+    assert complaint in capsys.readouterr().err
+    assert main(["plan", str(PAPER), "--corpus-tokens", "0"]) == 3
+
+
+def test_shown_bytes() -> None:
+    shown = [shown_bytes(count) for count in (7, 999, 1000, 12_345, 999_900, 5_000_000_000)]
+    assert shown == ["7 bytes", "999 bytes", "1 kB", "12.3 kB", "1 MB", "5 GB"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "exit_code", "said"),
+    [
+        (("outer.momentum=0.5", "name=other"), 0, ""),
+        (("outer.momentun=0.5",), 3, "did you mean 'momentum'?"),
+        (("outer",), 3, "--set outer.momentum=0.5"),
+        (("name.x=1",), 3, "--set outer.momentum=0.5"),
+        (("data.train='nowhere/*.jsonl'",), 10, "no file matches"),
+        ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "is a folder; name the files in it"),
+        (("data.text_field=content",), 10, "text_field = 'text'"),
+    ],
+)
+def test_the_command_takes_changes_and_looks_at_the_data(
+    changes: tuple[str, ...], exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for change in changes for word in ("--set", change)]
+    assert main(["plan", str(EXAMPLES / "tiny" / "RUN.toml"), "--json", *words]) == exit_code
+    found = capsys.readouterr()
+    assert said in found.err
+    assert found.err.count("\n") == bool(exit_code)
+    if exit_code != 3:
+        assert json.loads(found.out)["name"] == (
+            "other" if exit_code == 0 else load_run_config(EXAMPLES / "tiny" / "RUN.toml").name
+        )

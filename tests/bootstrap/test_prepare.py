@@ -1,0 +1,447 @@
+from __future__ import annotations
+
+import functools
+import io
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from rich.console import Console
+from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
+
+from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
+from dipaco.base.progress import StageProgress
+from dipaco.bootstrap import cli, token_stage
+from dipaco.bootstrap import prepare as prepare_module
+from dipaco.bootstrap.display import Display
+from dipaco.bootstrap.invite import LIST_FILE
+from dipaco.bootstrap.prepare import check_shards, prepare
+from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
+from dipaco.bootstrap.run_config import load_run_config
+from dipaco.modules.config import InnerConfig, ModelConfig
+from dipaco.modules.plan import RunPlan
+from dipaco.peer.guests import OWN_INVITATION
+from dipaco.protocol.admission import MOST_PLACES, Gate, read_invitation
+from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
+from dipaco.protocol.manifest import verify_manifest
+from dipaco.protocol.records import RecordError
+from dipaco.routing.corpus import CorpusConfig, corpus_files
+from dipaco.routing.report import RoutingReport
+from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.shards import PathSummary
+from dipaco.training.dense import DenseCheckpoint
+
+
+def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
+    return prepare(
+        toml, out, device=CPU, display=options.pop("display", quiet_display()), **options
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunFolder, str]:
+    folder = tmp_path_factory.mktemp("prepared")
+    display = quiet_display()
+    _prepare(write_run(folder), folder / "an out", display=display)
+    assert isinstance(display.console.file, io.StringIO)
+    return folder, RunFolder(folder / "an out"), display.console.file.getvalue()
+
+
+def test_run_folder_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
+    _, run, _ = prepared
+    plan = run.plan()
+    index, grid = run.shard_index(plan), run.grid(plan)
+    assert grid.path_count == len(index.paths) == 4
+    base = run.base_parameters(plan)
+    for module in grid.modules():
+        state = run.genesis_state(plan, module)
+        assert (state.module, state.version, state.tokens) == (module, 0, 0)
+        for name, view in grid.layout(module).views(state.parameters).items():
+            assert torch.equal(view, base[name])
+    for path in range(4):
+        train, held = run.train_tokens(plan, path), run.validation_tokens(plan, path)
+        assert train.shape == (index.paths[path].train_sequences, 32)
+        assert held.shape == (index.paths[path].validation_sequences, 32)
+        assert int(train.max()) < 320
+        with pytest.raises(ValueError, match="read-only"):
+            train[0, 0] = 1
+    with pytest.raises(ValueError, match="path 4"):
+        run.train_tokens(plan, 4)
+    assert sum(s.train_documents for s in index.paths) + _held_out(run) == 240
+
+
+def _held_out(run: RunFolder) -> int:
+    return int(json.loads((run.path / "work/tokens/validation/progress.json").read_text())[
+        "documents"
+    ])  # fmt: skip
+
+
+def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunFolder, str]) -> None:
+    folder, run, _ = prepared
+    plan = run.plan()
+    router = run.document_router(plan)
+    texts = [json.loads(line)["text"] for line in (folder / "train.jsonl").open()]
+    paths = router.route_texts(texts)
+    streams = [run.train_tokens(plan, path).astype("<u2").tobytes() for path in range(4)]
+    found = 0
+    for text, path in zip(texts, paths.tolist(), strict=True):
+        # A last token that would be alone in a row is left out.
+        needle = np.array(router.tokenizer.document_tokens(text)[:-1], "<u2").tobytes()
+        holders = [p for p, stream in enumerate(streams) if needle in stream]
+        # Those that are held out are nowhere.
+        assert holders in ([], [path])
+        found += len(holders)
+    assert found == 240 - _held_out(run)
+
+
+def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunFolder, str]) -> None:
+    _, run, output = prepared
+    for words in ("base model: done", "Shards", "mostly", "100.0%", "validation perplexity"):
+        assert words in output
+    assert f"dipaco-bootstrap serve '{run.path}'" in output
+
+
+def test_broken_parts_are_refused(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> None:
+    _, run, _ = prepared
+    plan = run.plan()
+    with pytest.raises(StorageError, match="is not a run folder"):
+        RunFolder(tmp_path).plan()
+    missing = plan.model_copy(
+        update={"blobs": plan.blobs.model_copy(update={"router": "0" * 64, "base": "0" * 64})}
+    )
+    for read in (run.router, run.base_parameters, run.base_model):
+        with pytest.raises(IntegrityError):
+            read(missing)
+    other = plan.model_copy(update={"model": plan.model.model_copy(update={"hidden_size": 32})})
+    with pytest.raises(IntegrityError, match="not the plan's model"):
+        run.base_model(other)
+    grid = plan.grid.model_copy(update={"modules_per_level": (2, 4)})
+    other = plan.model_copy(update={"grid": grid})
+    for read in (run.router, run.shard_index):
+        with pytest.raises(IntegrityError, match="prepare the run again"):
+            read(other)
+
+
+def test_the_shard_index_is_read_once(
+    prepared: tuple[Path, RunFolder, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, read = RunFolder(prepared[1].path), []
+    plan, original = run.plan(), run.blobs.read
+    monkeypatch.setattr(run.blobs, "read", lambda sha256: read.append(sha256) or original(sha256))
+    for path in range(4):
+        run.train_tokens(plan, path)
+        run.validation_tokens(plan, path)
+    assert read == [plan.blobs.shards]
+
+
+def _forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("this stage was done already")
+
+    for name in names:
+        monkeypatch.setattr(prepare_module, name, forbidden)
+
+
+def _copied(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared[0], tmp_path / "copy"))
+
+
+def test_what_is_done_is_not_done_again(
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    run = RunFolder(folder / "an out")
+    before = run.plan()
+    envelope = run.manifest_path.read_bytes()
+    _forbid(monkeypatch, "train_tokenizer", "pretrain", "fit_corpus_router")
+    monkeypatch.setattr(token_stage, "write_token_corpora", prepare_module.pretrain)
+    assert _prepare(folder / "RUN.toml", run.path) == before
+    assert run.manifest_path.read_bytes() == envelope
+    with pytest.raises(ConfigurationError, match="start-in-s"):
+        _prepare(folder / "RUN.toml", run.path, start_in_s=100)
+    later = _prepare(folder / "RUN.toml", run.path, start_in_s=100, replace=True)
+    assert later.start_s >= before.start_s + 99
+    assert later.blobs == before.blobs
+    write_run(folder, RUN_TOML + "[inner]\nlearning_rate = 1e-3\n[rounds]\nduration_s = 99\n")
+    changed = _prepare(folder / "RUN.toml", run.path, replace=True)
+    assert changed.rounds.duration_s == 99
+    assert changed.blobs == before.blobs
+    assert changed.run_id != later.run_id
+
+
+def test_another_run_is_not_overwritten(
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    run = RunFolder(folder / "an out")
+    before, envelope = run.plan(), run.manifest_path.read_bytes()
+    write_run(folder, RUN_TOML.replace("seed = 3", "seed = 3\n[outer]\nmomentum = 0.7"))
+    with pytest.raises(ConfigurationError, match=f"{before.run_id}.*outer.momentum.*--replace"):
+        _prepare(folder / "RUN.toml", run.path)
+    # Other texts make another run too, which is known once they are read.
+    write_run(folder)
+    texts = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(texts[:200]))
+    with pytest.raises(ConfigurationError, match=f"{before.run_id}.*blobs.shards.*--replace"):
+        _prepare(folder / "RUN.toml", run.path)
+    assert run.manifest_path.read_bytes() == envelope
+    assert _prepare(folder / "RUN.toml", run.path, replace=True).run_id != before.run_id
+
+
+@pytest.mark.parametrize(
+    ("keys", "agreement"),
+    [
+        ('kind = "product_kmeans"', None),
+        ('kind = "random"\ntrain_paths = 2', None),
+        ('kind = "label"', 1.0),
+    ],
+)
+def test_other_routers(
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, keys: str, agreement: float | None
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    toml = RUN_TOML + keys
+    if agreement:  # three labels make three paths
+        toml = toml.replace("[2, 2]", "[1, 3]")
+    plan = _prepare(write_run(folder, toml), folder / "an out", replace=True)
+    run = RunFolder(folder / "an out")
+    assert plan.routing.kind == run.router(plan).kind
+    report = RoutingReport.model_validate_json((run.path / "routing.json").read_bytes())
+    shards = run.shard_index(plan).paths
+    assert [path.sequences for path in report.paths] == [shard.train_sequences for shard in shards]
+    copies = plan.routing.train_paths
+    assert report.train_paths == copies
+    assert sum(shard.train_documents for shard in shards) == copies * (240 - _held_out(run))
+    assert report.agreement is not None
+    if agreement:
+        assert report.agreement.purity == agreement
+    rows = [json.loads(line) for line in (folder / "train.jsonl").open()]
+    router = run.document_router(plan)
+    paths = router.route_texts([r["text"] for r in rows], [r["domain"] for r in rows])
+    held = np.bincount(paths, minlength=grid_paths(plan))
+    assert held.min() > 0
+    if agreement:
+        assert len({(r["domain"], path) for r, path in zip(rows, paths.tolist(), strict=True)}) == 3
+        with pytest.raises(ConfigurationError, match="--label-field"):
+            router.route_texts(["a text"])
+
+
+def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path
+) -> None:
+    folder = _copied(prepared, tmp_path)
+    plan = prepared[1].plan()
+    assert plan.admission is not None
+    gate = Gate.of(verify_manifest(prepared[1].manifest_path.read_bytes()))
+    stranger = Ed25519PrivateKey.generate()
+    peer = peer_id_of_public_key(raw_public_key(stranger))
+    admission = read_invitation(plan.admission).admit(raw_public_key(stranger), time.time())
+    assert gate.check(peer, admission).places == MOST_PLACES
+    noted = [json.loads(line) for line in (folder / "an out" / LIST_FILE).open()]
+    assert [one["id"] for one in noted] == [read_invitation(plan.admission).id]
+
+    options: dict[str, Any] = {"admission": "invitation"}
+    with pytest.raises(ConfigurationError, match="admission differs"):
+        _prepare(folder / "RUN.toml", folder / "an out", **options)
+    closed = _prepare(folder / "RUN.toml", folder / "an out", replace=True, **options)
+    assert closed.admission is None
+    assert closed.blobs == plan.blobs
+    assert (folder / "an out" / OWN_INVITATION).read_text().startswith("dipaco-invitation-")
+    with pytest.raises(RecordError):
+        Gate.of(verify_manifest((folder / "an out/manifest.json").read_bytes())).check(
+            peer, admission
+        )
+    for again in (options, {}):
+        assert _prepare(folder / "RUN.toml", folder / "an out", **again) == closed
+
+
+def test_documents_that_begin_alike_are_pointed_out(tmp_path: Path) -> None:
+    toml, display = write_run(tmp_path), quiet_display()
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
+    for row in rows[12:]:
+        row["text"] = f"This work is under the licence of its author.\n{row['text']}"
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _prepare(toml, tmp_path / "out", display=display)
+    assert isinstance(display.console.file, io.StringIO)
+    assert "% of the documents begin with the same 8 tokens" in display.console.file.getvalue()
+
+
+def test_a_discriminative_router_needs_a_trained_run(tmp_path: Path) -> None:
+    toml = write_run(tmp_path, RUN_TOML + 'kind = "discriminative"')
+    with pytest.raises(ConfigurationError, match="--from RUN"):
+        _prepare(toml, tmp_path / "out")
+    assert not list((tmp_path / "out").rglob("*.model"))  # refused before any work
+
+
+def grid_paths(plan: RunPlan) -> int:
+    return int(np.prod(plan.grid.modules_per_level))
+
+
+class _Stopping(Display):
+    """Stops the preparation in one stage, at a sign of life of it."""
+
+    def __init__(self, stage: str, updates: int) -> None:
+        super().__init__(Console(file=io.StringIO()))
+        self.stopped_stage, self.left = stage, updates
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[StageProgress]:
+        with super().stage(name) as progress:
+            yield _Counting(self, progress) if name == self.stopped_stage else progress
+
+
+class _Counting(StageProgress):
+    def __init__(self, display: _Stopping, progress: StageProgress) -> None:
+        self._display, self._progress = display, progress
+
+    def update(self, done: float, total: float | None, note: str = "") -> None:
+        if self._display.left == 0:
+            raise KeyboardInterrupt
+        self._display.left -= 1
+        self._progress.update(done, total, note)
+
+
+def test_stopped_anywhere_it_ends_with_the_same_run(
+    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, run, _ = prepared
+    for module, name, options in [
+        (prepare_module, "DenseCheckpoint", {"every_s": 0.0}),
+        (token_stage, "write_token_corpora", {"chunk_documents": 50}),
+        (prepare_module, "ShardBuilder", {"chunk_documents": 50}),
+    ]:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, functools.partial(original, **options))
+    for stage, updates in [
+        ("tokenizer", 0), ("tokenizer", 90), ("tokens", 0), ("tokens", 1), ("tokens", 1),
+        ("base model", 0), ("base model", 5), ("base model", 5), ("shards", 0), ("shards", 2),
+    ]:  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            _prepare(folder / "RUN.toml", tmp_path / "out", display=_Stopping(stage, updates))
+        assert not (tmp_path / "out" / "manifest.json").exists()
+    assert _prepare(folder / "RUN.toml", tmp_path / "out").blobs == run.plan().blobs
+
+
+def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
+    model = ModelConfig(
+        vocabulary_size=64, block_count=1, hidden_size=16, head_count=2, sequence_length=16
+    )
+    inner = InnerConfig(batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0)
+    rows = np.random.default_rng(0).integers(4, 64, (20, 16)).astype("<u2")
+
+    def train(name: str, stop_at: int | None = None, seed: int = 1) -> bytes:
+        def on_step(step: int, loss: float) -> None:
+            if step == stop_at:
+                raise KeyboardInterrupt
+
+        checkpoint = DenseCheckpoint(tmp_path / name, f"seed {seed}", every_s=0.0)
+        trained = pretrain(
+            model, inner, rows, 10, seed=seed, device=CPU, checkpoint=checkpoint, on_step=on_step
+        )
+        return base_model_bytes(trained)
+
+    expected = train("whole")
+    for stop_at in (1, 4, 9):
+        with pytest.raises(KeyboardInterrupt):
+            train("parts", stop_at)
+    assert train("parts") == expected
+    (tmp_path / "broken").write_bytes(b"not a checkpoint")
+    assert train("broken") == expected
+    assert train("whole", seed=2) == train("other", seed=2) != expected
+
+
+def test_empty_shards_are_named() -> None:
+    summaries = tuple(PathSummary(path, 5 * (path != 1), 9, 0, ()) for path in range(3))
+    with pytest.raises(CorpusError, match=r"path 1 is empty.*balanced = true"):
+        check_shards(summaries)
+    check_shards(summaries[2:])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[inner]\nlearning_rat = 1", "did you mean 'learning_rate'"),
+        ("[inner]\nlearning_rate = -1", "inner.learning_rate"),
+        ("[ruonds]\nduration_s = 1", "did you mean 'rounds'"),
+        ("x = = 1", "is not TOML"),
+    ],
+)
+def test_mistakes_in_a_run_toml(tmp_path: Path, change: str, message: str) -> None:
+    toml = write_run(tmp_path, RUN_TOML + change)
+    with pytest.raises(ConfigurationError, match=message):
+        load_run_config(toml)
+
+
+def test_marks_that_editors_put_first(tmp_path: Path) -> None:
+    toml = write_run(tmp_path)
+    plain = load_run_config(toml)
+    toml.write_bytes(RUN_TOML.encode("utf-8-sig"))
+    assert load_run_config(toml) == plain
+    toml.write_bytes(RUN_TOML.encode("utf-16"))
+    assert load_run_config(toml) == plain
+    toml.write_bytes(b"\xff" + RUN_TOML.encode())
+    with pytest.raises(ConfigurationError, match="is not TOML"):
+        load_run_config(toml)
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    odd = tmp_path / "a [b] *? %s 'q\" {c} \u00e4"
+    odd.mkdir()
+    (odd / "train.jsonl").write_text('{"text": "a document"}\n')
+    files = CorpusConfig(train=("*.jsonl", "train.jsonl")).relative_to(odd)
+    assert corpus_files(files, "train") == [odd / "train.jsonl"]
+
+
+def test_impossible_combinations(tmp_path: Path) -> None:
+    for old, new, message in [
+        ("prefix_tokens = 8", "prefix_tokens = 32", "prefix_tokens 32"),
+        ("prefix_tokens = 8", 'kind = "oracle"', "known: kmeans"),
+        ("prefix_tokens = 8", "prefix_tokens = 8\ntrain_paths = 5", "more than the 4 paths"),
+        ("prefix_tokens = 8", 'kind = "label"\ntrain_paths = 2', "no second best"),
+        ("block_count = 2", "block_count = 1", "level"),
+        ('train = "train.jsonl"', "", "give either train"),
+    ]:
+        with pytest.raises(ConfigurationError, match=message):
+            load_run_config(write_run(tmp_path, RUN_TOML.replace(old, new)))
+    unlabelled = RUN_TOML.replace('label_field = "domain"', "") + 'kind = "label"'
+    with pytest.raises(ConfigurationError, match="label_field = "):
+        load_run_config(write_run(tmp_path, unlabelled))
+    (tmp_path / "RUN.toml").write_text('name = "x"')
+    with pytest.raises(ConfigurationError, match=r"\[data\] is missing"):
+        load_run_config(tmp_path / "RUN.toml")
+    with pytest.raises(ConfigurationError, match="there is no"):
+        load_run_config(tmp_path / "nothing.toml")
+
+
+def test_files_are_relative_to_the_toml(tmp_path: Path) -> None:
+    config = load_run_config(write_run(tmp_path))
+    assert config.data.train == (str(tmp_path / "train.jsonl"),)
+
+
+@pytest.mark.parametrize(("name", "levels"), [("tiny", (2, 2)), ("language", (3,))])
+def test_the_examples_are_valid(name: str, levels: tuple[int, ...]) -> None:
+    toml = Path(__file__).parents[2] / "examples" / name / "RUN.toml"
+    assert load_run_config(toml).grid.modules_per_level == levels
+
+
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: tuple[Path, RunFolder, str]
+) -> None:
+    folder, run, _ = prepared
+    assert cli.main(["prepare", str(tmp_path / "no.toml"), "--out", str(tmp_path)]) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: there is no")
+    assert len(error.splitlines()) == 1
+    arguments = ["prepare", str(folder / "RUN.toml"), "--out", str(run.path), "--device", "cpu"]
+    assert cli.main([*arguments, "--threads", "0"]) == 3
+    assert cli.main([*arguments[:-1], "tpu9"]) == 3
+    assert cli.main(arguments) == 0
+    assert "Everything is done already" in capsys.readouterr().out

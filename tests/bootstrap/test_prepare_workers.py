@@ -1,0 +1,133 @@
+"""The work of `prepare` as a map over pieces: the same run wherever the pieces are done."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
+
+from dipaco.base.errors import ConfigurationError, CorpusError, NetworkError, StorageError
+from dipaco.bootstrap import cli, token_stage
+from dipaco.bootstrap import prepare as prepare_module
+from dipaco.bootstrap.predecessor import open_predecessor
+from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.workers import Workers, open_workers
+from dipaco.modules.plan import RunBlobs
+from dipaco.simulator import cli as simulate
+
+INNER = "[inner]\nbatch_sequences = 4\n"
+SUCCESSOR = RUN_TOML.split("[tokenizer]")[0] + (
+    "[grid]\nmodules_per_level = [2, 2]\n"
+    '[router]\nkind = "discriminative"\nprefix_tokens = 8\ntraining_documents = 100\n'
+)
+
+
+def two_runs(folder: Path, out: Path, workers: Workers) -> list[RunBlobs]:
+    """Prepare a run, train it for a round, and prepare its successor; return the blobs of both."""
+    first = out / "first"
+    plan = prepare(folder / "RUN.toml", first, device=CPU, display=quiet_display(), workers=workers)
+    arguments = [str(first), "--out", str(first), "--rounds", "1", "--steps-per-round", "3"]
+    assert simulate.main([*arguments, "--validation-sequences", "0"]) == 0
+    second = prepare(
+        folder / "NEXT.toml", out / "second", device=CPU, display=quiet_display(),
+        workers=workers, predecessor=open_predecessor(first),
+    )  # fmt: skip
+    return [plan.blobs, second.blobs]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_pieces() -> Iterator[None]:
+    """Of so small a corpus, too, there shall be several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (token_stage, "write_token_corpora"),
+            (prepare_module, "ShardBuilder"),
+        ):
+            patch.setattr(
+                module, name, functools.partial(getattr(module, name), chunk_documents=16)
+            )
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workers")
+    write_run(folder, RUN_TOML + INNER)
+    (folder / "NEXT.toml").write_text(SUCCESSOR + INNER)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[RunBlobs]:
+    return two_runs(folder, folder / "alone", Workers())
+
+
+def test_four_processes_make_the_same_run(folder: Path, alone: list[RunBlobs]) -> None:
+    with open_workers(4) as workers:
+        assert two_runs(folder, folder / "four", workers) == alone
+
+
+def test_a_dask_cluster_makes_the_same_run(folder: Path, alone: list[RunBlobs]) -> None:
+    distributed = pytest.importorskip("distributed")
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+        ) as cluster,
+        open_workers(dask=cluster.scheduler_address) as workers,
+    ):
+        assert two_runs(folder, folder / "dask", workers) == alone
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def test_pieces_come_back_in_order_and_few_are_read_ahead() -> None:
+    taken: list[int] = []
+
+    def pieces() -> Iterator[int]:
+        for number in range(50):
+            taken.append(number)
+            yield number
+
+    with open_workers(2) as workers:
+        for place, done in enumerate(workers.map(square, pieces())):
+            assert done == place * place
+            assert len(taken) <= place + 6
+
+
+def refuse(number: int) -> int:
+    raise CorpusError(f"no piece {number}")
+
+
+def die(number: int) -> int:
+    os._exit(9)
+
+
+def test_what_a_worker_raises_and_its_death_are_told() -> None:
+    with open_workers(2) as workers:
+        with pytest.raises(CorpusError, match="no piece 1"):
+            list(workers.map(refuse, [1, 2, 3]))
+        with pytest.raises(StorageError, match="fewer --workers"):
+            list(workers.map(die, [1]))
+
+
+def test_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["prepare", str(folder / "RUN.toml"), "--out", str(tmp_path)]
+    code = cli.main([*arguments, "--workers", "2", "--dask", "tcp://127.0.0.1:1"])
+    assert code == ConfigurationError.exit_code
+    assert "give one of them" in capsys.readouterr().err
+
+
+def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("distributed")
+    monkeypatch.setattr("dipaco.bootstrap.workers._DASK_TIMEOUT_S", 1.0)
+    with (
+        pytest.raises(NetworkError, match="no Dask scheduler answers"),
+        open_workers(dask="tcp://127.0.0.1:1"),
+    ):
+        pass

@@ -1,0 +1,419 @@
+"""What a node stores for others, and what it does with a flood of records."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.utils import MSGPackSerializer
+from support.dht_pair import RUN_ID, peer_record
+from support.make_plan import make_plan
+from support.peers import OpenGate
+
+from dipaco.dht import bounded_protocol, quotas
+from dipaco.dht.quotas import (
+    KEY_BYTES,
+    KEY_RECORDS,
+    OTHER_MANIFESTS,
+    QUOTAS,
+    SENDER_RECORDS,
+    HeldRecords,
+    ServedRun,
+)
+from dipaco.dht.record_validator import RecordValidator
+from dipaco.protocol.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
+from dipaco.protocol.manifest import sign_manifest
+from dipaco.protocol.record_keys import MANIFESTS_KEY, record_key, record_subkey
+from dipaco.protocol.records import BlobRecord, Record
+
+OTHER_RUN = "fedcba9876543210"
+RUN = ServedRun(RUN_ID, (2, 3), 4, 2, OpenGate(RUN_ID))
+FRIEND = PEER_ID_PREFIX + b"f" * 32
+NOW = 1_000.0
+# Small, so that floods are short.
+KEY_SIZE, SENDER_SIZE = 32, 24
+
+
+@pytest.fixture(autouse=True)
+def small_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "KEY_RECORDS", KEY_SIZE)
+    monkeypatch.setattr(quotas, "SENDER_RECORDS", SENDER_SIZE)
+
+
+class Clock:
+    now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def owner(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def store(
+    records: HeldRecords,
+    kind: str,
+    item: str,
+    number: int,
+    *,
+    sender: bytes | None = b"",
+    run_id: str = RUN_ID,
+    expires_s: float = NOW + 60,
+    value: bytes = MSGPackSerializer.dumps({"admission": bytes(11)}) + bytes(64),
+) -> bool:
+    """Store a record of owner `number`; `sender` is the owner unless it is given."""
+    key, subkey = record_key(kind, run_id, item), record_subkey(kind, run_id, item, owner(number))
+    sent_by = PEER_ID_PREFIX + owner(number) if sender == b"" else sender
+    return records.store_subkey(DHTID.generate(key), subkey, value, expires_s, sent_by)
+
+
+def owners(records: HeldRecords, kind: str, item: str) -> list[int]:
+    found = records.get(DHTID.generate(record_key(kind, RUN_ID, item)))
+    return [] if found is None else [int.from_bytes(s[-32:], "big") for s in found.value.data]
+
+
+@pytest.fixture
+def records() -> HeldRecords:
+    held = HeldRecords(Clock())
+    held.serve(RUN)
+    return held
+
+
+def test_only_what_belongs_to_a_served_run_is_stored(records: HeldRecords) -> None:
+    assert store(records, "modules", "L1.E2", 1)
+    assert store(records, "modules", "P3", 1)
+    assert store(records, "progress", "1", 1)
+    for kind, item in [("modules", m) for m in ("L1.E3", "L2.E0", "P4", "L0.E00", "P03", "L..1")]:
+        assert not store(records, kind, item, 1), item
+    assert not store(records, "peers", "2", 1)
+    assert not store(records, "peers", "0", 1, run_id=OTHER_RUN)
+    assert records.record_count == 3
+
+
+def test_what_came_before_the_run_was_known_stays_if_it_belongs() -> None:
+    records = HeldRecords(Clock())
+    assert store(records, "peers", "0", 1, sender=FRIEND)
+    assert store(records, "peers", "0", 2, run_id=OTHER_RUN)
+    records.serve(RUN)
+    assert records.record_count == 1
+    assert owners(records, "peers", "0") == [1]
+
+
+def test_a_flood_of_one_key_does_not_push_out_who_was_there(records: HeldRecords) -> None:
+    honest = list(range(KEY_SIZE // 2))
+    assert all(store(records, "peers", "0", number) for number in honest)
+    taken = [store(records, "peers", "0", 1000 + n) for n in range(10 * KEY_SIZE)]
+    assert sum(taken) == KEY_SIZE - len(honest)
+    # They renew what they said, and a withdrawal is one more version of a record.
+    gone = MSGPackSerializer.dumps(None) + bytes(64)
+    assert all(store(records, "peers", "0", n, expires_s=NOW + 90, value=gone) for n in honest)
+    assert set(honest) <= set(owners(records, "peers", "0"))
+    assert records.record_count == KEY_SIZE
+
+
+def test_who_comes_itself_takes_the_place_of_what_was_passed_on(records: HeldRecords) -> None:
+    passed = [store(records, "peers", "0", 1000 + n, sender=FRIEND) for n in range(KEY_SIZE)]
+    assert sum(passed) == KEY_SIZE // 2, "at most half of a key"
+    assert all(store(records, "peers", "0", number) for number in range(KEY_SIZE))
+    assert sorted(owners(records, "peers", "0")) == list(range(KEY_SIZE))
+    assert not store(records, "peers", "0", 2000, sender=FRIEND)
+    # A friend may renew what the owner itself had said; that stays first-hand.
+    assert store(records, "peers", "0", 3, sender=FRIEND, expires_s=NOW + 90)
+    assert not store(records, "peers", "0", 2001)
+
+
+def test_records_that_owners_sent_come_first_in_an_answer(records: HeldRecords) -> None:
+    store(records, "peers", "0", 7, sender=FRIEND)
+    store(records, "peers", "0", 8)
+    assert owners(records, "peers", "0") == [8, 7]
+
+
+def test_an_owner_and_a_sender_have_so_many_records(records: HeldRecords) -> None:
+    quota = QUOTAS["blobs"].of_owner
+    taken = [store(records, "blobs", f"{n:064x}", 1) for n in range(quota + 5)]
+    assert taken == [True] * quota + [False] * 5
+    passed = [
+        store(records, "blobs", f"{n:064x}", 100 + n, sender=FRIEND) for n in range(SENDER_SIZE + 5)
+    ]
+    assert passed == [True] * SENDER_SIZE + [False] * 5
+    assert store(records, "blobs", f"{9:064x}", 9)
+
+
+def test_bytes_count_and_expired_records_make_room(
+    records: HeldRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock: Any = records._now
+    monkeypatch.setattr(quotas, "KEY_BYTES", 40_000)
+    large = MSGPackSerializer.dumps({"admission": bytes(10_000)}) + bytes(64)
+    larger = MSGPackSerializer.dumps({"admission": bytes(20_000)}) + bytes(64)
+    taken = [store(records, "progress", "0", number, value=large) for number in range(5)]
+    assert taken == [True, True, True, False, False]
+    # A record that grows is counted anew.
+    assert not store(records, "progress", "0", 1, value=larger, expires_s=NOW + 61)
+    clock.now = NOW + 100
+    assert records.record_count == 3
+    assert store(records, "progress", "0", 9, value=large, expires_s=clock.now + 9)
+    assert owners(records, "progress", "0") == [9]
+    assert records.record_count == 1
+    assert not records._of_owner.keys() - {(owner(9), "progress")}
+
+
+def test_a_record_that_is_renewed_for_ever_takes_no_more_memory(records: HeldRecords) -> None:
+    for step in range(2_000):
+        assert store(records, "peers", "0", 1, expires_s=NOW + 60 + step / 1000)
+        assert not store(records, "peers", "0", 1, expires_s=NOW + 60)
+    assert records.record_count == 1
+    assert len(records._expiring) < 100
+
+
+def test_a_reader_cannot_change_what_is_stored(records: HeldRecords) -> None:
+    """Hivemind merges what others answer into what a storage gave."""
+    store(records, "peers", "0", 1)
+    found = records.get(DHTID.generate(record_key("peers", RUN_ID, "0")))
+    assert found is not None
+    found.value.store(b"junk", b"junk", NOW + 1e9)
+    assert owners(records, "peers", "0") == [1]
+
+
+def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
+    records, key = HeldRecords(Clock()), Ed25519PrivateKey.generate()
+    where = DHTID.generate(MANIFESTS_KEY)
+
+    def announce(number: int) -> bool:
+        plan = make_plan(seed=number)
+        value = MSGPackSerializer.dumps(sign_manifest(plan, key))
+        subkey = record_subkey("manifests", plan.run_id, None, b"")
+        return records.store_subkey(where, subkey, value, NOW + 60, FRIEND)
+
+    assert sum(announce(number) for number in range(1, 40)) == OTHER_MANIFESTS
+    records.serve(ServedRun(make_plan(seed=0).run_id, (2,), 0, 1, OpenGate()))
+    assert announce(0)
+    assert not announce(41)
+
+
+# -- the protocol
+
+
+class Node:
+    """A node without a network: as much of Hivemind's protocol as requests need."""
+
+    serializer = MSGPackSerializer
+    IS_DICTIONARY, IS_REGULAR_VALUE = DHTProtocol.IS_DICTIONARY, DHTProtocol.IS_REGULAR_VALUE
+    node_info = dht_pb2.NodeInfo()
+    bucket_size = 20
+
+    def __init__(self) -> None:
+        self.storage, self.cache = HeldRecords(), DHTLocalStorage()
+        self.storage.serve(RUN)
+        self.validator = RecordValidator()
+        self.checked = 0
+        self.routing_table = RoutingTable(DHTID.generate(), 20, 5)
+
+    async def rpc_ping(self, *_: Any) -> None:
+        pass
+
+    def _validate_record(self, *fields: Any) -> bool:
+        self.checked += 1
+        return self.validator.validate(DHTRecord(*fields))
+
+    def store(self, sender: bytes, request: dht_pb2.StoreRequest) -> list[bool]:
+        protocol: Any = self
+        context: Any = SimpleNamespace(remote_id=PeerID(sender))
+        answer = asyncio.run(bounded_protocol.rpc_store(protocol, request, context))
+        return list(answer.store_ok)
+
+    def find(self, *keys: str) -> dict[str, DictionaryDHTValue]:
+        protocol: Any = self
+        context: Any = SimpleNamespace(remote_id=PeerID(FRIEND))
+        request = dht_pb2.FindRequest(keys=[DHTID.generate(key).to_bytes() for key in keys])
+        answer = asyncio.run(bounded_protocol.rpc_find(protocol, request, context))
+        size = answer.ByteSize()
+        assert size < 4 * 2**20, f"an answer of {size} bytes does not fit into a message"
+        return {
+            key: MSGPackSerializer.loads(result.value) if result.value else DictionaryDHTValue()
+            for key, result in zip(keys, answer.results, strict=True)
+        }
+
+
+def signed(signer: Ed25519PrivateKey, record: Record, kind: str, item: str) -> DHTRecord:
+    key = record_key(kind, RUN_ID, item)
+    subkey = record_subkey(kind, RUN_ID, item, raw_public_key(signer))
+    made = DHTRecord(
+        DHTID.generate(key).to_bytes(),
+        MSGPackSerializer.dumps(subkey),
+        MSGPackSerializer.dumps(record.model_dump()),
+        time.time() + 60,
+    )
+    value = RecordValidator(signer).sign_value(made)
+    return DHTRecord(made.key, made.subkey, value, made.expiration_time)
+
+
+def request_of(*rows: DHTRecord, in_cache: bool = False) -> dht_pb2.StoreRequest:
+    return dht_pb2.StoreRequest(
+        keys=[row.key for row in rows],
+        subkeys=[row.subkey for row in rows],
+        values=[row.value for row in rows],
+        expiration_time=[row.expiration_time for row in rows],
+        in_cache=[in_cache for _ in rows],
+        peer=dht_pb2.NodeInfo(),
+    )
+
+
+def claim_of(signer: Ed25519PrivateKey, bucket: str = "0") -> DHTRecord:
+    record = peer_record(peer_id_of_public_key(raw_public_key(signer)), 1)
+    return signed(signer, record, "peers", bucket)
+
+
+def test_what_finds_no_room_is_refused_before_its_signature_is_checked() -> None:
+    node = Node()
+    signers = [Ed25519PrivateKey.generate() for _ in range(KEY_SIZE)]
+    rows = [claim_of(signer) for signer in signers]
+    assert sum(node.store(FRIEND, request_of(*rows))) == KEY_SIZE // 2
+    assert node.checked == KEY_SIZE // 2
+    assert node.store(FRIEND, request_of(claim_of(signers[0], "7"))) == [False]
+    assert node.checked == KEY_SIZE // 2
+    # Its owner itself is let in.
+    last = PEER_ID_PREFIX + raw_public_key(signers[-1])
+    assert node.store(last, request_of(rows[-1])) == [True]
+
+
+def test_one_record_that_is_refused_does_not_keep_out_the_others_with_it() -> None:
+    node = Node()
+    rows = [claim_of(Ed25519PrivateKey.generate()) for _ in range(3)]
+    whole = DictionaryDHTValue()
+    with whole.freeze():
+        whole.store(b"nonsense", b"x", time.time() + 60)
+        for row in rows:
+            whole.store(MSGPackSerializer.loads(row.subkey), row.value, row.expiration_time)
+    value = MSGPackSerializer.dumps(whole)
+    carrying = DHTRecord(rows[0].key, DHTProtocol.IS_DICTIONARY, value, time.time() + 60)
+    assert node.store(FRIEND, request_of(carrying)) == [False]
+    assert node.storage.record_count == 3
+
+
+def test_nobody_writes_into_the_cache_of_a_node() -> None:
+    node, claim = Node(), claim_of(Ed25519PrivateKey.generate())
+    assert node.store(FRIEND, request_of(claim, in_cache=True)) == [False]
+    assert not node.cache.data
+
+
+def test_answers_fit_into_a_message_and_say_what_owners_sent_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quotas, "KEY_RECORDS", KEY_RECORDS)
+    monkeypatch.setattr(quotas, "SENDER_RECORDS", SENDER_RECORDS)
+    node, late = Node(), time.time() + 60
+    for item in "01":
+        for number in range(200):
+            sender = FRIEND if number < 150 else b""
+            for kind in ("peers", "progress"):
+                filler = bytes(2_200 if kind == "peers" else 3_400)
+                value = MSGPackSerializer.dumps({"admission": filler}) + bytes(64)
+                store(node.storage, kind, item, number, sender=sender, value=value, expires_s=late)
+    keys = [record_key(kind, RUN_ID, item) for kind in ("peers", "progress") for item in "01"]
+    found = node.find(*keys, "dipaco/refresh/1")
+    assert [len(found[key].data) > 90 for key in keys] == [True] * 4
+    first = [int.from_bytes(subkey[-32:], "big") for subkey in list(found[keys[0]].data)[:50]]
+    assert first == list(range(150, 200))
+
+
+def test_a_reader_looks_at_no_more_than_a_node_stores_and_logs_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    node: Any = Node()
+    answer = DictionaryDHTValue()
+    real = claim_of(Ed25519PrivateKey.generate())
+    with answer.freeze():
+        answer.store(MSGPackSerializer.loads(real.subkey), real.value, real.expiration_time)
+        for number in range(5_000):
+            subkey = record_subkey("peers", RUN_ID, "0", owner(number))
+            answer.store(subkey, b"v" * 80, time.time() + 60)
+    assert bounded_protocol.drop_refused(node, real.key, answer)
+    assert list(answer.data) == [MSGPackSerializer.loads(real.subkey)]
+    assert node.checked <= KEY_RECORDS
+    assert len([r for r in caplog.records if r.levelname == "WARNING"]) <= 1
+
+
+def test_a_node_under_another_id_than_its_own_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    updated: list[Any] = []
+
+    async def update(_: Any, node_id: Any, *__: Any) -> None:
+        updated.append(node_id)
+
+    monkeypatch.setattr(bounded_protocol, "_update", update)
+    peer, protocol = PeerID(FRIEND), SimpleNamespace()
+    own = bounded_protocol.node_id_of(peer)
+    for node_id, responded in ((own, True), (DHTID.generate(), True), (own, False)):
+        asyncio.run(
+            bounded_protocol.update_routing_table(
+                protocol,  # type: ignore[arg-type]
+                node_id,
+                peer,
+                responded,
+            )
+        )
+    assert updated == [own, own]
+
+
+def test_what_is_handed_to_a_new_node_is_divided_into_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent: list[int] = []
+
+    async def store_there(_: Any, __: Any, keys: Any, *___: Any, **____: Any) -> list[bool]:
+        sent.append(len(keys))
+        return [True] * len(keys)
+
+    monkeypatch.setattr(bounded_protocol, "_store", store_there)
+    dictionaries = []
+    for _ in range(10):
+        dictionary = DictionaryDHTValue()
+        dictionary.store(b"subkey", b"v" * (KEY_BYTES // 2), time.time() + 60)
+        dictionaries.append(dictionary)
+    keys, protocol = [DHTID.generate() for _ in range(10)], SimpleNamespace()
+    coroutine = bounded_protocol.call_store(
+        protocol,  # type: ignore[arg-type]
+        PeerID(FRIEND),
+        keys,
+        dictionaries,
+        [time.time() + 60] * 10,
+    )
+    assert asyncio.run(coroutine) == [True] * 10
+    assert len(sent) > 2
+    assert sum(sent) == 10
+
+
+def test_a_node_that_takes_nothing_is_as_one_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Hivemind would count it among the five that have the record."""
+
+    async def refuse(*_: Any) -> list[bool]:
+        return [False]
+
+    monkeypatch.setattr(bounded_protocol, "_store", refuse)
+    protocol: Any = SimpleNamespace()
+    coroutine = bounded_protocol.call_store(protocol, PeerID(FRIEND), [DHTID(1)], [b"v"], 1.0)
+    assert asyncio.run(coroutine) is None
+
+
+def test_blob_records_of_a_whole_run_fit() -> None:
+    """A bootstrap node announces every file, and in a small swarm every node stores all of that."""
+    records = HeldRecords(Clock())
+    records.serve(RUN)
+    record = BlobRecord(peer_id="1" * 52, sha256="a" * 64, bytes=1)
+    value = MSGPackSerializer.dumps(record.model_dump()) + bytes(64)
+    assert all(store(records, "blobs", f"{n:064x}", 1, value=value) for n in range(1024))

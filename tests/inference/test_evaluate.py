@@ -1,0 +1,496 @@
+"""Evaluation: the perplexity that training reported, and an account of what could not be scored."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from support.fake_client import FakeClient
+from support.tiny_run import make_tiny_run, tiny_documents
+
+from dipaco.base.errors import (
+    AddressError,
+    ConfigurationError,
+    CorpusError,
+    IntegrityError,
+    NetworkError,
+    StorageError,
+)
+from dipaco.inference import evaluate_cli, reroute_cli, token_losses
+from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
+from dipaco.inference.mixing import mixed_losses
+from dipaco.inference.rerouter import REROUTER_FILE, load_rerouter
+from dipaco.inference.sources import (
+    DiskSource,
+    SourceSettings,
+    SwarmSource,
+    assemble_path,
+    open_source,
+)
+from dipaco.modules.compose import gather_module
+from dipaco.modules.config import PAD_TOKEN
+from dipaco.routing.corpus import Document
+from dipaco.routing.document_routing import DocumentRouter
+from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.token_files import scoring_windows
+from dipaco.simulator import cli as simulator_cli
+
+CPU = torch.device("cpu")
+HELD_OUT_SEED = 1_000_003
+
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    """A simulated run with private modules and a dense baseline, and what the simulator said."""
+    folder = tmp_path_factory.mktemp("trained")
+    make_tiny_run(folder / "run", private_blocks=(3,), private_embedding=True)
+    lines = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
+        code = simulator_cli.main(
+            [
+                *(str(folder / "run"), "--rounds", "3", "--out", str(folder / "out")),
+                *("--dense-steps", "12", "--threads", "1", "--json"),
+            ]
+        )
+    assert code == 0
+    return folder / "out", [json.loads(line) for line in lines]
+
+
+@pytest.fixture
+def damaged(trained: tuple[Path, list[dict]], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the trained run without the states of some modules."""
+
+    def make(*modules: str) -> Path:
+        copy = tmp_path / "copy"
+        shutil.copytree(trained[0], copy)
+        for module in modules:
+            shutil.rmtree(copy / "states" / module)
+        return copy
+
+    return make
+
+
+def held_out(languages: int = 4) -> list[Document]:
+    texts = tiny_documents(languages, 4, HELD_OUT_SEED)
+    return [Document(text, f"language {index // 4}") for index, text in enumerate(texts)]
+
+
+def write_jsonl(path: Path, documents: list[Document]) -> Path:
+    rows = [json.dumps({"text": d.text, "domain": d.label}) for d in documents]
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+def test_the_perplexity_is_the_one_that_the_simulator_reported(
+    trained: tuple[Path, list[dict]],
+) -> None:
+    out, lines = trained
+    baseline = load_baseline(out / "dense.safetensors", DiskSource(out).plan)
+    report = evaluate(DiskSource(out), held_out(), device=CPU, baseline=baseline).as_dict()
+    assert report["perplexity"] == pytest.approx(lines[2]["validation"]["perplexity"], rel=1e-6)
+    assert report["tokens"] == lines[2]["validation"]["tokens"]
+    assert report["documents"] == 16
+    assert report["baseline_perplexity"] == pytest.approx(lines[3]["dense"]["perplexity"], rel=1e-6)
+    assert report["base_perplexity"] > 200
+    assert report["perplexity"] < 0.7 * report["base_perplexity"]
+    assert report["missing_paths"] == []
+    assert [part["path"] for part in report["paths"]] == [0, 1, 2, 3]
+    for part, said in zip(report["paths"], lines[2]["paths"], strict=True):
+        assert part["tokens"] == said["validation_tokens"]
+
+
+def test_paths_and_labels_divide_the_documents(trained: tuple[Path, list[dict]]) -> None:
+    report = evaluate(DiskSource(trained[0]), held_out(), device=CPU)
+    assert list(report.labels()) == [f"language {index}" for index in range(4)]
+    for parts in (report.paths(), report.labels()):
+        assert sum(part.documents for part in parts.values()) == 16
+        assert sum(part.routed.tokens for part in parts.values()) == report.overall.routed.tokens
+        total = sum(part.routed.nll for part in parts.values())
+        assert total == pytest.approx(report.overall.routed.nll, rel=1e-12)
+
+
+def test_every_token_behind_the_prefix_is_scored_once(trained: tuple[Path, list[dict]]) -> None:
+    source = DiskSource(trained[0])
+    router = source.document_router(CPU)
+    documents = held_out()
+    lengths = [len(router.tokenizer.document_tokens(d.text)) for d in documents]
+    prefix = source.plan.routing.prefix_tokens
+    report = evaluate(source, documents, device=CPU)
+    assert report.overall.routed.tokens == sum(length - prefix for length in lengths)
+
+
+def test_short_documents_are_counted_but_not_scored(trained: tuple[Path, list[dict]]) -> None:
+    source = DiskSource(trained[0])
+    documents = [Document("b"), *held_out()[:2]]
+    report = evaluate(source, documents, device=CPU)
+    assert (report.short_documents, report.overall.documents) == (1, 2)
+    assert report.labels().keys() == {"language 0"}
+    with pytest.raises(CorpusError, match="longer documents"):
+        evaluate(source, [Document("b")], device=CPU)
+
+
+def test_a_path_without_a_state_is_reported_and_left_out(damaged: Callable[..., Path]) -> None:
+    source = DiskSource(damaged("P2"))
+    report = evaluate(source, held_out(), device=CPU)
+    paths = source.document_router(CPU).route_texts([document.text for document in held_out()])
+    assert report.missing_paths == (2,)
+    assert report.unscored_documents == int((paths == 2).sum())
+    assert report.unscored_documents + report.overall.documents == 16
+    assert 2 not in report.paths()
+    assert report.overall.base is not None
+    assert report.overall.base.tokens == report.overall.routed.tokens
+
+
+def test_a_path_without_a_state_can_be_taken_from_the_genesis(
+    damaged: Callable[..., Path],
+) -> None:
+    folder = damaged("P2")
+    with pytest.raises(StorageError, match=r"no state of its module P2.*--allow-genesis"):
+        assemble_path(DiskSource(folder), 2)
+    source = DiskSource(folder, SourceSettings(allow_genesis=True))
+    assert evaluate(source, held_out(), device=CPU).missing_paths == ()
+    model = assemble_path(source, 2)
+    genesis = RunFolder(folder).genesis_state(source.plan, "P2")
+    assert torch.equal(gather_module(model, source.grid, "P2"), genesis.parameters)
+
+
+def test_nothing_to_assemble_is_an_error(damaged: Callable[..., Path]) -> None:
+    with pytest.raises(StorageError, match=r"L0\.E[01]"):
+        evaluate(DiskSource(damaged("L0.E0", "L0.E1")), held_out(), device=CPU)
+
+
+def test_assembled_paths_hold_the_states_of_their_modules(
+    trained: tuple[Path, list[dict]],
+) -> None:
+    source = DiskSource(trained[0])
+    model = None
+    for path in range(4):
+        model = assemble_path(source, path, model=model)
+        for module in source.grid.modules_of_path(path):
+            state = source.state(module)
+            assert state is not None
+            assert torch.equal(gather_module(model, source.grid, module), state.parameters)
+    with pytest.raises(ConfigurationError):
+        assemble_path(source, 4)
+
+
+@pytest.fixture(scope="module")
+def rerouter(trained: tuple[Path, list[dict]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rerouter fitted to documents of two languages each, with the command."""
+    folder = tmp_path_factory.mktemp("rerouter")
+    data = write_jsonl(folder / "mixed.jsonl", mixed_documents(20, HELD_OUT_SEED + 1))
+    arguments = ["fit", "--state-dir", str(trained[0]), "--data", str(data), "--json"]
+    options = ["--windows", "4,16", "--steps", "40", "--learning-rate", "0.01", "--threads", "1"]
+    out = folder / REROUTER_FILE
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
+        assert reroute_cli.main([*arguments, *options, "--out", str(out)]) == 0
+    said = json.loads(lines[0])
+    assert said["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
+    assert said["documents"] == 40
+    return out
+
+
+def mixed_documents(count: int, seed: int) -> list[Document]:
+    """Documents that go on in another language after a third."""
+    texts = tiny_documents(4, count, seed)
+    firsts, seconds = texts[: 2 * count], texts[2 * count :]
+    return [
+        Document(first[: len(first) // 3] + second[: 2 * len(second) // 3])
+        for first, second in zip(firsts, seconds, strict=True)
+    ]
+
+
+def test_rerouting_helps_where_documents_change(
+    trained: tuple[Path, list[dict]], rerouter: Path, tmp_path: Path
+) -> None:
+    source = DiskSource(trained[0])
+    loaded = load_rerouter(rerouter.read_bytes(), source.plan)
+    documents = mixed_documents(4, HELD_OUT_SEED)
+    rerouting = Rerouting(loaded, [4, 16, 10_000])
+    report = evaluate(
+        source, documents, device=CPU, base=False, rerouting=rerouting, folder=tmp_path
+    )
+    plain = evaluate(source, documents, device=CPU, base=False)
+    assert report.overall.base is None
+    assert report.overall.routed.nll == pytest.approx(plain.overall.routed.nll, rel=1e-6)
+    reroute = report.as_dict()["reroute"]
+    assert reroute["routed_perplexity"] == pytest.approx(report.overall.routed.perplexity)
+    every_4, every_16, never = reroute["windows"]
+    assert every_4["perplexity"] < 0.9 * reroute["routed_perplexity"]
+    assert every_16["perplexity"] < 0.9 * reroute["routed_perplexity"]
+    for window in (every_4, every_16, never):
+        assert window["best_path_per_window_perplexity"] <= window["perplexity"] * (1 + 1e-9)
+    assert never["decisions"] == len(documents)
+    assert never["best_path_per_window_perplexity"] == pytest.approx(
+        reroute["best_path_per_document_perplexity"]
+    )
+    assert len(list(tmp_path.glob("scores-*.f32"))) == 4
+
+
+def test_interrupted_scoring_goes_on_with_the_path_that_it_stopped_at(
+    trained: tuple[Path, list[dict]],
+    rerouter: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = DiskSource(trained[0])
+    rerouting = Rerouting(load_rerouter(rerouter.read_bytes(), source.plan), [16])
+    scored: list[int] = []
+    score = token_losses.fill_token_losses
+
+    def interrupted(*arguments: Any) -> None:
+        if len(scored) == 2:
+            raise KeyboardInterrupt
+        scored.append(1)
+        score(*arguments)
+
+    def run() -> dict[str, Any]:
+        return evaluate(
+            source, held_out(2), device=CPU, rerouting=rerouting, folder=tmp_path
+        ).as_dict()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_losses, "fill_token_losses", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    counting: list[int] = []
+    monkeypatch.setattr(
+        token_losses, "fill_token_losses", lambda *given: (counting.append(1), score(*given))
+    )
+    report = run()
+    assert len(counting) == 2
+    assert run() == report
+    assert len(counting) == 2
+    assert report["reroute"]["routed_perplexity"] == pytest.approx(report["perplexity"])
+
+
+def test_rerouting_leaves_out_paths_without_a_state(
+    damaged: Callable[..., Path], rerouter: Path
+) -> None:
+    source = DiskSource(damaged("P2"))
+    rerouting = Rerouting(load_rerouter(rerouter.read_bytes(), source.plan), [4])
+    report = evaluate(source, held_out(), device=CPU, rerouting=rerouting)
+    assert report.missing_paths == (2,)
+    assert report.reroute is not None
+    assert set(report.reroute.single_paths) == {0, 1, 3}
+    assert report.reroute.routed.tokens == report.overall.routed.tokens
+    assert report == evaluate(source, held_out(), device=CPU, rerouting=rerouting)
+
+
+def test_a_swarm_gives_the_same_as_a_directory(
+    trained: tuple[Path, list[dict]], tmp_path: Path
+) -> None:
+    client = FakeClient(trained[0], tmp_path)
+    with SwarmSource(client) as source:  # type: ignore[arg-type]
+        report = evaluate(source, held_out(), device=CPU)
+    assert client.closed
+    assert sorted(set(client.fetched)) == sorted(source.grid.modules())
+    assert len([m for m in client.fetched if m.startswith("L")]) == 4
+    assert report == evaluate(DiskSource(trained[0]), held_out(), device=CPU)
+
+
+def test_what_a_swarm_does_not_serve_is_missing(
+    trained: tuple[Path, list[dict]], tmp_path: Path
+) -> None:
+    client = FakeClient(trained[0], tmp_path, unserved=("L1.E0",))
+    source = SwarmSource(client)  # type: ignore[arg-type]
+    assert evaluate(source, held_out(), device=CPU).missing_paths == (0, 2)
+    with pytest.raises(NetworkError, match=r"L1\.E0"):
+        assemble_path(source, 0)
+
+
+def test_exactly_one_source(tmp_path: Path) -> None:
+    for arguments in ({}, {"state_folder": tmp_path, "initial_peers": ["/ip4/127.0.0.1"]}):
+        with pytest.raises(ConfigurationError, match="--state-dir"):
+            open_source(**arguments)
+
+
+def test_a_baseline_of_another_shape_is_refused(
+    trained: tuple[Path, list[dict]], tmp_path: Path
+) -> None:
+    plan = DiskSource(trained[0]).plan
+    parameters = safetensors.torch.load_file(trained[0] / "dense.safetensors")
+    parameters["model.norm.weight"] = torch.ones(3)
+    safetensors.torch.save_file(parameters, tmp_path / "other.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"no")
+    for name in ("other", "broken", "absent"):
+        with pytest.raises(IntegrityError, match=f"{name}.safetensors"):
+            load_baseline(tmp_path / f"{name}.safetensors", plan)
+
+
+def test_the_command_prints_one_json_object(
+    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, lines = trained
+    data = write_jsonl(tmp_path / "held-out.jsonl", held_out())
+    arguments = ["--state-dir", str(out), "--data", str(data), "--label-field", "domain"]
+    baseline = ["--baseline", str(out / "dense.safetensors")]
+    assert evaluate_cli.main([*arguments, *baseline, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["perplexity"] == pytest.approx(lines[2]["validation"]["perplexity"], rel=1e-6)
+    assert set(report["labels"]) == {f"language {index}" for index in range(4)}
+    assert report["run"] == DiskSource(out).plan.run_id
+    assert evaluate_cli.main([*arguments, *baseline, "--limit-documents", "4"]) == 0
+    text = capsys.readouterr().out
+    for word in ("perplexity", "base model", "baseline", "language 0", "all"):
+        assert word in text
+    assert "language 1" not in text
+
+
+def test_paths_are_mixed(
+    trained: tuple[Path, list[dict]], damaged: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each token by the best paths of its document, weighted by what they said before it."""
+    source, documents = DiskSource(trained[0]), held_out()
+    report = evaluate(source, documents, device=CPU, mix=4, base=False)
+    plain = evaluate(source, documents, device=CPU, base=False)
+    assert report.overall.routed.nll == pytest.approx(plain.overall.routed.nll, rel=1e-6)
+    router = source.document_router(CPU)
+    length, prefix = source.plan.model.sequence_length, source.plan.routing.prefix_tokens
+    nll = 0.0
+    for document in documents:
+        tokens = np.array(router.tokenizer.document_tokens(document.text))
+        best = router.nearest_paths([tokens], 4)[0].tolist()
+        rows = torch.from_numpy(scoring_windows(tokens, length, prefix).astype(np.int64))
+        with torch.no_grad():
+            logprobs = [assemble_path(source, p)(rows)[:, :-1].log_softmax(-1) for p in best]
+        targets = rows[:, 1:, None]
+        losses = [-found.gather(2, targets)[..., 0] for found in logprobs]
+        mixed = mixed_losses(torch.stack(losses))[:, prefix - 1 :]
+        nll += float(mixed[rows[:, prefix:] != PAD_TOKEN].sum())
+    assert report.overall.mixed is not None
+    assert report.overall.mixed.nll == pytest.approx(nll, rel=1e-5)
+    # Where only the first of the two can be had, it speaks alone.
+    broken = DiskSource(damaged("L0.E1"))
+    alone = evaluate(broken, documents, device=CPU, mix=4, base=False)
+    assert alone.unscored_documents > 0
+    assert alone.overall.mixed is not None
+
+
+def test_the_prefix_chooses_among_the_best_paths(
+    trained: tuple[Path, list[dict]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path that the router likes least is taken when the first tokens cost it least."""
+    source, documents = DiskSource(trained[0]), held_out()
+    right = evaluate(source, documents, device=CPU, base=False).overall
+    ranked = DocumentRouter.nearest_paths
+    monkeypatch.setattr(DocumentRouter, "nearest_paths", lambda *asked: ranked(*asked)[:, ::-1])
+    found = evaluate(source, documents, device=CPU, mix=4, base=False).overall
+    assert found.chosen is not None
+    assert found.chosen.nll == pytest.approx(right.routed.nll, rel=1e-6)
+    assert found.routed.nll > 1.05 * right.routed.nll
+
+
+def test_paths_are_mixed_by_the_commands(
+    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_jsonl(tmp_path / "held-out.jsonl", held_out())
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base", "--mix"]
+    assert evaluate_cli.main([*arguments, "2"]) == 0
+    assert "mixed" in capsys.readouterr().out
+    assert evaluate_cli.main([*arguments, "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["mixed_perplexity"] > 1
+    assert report["chosen_perplexity"] > 1
+    assert evaluate_cli.main([*arguments, "5"]) == ConfigurationError.exit_code
+    assert "--mix 5: this run has 4 paths" in capsys.readouterr().err
+
+
+def test_the_command_reroutes(
+    trained: tuple[Path, list[dict]],
+    rerouter: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = write_jsonl(tmp_path / "held-out.jsonl", mixed_documents(1, 3))
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base"]
+    reroute = ["--reroute", "16,4", "--rerouter", str(rerouter)]
+    assert evaluate_cli.main([*arguments, *reroute, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "base_perplexity" not in report
+    assert [window["window"] for window in report["reroute"]["windows"]] == [4, 16]
+    assert evaluate_cli.main([*arguments, *reroute]) == 0
+    text = capsys.readouterr().out
+    for word in ("every 16 tokens", "once a document", "always 3", "hindsight"):
+        assert word in " ".join(text.split())
+    assert "base model" not in text
+
+
+def test_a_rerouter_is_fitted_to_the_shards(
+    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["fit", "--state-dir", str(trained[0]), "--documents", "24", "--steps", "2"]
+    files = [tmp_path / name for name in ("first", "second")]
+    for file in files:
+        assert reroute_cli.main([*arguments, "--windows", "8", "--out", str(file)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "every 8 tokens" in text
+        assert "of 24 documents" in text
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--documents", "0"], ConfigurationError.exit_code, "--documents 0"),
+        (["--windows", "16,x"], ConfigurationError.exit_code, "'x' is no number"),
+        (["--steps", "0"], ConfigurationError.exit_code, "steps"),
+        (["--blocks", "9"], ConfigurationError.exit_code, "9 blocks"),
+        (["--documents", "3"], CorpusError.exit_code, "3 documents"),
+    ],
+)
+def test_impossible_fits_are_refused(
+    trained: tuple[Path, list[dict]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    words: str,
+) -> None:
+    command = ["fit", "--state-dir", str(trained[0]), "--documents", "20", "--json", *arguments]
+    assert reroute_cli.main([*command, "--out", str(tmp_path / "out")]) == code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("extra", "code", "words"),
+    [
+        (["--text-field", "txet"], CorpusError.exit_code, "text_field = 'text'"),
+        (["--limit-documents", "0"], ConfigurationError.exit_code, "--limit-documents 0"),
+        (["--data", "nowhere/*.jsonl"], CorpusError.exit_code, "--data 'nowhere/*.jsonl'"),
+        (["--initial-peers", ADDRESS], ConfigurationError.exit_code, "--state-dir"),
+        (["--initial-peers", "/ip4/1.2.3.4"], AddressError.exit_code, "the whole address"),
+        (["--threads", "0"], ConfigurationError.exit_code, "--threads 0"),
+        (["--reroute", "16,"], ConfigurationError.exit_code, "--reroute 16,64,128"),
+        (["--reroute", "0"], ConfigurationError.exit_code, "--reroute 16,64,128"),
+        (["--reroute", "16"], StorageError.exit_code, "dipaco-reroute fit"),
+    ],
+)
+def test_errors_say_what_to_type(
+    trained: tuple[Path, list[dict]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    extra: list[str],
+    code: int,
+    words: str,
+) -> None:
+    data = write_jsonl(tmp_path / "held-out.jsonl", held_out()[:2])
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data)]
+    assert evaluate_cli.main([*arguments, *extra]) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

@@ -1,0 +1,395 @@
+"""Exports are what `transformers` makes of them: the same logits, the same files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.fake_client import FakeClient
+from support.tiny_run import make_tiny_run, tiny_documents
+from transformers import AutoModelForCausalLM
+
+from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
+from dipaco.inference import export_all, export_cli
+from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_folder
+from dipaco.inference.export_card import CardNotes, model_card
+from dipaco.inference.rerouter import Rerouter, rerouter_bytes
+from dipaco.inference.sources import DiskSource, SwarmSource, assemble_path
+from dipaco.modules.transformer import PathModel, initialise
+from dipaco.simulator import cli as simulator_cli
+
+CPU = torch.device("cpu")
+
+
+def run(*arguments: object) -> int:
+    return export_cli.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A simulated run of four paths with private parameters, two rounds."""
+    folder = tmp_path_factory.mktemp("export")
+    make_tiny_run(folder / "run", private_embedding=True, inner={"learning_rate": 0.02})
+    arguments = [str(folder / "run"), "--rounds", "2", "--out", str(folder / "out")]
+    assert simulator_cli.main([*arguments, "--json"]) == 0
+    return folder / "out"
+
+
+def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+    with torch.no_grad():
+        return torch.as_tensor(model(tokens).logits)
+
+
+def some_tokens(vocabulary_size: int, length: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, vocabulary_size, (3, length), generator=generator)
+
+
+def lively(model: PathModel) -> PathModel:
+    """Make weights so large that every one of them matters to the logits."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(8.0)
+            else:
+                parameter.mul_(torch.linspace(0.5, 1.5, len(parameter)))
+    return model
+
+
+# -- models
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"tied_embedding": False, "head_count": 4, "kv_head_count": 2},
+        {"rope_theta": 500.0, "norm_epsilon": 1e-2, "feed_forward_size": 48},
+    ],
+    ids=["tied", "untied, grouped-query", "theta, epsilon"],
+)
+def test_logits_are_those_of_transformers(tmp_path: Path, model: dict[str, Any]) -> None:
+    plan = make_tiny_run(tmp_path / "run", **model).plan()
+    ours = PathModel(plan.model)
+    initialise(ours, 3)
+    lively(ours)
+    source = DiskSource(tmp_path / "run")
+    files = checkpoint_files(plan.model, source.blob(plan.blobs.tokenizer), torch.float32)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    save_parameters(dict(ours.named_parameters()), tmp_path, torch.float32)
+    tokens = some_tokens(plan.model.vocabulary_size, plan.model.sequence_length)
+    with torch.no_grad():
+        expected = ours(tokens)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(logits_of(tmp_path, tokens), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_trained_path_is_exported(trained: Path, tmp_path: Path) -> None:
+    assert run("--state-dir", trained, "--path", 2, "--out", tmp_path / "out") == 0
+    source = DiskSource(trained)
+    tokens = some_tokens(source.plan.model.vocabulary_size, 32)
+    with torch.no_grad():
+        expected = assemble_path(source, 2)(tokens)
+    torch.testing.assert_close(logits_of(tmp_path / "out", tokens), expected, atol=1e-5, rtol=1e-5)
+    note = json.loads((tmp_path / "out" / "dipaco.json").read_text())
+    assert (note["run"], note["path"]) == (source.plan.run_id, 2)
+    assert set(note["states"]) == set(source.grid.modules_of_path(2))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_parameters_can_be_stored_in_half_the_bytes(
+    trained: Path, tmp_path: Path, dtype: str
+) -> None:
+    for name in ("float32", dtype):
+        out = tmp_path / name
+        assert run("--state-dir", trained, "--path", 1, "--out", out, "--dtype", name) == 0
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("float32", dtype)]
+    assert sizes[1] < 0.6 * sizes[0]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / dtype, dtype="auto")
+    assert model.dtype == getattr(torch, dtype)
+    tokens = some_tokens(320, 32)
+    torch.testing.assert_close(
+        logits_of(tmp_path / dtype, tokens), logits_of(tmp_path / "float32", tokens),
+        atol=0.02, rtol=0.02,
+    )  # fmt: skip
+
+
+def test_numbers_that_half_precision_cannot_hold_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'w' has numbers that float16 cannot hold"):
+        save_parameters({"w": torch.tensor([1e6])}, tmp_path, torch.float16)
+
+
+def test_the_same_states_give_the_same_bytes(trained: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert run("--state-dir", trained, "--path", 0, "--out", tmp_path / name) == 0
+    files = sorted(file.name for file in (tmp_path / "a").iterdir())
+    assert "model.safetensors" in files
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained: Path, tmp_path: Path) -> None:
+    client = FakeClient(trained, tmp_path / "cache")
+    with SwarmSource(client) as source:  # type: ignore[arg-type]
+        Exporter(source, torch.float32).write_path(1, tmp_path / "out")
+        assert client.fetched == list(source.grid.modules_of_path(1))
+        card = model_card(source, CardNotes(), "float32")
+    assert "| trained | - tokens in 0 rounds |" in card
+    arguments = ["--state-dir", trained, "--path", 1, "--out", tmp_path / "disk"]
+    assert run(*arguments) == 0
+    files = [tmp_path / folder / "model.safetensors" for folder in ("out", "disk")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+# -- tokenizers
+
+
+# -- folders
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+
+    def fill_half() -> None:
+        with whole_folder(folder) as staging:
+            (staging / "file").write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fill_half()
+    assert list(tmp_path.iterdir()) == []
+    for text in ("one", "two"):
+        with whole_folder(folder) as staging:
+            (staging / text).write_text(text)
+    assert [file.name for file in folder.iterdir()] == ["two"]
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_only_an_export_of_the_same_is_replaced(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["--state-dir", trained, "--out", out]
+    assert run(*arguments, "--path", 1) == 0
+    assert run(*arguments, "--path", 1) == 0
+    assert "was there already" in capsys.readouterr().out
+    assert run(*arguments, "--path", 2) == ConfigurationError.exit_code
+    assert "holds an export of path 1, not 2" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("precious")
+    arguments = ["--state-dir", trained, "--path", 1, "--out", tmp_path / "other"]
+    assert run(*arguments) == ConfigurationError.exit_code
+    assert "is not empty" in capsys.readouterr().err
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "precious"
+
+
+def test_what_is_missing_is_named(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--state-dir", trained, "--out", tmp_path / "out"]
+    assert run(*arguments, "--path", 4) == ConfigurationError.exit_code
+    assert "paths 0 to 3" in capsys.readouterr().err
+    prepared = trained.parent / "run"
+    arguments = ["--state-dir", prepared, "--path", 1, "--out", tmp_path / "out"]
+    assert run(*arguments) == StorageError.exit_code
+    assert "there is no state of its module L0.E0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run(*arguments, "--allow-genesis") == 0
+
+
+# -- a whole run
+
+
+def report_of(trained: Path) -> dict[str, Any]:
+    row = {"perplexity": 12.345, "tokens": 100, "documents": 3, "base_perplexity": 20.0}
+    paths = [{"path": path, **row, "perplexity": 10.25 + path} for path in range(4)]
+    run_id = DiskSource(trained).plan.run_id
+    return {"run": run_id, **row, "paths": paths, "labels": {"prose": row}}
+
+
+def test_a_run_is_exported(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    (tmp_path / "eval.json").write_text(json.dumps(report_of(trained)))
+    (tmp_path / "DATA.md").write_text("Made up for a test.\n")
+    out = tmp_path / "out"
+    arguments = [
+        "--state-dir", trained, "--all", "--out", out, "--eval-json", tmp_path / "eval.json",
+        "--licence", "apache-2.0", "--attribution", tmp_path / "DATA.md",
+    ]  # fmt: skip
+    assert run(*arguments) == 0
+    shown = capsys.readouterr().err
+    assert shown.startswith("4 paths of ")
+    assert "free in" in shown.splitlines()[0]
+    card = (out / "README.md").read_text()
+    for words in ("12.35", "20.00", "13.25", "apache-2.0", "Made up for a test.", "2 x 2, 4 paths",
+                  "the embedding", "in 2 rounds", "| prose | 12.35 | 100 |"):  # fmt: skip
+        assert words in card
+    figures = json.loads((out / "router" / "routing.json").read_text())
+    assert sum(row["share"] for row in figures["paths"]) == pytest.approx(1)
+    source = DiskSource(trained)
+    tokens = some_tokens(320, 32)
+    for path in range(4):
+        with torch.no_grad():
+            expected = assemble_path(source, path)(tokens)
+        folder = out / "paths" / f"{path:05d}"
+        torch.testing.assert_close(logits_of(folder, tokens), expected, atol=1e-5, rtol=1e-5)
+    check_router_readme(source, out, monkeypatch)
+    assert run(*arguments) == 0
+    assert capsys.readouterr().err.count("was there already") == 4
+
+
+def check_router_readme(source: DiskSource, out: Path, monkeypatch: Any) -> None:
+    """Run the program in the README as its reader would."""
+    readme = (out / "router" / "README.md").read_text()
+    program = readme.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(out)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    texts = tiny_documents(4, 3, 9)
+    expected = source.document_router(CPU).route_texts(texts).tolist()
+    assert [names["path_of"](text) for text in texts] == expected
+    assert len(set(expected)) > 1
+
+
+def test_modules_that_paths_share_are_stored_once(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run("--state-dir", trained, "--all", "--out", out) == 0
+    assert "shared modules stored once" in capsys.readouterr().err
+    shards = [out / "paths" / f"{p:05d}" / "model-00001-of-00003.safetensors" for p in range(4)]
+    assert shards[0].samefile(shards[1])
+    assert not shards[1].samefile(shards[2])
+    assert len(list((out / "modules").iterdir())) == 4
+    source = DiskSource(trained)
+    tokens = some_tokens(320, 32)
+    with torch.no_grad():
+        expected = assemble_path(source, 3)(tokens)
+    found = logits_of(out / "paths" / "00003", tokens)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def files_and_inodes(folder: Path) -> dict[str, int]:
+    files = (*folder.glob("paths/*/*.safetensors"), *folder.glob("modules/*"))
+    return {str(file.relative_to(folder)): file.stat().st_ino for file in files}
+
+
+def test_a_second_export_of_a_run_changes_nothing(trained: Path, tmp_path: Path) -> None:
+    arguments = ["--state-dir", trained, "--all", "--out", tmp_path]
+    assert run(*arguments) == 0
+    first = files_and_inodes(tmp_path)
+    assert run(*arguments) == 0
+    assert files_and_inodes(tmp_path) == first
+    # A path that is written anew shares its modules with those that are there.
+    shutil.rmtree(tmp_path / "paths" / "00003")
+    assert run(*arguments) == 0
+    again = files_and_inodes(tmp_path)
+    shared = {name for name in first if "00003-of" not in name}
+    assert again.keys() == first.keys()
+    assert {name: again[name] for name in shared} == {name: first[name] for name in shared}
+
+
+def test_another_tokenizer_flag_is_another_export(trained: Path, tmp_path: Path) -> None:
+    arguments = ["--state-dir", trained, "--path", 1, "--out", tmp_path / "out"]
+    assert run(*arguments, "--tokenizer", "sentencepiece") == 0
+    assert not (tmp_path / "out" / "tokenizer.json").exists()
+    assert run(*arguments) == 0
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_a_rerouter_goes_with_the_run(trained: Path, tmp_path: Path) -> None:
+    plan = DiskSource(trained).plan
+    rerouter = Rerouter(plan.model, blocks=1, windows=(16,), path_count=4)
+    (tmp_path / "mine").write_bytes(rerouter_bytes(rerouter, plan))
+    arguments = ["--state-dir", trained, "--all", "--rerouter", tmp_path / "mine"]
+    assert run(*arguments, "--out", tmp_path / "out") == 0
+    written = (tmp_path / "out" / "rerouter.safetensors").read_bytes()
+    assert written == (tmp_path / "mine").read_bytes()
+    (tmp_path / "mine").write_bytes(b"no rerouter")
+    assert run(*arguments, "--out", tmp_path / "other") == IntegrityError.exit_code
+
+
+def test_without_hard_links_shared_modules_are_copied(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    source = DiskSource(trained)
+    exporter = Exporter(source, torch.float32, share_in=tmp_path / "modules")
+    exporter.write_path(1, tmp_path / "out")
+    assert logits_of(tmp_path / "out", some_tokens(320, 8)).isfinite().all()
+
+
+def test_a_disk_that_is_too_small_is_seen_before(
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(export_all, "_free_bytes", lambda folder: 2**26 + 1000)
+    arguments = ["--state-dir", trained, "--all", "--out", tmp_path / "out"]
+    assert run(*arguments) == StorageError.exit_code
+    shown = capsys.readouterr().err
+    assert "disk too small: the export needs" in shown
+    assert "--dtype bfloat16" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_are_foreseen(trained: Path, tmp_path: Path) -> None:
+    assert run("--state-dir", trained, "--all", "--out", tmp_path) == 0
+    files = {file.stat().st_ino: file.stat().st_size for file in tmp_path.rglob("*.safetensors")}
+    foreseen = export_all.export_bytes(DiskSource(trained).grid, torch.float32, shared=True)
+    assert foreseen == pytest.approx(sum(files.values()), rel=0.4)
+    assert foreseen <= sum(files.values())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{}", "is not what 'dipaco-eval --json' prints"),
+        ("[1]", "is not what 'dipaco-eval --json' prints"),
+        ("\udcff", "is not what 'dipaco-eval --json' prints"),
+        ('{"run": "0123", "perplexity": 3.5, "paths": []}', "is of the run 0123"),
+    ],
+)
+def test_figures_of_something_else_are_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    (tmp_path / "eval.json").write_text(content, errors="surrogateescape")
+    arguments = ["--state-dir", trained, "--all", "--out", tmp_path / "out"]
+    found = run(*arguments, "--eval-json", tmp_path / "eval.json")
+    assert found == ConfigurationError.exit_code
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_without_figures_says_so(trained: Path, tmp_path: Path) -> None:
+    assert run("--state-dir", trained, "--all", "--out", tmp_path / "out") == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "No evaluation was given" in card
+    assert "was not told where the texts come from" in card
+
+
+def test_the_card_says_whether_vllm_has_kernels_for_it(trained: Path, tmp_path: Path) -> None:
+    with DiskSource(trained) as source:
+        card = model_card(source, CardNotes(), "float32", path=0)
+    assert "vLLM has no kernels for heads of 8 numbers" in card
+    make_tiny_run(tmp_path / "run", hidden_size=64, head_count=2)
+    options = ["--state-dir", tmp_path / "run", "--allow-genesis"]
+    assert run(*options, "--path", 1, "--out", tmp_path / "out") == 0
+    assert "`vllm serve .`" in (tmp_path / "out" / "README.md").read_text()
+    # What vLLM reads of a checkpoint's configuration.
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert (config["head_dim"], config["hidden_act"]) == (32, "silu")
+    assert config["num_attention_heads"] % config["num_key_value_heads"] == 0

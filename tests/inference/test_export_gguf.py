@@ -1,0 +1,178 @@
+"""GGUF files, read back with the library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.foreign_base import make_foreign_base
+from support.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
+
+from dipaco.base.errors import ConfigurationError
+from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference import export_cli
+from dipaco.inference.export_gguf import check_gguf, gguf_name, write_gguf
+from dipaco.modules.config import ModelConfig
+from dipaco.modules.transformer import PathModel, initialise
+from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
+from dipaco.routing.tokenizer_json import JsonPieces
+
+CUTS = {"llama": "llama-bpe", "smollm2": "smollm", "qwen3": "llama-bpe"}
+
+
+def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    reader = gguf.GGUFReader(file)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    return fields, tensors
+
+
+@pytest.mark.parametrize("family", CUTS)
+def test_a_base_is_written_as_its_family(family: str, tmp_path: Path) -> None:
+    theirs = make_foreign_base(tmp_path / "base", family).state_dict()
+    base = ImportedBase(tmp_path / "base")
+    assert base.tokenizer is not None
+    file = tmp_path / "it.gguf"
+    write_gguf(base.parameters(), base.model, base.tokenizer, file, stored="f32", name="it")
+    fields, tensors = read(file)
+    assert fields["general.architecture"] == base.model.family
+    assert fields["tokenizer.ggml.pre"] == CUTS[family]
+    pieces = JsonPieces(base.tokenizer, "it")
+    assert fields["tokenizer.ggml.eos_token_id"] == pieces.special[2]
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert [tokens[number] for number in pieces.special] == pieces.special_names()
+    # The rows of the embedding are those of the checkpoint again, but for the special ones.
+    rows = [n for n in range(len(theirs["model.embed_tokens.weight"])) if n not in pieces.special]
+    embedding = theirs["model.embed_tokens.weight"].numpy()
+    assert np.array_equal(tensors["token_embd.weight"][rows], embedding[rows])
+    query = theirs["model.layers.0.self_attn.q_proj.weight"].numpy()
+    written = tensors["blk.0.attn_q.weight"]
+    if base.model.family == "llama":
+        half = base.model.width_of_head // 2
+        assert np.array_equal(written[:2], query[[0, half]])
+        assert not np.array_equal(written, query)
+    else:
+        assert np.array_equal(written, query)
+        assert "blk.1.attn_q_norm.weight" in tensors
+
+
+@pytest.mark.parametrize(("stored", "bound"), [("f32", 0.0), ("f16", 1e-4), ("q8_0", 2e-3)])
+def test_how_parameters_are_stored(stored: str, bound: float, tmp_path: Path) -> None:
+    config = ModelConfig(vocabulary_size=330, hidden_size=32, head_count=2, block_count=1)
+    model = PathModel(config)
+    initialise(model, seed=0)
+    parameters = dict(model.named_parameters())
+    data = tiny_tokenizer_bytes(320)
+    file = tmp_path / "it.gguf"
+    write_gguf(parameters, config, data, file, stored=stored, name="it")
+    fields, tensors = read(file)
+    found, expected = (
+        tensors["blk.0.ffn_up.weight"],
+        parameters["model.layers.0.mlp.up_proj.weight"],
+    )
+    assert float(np.abs(found - expected.detach().numpy()).max()) <= bound
+    assert set(tensors["output_norm.weight"]) == {1.0}
+    tokenizer, tokens = Tokenizer(data), fields["tokenizer.ggml.tokens"]
+    assert len(tokens) == 330
+    assert tokens[4 + 1 :][:256] == [f"<0x{byte:02X}>" for byte in range(256)]
+    assert fields["tokenizer.ggml.add_space_prefix"] is False
+    assert fields["tokenizer.ggml.bos_token_id"] == 1
+    assert [tokens[token] for token in tokenizer.encode("\n")] == ["\n"]
+
+
+def test_a_unigram_spells_ascii_in_bytes(tmp_path: Path) -> None:
+    texts = tiny_documents(4, 20, 0)
+    train_tokenizer(texts, 300, tmp_path / "m", character_limit=99_999, kind="unigram")
+    data = (tmp_path / "m").read_bytes()
+    config = ModelConfig(vocabulary_size=300, hidden_size=16, head_count=2, block_count=1)
+    parameters = dict(PathModel(config).named_parameters())
+    write_gguf(parameters, config, data, tmp_path / "it", stored="f32", name="it")
+    fields, _ = read(tmp_path / "it")
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
+    assert fields["tokenizer.ggml.model"] == "t5"
+    number = Tokenizer(data).encode("Q")[-1]
+    assert (tokens[number], kinds[number]) == ("Q", 1)
+    assert tokens.count("a") == 1
+
+
+def read_modelfile(text: str) -> list[tuple[str, str]]:
+    """Return commands and arguments, by the rules of Ollama's parser: a command that it knows, a
+    space, and an argument to the end of the line, in quotes if it has spaces in it. Whole numbers
+    where it wants these."""
+    found = []
+    for line in text.splitlines():
+        kind, _, value = line.partition(" ")
+        assert kind.lower() in ("from", "parameter", "template"), line
+        if kind == "PARAMETER":
+            name, number = value.split(" ")
+            assert name in ("temperature", "top_k", "top_p", "repeat_penalty", "num_ctx")
+            int(number) if name in ("top_k", "num_ctx") else float(number)
+        elif " " in value:
+            assert value[0] == value[-1] == '"'
+            assert '"' not in value[1:-1]
+            value = value[1:-1]
+        found.append((kind.lower(), value))
+    return found
+
+
+def test_a_path_is_exported(tmp_path: Path) -> None:
+    make_tiny_run(tmp_path / "run")
+    out = tmp_path / "out"
+    arguments = ["--state-dir", str(tmp_path / "run"), "--allow-genesis", "--format", "gguf"]
+    arguments += ["--dtype", "q8_0"]
+    assert export_cli.main([*arguments, "--path", "1", "--out", str(out)]) == 0
+    name = gguf_name("tiny", 1, "q8_0")
+    assert {file.name for file in out.iterdir()} == {name, "Modelfile", "README.md", "dipaco.json"}
+    commands = read_modelfile((out / "Modelfile").read_text())
+    parameters = dict(value.split(" ") for kind, value in commands if kind == "parameter")
+    assert commands[0] == ("from", f"./{name}")
+    assert commands[-1] == ("template", "{{ .Prompt }}")
+    assert {key: float(value) for key, value in parameters.items()} == {
+        "temperature": 0.8, "top_k": 50, "top_p": 1, "repeat_penalty": 1, "num_ctx": 32
+    }  # fmt: skip
+    assert "library_name: gguf" in (out / "README.md").read_text()
+    assert json.loads((out / "dipaco.json").read_text())["gguf"] == "q8_0"
+    file = tmp_path / "new" / "one.gguf"
+    for _ in range(2):  # also in place of an earlier one
+        assert export_cli.main([*arguments, "--path", "1", "--out", str(file)]) == 0
+    assert file.read_bytes() == (out / name).read_bytes()
+    assert [one.name for one in file.parent.iterdir()] == [file.name]
+    assert export_cli.main([*arguments, "--all", "--out", str(tmp_path / "all")]) == 0
+    assert (tmp_path / "all" / "paths" / "00003" / gguf_name("tiny", 3, "q8_0")).is_file()
+    card = (tmp_path / "all" / "README.md").read_text()
+    assert f"llama-completion -m paths/00000/{gguf_name('tiny', 0, 'q8_0')} -no-cnv" in card
+    assert "cd paths/00000 && ollama create tiny-path-0-q8_0 -f Modelfile" in card
+    assert (tmp_path / "all" / "router" / "base" / "model.safetensors").is_file()
+    arguments[-1] = "bfloat16"
+    assert export_cli.main([*arguments, "--path", "1", "--out", str(out)]) == 3
+
+
+def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no biases for the family qwen3"):
+        check_gguf(ModelConfig(family="qwen3", attention_bias=True), b"")
+    make_foreign_base(tmp_path / "base", "llama")
+    data = ImportedBase(tmp_path / "base").tokenizer
+    assert data is not None
+    content = json.loads(data)
+    content["tokenizer"]["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+|\W"
+    with pytest.raises(ConfigurationError, match=r"no tokenizer that cuts a text as this one does"):
+        check_gguf(ModelConfig(), json.dumps(content).encode())
+
+
+def test_rotary_scaling_is_a_table_of_factors(tmp_path: Path) -> None:
+    scaling = {"kind": "llama3", "factor": 8.0, "original_sequence_length": 16}
+    config = ModelConfig.model_validate(
+        {"hidden_size": 32, "vocabulary_size": 320, "block_count": 1, "rope_scaling": scaling}
+    )
+    parameters = dict(PathModel(config).named_parameters())
+    file = tmp_path / "it"
+    write_gguf(parameters, config, tiny_tokenizer_bytes(320), file, stored="f32", name="it")
+    factors = read(file)[1]["rope_freqs.weight"]
+    assert factors.shape == (4,)
+    assert torch.tensor(factors[0]) >= 1
+    assert factors[-1] == 8.0

@@ -1,0 +1,391 @@
+"""Generation: the cache changes nothing, the same seed gives the same text, one path is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tiny_run import make_tiny_run, tiny_documents
+
+from dipaco.base.errors import ConfigurationError, StorageError
+from dipaco.inference import generate, generate_cli
+from dipaco.inference.generate import (
+    PathChooser,
+    choose_token,
+    generate_tokens,
+    prompt_tokens,
+    stream_text,
+)
+from dipaco.inference.options import SamplingSettings
+from dipaco.inference.rerouter import Rerouter, rerouter_bytes
+from dipaco.inference.sampling import Sampling
+from dipaco.inference.sources import DiskSource, assemble_path
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokenizer import Tokenizer
+from dipaco.simulator import cli as simulator_cli
+
+GREEDY = Sampling(temperature=0, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generate")
+    make_tiny_run(folder / "run", private_embedding=True)
+    arguments = [str(folder / "run"), "--rounds", "3", "--out", str(folder / "out")]
+    assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def model(out: Path) -> PathModel:
+    """A model with such large weights that every token of its context matters."""
+    model = DiskSource(out).base_model(torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(20.0)
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(out: Path) -> Tokenizer:
+    return DiskSource(out).document_router(torch.device("cpu")).tokenizer
+
+
+def test_greedy_generation_is_the_likeliest_token_each_time(model: PathModel) -> None:
+    prompt = [BEGIN_TOKEN, 40, 41, 42]
+    tokens = list(prompt)
+    for token in generate_tokens(model, prompt, GREEDY):
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens]))[0, -1]
+        logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = -torch.inf
+        assert logits[token] >= logits.max() - 1e-3
+        tokens.append(token)
+    assert len(tokens) > len(prompt)
+
+
+def test_a_seed_gives_one_text(model: PathModel) -> None:
+    def text(seed: int, **options: float) -> list[int]:
+        sampling = Sampling(seed=seed, max_tokens=12, **options)  # type: ignore[arg-type]
+        return list(generate_tokens(model, [BEGIN_TOKEN], sampling))
+
+    assert text(1) == text(1)
+    assert text(1) != text(2)
+    assert text(1, top_k=1) == text(2, temperature=0)
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    text(3)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_generation_goes_on_when_the_context_is_full(model: PathModel) -> None:
+    length = model.config.sequence_length
+    sampling = Sampling(temperature=1.0, top_k=0, max_tokens=3 * length)
+    tokens = list(generate_tokens(model, [BEGIN_TOKEN] * (length + 5), sampling))
+    assert tokens
+    assert max(tokens) < model.config.vocabulary_size
+
+
+def test_a_full_context_continues_from_its_newer_half(model: PathModel) -> None:
+    length = model.config.sequence_length
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(10, 300, (length,), generator=generator).tolist()
+    first, second = list(generate_tokens(model, prompt, GREEDY))[:2]
+    recent = [*prompt, first][-(length // 2) :]
+    assert next(generate_tokens(model, recent, GREEDY)) == second
+    assert next(generate_tokens(model, recent[1:], GREEDY)) != second
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1e-6), Sampling(temperature=5.0, top_k=0)]
+)
+def test_pieces_that_are_no_text_are_never_chosen(sampling: Sampling) -> None:
+    logits = torch.zeros(6)
+    logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = 100.0
+    generator = torch.Generator().manual_seed(0)
+    chosen = {choose_token(logits, sampling, generator) for _ in range(50)}
+    assert chosen <= {END_TOKEN, 4, 5}
+    assert logits[PAD_TOKEN] == 100.0
+
+
+def test_top_k_and_temperature_shape_the_choice() -> None:
+    logits = torch.tensor([0.0, 0.0, 0.0, 0.0, 5.0, 4.0, 3.0, 2.0])
+    generator = torch.Generator().manual_seed(0)
+
+    def chosen(temperature: float, top_k: int) -> list[int]:
+        sampling = Sampling(temperature=temperature, top_k=top_k)
+        return [choose_token(logits, sampling, generator) for _ in range(400)]
+
+    assert set(chosen(1.0, 2)) == {4, 5}
+    share = chosen(1.0, 2).count(4) / 400
+    assert share == pytest.approx(torch.softmax(torch.tensor([5.0, 4.0]), 0)[0].item(), abs=0.08)
+    assert set(chosen(0.01, 0)) == {4}
+
+
+def test_top_p_leaves_the_likeliest_tokens() -> None:
+    logits = torch.tensor([-9.0, -9.0, -9.0, -9.0, 0.0, 0.0, 0.0, 0.0]) - torch.arange(8) * 0.01
+    generator = torch.Generator().manual_seed(0)
+
+    def chosen(top_p: float) -> set[int]:
+        sampling = Sampling(temperature=1.0, top_k=0, top_p=top_p)
+        return {choose_token(logits, sampling, generator) for _ in range(200)}
+
+    assert chosen(1e-9) == {4}
+    assert chosen(0.49) == {4, 5}
+    assert chosen(0.6) == {4, 5, 6}
+    for wrong in (0.0, 1.1, float("nan")):
+        with pytest.raises(ConfigurationError, match="--top-p"):
+            SamplingSettings(top_p=wrong)
+
+
+def test_the_end_of_the_document_ends_generation(
+    model: PathModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ending(logits: torch.Tensor, *arguments: Any) -> int:
+        chosen.append(choose_token(logits, *arguments) if len(chosen) < 4 else END_TOKEN)
+        return chosen[-1]
+
+    chosen: list[int] = []
+    monkeypatch.setattr(generate, "choose_token", ending)
+    assert list(generate_tokens(model, [BEGIN_TOKEN], GREEDY)) == chosen[:4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=40))
+def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
+    tokens = tokenizer.encode(text)
+    assert "".join(stream_text(tokenizer, tokens)) == tokenizer.decode(tokens)
+
+
+def test_no_half_characters_are_streamed(tokenizer: Tokenizer) -> None:
+    text = "ba \u00e9\u4e16\U0001f642 ba"
+    pieces = list(stream_text(tokenizer, tokenizer.encode(text)))
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "\U0001f642" in pieces
+    cut_off = list(stream_text(tokenizer, tokenizer.encode("\U0001f642")[:2]))
+    assert cut_off
+    assert set("".join(cut_off)) == {"\ufffd"}
+
+
+def test_a_prompt_is_the_beginning_of_a_document(tokenizer: Tokenizer) -> None:
+    text = tiny_documents(1, 1, 0)[0]
+    document = tokenizer.document_tokens(text)
+    assert prompt_tokens(tokenizer, text) == document[:-1]
+    assert prompt_tokens(tokenizer, "") == [BEGIN_TOKEN]
+
+
+def test_the_command_routes_the_prompt_and_loads_one_path(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    load = DiskSource._committed_state
+    monkeypatch.setattr(
+        DiskSource,
+        "_committed_state",
+        lambda self, module: (loaded.append(module), load(self, module))[1],
+    )
+    prompt = tiny_documents(4, 1, 5)[2][:40]
+    source = DiskSource(out)
+    router = source.document_router(torch.device("cpu"))
+    path = int(router.route_tokens([prompt_tokens(router.tokenizer, prompt)])[0])
+    arguments = ["--state-dir", str(out), prompt, "--max-tokens", "12", "--threads", "1"]
+    assert generate_cli.main(arguments) == 0
+    first = capsys.readouterr()
+    assert first.out.startswith(prompt)
+    assert len(first.out) > len(prompt) + 1
+    assert f"path {path} (L0.E{path // 2}, L1.E{path % 2}, P{path}" in first.err
+    assert loaded == list(source.grid.modules_of_path(path))
+    assert generate_cli.main(arguments) == 0
+    assert capsys.readouterr().out == first.out
+
+
+class Wanderer(Rerouter):
+    """A rerouter that wants another path at every decision."""
+
+    asked: list[int]
+
+    def next_path(
+        self, tokens: Sequence[int], routed: int, current: int, window: int, allowed: np.ndarray
+    ) -> int:
+        self.asked.append(len(tokens))
+        choices = np.flatnonzero(allowed)
+        return int(choices[len(self.asked) % len(choices)])
+
+
+def wanderer(source: DiskSource) -> Wanderer:
+    made = Wanderer(source.plan.model, blocks=1, windows=(8,), path_count=source.grid.path_count)
+    made.asked = []
+    return made
+
+
+def test_chooser_recomputes_the_cache(out: Path) -> None:
+    """Each token is the likeliest one by the path in use, of the whole text so far."""
+    source = DiskSource(out)
+    said: list[str] = []
+    prompt = [BEGIN_TOKEN, *range(40, 52)]
+    chooser = PathChooser(source, wanderer(source), 0, prompt, 3, said.append)
+    used = [chooser.path]
+    model = assemble_path(source, chooser.path)
+    reroute = chooser.of(model)
+    generated = []
+    for token in generate_tokens(model, prompt, GREEDY, reroute):
+        used.append(chooser.path)
+        with torch.no_grad():
+            fresh = assemble_path(source, chooser.path)
+            logits = fresh(torch.tensor([[*prompt, *generated]]))[0, -1]
+        logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = -torch.inf
+        assert logits[token] >= logits.max() - 1e-4
+        generated.append(token)
+        if len(prompt) + len(generated) == source.plan.model.sequence_length:
+            break
+    changes = [i for i in range(1, len(used) - 1) if used[i + 1] != used[i]]
+    assert changes == list(range(3, len(generated), 3))
+    assert said[0] == f"token {len(prompt) + 3}: path {used[0]} -> path {used[4]}"
+
+
+def test_nothing_is_decided_within_the_routing_prefix(out: Path) -> None:
+    source = DiskSource(out)
+    rerouter = wanderer(source)
+    prompt = [BEGIN_TOKEN, 40, 41]
+    chooser = PathChooser(source, rerouter, 2, prompt, 5, lambda line: None)
+    assert chooser.path == 2
+    model = assemble_path(source, 2)
+    list(generate_tokens(model, prompt, Sampling(max_tokens=11), chooser.of(model)))
+    prefix = source.plan.routing.prefix_tokens
+    assert rerouter.asked == [prefix, prefix + 5]
+
+
+def test_a_path_that_cannot_be_had_is_not_chosen_again(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = DiskSource(out)
+    rerouter = wanderer(source)
+    state = source.state
+    monkeypatch.setattr(source, "state", lambda m: None if m == "L0.E1" else state(m))
+    said: list[str] = []
+    prompt = [BEGIN_TOKEN, *range(40, 52)]
+    chooser = PathChooser(source, rerouter, 0, prompt, 1, said.append)
+    chooser._decisions.move(0)
+    model = assemble_path(source, 0)
+    text = list(generate_tokens(model, prompt, Sampling(max_tokens=10), chooser.of(model)))
+    assert text
+    refused = [line for line in said if "staying on path" in line]
+    assert len(refused) == 2
+    assert all("L0.E1" in line for line in refused)
+    assert chooser.path in (0, 1)
+
+
+def test_the_command_reroutes(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = DiskSource(out)
+    rerouter = Rerouter(source.plan.model, blocks=2, windows=(4, 16), path_count=4)
+    with torch.no_grad():
+        rerouter.prior[:, 2::4] = 9.0
+    file = tmp_path / "rerouter.safetensors"
+    file.write_bytes(rerouter_bytes(rerouter, source.plan))
+    prompt = tiny_documents(4, 1, 5)[2][:40]
+    arguments = ["--state-dir", str(out), prompt, "--max-tokens", "12", "--reroute", "4"]
+    assert generate_cli.main([*arguments, "--rerouter", str(file)]) == 0
+    first = capsys.readouterr()
+    assert "path 2 (L0.E1, L1.E0, P2" in first.err
+    assert first.out.startswith(prompt)
+    assert generate_cli.main([*arguments, "--rerouter", str(file)]) == 0
+    assert capsys.readouterr().out == first.out
+    assert generate_cli.main(arguments) == StorageError.exit_code
+    assert "dipaco-reroute fit" in capsys.readouterr().err
+    assert generate_cli.main([*arguments, "--reroute", "0"]) == ConfigurationError.exit_code
+    assert "--reroute 0" in capsys.readouterr().err
+    assert generate_cli.main([*arguments, "--rerouter", str(file), "--path", "1"]) == 0
+    assert "path 2 (L0.E1" in capsys.readouterr().err
+
+
+def test_the_command_mixes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--state-dir", str(out), "ba du", "--temperature", "0", "--max-tokens", "9"]
+    assert generate_cli.main([*arguments, "--path", "1", "--mix", "2"]) == 0
+    said = capsys.readouterr()
+    numbers = [int(line.split()[1]) for line in said.err.splitlines()]
+    assert (numbers[0], len(numbers)) == (1, 2)
+    source = DiskSource(out)
+    models = [assemble_path(source, path) for path in numbers]
+    tokens = prompt_tokens(source.tokenizer(), "ba du")
+    made = generate_tokens(
+        models[0], tokens, Sampling(temperature=0, max_tokens=9), mixed_with=models[1:]
+    )
+    assert said.out == "ba du" + "".join(stream_text(source.tokenizer(), made)) + "\n"
+
+
+def test_the_command_chooses_by_the_prompt(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of so many paths the one to which the prompt costs least, whatever the router likes."""
+    source = DiskSource(out)
+    router = source.document_router(torch.device("cpu"))
+    for prompt in tiny_documents(4, 1, 5):
+        tokens = prompt_tokens(source.tokenizer(), prompt[:60])
+        with torch.no_grad():
+            models = [assemble_path(source, path) for path in range(4)]
+            losses = [float(token_losses(m, torch.tensor([tokens])).sum()) for m in models]
+        ranked = router.nearest_paths([tokens], 4)[0].tolist()
+        for count in (1, 2, 4):
+            chosen = min(ranked[:count], key=losses.__getitem__)
+            arguments = ["--state-dir", str(out), prompt[:60], "--max-tokens", "1"]
+            assert generate_cli.main([*arguments, "--choose", str(count)]) == 0
+            assert f"path {chosen} (" in capsys.readouterr().err
+
+
+def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--state-dir", str(out), "", "--max-tokens", "3"]
+    assert generate_cli.main([*arguments, "--path", "3"]) == 0
+    assert "path 3" in capsys.readouterr().err
+    assert generate_cli.main([*arguments, "--path", "4"]) == ConfigurationError.exit_code
+    assert "paths 0 to 3" in capsys.readouterr().err
+
+
+def test_a_chosen_path_needs_no_router(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blobs = DiskSource(out).plan.blobs
+    asked: list[str] = []
+    require = DiskSource._require_blob
+
+    def record(self: DiskSource, sha256: str) -> None:
+        asked.append(sha256)
+        require(self, sha256)
+
+    monkeypatch.setattr(DiskSource, "_require_blob", record)
+    monkeypatch.setattr(RunFolder, "router", lambda *_: pytest.fail("the router was read"))
+    monkeypatch.setattr(RunFolder, "base_model", lambda *_: pytest.fail("the base was read"))
+    arguments = ["--state-dir", str(out), "ba", "--max-tokens", "3", "--path", "3"]
+    assert generate_cli.main(arguments) == 0
+    assert "path 3" in capsys.readouterr().err
+    assert blobs.tokenizer in asked
+    assert not {blobs.router, blobs.base} & set(asked)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--top-k", "-1"],
+        ["--max-tokens", "-1"],
+        ["--reroute", "4", "--mix", "2"],
+        ["--choose", "2", "--mix", "2"],
+        ["--choose", "2", "--reroute", "4"],
+        ["--choose", "5"],
+    ],
+)
+def test_impossible_options_are_refused(
+    out: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    command = ["--state-dir", str(out), "ba", *arguments]
+    assert generate_cli.main(command) == ConfigurationError.exit_code
+    assert arguments[0] in capsys.readouterr().err

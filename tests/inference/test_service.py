@@ -1,0 +1,414 @@
+"""The service: what it answers is what the model says, whatever else is asked at the same time."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from starlette.testclient import TestClient
+from support.service import trained_run, wait_until
+from support.tiny_run import tiny_documents
+
+from dipaco.inference.decoder import Decoder
+from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.sampling import Sampling
+from dipaco.inference.service.app import Service, ServiceLimits
+from dipaco.inference.service.engine import Engine, EngineLimits
+from dipaco.inference.service.loader import Loaded, PathStates
+from dipaco.inference.service.path_batch import PathBatch
+from dipaco.inference.service.texts import AnswerText
+from dipaco.inference.service.work import Answer, Work
+from dipaco.inference.sources import DiskSource, assemble_path
+from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.modules.transformer import token_losses
+
+LIMITS = EngineLimits(memory_bytes=10**9, slots=3, queue=40, refresh_s=0)
+PROMPT = tiny_documents(4, 1, 5)[2][:12]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_run(tmp_path_factory.mktemp("service"))
+
+
+@pytest.fixture(scope="module")
+def engine(out: Path) -> Iterator[Engine]:
+    engine = Engine(DiskSource(out), torch.device("cpu"), LIMITS)
+    engine.start()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def client(engine: Engine) -> Iterator[TestClient]:
+    with TestClient(Service(engine).application()) as client:
+        yield client
+
+
+def complete(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={"prompt": PROMPT, **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def generated(out: Path, prompt: str, path: int | None, sampling: Sampling) -> tuple[int, str]:
+    """Return what `dipaco-generate` says."""
+    source = DiskSource(out)
+    tokenizer = source.tokenizer()
+    tokens = prompt_tokens(tokenizer, prompt)
+    if path is None:
+        path = int(source.document_router(torch.device("cpu")).route_tokens([tokens])[0])
+    model = assemble_path(source, path)
+    return path, "".join(stream_text(tokenizer, generate_tokens(model, tokens, sampling)))
+
+
+def test_the_text_is_that_of_generate(client: TestClient, out: Path) -> None:
+    for options in ({"temperature": 0}, {"temperature": 0.8, "top_k": 50, "seed": 7}):
+        said = complete(client, max_tokens=14, **options)
+        path, text = generated(out, PROMPT, None, Sampling(max_tokens=14, **options))
+        assert said["choices"][0]["text"] == text
+        assert said["model"] == f"path-{path}"
+        assert said["dipaco"]["prompts"][0]["path"] == path
+        assert said["usage"]["completion_tokens"] == 14
+        assert said["system_fingerprint"].startswith("dipaco-")
+    for path in range(4):
+        said = complete(client, model=f"path-{path}", max_tokens=9, temperature=0)
+        wanted = generated(out, PROMPT, path, Sampling(max_tokens=9, temperature=0))
+        assert (path, said["choices"][0]["text"]) == wanted
+
+
+def test_a_long_answer_goes_on_from_the_newer_half(client: TestClient, out: Path) -> None:
+    options = {"temperature": 1.0, "top_k": 0, "seed": 3}
+    said = complete(client, max_tokens=90, context_shift=True, **options)
+    _, text = generated(out, PROMPT, None, Sampling(max_tokens=90, **options))
+    assert said["choices"][0]["text"] == text
+
+
+def test_company_changes_nothing(client: TestClient) -> None:
+    def ask(number: int) -> dict[str, Any]:
+        prompt = tiny_documents(4, 1, number)[number % 4][: 10 + number]
+        return {"prompt": prompt, "max_tokens": 8 + number, "seed": number, "logprobs": 2}
+
+    alone = [complete(client, **ask(number))["choices"] for number in range(8)]
+    found: dict[int, Any] = {}
+
+    def one(number: int) -> None:
+        found[number] = complete(client, **ask(number))["choices"]
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, expected in enumerate(alone):
+        [said], [lone] = found[number], expected
+        assert (said["text"], said["finish_reason"]) == (lone["text"], lone["finish_reason"])
+        shown, own = said["logprobs"], lone["logprobs"]
+        assert shown["tokens"] == own["tokens"]
+        assert np.allclose(shown["token_logprobs"], own["token_logprobs"], atol=1e-5)
+
+
+def test_a_lone_answer_makes_a_narrow_step(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = DiskSource(out)
+    loaded = Loaded((2,), Decoder(assemble_path(source, 2), 4), PathStates((), ()))
+    batch = PathBatch(loaded, 0.0)
+    seen: list[int] = []
+    step = Decoder.step
+
+    def stepping(self: Decoder, tokens: Sequence[int]) -> torch.Tensor:
+        seen.append(len(tokens))
+        return step(self, tokens)
+
+    monkeypatch.setattr(Decoder, "step", stepping)
+    work = Work([BEGIN_TOKEN, 40], 2, Sampling(max_tokens=3), lambda event: None, math.inf)
+    text = AnswerText(source.tokenizer(), ())
+    batch.begin(Answer(work, 0, list(work.tokens), torch.Generator(), text, (2,), 0.0))
+    batch.step()
+    assert seen == [1]
+
+
+def test_prompts_are_scored_as_evaluation_does(client: TestClient, out: Path) -> None:
+    source = DiskSource(out)
+    tokenizer = source.tokenizer()
+    text = tiny_documents(4, 1, 9)[1][:40]
+    tokens = prompt_tokens(tokenizer, text)
+    for most in (0, 1):
+        said = complete(
+            client, prompt=text, model="path-2", echo=True, logprobs=1, max_tokens=most,
+            temperature=0,
+        )  # fmt: skip
+        choice = said["choices"][0]
+        found = choice["logprobs"]
+        with torch.no_grad():
+            model = assemble_path(source, 2)
+            losses = token_losses(model, torch.tensor([tokens]))[0]
+        assert found["token_logprobs"][0] is None
+        scores = np.array(found["token_logprobs"][1 : len(tokens)])
+        assert scores == pytest.approx(-losses.numpy(), abs=1e-4)
+        assert len(found["tokens"]) == len(tokens) + most
+        assert choice["text"].startswith(text)
+        for token, offset in list(zip(found["tokens"], found["text_offset"], strict=True))[1:]:
+            if not token.startswith("token_id") and token != "</s>":
+                assert choice["text"][offset : offset + len(token)] == token
+        for token, top, own in zip(
+            found["tokens"][1:], found["top_logprobs"][1:], found["token_logprobs"][1:], strict=True
+        ):
+            assert top[token] == own
+            assert max(top.values()) >= own
+    ids = complete(
+        client, prompt=[tokens], model="path-2", echo=True, logprobs=1, max_tokens=0
+    )["choices"][0]  # fmt: skip
+    assert ids["logprobs"]["token_logprobs"] == found["token_logprobs"][: len(tokens)]
+    assert ids["text"] == text
+
+
+def test_offsets_of_characters_of_several_tokens(client: TestClient) -> None:
+    prompt = "\u65e5\u672c a\u00e9"
+    scored = complete(client, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
+    tokens, offsets = (scored["choices"][0]["logprobs"][key] for key in ("tokens", "text_offset"))
+    # The begin, three bytes for each of the first two characters, and two for the last.
+    assert [token.startswith("token_id:") for token in tokens[1:7]] == [True] * 6
+    assert offsets[:7] == [0, 0, 0, 0, 1, 1, 1]
+    assert offsets[-2:] == [4, 4]
+
+
+def test_several_prompts_and_answers(client: TestClient) -> None:
+    said = complete(client, prompt=[PROMPT, "ba ba"], n=2, seed=5, max_tokens=6)
+    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2, 3]
+    assert said["choices"][0]["text"] != said["choices"][1]["text"]
+    alone = complete(client, prompt="ba ba", n=2, seed=5, max_tokens=6)
+    assert [c["text"] for c in alone["choices"]] == [c["text"] for c in said["choices"][2:]]
+
+
+def streamed(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+    body = {"prompt": PROMPT, "stream": True, **body}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: TestClient) -> None:
+    options = {"max_tokens": 20, "seed": 4, "logprobs": 1, "n": 2, "echo": True, "stop": "zzz"}
+    whole = complete(client, **options)
+    chunks = streamed(client, stream_options={"include_usage": True}, **options)
+    assert chunks[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own = [c["choices"][0] for c in chunks[:-1] if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(chunk["text"] for chunk in own) == choice["text"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        for key in ("tokens", "token_logprobs", "text_offset"):
+            parts = [chunk["logprobs"][key] for chunk in own if chunk["logprobs"]]
+            assert [one for part in parts for one in part] == choice["logprobs"][key]
+        assert {c["system_fingerprint"] for c in chunks} == {whole["system_fingerprint"]}
+
+
+def test_a_stop_string_ends_an_answer_and_no_part_of_it_is_sent(client: TestClient) -> None:
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
+    full = complete(client, **options)["choices"][0]["text"]
+    for start in range(1, 8):
+        stop = full[start : start + 4]
+        cut = full.find(stop)
+        choice = complete(client, stop=["no such", stop], logprobs=0, **options)["choices"][0]
+        assert choice["text"] == full[:cut]
+        assert choice["finish_reason"] == "stop"
+        pieces = [chunk["choices"][0]["text"] for chunk in streamed(client, stop=stop, **options)]
+        assert "".join(pieces) == full[:cut]
+        assert all(offset < cut for offset in choice["logprobs"]["text_offset"])
+
+
+class Letters:
+    """A tokenizer whose tokens are bytes."""
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+def test_held_back_text_comes_out() -> None:
+    def said(text: str, *stop: str) -> tuple[list[str], bool]:
+        answer = AnswerText(Letters(), stop)  # type: ignore[arg-type]
+        pieces = [answer.add(byte) for byte in text.encode()]
+        return [*pieces, answer.rest()], answer.stopped
+
+    assert said("aéb") == (["a", "", "é", "b", ""], False)
+    assert said("xab", "abc") == (["x", "", "", "ab"], False)
+    assert said("xaabcz", "abc") == (["x", "", "a", "", "", "", ""], True)
+    assert said("ab", "b", "ab") == (["", "", ""], True)
+
+
+def test_models_say_which_states_they_are(client: TestClient, out: Path) -> None:
+    complete(client, model="path-3", max_tokens=1)
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["auto", *(f"path-{p}" for p in range(4))]
+    source = DiskSource(out)
+    shown = client.get("/v1/models/path-3").json()["dipaco"]
+    assert shown["in_memory"]
+    for module in shown["modules"]:
+        state = source.state(module["module"])
+        assert state is not None
+        assert (module["version"], module["digest"]) == (state.version, state.digest)
+    assert client.get("/health").json()["status"] == "ok"
+
+
+def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
+    answer = client.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    page = answer.text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.findall(r"https?:|@import|<link(?! rel=.icon)|<script src|innerHTML", page)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"prompt": "a", "model": "path-9"}, 404, "did you mean 'path-"),
+        ({"prompt": "a", "model": "gpt-4"}, 404, "'auto' and 'path-0' to 'path-3'"),
+        ({"prompt": "ba" * 60, "max_tokens": 3}, 400, "context is 48 tokens"),
+        ({"prompt": "a", "max_tokens": 47}, 400, "of the answer are"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature: "),
+        ({"prompt": "a", "temperature": -1}, 400, "greater than or equal to 0, not -1"),
+        ({"prompt": "a", "temprature": 1}, 400, "did you mean temperature?"),
+        ({"prompt": "a", "n": 1000}, 400, "n: "),
+        ({"prompt": "a", "stop": [""]}, 400, "stop: give a text"),
+        ({"prompt": []}, 400, "prompt: give a text"),
+        ({"prompt": [5, 9999]}, 400, "token 9999 is not one of the 320"),
+        ({"prompt": {"text": "a"}}, 400, "prompt: give a text"),
+        ({}, 400, "prompt is missing"),
+        ({"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
+        ({"prompt": "a", "reroute": 8}, 400, "dipaco-reroute fit"),
+        ({"prompt": ["a"] * 30, "n": 2}, 400, "60 answers at once, and this service takes 40"),
+        ({"prompt": ["a"] * 1025}, 400, "at most 1024"),
+        ({"prompt": "a\ud800"}, 400, "half of a surrogate pair"),
+        ({"prompt": "a", "model": "\udfff"}, 400, "half of a surrogate pair"),
+        ({"prompt": "a", "\ud800": 1}, 400, "half of a surrogate pair"),
+        ([1], 400, "no JSON object"),
+    ],
+    ids=lambda value: str(value)[:80],
+)
+def test_bad_requests_are_told_why(client: TestClient, body: Any, status: int, said: str) -> None:
+    headers = {"content-type": "application/json"}
+    answer = client.post("/v1/completions", content=json.dumps(body), headers=headers)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert said in error["message"], error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_who_comes_when_all_places_are_taken_is_sent_away(
+    engine: Engine, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(lambda: engine.unfinished == 0)
+    monkeypatch.setattr(engine, "_unfinished", LIMITS.queue - 1)
+    answer = client.post("/v1/completions", json={"prompt": "a", "n": 2})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "39 answers are waiting or at work, 2 more would be over" in answer.text
+
+
+def test_what_is_no_request_is_told_why(client: TestClient) -> None:
+    def refused(status: int, said: str, answer: Any) -> None:
+        assert answer.status_code == status
+        assert said in answer.json()["error"]["message"]
+
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    refused(400, "no chat template", client.post("/v1/chat/completions", json=body))
+    refused(415, "application/json", client.post("/v1/completions", content=b"{}"))
+    refused(404, "/v1/models", client.get("/v1/nothing"))
+    refused(405, "GET", client.get("/v1/completions"))
+    headers = {"content-type": "application/json"}
+    refused(400, "not JSON", client.post("/v1/completions", content=b"{", headers=headers))
+
+
+def test_limits_and_key(engine: Engine) -> None:
+    service = Service(engine, limits=ServiceLimits(body_bytes=100), api_key="secret")
+    with TestClient(service.application()) as client:
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/health").status_code == 200
+        client.headers["authorization"] = "Bearer secret"
+        assert client.get("/v1/models").status_code == 200
+        answer = client.post("/v1/completions", json={"prompt": "a" * 200})
+        assert (answer.status_code, "100 bytes" in answer.text) == (413, True)
+
+
+def test_a_chat_goes_through_the_template(engine: Engine) -> None:
+    template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
+        "{{ raise_exception('no tools') }}{% endif %}{{ m.content }}\n{% endfor %}"
+    )
+    service = Service(engine, template=template)
+    with TestClient(service.application()) as client:
+        messages = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+        body = {"messages": messages, "max_completion_tokens": 5, "temperature": 0}
+        said = client.post("/v1/chat/completions", json={**body, "logprobs": True}).json()
+        plain = complete(client, prompt=PROMPT + "\n", max_tokens=5, temperature=0)
+        choice = said["choices"][0]
+        assert choice["message"] == {"role": "assistant", "content": plain["choices"][0]["text"]}
+        assert len(choice["logprobs"]["content"]) == 5
+        # What clients send along: an answer as it was taken apart, and fields that change nothing.
+        sent = {**messages[0], "refusal": None, "tool_calls": None}
+        extra = {"store": False, "metadata": {}, "parallel_tool_calls": True, "audio": None}
+        again = client.post("/v1/chat/completions", json={**body, **extra, "messages": [sent]})
+        assert again.json()["choices"][0]["message"] == choice["message"]
+        messages[0]["role"] = "tool"
+        answer = client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, "no tools" in answer.text) == (400, True)
+
+
+def test_a_broken_template_keeps_no_text_from_being_continued(engine: Engine) -> None:
+    with TestClient(Service(engine, template="{% for %}").application()) as client:
+        assert complete(client, max_tokens=2)["choices"][0]["text"]
+        body = {"messages": [{"role": "user", "content": PROMPT}]}
+        answer = client.post("/v1/chat/completions", json=body)
+        assert (answer.status_code, "cannot be used: Expected" in answer.text) == (400, True)
+        assert client.get("/v1/models/auto").json()["dipaco"]["chat"] is False
+
+
+def test_an_answer_that_fails_takes_no_neighbours_along(
+    client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = AnswerText.add
+
+    def adding(self: AnswerText, token: int) -> str:
+        if self._stop == ("poison",) and self.decoded:
+            raise IndexError("piece id is out of range")
+        return add(self, token)
+
+    monkeypatch.setattr(AnswerText, "add", adding)
+    statuses: dict[int, int] = {}
+
+    def ask(number: int) -> None:
+        body = {"prompt": PROMPT, "model": "path-1", "max_tokens": 20, "seed": number}
+        if number == 1:
+            body["stop"] = "poison"
+        statuses[number] = client.post("/v1/completions", json=body).status_code
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == {0: 200, 1: 503, 2: 200}
+    wait_until(lambda: engine.unfinished == 0)
+
+
+def test_a_model_that_fails_does_not_end_the_service(
+    client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "read", fail)
+        answer = client.post("/v1/completions", json={"prompt": "a", "model": "path-0", "n": 2})
+        assert (answer.status_code, "path 0 failed" in answer.text) == (503, True)
+    complete(client, model="path-0")
+    wait_until(lambda: engine.unfinished == 0)

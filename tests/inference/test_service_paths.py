@@ -1,0 +1,465 @@
+"""The service's paths: kept in memory by use, taken over between requests, from any source; and
+real clients over real sockets."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+import torch
+from starlette.testclient import TestClient
+from support.fake_client import FakeClient
+from support.service import trained_run, wait_until
+from support.tiny_run import tiny_documents
+
+from dipaco.base.errors import (
+    AddressError,
+    ConfigurationError,
+    IntegrityError,
+    RunSelectionError,
+)
+from dipaco.base.http_server import listen, server_of
+from dipaco.inference import serve_cli
+from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.mixing import mixed_losses
+from dipaco.inference.rerouter import Rerouter
+from dipaco.inference.sampling import Sampling
+from dipaco.inference.service import engine as engine_module
+from dipaco.inference.service import path_batch
+from dipaco.inference.service.app import Service, ServiceLimits
+from dipaco.inference.service.engine import Engine, EngineLimits
+from dipaco.inference.service.work import Ended, Event, Piece, Work
+from dipaco.inference.sources import (
+    DiskSource,
+    SourceSettings,
+    StateSource,
+    SwarmSource,
+    assemble_path,
+    open_source,
+)
+from dipaco.modules.state import ModuleState
+from dipaco.routing.run_folder import RunFolder
+
+CPU = torch.device("cpu")
+PROMPTS = [text[:12] for text in tiny_documents(4, 1, 5)]
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_run(tmp_path_factory.mktemp("paths"))
+
+
+@contextmanager
+def engine_of(
+    source: StateSource, rerouter: Rerouter | None = None, memory_bytes: int = 10**9
+) -> Iterator[Engine]:
+    limits = EngineLimits(memory_bytes=memory_bytes, slots=2, queue=40, refresh_s=0)
+    engine = Engine(source, CPU, limits, rerouter)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def ask(client: TestClient, **body: Any) -> dict[str, Any]:
+    answer = client.post("/v1/completions", json={"temperature": 0, "max_tokens": 9, **body})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@pytest.mark.parametrize("patience_s", [1.0, -1.0])
+def test_one_path_in_memory_serves_all(
+    patience_s: float, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without patience, as on a busy machine, each path is wanted by others before it has begun.
+    monkeypatch.setattr(engine_module, "_PATIENCE_S", patience_s)
+    source = DiskSource(out)
+    tokenizer = source.tokenizer()
+    wanted = {}
+    for path in range(4):
+        for prompt in PROMPTS:
+            model = assemble_path(source, path)
+            tokens = prompt_tokens(tokenizer, prompt)
+            sampling = Sampling(temperature=0, max_tokens=9)
+            pieces = stream_text(tokenizer, generate_tokens(model, tokens, sampling))
+            wanted[path, prompt] = "".join(pieces)
+    found = {}
+    with (
+        engine_of(DiskSource(out), memory_bytes=1) as engine,
+        TestClient(Service(engine).application()) as client,
+    ):
+        assert engine.capacity == 1
+
+        def one(path: int, prompt: str) -> None:
+            said = ask(client, prompt=prompt, model=f"path-{path}")
+            found[path, prompt] = said["choices"][0]["text"]
+            assert len(engine.loaded()) <= 1
+
+        threads = [threading.Thread(target=one, args=key) for key in wanted]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found == wanted
+
+
+def test_two_paths_that_are_asked_for_all_the_time_starve_no_third(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_PATIENCE_S", -1.0)
+    with engine_of(DiskSource(out), memory_bytes=1) as engine:
+        tokens, sampling = prompt_tokens(engine.tokenizer, PROMPTS[0]), Sampling(max_tokens=2)
+        ended: list[int] = []
+        asked = [0, 1] * 3 + [2] + [0, 1] * 6
+
+        def work(path: int) -> Work:
+            def emit(event: Event) -> None:
+                if isinstance(event, Ended):
+                    ended.append(path)
+
+            return Work(tokens, path, sampling, emit, deadline_s=float("inf"))
+
+        engine.submit([work(path) for path in asked])
+        wait_until(lambda: len(ended) == len(asked))
+    assert ended.index(2) < len(asked) - 5, ended
+
+
+def test_paths_used_least_lately_go_first(out: Path) -> None:
+    with engine_of(DiskSource(out)) as engine:
+        engine.capacity = 2
+        with TestClient(Service(engine).application()) as client:
+            for path in (0, 1, 0, 2):
+                ask(client, prompt="ba", model=f"path-{path}")
+            assert sorted(engine.loaded()) == [(0,), (2,)]
+
+
+def changed(state: ModuleState) -> ModuleState:
+    """Return a newer state that says something else."""
+    drawn = torch.Generator().manual_seed(state.version)
+    parameters = torch.randn(state.layout.size, generator=drawn)
+    return ModuleState(
+        module=state.module,
+        version=state.version + 1,
+        parameters=parameters,
+        momentum=state.momentum,
+        progress=state.progress,
+        layout=state.layout,
+    )
+
+
+@pytest.mark.parametrize("kind", ["disk", "swarm"])
+def test_newer_states_are_taken_over_between_requests(out: Path, tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "served"
+    shutil.copytree(out, folder)
+    source: StateSource = DiskSource(folder)
+    if kind == "swarm":
+        source = SwarmSource(FakeClient(folder, folder))  # type: ignore[arg-type]
+    states = RunFolder(folder).states
+    with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
+        body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 60, "context_shift": True}
+        before = ask(client, **body)
+        looked = threading.Event()
+        deliver = engine._loader._deliver
+
+        def delivered(news: Any) -> None:
+            deliver(news)
+            looked.set()
+
+        engine._loader._deliver = delivered
+        events: list[Event] = []
+        done = threading.Event()
+
+        def emit(event: Event) -> None:
+            events.append(event)
+            if isinstance(event, Piece) and not looked.is_set():
+                # In the middle of the answer: the model thread waits here for the loader.
+                for module in engine.grid.modules_of_path(1):
+                    newest = states.load_latest(module, engine.grid.layout(module))
+                    assert newest is not None
+                    states.save(changed(newest))
+                engine.look_again()
+                assert looked.wait(60)
+            if isinstance(event, Ended):
+                done.set()
+
+        tokens = prompt_tokens(engine.tokenizer, PROMPTS[0])
+        sampling = Sampling(temperature=0, max_tokens=60, top_k=0)
+        engine.submit([Work(tokens, 1, sampling, emit, deadline_s=float("inf"), slide=True)])
+        assert done.wait(60)
+        text = "".join(event.text for event in events if isinstance(event, Piece))
+        assert text == before["choices"][0]["text"]
+        after = ask(client, **body)
+        assert after["choices"][0]["text"] != text
+        assert after["system_fingerprint"] != before["system_fingerprint"]
+        old, new = (said["dipaco"]["prompts"][0]["modules"] for said in (before, after))
+        assert [m["version"] for m in new] == [m["version"] + 1 for m in old]
+        assert client.get("/v1/models/path-1").json()["dipaco"]["modules"] == new
+
+
+def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out: Path) -> None:
+    swarm = FakeClient(out, out)
+    source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
+    with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
+        body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 4}
+        before = ask(client, **body)
+        assert client.get("/health").json()["status"] == "ok"
+        swarm.unserved = engine.grid.modules()
+        swarm.next_run = engine.plan.model_copy(update={"name": "the next one"})
+        looked = threading.Event()
+        deliver = engine._loader._deliver
+        engine._loader._deliver = lambda news: (deliver(news), looked.set())[0]
+        engine.look_again()
+        assert looked.wait(60)
+        for path in ("path-1", "path-2"):  # in memory, and not yet
+            said = ask(client, **{**body, "model": path})
+            assert path == "path-2" or said["choices"] == before["choices"]
+        health = client.get("/health").json()
+        assert health["status"] == "degraded"
+        assert [line.split(":")[0] for line in health["troubles"]][:1] == [
+            f"no peer serves {', '.join(sorted(engine.grid.modules_of_path(1)))}"
+        ]
+        assert "continued as 'the next one'" in health["troubles"][1]
+
+
+def test_a_swarm_that_has_gone_is_a_trouble_also_where_nothing_is_in_memory(out: Path) -> None:
+    swarm = FakeClient(out, out)
+    source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
+    assert source.troubles() == ()
+    swarm.present = []
+    assert source.troubles() == ("no peer of the run is in sight: the last good states are used",)
+
+
+class Wanderer(Rerouter):
+    """Goes from path to path."""
+
+    def next_path(
+        self, tokens: Sequence[int], routed: int, current: int, window: int, allowed: Any
+    ) -> int:
+        path = (current + 1 + tokens[-1] % 3) % 4
+        return path if allowed[path] else current
+
+
+def test_rerouting_says_what_generate_says(out: Path) -> None:
+    source = DiskSource(out)
+    rerouter = Wanderer(source.plan.model, blocks=1, windows=(4, 16), path_count=4)
+    tokenizer = source.tokenizer()
+    prompt = tiny_documents(4, 1, 6)[3][:30]
+    tokens = prompt_tokens(tokenizer, prompt)
+    said: list[str] = []
+    chooser = PathChooser(source, rerouter, 0, tokens, 3, said.append)
+    model = assemble_path(source, chooser.path)
+    sampling = Sampling(temperature=0, max_tokens=60)
+    tokens_made = generate_tokens(model, tokens, sampling, chooser.of(model))
+    text = "".join(stream_text(tokenizer, tokens_made))
+    assert len(said) > 10
+    with (
+        engine_of(DiskSource(out), rerouter) as engine,
+        TestClient(Service(engine).application()) as client,
+    ):
+        body = {"prompt": prompt, "model": "path-0", "max_tokens": 60, "context_shift": True}
+        choice = ask(client, reroute=3, **body)["choices"][0]
+    assert choice["text"] == text
+    moves = [int(line.rpartition(" ")[2]) for line in said]
+    assert choice["dipaco"]["paths"][-1] == moves[-1]
+    assert len(choice["dipaco"]["paths"]) > 1
+
+
+def test_a_mixture_says_what_generate_says(out: Path) -> None:
+    source = DiskSource(out)
+    prompt = tiny_documents(4, 1, 6)[3][:30]
+    tokens = prompt_tokens(source.tokenizer(), prompt)
+    router = source.document_router(torch.device("cpu"))
+    paths = sorted(router.nearest_paths([tokens], 2)[0].tolist())
+    models = [assemble_path(source, path) for path in paths]
+    sampling = Sampling(temperature=0, max_tokens=60)
+    made = generate_tokens(models[0], tokens, sampling, mixed_with=models[1:])
+    text = "".join(stream_text(source.tokenizer(), made))
+    with (
+        engine_of(DiskSource(out)) as engine,
+        TestClient(Service(engine).application()) as client,
+    ):
+        body = {"prompt": prompt, "max_tokens": 60, "context_shift": True, "mix": 2, "n": 2}
+        said = ask(client, **body)
+        assert [choice["text"] for choice in said["choices"]] == [text, text]
+        assert said["choices"][0]["dipaco"]["paths"] == paths
+        assert said["dipaco"]["prompts"][0]["mixed"] == paths
+        scored = {"max_tokens": 0, "echo": True, "logprobs": 0, "model": "path-3", "mix": 4}
+        listed = ask(client, prompt=prompt, **scored)["choices"][0]["logprobs"]["token_logprobs"]
+        with torch.no_grad():
+            row, targets = torch.tensor([tokens]), torch.tensor(tokens[1:])[:, None]
+            models = [assemble_path(source, path) for path in range(4)]
+            logprobs = [model(row)[0, :-1].log_softmax(-1) for model in models]
+            nats = -torch.stack([found.gather(1, targets) for found in logprobs])[:, None, :, 0]
+        assert np.allclose(listed[1:], -mixed_losses(nats)[0].numpy(), atol=1e-4)
+        for wrong in ({"mix": 5}, {"mix": 0}, {"mix": 2, "reroute": 4}):
+            answer = client.post("/v1/completions", json={"prompt": "ba", **wrong})
+            assert answer.status_code == 400, answer.text
+
+
+@pytest.fixture
+def cache(out: Path, tmp_path: Path) -> Path:
+    """The cache of a peer that trained one path and knows the others by name alone."""
+    run = tmp_path / "cache" / RunFolder(out).plan().run_id
+    shutil.copytree(out, run)
+    shutil.rmtree(run / "states" / "L0.E1")
+    return tmp_path / "cache"
+
+
+def test_the_cache_of_a_peer_is_served(cache: Path) -> None:
+    def files() -> dict[Path, bytes]:
+        return {file: file.read_bytes() for file in cache.rglob("*") if file.is_file()}
+
+    broken = next(cache.glob("*/states/L1.E1/*.safetensors"))
+    broken.write_bytes(broken.read_bytes()[:-1])
+    before = files()
+    source = open_source(cache_folder=cache)
+    missing = [path for path in range(4) if source.missing_modules(path)]
+    assert 0 < len(missing) < 4
+    with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
+        for prompt in PROMPTS:
+            said = ask(client, prompt=prompt)["dipaco"]["prompts"][0]
+            assert said["path"] not in missing
+            assert said["routed"] in (said["path"], *missing)
+        path = missing[0]
+        answer = client.post("/v1/completions", json={"prompt": "a", "model": f"path-{path}"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "path_unavailable")
+        assert "there is no state of its module" in answer.text
+        assert "unavailable" in client.get(f"/v1/models/path-{path}").json()["dipaco"]
+    assert files() == before
+
+
+def test_what_a_peer_that_left_soon_never_fetched_is_named(cache: Path) -> None:
+    source = open_source(cache_folder=cache)
+    RunFolder(next(cache.iterdir())).blobs.path(source.plan.blobs.tokenizer).unlink()
+    with pytest.raises(IntegrityError, match="has no tokenizer of the run .* --initial-peers"):
+        source.tokenizer()
+
+
+def test_which_run_of_a_cache_is_meant(cache: Path) -> None:
+    first = next(cache.iterdir())
+    shutil.copytree(first, cache / "other")
+    with pytest.raises(RunSelectionError, match="--run NAME"):
+        open_source(state_folder=cache)
+    source = open_source(state_folder=cache, run="oth")
+    assert isinstance(source, DiskSource)
+    with pytest.raises(RunSelectionError, match="'nothing' is none"):
+        open_source(state_folder=cache, run="nothing")
+    with pytest.raises(ConfigurationError, match="--cache-dir DIR alone"):
+        open_source(settings=SourceSettings())
+
+
+# -- real clients
+
+
+@pytest.fixture(scope="module")
+def served(out: Path) -> Iterator[tuple[Engine, str]]:
+    with engine_of(DiskSource(out)) as engine:
+        application = Service(engine, api_key="secret", template="{{ messages[0].content }}")
+        listening = listen("127.0.0.1", 0)
+        server = server_of(application.application())
+        thread = threading.Thread(target=server.run, args=([listening],))
+        thread.start()
+        yield engine, f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        server.should_exit = True
+        thread.join(30)
+        listening.close()
+
+
+def test_the_openai_client(served: tuple[Engine, str]) -> None:
+    with openai.OpenAI(base_url=served[1], api_key="secret", max_retries=0) as client:
+        assert [model.id for model in client.models.list()][:2] == ["auto", "path-0"]
+        whole = client.completions.create(
+            model="auto", prompt=PROMPTS[1], max_tokens=12, seed=3, logprobs=2, echo=True
+        )
+        choice = whole.choices[0]
+        assert choice.text.startswith(PROMPTS[1])
+        assert choice.logprobs is not None
+        assert whole.system_fingerprint
+        stream = client.completions.create(
+            model="auto", prompt=PROMPTS[1], max_tokens=12, seed=3, stream=True, echo=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in stream) == choice.text
+        chat = client.chat.completions.create(
+            model=whole.model,
+            messages=[{"role": "user", "content": PROMPTS[1]}],
+            max_completion_tokens=12,
+            seed=3,
+            stream=True,
+        )
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chat)
+        assert PROMPTS[1] + said == choice.text
+        with pytest.raises(openai.NotFoundError, match="did you mean 'path-1'"):
+            client.completions.create(model="path1", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="context is 48 tokens"):
+            client.completions.create(model="auto", prompt="a", max_tokens=99)
+    with (
+        openai.OpenAI(base_url=served[1], api_key="wrong", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
+
+
+def test_a_client_that_leaves_costs_nothing_more(
+    served: tuple[Engine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, address = served
+    # No answer ends by itself.
+    monkeypatch.setattr(path_batch, "END_TOKEN", -1)
+    endless: dict[str, Any] = {"prompt": "ba", "max_tokens": 10**6, "model": "path-2"}
+    extra = {"context_shift": True, "top_k": 3}
+    with openai.OpenAI(base_url=address, api_key="secret", max_retries=0) as client:
+        stream = client.completions.create(**endless, extra_body=extra, stream=True)
+        next(iter(stream))
+        assert engine.unfinished
+        stream.close()
+        wait_until(lambda: engine.unfinished == 0)
+        with pytest.raises(openai.APITimeoutError):
+            client.completions.create(**endless, extra_body=extra, timeout=1.0)
+        wait_until(lambda: engine.unfinished == 0)
+
+
+def test_an_answer_that_takes_too_long_is_given_up(served: tuple[Engine, str]) -> None:
+    service = Service(served[0], limits=ServiceLimits(timeout_s=0.0))
+    with TestClient(service.application()) as client:
+        answer = client.post("/v1/completions", json={"prompt": "a"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "timeout")
+
+
+def test_the_command_serves_and_ends(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(out)]
+    process = subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        address = None
+        for line in process.stderr:
+            if found := re.search(r"serving at (http://127\.0\.0\.1:\d+)", line):
+                address = found[1]
+                break
+        assert address
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+            assert client.completions.create(model="auto", prompt="ba", max_tokens=3).choices
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.wait()
+    assert serve_cli.main(["--port", "0"]) == ConfigurationError.exit_code
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        arguments = ["--state-dir", str(out), "--port", str(port)]
+        assert serve_cli.main(arguments) == AddressError.exit_code
+    assert "--port" in capfd.readouterr().err

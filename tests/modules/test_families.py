@@ -1,0 +1,136 @@
+"""Checkpoints of Llama, SmolLM2, Qwen2 and Qwen3 shapes: the same logits here, there and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from dipaco.base.errors import ConfigurationError
+from dipaco.modules.config import ModelConfig, parse_config
+from dipaco.modules.llama import llama_config, read_llama_config, read_llama_parameters
+from dipaco.modules.transformer import PathModel, initialise
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
+MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
+    "llama-3": (LlamaForCausalLM, LlamaConfig(**SMALL, head_dim=12, rope_parameters=LLAMA3)),
+    "llama-linear": (LlamaForCausalLM, LlamaConfig(**SMALL, rope_parameters=LINEAR)),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
+    "smollm2": (
+        LlamaForCausalLM,
+        LlamaConfig(**SMALL, tie_word_embeddings=True, rope_theta=130_000.0),
+    ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL, tie_word_embeddings=True)),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)),
+    "qwen3-biases": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16, attention_bias=True)),
+}
+TOKENS = torch.arange(60)[None] * 7 % 300
+
+
+def random_model(name: str) -> PreTrainedModel:
+    """A model in which every parameter matters: biases are not zero, norms are not one."""
+    kind, config = MODELS[name]
+    torch.manual_seed(0)
+    model: PreTrainedModel = kind(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5) if parameter.ndim > 1 else parameter.add_(
+                0.3 * torch.randn_like(parameter)
+            )
+    return model
+
+
+def imported(folder: Path) -> PathModel:
+    config = parse_config(ModelConfig, read_llama_config(folder), "it")
+    model = PathModel(config).eval()
+    model.load_state_dict(read_llama_parameters(folder, config))
+    return model
+
+
+def exported(model: PathModel, folder: Path) -> PreTrainedModel:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(llama_config(model.config, torch.float32)))
+    stored = {name: value.detach() for name, value in model.named_parameters()}
+    safetensors.torch.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    opened: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return opened
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = random_model(name)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    ours = imported(tmp_path / "theirs")
+    expected, found = theirs(TOKENS).logits, ours(TOKENS)
+    assert float((found - expected).abs().max()) < 1e-5  # of logits up to 2.7
+    back = exported(ours, tmp_path / "back")
+    assert type(back) is type(theirs)
+    assert torch.equal(back(TOKENS).logits, expected)
+    assert imported(tmp_path / "back").config == ours.config
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+    random_model("qwen3").to(dtype).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert float((imported(tmp_path)(TOKENS) - theirs(TOKENS).logits).abs().max()) < 1e-5
+
+
+def test_a_new_model_begins_with_biases_of_zero_and_norms_of_one() -> None:
+    model = PathModel(ModelConfig(hidden_size=16, family="qwen3", attention_bias=True))
+    initialise(model, seed=0)
+    values = dict(model.named_parameters())
+    assert not values["model.layers.0.self_attn.o_proj.bias"].any()
+    assert (values["model.layers.0.self_attn.q_norm.weight"] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"family": "qwen2", "attention_bias": True}, "family qwen2 has its own biases"),
+        ({"family": "qwen3", "feed_forward_bias": True}, "family qwen3 has no feed_forward_bias"),
+        ({"head_width": 7}, "must be even"),
+        (
+            {"rope_scaling": {"kind": "llama3", "factor": 2, "high_frequency_factor": 1}},
+            "must be greater than low_frequency_factor",
+        ),
+    ],
+)
+def test_settings_that_no_family_has_are_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        parse_config(ModelConfig, values, "it")

@@ -1,0 +1,434 @@
+"""Weights, lengths and the outer step, against arithmetic done another way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from support.contribution_files import made_file
+from support.exact_numbers import square_roots
+
+from dipaco.base.errors import IntegrityError
+from dipaco.modules.config import ContributionsConfig, OuterConfig
+from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Codec, contribution_norm
+from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.outer import (
+    Contribution,
+    OuterGradient,
+    OuterRule,
+    Usual,
+    advanced_progress,
+    bounded_table,
+    canonical_table,
+    greatest_contribution_bytes,
+    publish,
+)
+from dipaco.modules.state import ModuleState, PathProgress
+
+SIZE = 1000
+LAYOUT = ModuleLayout(("w",), ((SIZE,),))
+TABLE = canonical_table([Contribution(0, "a", 100), Contribution(1, "b", 300)])
+GOLDEN_NORM = "0x1.b9eb6d909be22p+12"
+GOLDEN_DIGESTS = {
+    "float32": "048fb7d367f9b3c4a77fb0db0d801bb36e9ccaa6fd8a016c233f31c3c4537f21",
+    "int8": "50f98e1df22874579809bba8fe870189595795d2f5c1167e3debfc95e53151a5",
+    "int4": "f79f045b31dab5a2531d4cf0e606ea936a63c3b6e7c41b313a7ea62eb4524a57",
+    "int2": "9ca3fdb6eda56f23fb8f67831f197c227fe3144942cc78b69e7ff80cf3c97b77",
+    "sign": "644eb1cd73a4d97d3222073883e2d71cca318e60aab9d383d1a935a5202696a1",
+    "top64": "2a369bb98cba456eb66d22bc6b2dd5fd9c65bcb2cf1bc063346b41c46298ea12",
+}
+
+
+# Section 7.1; the golden digests are of steps with it.
+PAPER = OuterConfig(learning_rate=0.7, momentum=0.9)
+
+
+def rule_of(
+    codec: str = "float32",
+    shard_sequences: Mapping[int, int] | None = None,
+    outer: OuterConfig | None = None,
+    **contributions: object,
+) -> OuterRule:
+    config = ContributionsConfig(codec=codec, **contributions)  # type: ignore[arg-type]
+    return OuterRule(config, outer or PAPER, shard_sequences)
+
+
+PLAIN = rule_of()
+
+
+def files_of(rule: OuterRule, *tensors: torch.Tensor) -> list[bytes]:
+    return [rule.codec_of("L0.E0").encode(tensor) for tensor in tensors]
+
+
+def drawn(seed: int, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def state_of(seed: int = 0, **overrides: object) -> ModuleState:
+    values: dict[str, object] = {
+        "module": "L0.E0",
+        "version": 3,
+        "parameters": drawn(seed),
+        "momentum": drawn(seed + 1, 0.1),
+        "progress": {0: PathProgress(1000, 2)},
+        "layout": LAYOUT,
+    }
+    return ModuleState(**{**values, **overrides})  # type: ignore[arg-type]
+
+
+rows = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 10**9)), min_size=1, max_size=8).map(
+    lambda pairs: [Contribution(path, f"peer{i}", n) for i, (path, n) in enumerate(pairs)]
+)
+
+
+@given(rows, st.randoms())
+def test_canonical_order_does_not_depend_on_arrival(
+    table: list[Contribution], random: object
+) -> None:
+    shuffled = list(table)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert canonical_table(shuffled) == canonical_table(table)
+    assert list(canonical_table(table)) == sorted(table, key=lambda row: (row.path, row.peer))
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [],
+        [Contribution(0, "a", 0)],
+        [Contribution(0, "a", -5)],
+        [Contribution(-1, "a", 5)],
+        [Contribution(0, "a", 1.5)],  # type: ignore[arg-type]
+        [Contribution("0", "a", 5)],  # type: ignore[arg-type]
+        [Contribution(True, "a", 5)],
+        [Contribution(0, "a", True)],
+        [Contribution(0, "a", 5), Contribution(1, "a", 5)],
+        [Contribution(0, "", 5), Contribution(0, "", 5)],
+    ],
+)
+def test_impossible_tables(table: list[Contribution]) -> None:
+    with pytest.raises(ValueError, match=r"contribut"):
+        canonical_table(table)
+
+
+def test_a_single_process_needs_no_peer_names() -> None:
+    table = canonical_table([Contribution(1, "", 5), Contribution(0, "", 5)])
+    assert [row.path for row in table] == [0, 1]
+
+
+@given(rows, st.lists(st.integers(1, 10**6), min_size=6, max_size=6), st.booleans())
+def test_weights_follow_shards_then_tokens(
+    table: list[Contribution], sizes: list[int], by_shard: bool
+) -> None:
+    canonical = canonical_table(table)
+    shards = dict(enumerate(sizes)) if by_shard else None
+    usual = Usual({row.path: 10**9 for row in canonical})
+    weights = rule_of(shard_sequences=shards).weights(canonical, usual)
+    paths = {row.path for row in canonical}
+    total = sum(sizes[path] for path in paths)
+    for row, weight in zip(canonical, weights, strict=True):
+        replicas = sum(other.tokens for other in canonical if other.path == row.path)
+        share = Fraction(sizes[row.path], total) if by_shard else Fraction(1, len(paths))
+        assert weight == pytest.approx(float(share * row.tokens / replicas), rel=1e-14)
+    assert math.fsum(weights) == pytest.approx(1, rel=1e-14)
+
+
+def test_a_lie_takes_four_fifths_of_a_path_from_one_honest_replica() -> None:
+    """Of two honest ones it takes two thirds; other paths lose nothing."""
+    rule = rule_of(shard_sequences={0: 30, 1: 10})
+    one = canonical_table([Contribution(0, "a", 1000), Contribution(0, "z", 10**12)])
+    assert rule.weights(one) == pytest.approx((0.2, 0.8))
+    assert rule.weights((*one, Contribution(1, "o", 10))) == pytest.approx((0.15, 0.6, 0.25))
+    # Twice the usual tokens of the path are believed, if that is more.
+    assert rule.weights(one, Usual({0: 3000})) == pytest.approx((1 / 7, 6 / 7))
+    two = canonical_table([*one, Contribution(0, "b", 1000)])
+    assert rule.weights(two) == pytest.approx((1 / 6, 1 / 6, 2 / 3))
+
+
+def test_a_replica_that_has_just_come_takes_nothing_from_one_with_a_usual_round() -> None:
+    table = canonical_table([Contribution(0, "a", 200_000), Contribution(0, "new", 1000)])
+    rule = PLAIN
+    assert rule.weights(table) == pytest.approx((0.8, 0.2))
+    counted = rule.weights(table, Usual({0: 150_000}))
+    assert counted == pytest.approx((200 / 201, 1 / 201))
+
+
+def progress_of(usual: Mapping[int, int], version: int) -> dict[int, PathProgress]:
+    return {path: PathProgress(tokens * version, version - 1) for path, tokens in usual.items()}
+
+
+@given(
+    rows,
+    st.dictionaries(st.integers(0, 5), st.integers(1, 10**6), max_size=4),
+    st.integers(1, 100),
+    st.sampled_from((1, 16)),
+)
+def test_no_row_counts_more_than_is_credible(
+    table: list[Contribution], usual: dict[int, int], version: int, leap: int
+) -> None:
+    canonical = canonical_table(table)
+    known = Usual.of(progress_of(usual, version), version)
+    assert known.tokens == usual
+    bounded = bounded_table(canonical, known, leap)
+    assert canonical_table(bounded) == bounded
+    tokens = sorted(row.tokens for row in canonical)
+    is_alone = usual and len(tokens) == 1
+    most = leap * (max(usual.values()) if is_alone else tokens[(len(tokens) - 1) // 2])
+    for row, counted in zip(canonical, bounded, strict=True):
+        assert (counted.path, counted.peer) == (row.path, row.peer)
+        assert counted.tokens == min(row.tokens, most)
+    # What a liar says beyond that changes nothing for anybody.
+    more = [replace(row, tokens=row.tokens * 10**6) if row.tokens > most else row for row in table]
+    assert bounded_table(canonical_table(more), known, leap) == bounded
+
+
+def test_one_lie_moves_a_schedule_by_sixteen_steps_at_most() -> None:
+    progress = progress_of({0: 1000, 1: 500}, 200)
+    usual = Usual.of(progress, 200)
+    (row,) = bounded_table([Contribution(1, "liar", 10**12)], usual)
+    assert row.tokens == 16_000
+    assert advanced_progress(progress, [row], 200)[1].tokens == 100_000 + 16_000
+
+
+# Of fp32 vectors: nothing, or at least the smallest such number.
+@given(st.lists(st.just(0.0) | st.floats(1e-45, 1e30), min_size=1, max_size=33))
+@example([5e24, 1e-45])
+def test_what_is_longer_than_the_lower_median_is_shortened_to_it(norms: list[float]) -> None:
+    above = sorted(norm for norm in norms if norm > 0)
+    scales = PLAIN.scales(norms)
+    for norm, scale in zip(norms, scales, strict=True):
+        assert 0 < scale <= 1
+        if len(above) < 2:
+            assert scale == 1
+        else:
+            most = above[(len(above) - 1) // 2]
+            assert norm * scale == pytest.approx(min(norm, most))
+    assert rule_of(shorten=False).scales(norms) == (1.0,) * len(norms)
+
+
+def test_of_two_the_shorter_is_the_measure_and_one_alone_is_never_shortened() -> None:
+    assert PLAIN.scales([1.0, 1000.0]) == (1.0, 0.001)
+    assert PLAIN.scales([1000.0, 0.0]) == (1.0, 1.0)
+    assert PLAIN.scales([1000.0]) == (1.0,)
+
+
+def test_a_thousandfold_contribution_is_an_ordinary_one() -> None:
+    table = canonical_table([Contribution(path, str(path), 100) for path in range(5)])
+    tensors = [drawn(path) for path in range(5)]
+    ordinary = PLAIN.step(state_of(), files_of(PLAIN, *tensors), table, 4)
+    tensors[2] = tensors[2] * 1000
+    files = files_of(PLAIN, *tensors)
+    shortened = PLAIN.step(state_of(), files, table, 4)
+    taken = rule_of(shorten=False).step(state_of(), files, table, 4)
+    assert (shortened.parameters - ordinary.parameters).norm() < drawn(0).norm()
+    assert (taken.parameters - ordinary.parameters).norm() > 100 * drawn(0).norm()
+
+
+def norm_of(flat: torch.Tensor) -> float:
+    codec = CODECS["float32"]
+    return contribution_norm(codec, codec.encode(flat), flat.numel())
+
+
+@given(st.integers(1, 5000), st.integers(0, 1000), st.floats(1e-30, 1e30))
+def test_norms_are_those_of_exact_arithmetic(size: int, seed: int, scale: float) -> None:
+    flat = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * scale
+    exact = math.sqrt(sum(Fraction(value) ** 2 for value in flat.tolist()))
+    assert norm_of(flat) == pytest.approx(exact, rel=1e-14)
+    assert norm_of(torch.zeros(size)) == 0
+
+
+def test_a_golden_norm() -> None:
+    """Sums of squares round; the order in which they are added is part of the protocol."""
+    assert norm_of(square_roots(9_999)).hex() == GOLDEN_NORM
+
+
+def test_a_path_without_sequences_has_no_weight() -> None:
+    for sizes in ({0: 10, 1: 0}, {0: 10}):
+        with pytest.raises(ValueError, match="path 1 contributes"):
+            rule_of(shard_sequences=sizes).weights(TABLE)
+
+
+@pytest.mark.parametrize("rescaling", [True, False])
+def test_the_step_is_nesterov(rescaling: bool) -> None:
+    state, gradients = state_of(), [drawn(9, 0.01), drawn(10, 0.01)]
+    config = PAPER.model_copy(update={"sqrt_paths_rescaling": rescaling})
+    rule = rule_of(outer=config, shorten=False)
+    parameter = torch.nn.Parameter(state.parameters.clone())
+    optimizer = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+    optimizer.state[parameter]["momentum_buffer"] = state.momentum.clone()
+    average = gradients[0] * 0.5 + gradients[1] * 0.5
+    parameter.grad = average * (math.sqrt(2) if rescaling else 1)
+    optimizer.step()
+    stepped = rule.step(state, files_of(rule, *gradients), TABLE, 4)
+    torch.testing.assert_close(stepped.parameters, parameter.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        stepped.momentum, optimizer.state[parameter]["momentum_buffer"], rtol=1e-6, atol=1e-7
+    )
+
+
+def naive_step(
+    rule: OuterRule, state: ModuleState, tensors: Sequence[torch.Tensor], weights: Sequence[float]
+) -> tuple[bytes, bytes]:
+    """Compute a step with NumPy, each operation rounded by itself."""
+    f, codec = np.float32, rule.codec_of(state.module)
+    decoded = [codec.decode(codec.encode(tensor), tensor.numel()) for tensor in tensors]
+    lengths = [math.sqrt(math.fsum(float(v) ** 2 for v in tensor)) for tensor in decoded]
+    median = sorted(lengths)[(len(lengths) - 1) // 2]
+    average = np.zeros(state.layout.size, dtype=f)
+    for tensor, weight, length in zip(decoded, weights, lengths, strict=True):
+        scale = min(1.0, median / length)
+        average = average + f(weight * scale) * tensor.numpy()
+    gradient = average * f(math.sqrt(len(weights)))
+    momentum = state.momentum.numpy() * f(0.9) + gradient
+    parameters = state.parameters.numpy() - (momentum * f(0.9) + gradient) * f(0.7)
+    return momentum.tobytes(), parameters.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_step_rounds_every_operation(codec: str) -> None:
+    rule = rule_of(codec, {0: 3, 1: 7, 2: 2})
+    table = [Contribution(path, str(path), 100) for path in range(3)]
+    tensors = [drawn(9, 0.01), drawn(10, 0.03), drawn(11, 0.02)]
+    stepped = rule.step(state_of(), files_of(rule, *tensors), table, 4)
+    momentum, parameters = naive_step(rule, state_of(), tensors, [3 / 12, 7 / 12, 2 / 12])
+    assert stepped.momentum.numpy().tobytes() == momentum
+    assert stepped.parameters.numpy().tobytes() == parameters
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
+def test_what_an_encoding_loses_comes_with_the_next(codec: Codec) -> None:
+    trained, anchor, parameters = drawn(9, 0.01), torch.zeros(SIZE), torch.zeros(SIZE)
+    for _ in range(60):
+        parameters = parameters - trained
+        local = parameters.clone()
+        data = publish(OuterGradient(anchor, local), codec)
+        stepped = anchor - codec.decode(data, SIZE)
+        anchor, parameters = stepped, stepped + (parameters - local)
+    assert torch.allclose(parameters, -60 * trained, atol=1e-4)
+    if codec.name != "top64":  # It sends few values a round, and stays behind by more.
+        assert (anchor + 60 * trained).norm() < 8 * trained.norm()
+
+
+@pytest.mark.parametrize("combine", ["weighted_mean", "trimmed_mean"])
+def test_neither_threads_nor_pieces_change_the_bits(combine: str) -> None:
+    size = 75 * CHUNK_VALUES + 77  # enough for PyTorch to use several threads
+    layout = ModuleLayout(("w",), ((size,),))
+    generator = torch.Generator().manual_seed(0)
+    parameters, momentum, *tensors = torch.randn(7, size, generator=generator)
+    state = ModuleState("L0.E0", 0, parameters, momentum, {}, layout)
+    table = [Contribution(number // 2, str(number), 10 + number) for number in range(5)]
+    rule = rule_of("int4", combine=combine)
+    files = files_of(rule, *tensors)
+    threads, digests = torch.get_num_threads(), set()
+    try:
+        for count, chunks in ((1, 1), (2, 7), (3, 64), (2, 1000)):
+            torch.set_num_threads(count)
+            pieces = replace(rule, piece_values=chunks * CHUNK_VALUES)
+            digests.add(pieces.step(state, files, table, 0).digest)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_golden_steps(codec: str) -> None:
+    """Pins the bits; a change that is meant raises the protocol version too."""
+    ramp = torch.arange(SIZE, dtype=torch.float32)
+    state = state_of(parameters=ramp / 7, momentum=ramp / 1e4)
+    rule = rule_of(codec, {0: 3, 1: 7})
+    files = [made_file(codec, SIZE), made_file(codec, SIZE, variant=5)]
+    stepped = rule.step(state, files, TABLE, 4)
+    assert stepped.digest == GOLDEN_DIGESTS[codec]
+
+
+def test_a_step_keeps_its_inputs_and_counts() -> None:
+    state, files = state_of(), files_of(PLAIN, drawn(9), drawn(10))
+    digest, before = state.digest, list(files)
+    stepped = PLAIN.step(state, files, TABLE, 4, paths=(0, 1))
+    del state.__dict__["digest"]
+    assert state.digest == digest
+    assert files == before
+    assert stepped.version == 4
+    assert stepped.progress == {0: PathProgress(1100, 4), 1: PathProgress(300, 4)}
+    assert stepped.tokens == 1400
+    with pytest.raises(ValueError, match=r"no paths \[1\]"):
+        PLAIN.step(state, files, TABLE, 4, paths=(0,))
+
+
+def test_rescaling_counts_paths_not_peers() -> None:
+    replicas = canonical_table(Contribution(0, f"peer{i}", 10) for i in range(4))
+    alone = canonical_table([Contribution(0, "a", 40)])
+    same = drawn(9)
+    first = PLAIN.step(state_of(), files_of(PLAIN, *[same] * 4), replicas, 4)
+    assert first.digest == PLAIN.step(state_of(), files_of(PLAIN, same), alone, 4).digest
+
+
+def test_progress_never_goes_back() -> None:
+    progress = {0: PathProgress(10, 9)}
+    table = [Contribution(0, "a", 1), Contribution(0, "b", 2)]
+    assert advanced_progress(progress, table, 5) == {0: PathProgress(13, 9)}
+    assert progress == {0: PathProgress(10, 9)}
+
+
+def test_nothing_that_is_not_finite_is_committed() -> None:
+    state, gradient = state_of(parameters=torch.full((SIZE,), -3e38)), torch.zeros(SIZE)
+    gradient[17] = 3e38
+    with pytest.raises(IntegrityError, match="no finite numbers"):
+        PLAIN.step(state, files_of(PLAIN, gradient), TABLE[:1], 4)
+
+
+def test_a_step_wants_a_file_for_each_row() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        PLAIN.step(state_of(), files_of(PLAIN, drawn(9)), TABLE, 4)
+
+
+def test_one_path_with_plain_sgd_takes_the_local_parameters() -> None:
+    anchor, local = drawn(0), drawn(1)
+    rule = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0))
+    state = state_of(parameters=anchor, momentum=torch.zeros(SIZE))
+    files = files_of(rule, OuterGradient(anchor, local)[:])
+    stepped = rule.step(state, files, [Contribution(0, "a", 1)], 0)
+    torch.testing.assert_close(stepped.parameters, local)
+
+
+def test_private_modules_take_an_outer_step_of_their_own() -> None:
+    outer = OuterConfig(private_learning_rate=0.25, private_momentum=0.1)
+    alike = OuterConfig(learning_rate=0.25, momentum=0.1)
+    rule, files = rule_of(outer=outer), files_of(PLAIN, drawn(5))
+    row = [Contribution(7, "a", 100)]
+    for module, other in (("P7", rule_of(outer=alike)), ("L0.E0", rule_of(outer=outer))):
+        state = state_of(module=module)
+        shared = other.step(replace(state, module="L0.E0"), files, row, 4)
+        assert rule.step(state, files, row, 4).digest == replace(shared, module=module).digest
+
+
+def test_private_modules_may_have_a_codec_of_their_own() -> None:
+    rule = rule_of("int2", private_codec="float32")
+    assert [rule.codec_of(module).name for module in ("L0.E3", "P7")] == ["int2", "float32"]
+    assert rule_of("int2").codec_of("P7").name == "int2"
+    assert greatest_contribution_bytes(CODECS["float32"], LAYOUT) == 4 * SIZE
+
+
+def test_a_trimmed_mean_leaves_a_liar_out() -> None:
+    table = [Contribution(path, str(path), 100) for path in range(5)]
+    common = drawn(50)
+    tensors = [common + drawn(path, 0.1) for path in range(5)]
+    plain = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0))
+    honest = plain.step(state_of(), files_of(plain, *tensors[1:]), table[1:], 4).parameters
+    tensors[0] = -8 * common
+    robust = replace(
+        plain, contributions=ContributionsConfig(codec="float32", combine="trimmed_mean")
+    )
+    files = files_of(plain, *tensors)
+    root = math.sqrt(5 / 4)
+    moved = (robust.step(state_of(), files, table, 4).parameters - state_of().parameters) / root
+    lied = (plain.step(state_of(), files, table, 4).parameters - state_of().parameters) / root
+    wanted = honest - state_of().parameters
+    assert (moved - wanted).norm() < 0.5 * (lied - wanted).norm()

@@ -1,0 +1,142 @@
+"""The chains that a peer can tell: over restarts, damaged, forked, and filled by others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.exchanges import GENESIS, GRID, MODULE, admission, chain_of, knows, row_of, rows_in
+from support.peers import RUN, peer
+
+from dipaco.peer.exchange import chain_store
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.protocol import chain_book
+from dipaco.protocol.chain import Head, Step
+
+
+def opened(folder: Path | None) -> ChainStore:
+    return ChainStore(RUN, GRID.modules(), folder)
+
+
+def head_of(step: Step, version: int, weight: int) -> Head:
+    return Head(MODULE, step.name, version, weight, step.round_index, f"{version:064x}", 100)
+
+
+def filled(folder: Path, length: int = 5) -> tuple[ChainStore, list[Step]]:
+    """Return chains of which the first `length` steps were served, one after the other."""
+    chains, steps = opened(folder), chain_of(length, (0, 1))
+    chains.note_admissions({peer(n): admission(n) for n in (0, 1)})
+    for version, step in enumerate(steps, 1):
+        chains.add_verified([step])
+        chains.serve(MODULE, step.name, head_of(step, version, 2 * version))
+    return chains, steps
+
+
+def test_what_is_served_is_there_after_a_restart(tmp_path: Path) -> None:
+    chains, steps = filled(tmp_path)
+    side = chain_of(2, (5,), begin=50)
+    chains.add_verified(side)
+    again = opened(tmp_path)
+    head = head_of(steps[-1], 5, 10)
+    assert again.served(MODULE) == chains.served(MODULE) == (steps[-1].name, head)
+    assert again.chain(MODULE) == tuple(steps)
+    assert [row.signature for row in again.chain(MODULE)[0].rows] == [
+        row.signature for row in steps[0].rows
+    ]
+    assert again.admissions_of([peer(0), peer(7)]) == {peer(0): admission(0)}
+    assert again.head_of(MODULE, f"{3:064x}") == head_of(steps[2], 3, 6)
+    assert again.weight(steps[2].name) == (3, 6, 2)
+    # What nobody stands on here is asked for again.
+    assert not knows(again, side[0].name)
+    assert again.served("L0.E0") == (opened(None).served("L0.E0"))
+
+
+def test_a_log_is_cut_at_its_last_whole_entry_wherever_it_ends_or_is_damaged(
+    tmp_path: Path,
+) -> None:
+    _, steps = filled(tmp_path)
+    log = tmp_path / f"{MODULE}.log"
+    whole = log.read_bytes()
+    names = [GENESIS, *(step.name for step in steps)]
+    seen = set()
+    for cut in range(0, len(whole), 97):
+        log.write_bytes(whole[:cut])
+        found = opened(tmp_path)
+        assert found.served(MODULE)[0] in names
+        assert log.stat().st_size <= cut
+        seen.add(found.served(MODULE)[0])
+        # What is left can be gone on with.
+        found.add_verified(steps)
+        found.serve(MODULE, steps[-1].name)
+        assert opened(tmp_path).served(MODULE)[0] == steps[-1].name
+    assert seen >= set(names[:-1])
+    for at in range(0, len(whole), 211):
+        log.write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        assert opened(tmp_path).served(MODULE)[0] in names
+    log.write_bytes(b"\xff" * 5000)
+    assert opened(tmp_path).served(MODULE) == (GENESIS, None)
+    assert log.stat().st_size == 0
+
+
+def test_a_chain_that_takes_the_place_of_another_is_told_from_where_they_part(
+    tmp_path: Path,
+) -> None:
+    chains, steps = filled(tmp_path)
+    branch = chain_of(3, (2, 3, 4), steps[1].name, begin=2)
+    chains.add_verified(branch)
+    chains.serve(MODULE, branch[-1].name)
+    told = chains.answer(MODULE, chains.locator(MODULE, steps[-1].name))
+    assert (told.steps, told.has_more, told.held) == (tuple(branch), False, None)
+    assert opened(tmp_path).chain(MODULE) == (*steps[:2], *branch)
+    with pytest.raises(KeyError):
+        chains.serve(MODULE, "f" * 64)
+    with pytest.raises(KeyError):
+        chains.serve("L0.E0", steps[0].name)
+
+
+def test_an_answer_has_no_more_than_fits_and_says_so() -> None:
+    chains, steps = opened(None), chain_of(40, range(20))
+    chains.add_verified(steps)
+    chains.serve(MODULE, steps[-1].name)
+    found: list[Step] = []
+    while True:
+        told = chains.answer(MODULE, [found[-1].name if found else GENESIS])
+        assert 1 <= sum(len(step.rows) for step in told.steps) <= chain_store.ANSWERED_STEP_ROWS
+        found += told.steps
+        if not told.has_more:
+            break
+    assert found == steps
+
+
+def test_of_a_peers_rows_of_a_round_the_first_counts_and_few_are_remembered() -> None:
+    chains = opened(None)
+    first = row_of(0)
+    chains.note_rows([first, row_of(0, tokens=999)])
+    assert rows_in(chains, MODULE) == (first,)
+    chains.note_rows(row_of(0, round_index) for round_index in range(1, 50))
+    assert [row.round_index for row in rows_in(chains, MODULE)] == [47, 48, 49]
+    chains.note_rows(row_of(number, 50) for number in range(1, 400))
+    assert len(rows_in(chains, MODULE)) == chain_store.MOST_ROWS
+    assert len(chains.answer(MODULE, [GENESIS]).rows) == chain_store.ANSWERED_ROWS
+
+
+def test_forks_that_somebody_invents_stay_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chain_book, "MOST_SIDE_STEPS", 50)
+    chains, steps = filled(tmp_path)
+    heavy = chain_of(30, (0, 1, 2), steps[-1].name, begin=5)
+    chains.add_verified(heavy)
+    forks = [Step.of([row_of(9, 7, steps[-1].name, tokens=n)]) for n in range(1, 300)]
+    chains.add_verified(forks)
+    assert sum(knows(chains, step.name) for step in forks) < 60
+    assert chains.chain(MODULE) == tuple(steps)
+    assert all(knows(chains, step.name) for step in heavy)
+    # A branch with two ends that parted long ago goes as a whole.
+    old = chain_of(2, (7,), steps[0].name, begin=1)
+    ends = [Step.of([row_of(7, 4, old[-1].name, tokens=n)]) for n in (1, 2)]
+    chains.add_verified([*old, *ends])
+    monkeypatch.setattr(chain_store, "FORK_DEPTH", 3)
+    chains.serve(MODULE, heavy[-1].name)
+    assert not any(knows(chains, step.name) for step in (*old, *ends))
+    assert chains.locator(MODULE)[0] == heavy[-1].name

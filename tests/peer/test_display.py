@@ -1,0 +1,167 @@
+"""What a volunteer sees: the panel of a peer, on 80 columns."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+from support.make_plan import make_plan
+from support.swarm_views import record
+
+from dipaco.base import command_line
+from dipaco.base.errors import NetworkError
+from dipaco.modules.grid import Grid
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.publisher import Activity, PeerStatus
+from dipaco.peer.reporting.display import Display, Given, LivePanel
+from dipaco.protocol.member.rounds import RoundSchedule
+from dipaco.protocol.view import SwarmView
+
+
+def lines_of(
+    status: PeerStatus,
+    *events: tuple[str, dict[str, Any]],
+    others: int = 0,
+    width: int = 80,
+    sent_bytes: int = 0,
+) -> list[str]:
+    """Return the panel's lines in the middle of round 5, after some events."""
+    plan = make_plan(name="a-run-with-a-rather-long-name")
+    grid = Grid(plan.model, plan.grid)
+    uplink = Uplink()
+    uplink.sent_bytes = sent_bytes
+    node = SimpleNamespace(
+        exchange=SimpleNamespace(uplink=uplink),
+        plan=plan,
+        me="me",
+        grid=grid,
+        clock=SimpleNamespace(now=lambda: plan.start_s + 5.7 * plan.rounds.duration_s),
+        schedule=RoundSchedule(plan.rounds, grid, plan.start_s),
+        cache_folder=Path("/data/dipaco"),
+    )
+    peers = {name: record(name) for name in ("me", *"abcdef"[:others])}
+    given = Given()
+    for kind, values in events:
+        given.on_event(kind, values)
+    publisher = SimpleNamespace(view=SwarmView(0.0, peers=peers))
+    panel = LivePanel(node, publisher, status, given)  # type: ignore[arg-type]
+    console = Console(width=width, height=40, legacy_windows=False, color_system=None)
+    with console.capture() as capture:
+        console.print(panel)
+    return capture.get().rstrip("\n").split("\n")
+
+
+def text_of(lines: list[str]) -> str:
+    return re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
+
+
+def step(tokens: int) -> tuple[str, dict[str, Any]]:
+    said = {"path": 1, "path_step": 7, "tokens_per_s": 9.0}
+    return "inner", {"tokens": tokens, "loss": 5.4321, **said}
+
+
+def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> None:
+    claim = Activity("training", 1, reason="nobody trains it")
+    status = PeerStatus(
+        claim,
+        device="NVIDIA GeForce RTX 4090 Laptop GPU",
+        tokens_per_s=12345.6,
+        reachable="outgoing",
+    )
+    lines = lines_of(
+        status,
+        step(1500),
+        step(1500),
+        ("commit", {"module": "L1.E1", "own_tokens": 10}),
+        ("commit", {"module": "L0.E0", "own_tokens": 1000}),
+        ("commit", {"module": "L0.E0", "own_tokens": 1000}),
+        others=3,
+        sent_bytes=123_456_789,
+    )
+    assert all(len(line) <= 80 for line in lines)
+    text = text_of(lines)
+    for part in (
+        "trains path 1 of 0 to 3, 12,346 tokens/s, on NVIDIA GeForce RTX 4090 Laptop GPU",
+        "3 others are here; they cannot call this machine: it calls them",
+        "3,000 tokens since",
+        "2,000 of them are in the model",
+        "5.432; - on texts that it does not train on",
+        "work is put together in",
+        "sent 123 MB, received 0 bytes",
+        "to stop: Ctrl+C, nothing is lost; to pause: dipaco-peer pause --cache-dir /data/dipaco",
+    ):
+        assert part in text, text
+    for word in ("boundary", "digest", "L0.E0", "nobody trains it", "…"):
+        assert word not in text
+
+
+def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run() -> None:
+    given = Given()
+    given.before = 5000
+    for run, path, module in (("a", 0, "L0.E0"), ("a", 3, "L0.E1"), ("b", 0, "L0.E0")):
+        given.on_event("run", {"run": run})
+        given.on_event("training", {"path": path})
+        given.on_event(*step(1500))
+        for place in (module, "L1.E0"):
+            given.on_event("commit", {"module": place, "own_tokens": 1000})
+    assert str(given).startswith("4,500 tokens since")
+    assert str(given).endswith("3,000 of them are in the model, 8,000 with those before")
+
+
+def test_the_panel_of_a_peer_that_waits_or_rests() -> None:
+    status = PeerStatus(
+        Activity("joining", 2), waiting_for="the shard of path 2", reachable="direct"
+    )
+    text = text_of(lines_of(status, others=1))
+    for part in ("joining path 2", "for the shard of path 2", "1 other is here; they can call"):
+        assert part in text, text
+    reason = "by dipaco-peer pause, until dipaco-peer resume"
+    text = text_of(lines_of(PeerStatus(Activity("paused", None, reason=reason))))
+    for part in (f"paused: {reason}", "nobody else is here", "to go on: dipaco-peer resume"):
+        assert part in text, text
+
+
+def test_lines_are_for_people() -> None:
+    output = io.StringIO()
+    display = Display(Console(file=output, width=200))
+    commit = {"module": "L0.E0", "round": 3, "version": 4, "rows": 1, "expected": 1}
+    display.on_event("commit", {**commit, "own_tokens": 9, "digest": "d" * 64})
+    display.on_event(*step(123_456))
+    display.on_event("leaving", {})
+    text = output.getvalue()
+    assert "L0.E0 is now version 4, with the work of 1 of 1 peer\n" in text
+    assert "left: you trained 123,456 tokens; the same command goes on" in text
+
+
+HOSTILE = "nice\x1b]0;owned\x07\x1b[2J\u202egnp.exe\r\nsecond"
+PLAIN = "nice?]0;owned??[2J?gnp.exe  second"
+
+
+def test_no_text_of_others_commands_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One place makes it printable, for the console, the log and the line of an error."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False)
+    Display(console).say(f"  indented {HOSTILE}")
+    assert console.file.getvalue() == f"  indented {PLAIN}\n"  # type: ignore[attr-defined]
+
+    def fail() -> int:
+        raise NetworkError(HOSTILE)
+
+    assert command_line.run_command(fail, debug=False) == NetworkError.exit_code
+    logger = logging.getLogger("dipaco")
+    before = logger.handlers, logger.level
+    try:
+        command_line.configure_logging(debug=False)
+        logger.warning("a peer says %s", HOSTILE)
+    finally:
+        logger.handlers, logger.level = before[0], before[1]
+    said = capsys.readouterr().err
+    assert f"error: {PLAIN.replace('  ', ' ')}\n" in said
+    assert f"a peer says {PLAIN}\n" in said

@@ -1,0 +1,107 @@
+"""What concerns other peers: each errand reports one outcome, failures too."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.exchanges import knows
+from support.fake_swarm import ME, FakeSwarm, peer_id
+
+from dipaco.base.errors import NetworkError
+from dipaco.peer.errands import Errands
+from dipaco.peer.exchange.chain_store import Answer, ChainStore
+from dipaco.peer.publisher import PeerStatus
+from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+
+OTHER, MODULE, RUN = peer_id(1), "L0.E0", "0123456789abcdef"
+WAIT_S = 30.0
+ROW = Row(MODULE, 0, genesis_name(RUN, MODULE), 0, OTHER, 64, "f" * 64, 10)
+STEP = Step.of([ROW])
+
+
+class Others:
+    """Other peers: what they are told, and what they answer."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.put_to: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.answer: Answer | Exception | None = Answer((STEP,), (ROW,), has_more=True)
+
+    def tell(self, *said: Any) -> None:
+        self.told.append(said)
+
+    def ask(self, peer: str, module: str, locator: Sequence[str]) -> Answer | None:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def put(self, peer: str, row: Row, data: Path) -> bool:
+        self.put_to.put(peer)
+        return False
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.swarm, self.others, self.status = FakeSwarm(), Others(), PeerStatus()
+        self.chains = ChainStore(RUN, [MODULE], None)
+        self.reported: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
+        files: Any = type("Files", (), {"find": lambda self, sha256: Path("file")})()
+        others: Any = self.others
+        swarm: Any = self.swarm
+        self.errands = Errands(swarm, others, self.chains, files, self.status, self.reported.put)
+
+    def outcome(self, action: a.Action) -> e.Event:
+        assert self.errands.carry_out(action)
+        return self.reported.get(timeout=WAIT_S)
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    made = Peer()
+    yield made
+    made.errands.stop()
+
+
+def test_what_others_say_is_told(peer: Peer) -> None:
+    peer.errands.hear(OTHER, MODULE, (ROW,), (STEP,), True)
+    assert peer.reported.get(timeout=WAIT_S) == e.Told(OTHER, MODULE, (ROW,), (STEP,), True)
+
+
+def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer: Peer) -> None:
+    assert peer.errands.carry_out(a.Tell((), MODULE, rows=(ROW,), steps=(STEP,)))
+    assert knows(peer.chains, STEP.name)
+    assert peer.others.told == []
+    assert peer.errands.carry_out(a.Tell((OTHER,), MODULE, steps=(STEP,), keep=True))
+    assert peer.others.told == [((OTHER,), MODULE, (), (STEP,), True)]
+
+
+def test_an_answer_a_silence_and_a_failure_are_told(peer: Peer) -> None:
+    ask = a.Ask(OTHER, MODULE, (ROW.parent,))
+    found = peer.outcome(ask)
+    assert found == e.Answered(OTHER, MODULE, (STEP,), (ROW,), True, None)
+    for answer in (None, NetworkError("it does not answer"), RuntimeError("unforeseen")):
+        peer.others.answer = answer
+        failed = peer.outcome(ask)
+        assert isinstance(failed, e.Failed)
+        assert failed.action == ask
+
+
+def test_a_file_is_pushed_to_every_mailbox(peer: Peer) -> None:
+    assert peer.errands.carry_out(a.Put((OTHER, ME), ROW))
+    assert {peer.others.put_to.get(timeout=WAIT_S) for _ in range(2)} == {OTHER, ME}
+
+
+def test_a_look_that_fails_is_told(peer: Peer) -> None:
+    assert peer.outcome(a.Look()) == e.Viewed(peer.swarm.view, is_answer=True)
+
+    def fail() -> None:
+        raise NetworkError("the DHT did not answer")
+
+    peer.swarm.on_refresh = fail
+    assert peer.outcome(a.Look()) == e.Failed(a.Look(), "the DHT did not answer")

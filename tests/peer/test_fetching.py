@@ -1,0 +1,63 @@
+"""A program that needs a blob looks for holders again, within a bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.make_plan import make_plan
+
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.modules.grid import Grid
+from dipaco.peer.exchange import fetching
+from dipaco.peer.exchange.fetching import ContentFetcher
+
+SHA = "a" * 64
+
+
+class _Swarm:
+    """The directory and the exchange of a swarm in which every fetch ends with the next error."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.asked = list(errors), 0
+
+    def find_blob_holders(self, sha256: str) -> tuple[str, ...]:
+        return ("a peer",)
+
+    def get(self, sha256: str, sources: tuple[str, ...], *given: Any, **options: Any) -> Path:
+        self.asked, self.sources = self.asked + 1, sources
+        if self.errors:
+            raise self.errors.pop(0)
+        return Path("here")
+
+
+def _fetcher(swarm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ContentFetcher:
+    monkeypatch.setattr(fetching, "NEEDED_AGAIN_S", 0.0)
+    plan = make_plan()
+    stores = BlobStore(folder / "blobs"), BlobStore(folder / "scratch")
+    grid = Grid(plan.model, plan.grid)
+    return ContentFetcher(swarm, swarm, *stores, plan, grid, given_peers=["given"])
+
+
+def test_a_holder_that_has_just_gone_ends_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm = _Swarm(NetworkError("its address is not known"), NetworkError("it is busy"))
+    assert _fetcher(swarm, tmp_path, monkeypatch).needed_blob(SHA, "the tokenizer") == Path("here")
+    assert swarm.asked == 3
+    # Whatever the swarm says, the given addresses are asked too.
+    assert swarm.sources == ("a peer", "given")
+
+
+@pytest.mark.parametrize("error", [NetworkError("nobody answers"), IntegrityError("wrong bytes")])
+def test_the_search_is_bounded_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(fetching, "NEEDED_LIMIT_S", -1.0)
+    swarm = _Swarm(error)
+    fetcher = _fetcher(swarm, tmp_path, monkeypatch)
+    with pytest.raises(type(error), match=f"the tokenizer: {error}; start again"):
+        fetcher.needed_blob(SHA, "the tokenizer")
+    assert swarm.asked == 1

@@ -1,0 +1,41 @@
+"""An outer round takes the memory that `plan` says, and gives it back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "outer_round.py"
+LIMIT_S = 300.0
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_the_peak_of_an_outer_round_in_bytes_a_parameter(levels: int) -> None:
+    """What a real trainer, its states and its files take, above what the inner loop has.
+
+    A copy of a module too many would be 4 bytes, and what does not depend on the parameters is one
+    or two of this small model.
+    """
+    options = {"codecs": "int4", "members": 4, "millions": 10, "rounds": 2, "levels": levels}
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARK), "--json", "--phases", *flags],
+        env={"PYTHONPATH": str(BENCHMARK.parent.parent / "tests"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    last = f"1 L{levels - 1}.E0 "
+    (_, before, _, _), (_, after, files, _) = found[last + "train"], found[last + "save"]
+    # The snapshot, the new state, the encoded contribution and pieces of what is computed.
+    assert 12.0 / levels <= found["peak"] - before <= 12.0 / levels + 2.5
+    # The anchors are files by then, and nothing of the round stays.
+    assert after <= before + 0.5
+    assert 7.5 <= files <= 9.0
+    assert found["peak"] <= 18.0

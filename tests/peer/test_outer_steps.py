@@ -1,0 +1,210 @@
+"""An outer round from boundary to adoption: real files, chains and states, and no network."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.outer_peer import MODULE, Peer
+from support.tiny_run import make_tiny_run
+
+from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.states import States, head_of
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.routing.run_folder import RunFolder
+
+OTHER = "L1.E0"
+
+
+@pytest.fixture(params=["float32", "int4", "sign"])
+def swarm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer, Peer, Peer]]:
+    """Return trainers of paths 0 and 1, which share a module, and a keeper."""
+    run = make_tiny_run(tmp_path / "run", codec=request.param)
+    peers = [
+        Peer(run, tmp_path / name, path) for name, path in zip("abk", (0, 1, None), strict=True)
+    ]
+    for peer in peers:
+        peer.node.exchange.others = [p.node.contributions for p in peers if p is not peer]
+    yield peers[0], peers[1], peers[2]
+    for peer in peers:
+        peer.outer.stop()
+
+
+def lost(peer: Peer, row: Row, trained: torch.Tensor) -> torch.Tensor:
+    """Return what the encoding of a first contribution lost."""
+    anchor = peer.genesis[MODULE].parameters
+    data = peer.node.contributions.find(row.file).read_bytes()
+    told = anchor - peer.node.rule.codec_of(MODULE).decode(data, anchor.numel())
+    return trained - told
+
+
+def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Peer]) -> None:
+    one, other, keeper = swarm
+    rows = (one.publish(), other.publish())
+    trained = one.local()
+    assert rows[0].tokens == 2 * one.trainer.tokens_per_step  # type: ignore[union-attr]
+    step = Step.of(rows)
+    heads = []
+    for peer in swarm:
+        found = peer.gather(*rows)
+        assert all(isinstance(event, e.Gathered) for event in found)
+        heads.append(peer.compute(step.parent, step))
+    assert len(set(heads)) == 1
+    assert (heads[0].version, heads[0].weight, heads[0].round_index) == (1, 2, 0)
+    files = [one.node.contributions.find(row.file).read_bytes() for row in step.rows]
+    paths = one.grid.paths_of_module(MODULE)
+    expected = one.node.rule.step(one.genesis[MODULE], files, step.table, 0, paths)
+    assert heads[0].digest == expected.digest
+
+    one.adopt(heads[0], save=True)
+    assert torch.equal(one.local(), lost(one, rows[0], trained) + expected.parameters)
+    assert one.node.held.get(MODULE) == heads[0]
+    assert one.node.chains.served(MODULE) == (step.name, heads[0])
+    (commit,) = one.events.of("commit")
+    assert set(commit["group"]) == {one.me, other.me}
+    assert commit["own_tokens"] == rows[0].tokens
+
+    assert keeper.outer.carry_out(a.Adopt(heads[0], False, 0, False)) == (True, None)
+    content = keeper.node.held.lookup(heads[0].digest)
+    assert content is not None
+    data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
+    assert hashlib.sha256(data).hexdigest() == heads[0].digest
+    # The next step stands on what is kept, in memory or on disk.
+    second = Step.of([one.publish(1)])
+    keeper.gather(*second.rows)
+    assert keeper.compute(step.name, second).version == 2
+
+
+def test_what_is_missing_or_bad_is_reported(swarm: tuple[Peer, Peer, Peer]) -> None:
+    one, other, _ = swarm
+    row = other.publish()
+    other.node.exchange.others = one.node.exchange.others = []
+    (found,) = one.gather(row)
+    assert isinstance(found, e.Failed)
+    assert not found.is_final
+    failed = one.do(a.Compute(MODULE, row.parent, (Step.of([row]),)))
+    assert isinstance(failed, e.Failed)
+
+    bad = ContributionFiles(one.node.contributions.folder / "bad")
+    bad.add(row, b"\xff" * row.bytes)
+    one.node.exchange.others = [bad]
+    (found,) = one.gather(row)
+    assert isinstance(found, e.Failed)
+    assert found.is_final
+    one.node.exchange.others = [other.node.contributions]
+    (found,) = one.gather(row)
+    assert isinstance(found, e.Gathered)
+
+
+def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
+    swarm: tuple[Peer, Peer, Peer],
+) -> None:
+    one, other, _ = swarm
+    step = Step.of([other.publish()])
+    head = other.compute(step.parent, step)
+    missing = one.do(a.FetchState(head, (other.me,)))
+    assert isinstance(missing, e.Failed)
+    one.fetched[head.digest] = other.node.held.waiting(MODULE, step.name)
+    row, trained = one.publish(), one.local()
+    fetched = one.do(a.FetchState(head, (other.me,)))
+    assert fetched == e.StateHere(MODULE, head)
+    scored = one.do(a.Check(MODULE, step.name))
+    assert isinstance(scored, e.Checked)
+    assert scored.loss_before is not None
+    assert scored.loss_after is not None
+    one.node.chains.add_verified([step])
+    one.adopt(head)
+    # What was trained before the boundary is not in it, and is lost, but for what was not told.
+    state = one.node.held.find(MODULE, step.name)
+    assert torch.equal(one.local(), lost(one, row, trained) + state.parameters)
+    assert isinstance(one.do(a.Publish(MODULE, 1, step.name, 0.0)), e.Failed)
+
+
+def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
+    swarm: tuple[Peer, Peer, Peer],
+) -> None:
+    """The first of two downloads of one state would remove what the second is about to read."""
+    one, other, _ = swarm
+    step = Step.of([other.publish()])
+    head = other.compute(step.parent, step)
+    state, go, asked = other.node.held.waiting(MODULE, step.name), threading.Event(), []
+
+    def slow(wanted: Head, holders: Sequence[str]) -> ModuleState:
+        asked.append(wanted)
+        assert go.wait(60)
+        return state
+
+    one.node.fetcher = SimpleNamespace(state=slow)
+    for _ in range(3):
+        one.outer.carry_out(a.FetchState(head, (other.me,)))
+    go.set()
+    assert one.reported.get(timeout=60) == e.StateHere(MODULE, head)
+    assert asked == [head]
+
+
+def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer]) -> None:
+    one, _, _ = swarm
+    assert one.trainer is not None
+    one.trainer.inner_step()
+    with torch.no_grad():
+        next(iter(one.trainer.model.parameters())).fill_(float("nan"))
+    module = next(m for m in (MODULE, OTHER) if not bool(torch.isfinite(one.local(m)).all()))
+    parent = one.node.held.get(module).step
+    failed = one.do(a.Publish(module, 0, parent, 0.0))
+    assert isinstance(failed, e.Failed)
+    assert failed.is_final
+
+
+def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(
+    swarm: tuple[Peer, Peer, Peer],
+) -> None:
+    one, _, _ = swarm
+    assert one.trainer is not None
+    held = one.node.held
+    step = Step.of([one.publish()])
+    head = one.compute(step.parent, step)
+    one.adopt(head)
+    state = one.trainer.anchor(MODULE)
+    assert held.find(MODULE, step.name) is held.newest(MODULE) is state
+    numbers, place = state.parameters.clone(), state.parameters.data_ptr()
+    parts = held.lookup(head.digest)
+    assert not isinstance(parts, Path)
+    held.save_all()
+    assert one.trainer.anchor(MODULE) is held.find(MODULE, step.name) is state
+    assert state.parameters.data_ptr() != place
+    assert torch.equal(state.parameters, numbers)
+    assert held.lookup(head.digest).read_bytes() == b"".join(parts)
+    # A state that was not saved before the next one came is served a while, if it is small.
+    for index in (1, 2):
+        step = Step.of([one.publish(index)])
+        newer = one.compute(step.parent, step)
+        one.adopt(newer)
+        assert held.lookup(head.digest) is not None
+        head = newer
+
+
+def test_a_restart_finds_what_was_saved(swarm: tuple[Peer, Peer, Peer], tmp_path: Path) -> None:
+    one, _, _ = swarm
+    step = Step.of([one.publish()])
+    one.adopt(one.compute(step.parent, step))
+    one.node.held.save_all()
+    second = Step.of([one.publish(1)])
+    one.adopt(one.compute(step.name, second))  # It is not on disk when the peer is killed.
+    chains = ChainStore(one.plan.run_id, one.grid.modules(), tmp_path / "a" / "chains")
+    own = RunFolder(tmp_path / "a" / "run")
+    again = States(one.grid, own.states, own.blobs, chains)
+    found = {head.module: head for head in again.load_from_disk()}
+    assert found[MODULE].step == step.name
+    assert chains.served(MODULE)[0] == step.name
+    state = again.find(MODULE, step.name)
+    assert state is not None
+    assert head_of(state, step.name, 1, 0) == found[MODULE]

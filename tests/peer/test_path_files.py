@@ -1,0 +1,130 @@
+"""What a peer begins with in a successor run: fetched by digest, believed only if it fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_run import make_tiny_run
+
+from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.base.files import canonical_json
+from dipaco.modules.plan import RunPlan
+from dipaco.modules.state import ModuleState, PathProgress, state_chunks
+from dipaco.peer.path_files import PathData, PathFiles
+from dipaco.routing.run_folder import RunFolder
+
+MODULE = "L0.E1"
+
+
+class Served:
+    """A successor whose genesis lies with others; `files` is a peer that has nothing yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = make_tiny_run(folder / "source", documents_per_path=8)
+        plan = self.source.plan()
+        self.genesis: dict[str, ModuleState] = {}
+        for module in self.source.grid(plan).modules():
+            state = self.source.genesis_state(plan, module)
+            momentum = torch.full_like(state.momentum, 0.25)
+            self.genesis[module] = dataclasses.replace(state, momentum=momentum)
+        self.index = {module: self.serve(state) for module, state in self.genesis.items()}
+        self.own = RunFolder(folder / "own")
+        self.fetched: list[str] = []
+
+    def serve(self, state: ModuleState) -> str:
+        return self.source.blobs.add_bytes(b"".join(bytes(part) for part in state_chunks(state)))
+
+    def files(self) -> PathFiles:
+        plan = self.source.plan()
+        genesis = self.source.blobs.add_bytes(canonical_json(self.index))
+        plan = RunPlan.model_validate(
+            {**plan.model_dump(), "blobs": {**plan.blobs.model_dump(), "genesis": genesis}}
+        )
+        node: Any = SimpleNamespace(
+            plan=plan,
+            grid=self.own.grid(plan),
+            run_folder=self.own,
+            fetcher=SimpleNamespace(blob=self._fetch),
+        )
+        return PathFiles(node)
+
+    def _fetch(self, sha256: str, what: str, max_bytes: int = 2**40) -> Path:
+        if not self.source.blobs.has(sha256):
+            raise NetworkError(f"could not fetch {what}")
+        assert self.source.blobs.path(sha256).stat().st_size <= max_bytes
+        self.fetched.append(what)
+        return Path(self.own.blobs.path(self.own.blobs.add_bytes(self.source.blobs.read(sha256))))
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Served:
+    return Served(tmp_path)
+
+
+def test_only_what_is_needed_is_fetched(served: Served) -> None:
+    state = served.files().genesis_state(MODULE)
+    assert state.digest == served.genesis[MODULE].digest
+    assert bool((state.momentum == 0.25).all())
+    assert served.fetched == ["the genesis index", f"the genesis state of {MODULE}"]
+
+
+def test_what_comes_late_for_a_path_that_was_given_up_is_not_kept(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another path would be trained, or checked, with its documents."""
+    opened: list[int] = []
+    rows = torch.zeros(1, 1, dtype=torch.int64)
+
+    def open_files(_: PathFiles, path: int) -> PathData:
+        opened.append(path)
+        return PathData(path, None, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PathFiles, "_open", open_files)
+    files = served.files()
+    assert files.want(3)
+    assert not files.want(3)
+    assert files.want(5)
+    files.fetch(5)
+    files.fetch(3)
+    assert files.take(5).path == 5
+    assert opened == [5, 3]
+    files.fetch(5)
+    files.release()
+    assert files.take(5).path == 5
+    assert opened == [5, 3, 5, 5]
+
+
+def test_a_state_that_nobody_serves_is_named(served: Served) -> None:
+    served.source.blobs.remove(served.index[MODULE])
+    with pytest.raises(NetworkError, match=f"genesis state of {MODULE}"):
+        served.files().genesis_state(MODULE)
+
+
+def test_what_is_no_first_state_of_the_module_is_refused(served: Served) -> None:
+    good = served.genesis[MODULE]
+    for bad, message in (
+        (served.genesis["L0.E0"], "expected a state of L0.E1, got one of L0.E0"),
+        (dataclasses.replace(good, version=3), "has version 3"),
+        (
+            dataclasses.replace(good, progress={0: PathProgress(7, 0)}),
+            "counts 7 tokens|differ|describes",
+        ),
+        (dataclasses.replace(good, parameters=good.parameters / 0), "not finite"),
+    ):
+        served.index[MODULE] = served.serve(bad)
+        with pytest.raises(IntegrityError, match=message):
+            served.files().genesis_state(MODULE)
+
+
+def test_an_index_that_is_none_is_refused(served: Served) -> None:
+    del served.index["L1.E0"]
+    with pytest.raises(IntegrityError, match=r"names no state of module L1\.E0"):
+        served.files().genesis_state(MODULE)
+    served.index["L1.E0"] = "../../etc/passwd"
+    with pytest.raises(IntegrityError, match="no table of modules and digests"):
+        served.files().genesis_state(MODULE)

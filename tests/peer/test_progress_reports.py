@@ -1,0 +1,80 @@
+"""What a trainer tells of its path: how often it is scored."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from dipaco.peer import progress
+from dipaco.peer.progress import ProgressReports, ScoringBudget
+from dipaco.peer.publisher import PeerStatus
+from dipaco.training.scoring import LossSum
+
+
+@pytest.mark.parametrize(("takes_s", "scored"), [(0.5, 20), (1.0, 20), (2.5, 7), (60.0, 1)])
+def test_a_slow_peer_spends_no_more_than_its_share_on_scoring(takes_s: float, scored: int) -> None:
+    now_s, times = 0.0, 0
+
+    def score() -> LossSum:
+        nonlocal now_s
+        now_s += takes_s
+        return LossSum(1.0, 1)
+
+    budget = ScoringBudget(0.1, lambda: now_s)
+    for round_index in range(20):
+        now_s = max(now_s, 10.0 * round_index)
+        if budget.is_due():
+            assert budget.spend(score) == LossSum(1.0, 1)
+            times += 1
+    assert times == scored
+
+
+def test_without_a_bound_every_round_is_scored() -> None:
+    budget = ScoringBudget(float("inf"), lambda: 0.0)
+    budget.spend(LossSum)
+    assert budget.is_due()
+
+
+@pytest.mark.parametrize(("fixed_steps", "scored"), [(0, [0, 4, 8]), (20, list(range(12)))])
+def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch, fixed_steps: int, scored: list[int]
+) -> None:
+    """Rounds of 10 s, the scoring takes 4 s."""
+    now_s, scored_in = 0.0, []
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
+    rounds = SimpleNamespace(validation_every_rounds=1)
+    plan = SimpleNamespace(rounds=rounds, routing=SimpleNamespace(prefix_tokens=4))
+    node = SimpleNamespace(plan=plan, schedule=SimpleNamespace(fixed_steps=fixed_steps))
+    trainer = MagicMock(path=0)
+    trainer.anchors.return_value = {}
+
+    def score(path: int, states: object, rows: object) -> LossSum:
+        nonlocal now_s
+        now_s += 4.0
+        return LossSum(2.0, 1)
+
+    trainer.loss_of = score
+    status, publisher = PeerStatus(), MagicMock()
+    # Another peer's figure, which this one does not repeat.
+    publisher.view.progress = {0: SimpleNamespace(validation_nll=9.0, validation_tokens=9)}
+    node.load_shard_index = lambda: SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)])
+    files: Any = MagicMock()
+    reports = ProgressReports(node, publisher, trainer, files, status, MagicMock())  # type: ignore[arg-type]
+    rounds.validation_every_rounds = 2
+    reports.end_round(0, 1.0)
+    assert status.progress[0].validation_tokens == 0
+    rounds.validation_every_rounds = 1
+    for round_index in range(12):
+        began_s = now_s = max(now_s, 10.0 * round_index)
+        reports.end_round(round_index, 1.0)
+        if now_s > began_s:
+            scored_in.append(round_index)
+        assert status.progress[0].last_round == round_index, "told also where nothing is scored"
+        known = status.progress[0].validation_nll, status.progress[0].shard_sequences
+        assert known == (2.0, 7), "the last score stands for the path until there is another"
+    assert scored_in == scored
+    assert status.validation_loss == 2.0
+    assert publisher.announce.call_count == 13

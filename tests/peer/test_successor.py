@@ -1,0 +1,166 @@
+"""Getting ready for a successor: nobody moves to a run that is not at hand."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from support.operators import KEY, STRANGER, manifest
+
+from dipaco.base.errors import NetworkError
+from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.peer import successor
+from dipaco.peer.background import Background
+from dipaco.peer.successor import SuccessorWatch
+from dipaco.protocol.manifest import SignedManifest, sign_manifest
+
+FIRST = manifest(1, 100.0)
+SECOND = manifest(2, 200.0, FIRST.plan.run_id)
+THIRD = manifest(3, 300.0, SECOND.plan.run_id)
+
+
+class StandIn:
+    """A node: of the run, or of one that was opened to succeed it."""
+
+    def __init__(self, signed: SignedManifest, content: dict[str, bool]) -> None:
+        self.manifest, self.run_id, self.plan = signed, signed.plan.run_id, signed.plan
+        self.content = content
+        self.opened: list[StandIn] = []
+        self.released = False
+        self.fetcher = SimpleNamespace(blob=lambda sha256, what: None)
+
+    def open_successor(self, signed: SignedManifest) -> StandIn:
+        self.opened.append(StandIn(signed, self.content))
+        return self.opened[-1]
+
+    def admit(self) -> None:
+        """It is an open run."""
+
+    def load_shard_index(self) -> None:
+        if not self.content["is there"]:
+            raise NetworkError("could not fetch the shard index")
+
+    def release(self) -> None:
+        self.released = True
+
+
+class Listing:
+    """A directory that lists manifests."""
+
+    def __init__(self, *manifests: SignedManifest) -> None:
+        self.manifests = list(manifests)
+        self.foreign_manifests: tuple[bytes, ...] = ()
+
+    def list_manifests(self) -> list[SignedManifest]:
+        return self.manifests
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(successor, "RETRY_AFTER_S", 0.01)
+
+
+def watch_of(node: StandIn, events: list[Any], **options: bool) -> SuccessorWatch:
+    log: Any = SimpleNamespace(emit=lambda kind, **values: events.append(values))
+    watched: Any = node
+    return SuccessorWatch(watched, log, Background(), **options)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_goes_straight_to_the_newest_run() -> None:
+    node, events = StandIn(FIRST, {"is there": True}), []
+    watch = watch_of(node, events)
+    listing: Any = Listing(FIRST)
+    watch.read(listing)
+    assert (watch.take(), events) == (None, [])
+    listing.manifests = [THIRD, FIRST, SECOND, manifest(9, 900.0, FIRST.plan.run_id, STRANGER)]
+    watch.read(listing)
+    watch.read(listing)
+    until(lambda: "ready" in [event["state"] for event in events])
+    taken: Any = watch.take()
+    assert taken.manifest == THIRD
+    assert not taken.released
+    watch.stop()
+    assert not taken.released
+    assert [event["state"] for event in events] == ["found", "ready", "moving"]
+    assert {event["run"] for event in events} == {THIRD.plan.run_id}
+
+
+def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place() -> None:
+    content = {"is there": False}
+    node, events = StandIn(FIRST, content), []
+    watch = watch_of(node, events)
+    listing: Any = Listing(FIRST, SECOND)
+    watch.read(listing)
+    until(lambda: len(node.opened) > 3)
+    assert watch.take() is None
+    listing.manifests.append(THIRD)
+    watch.read(listing)
+    content["is there"] = True
+    until(lambda: "ready" in [event["state"] for event in events])
+    kept = node.opened[-1]
+    assert kept.manifest == THIRD
+    assert all(other.released for other in node.opened if other is not kept)
+    # The peer leaves instead of moving: another process may use the folder.
+    watch.stop()
+    assert kept.released
+
+
+def test_who_stays_is_told_once() -> None:
+    node, events = StandIn(FIRST, {"is there": True}), []
+    watch = watch_of(node, events, follow=False)
+    listing: Any = Listing(FIRST, SECOND)
+    watch.read(listing)
+    watch.read(listing)
+    assert (node.opened, watch.take()) == ([], None)
+    assert [event["state"] for event in events] == ["found"]
+    watch.stop()
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(1, "this dipaco is the older one: install"), (-1, "this dipaco is the newer one: install")],
+)
+def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(
+    step: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = PROTOCOL_VERSION + step
+    node, events = StandIn(FIRST, {"is there": True}), []
+    watch, listing = watch_of(node, events), Listing(FIRST)
+    directory: Any = listing
+    with caplog.at_level(logging.WARNING):
+        listing.foreign_manifests = (
+            b"no manifest",
+            # Of another operator, and of another run: nobody needs to know.
+            upgraded(manifest(2, 200.0, FIRST.plan.run_id, STRANGER), STRANGER, other),
+            upgraded(manifest(3, 200.0), KEY, other),
+        )
+        watch.read(directory)
+        assert caplog.messages == []
+        listing.foreign_manifests = (upgraded(SECOND, KEY, other),)
+        watch.read(directory)
+        watch.read(directory)
+    [line] = caplog.messages
+    assert f"in protocol {other}, this dipaco speaks {PROTOCOL_VERSION}" in line
+    assert "the peer stays here" in line
+    assert said in line
+    assert "\n" not in line
+    # It trains on.
+    assert (watch.take(), events) == (None, [])
+
+
+def upgraded(signed: SignedManifest, key: Ed25519PrivateKey, protocol: int) -> bytes:
+    """Return a manifest as another version of the protocol would sign it."""
+    plan = signed.plan.model_copy(update={"protocol_version": protocol})
+    return sign_manifest(plan, key)

@@ -1,0 +1,292 @@
+"""The benchmarks start, and what they share measures what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+NAMES = sorted(
+    script.relative_to(FOLDER).with_suffix("").as_posix()
+    for script in (*FOLDER.glob("*.py"), *(FOLDER / "model").glob("*.py"))
+)
+
+sys.path.insert(0, str(FOLDER))
+import gpu_path  # noqa: E402
+import worth  # noqa: E402
+from parts import common, mutations  # noqa: E402
+from parts.changed_run import ChangedRun, read_changes  # noqa: E402
+from parts.synthetic_run import make_synthetic_run  # noqa: E402
+
+from dipaco.base.errors import ConfigurationError  # noqa: E402
+from dipaco.modules.config import ModelConfig  # noqa: E402
+
+# Lets a process become every kind of hostile peer at once, and has it publish garbage.
+BECOME_HOSTILE = """
+import types
+import hostile
+for kind, does in hostile.KINDS.items():
+    exec(does, {})
+exec(hostile.KINDS["garbage"], {})
+import torch
+from dipaco.modules.contributions import CODECS
+from dipaco.peer import outer_steps
+from dipaco.training import trainer
+anchor = types.SimpleNamespace(parameters=torch.ones(4096))
+told = trainer.Snapshot("P0", 0, anchor, torch.zeros(4096), 1)
+print(set(outer_steps.publish(told.outer_gradient(), CODECS["int4"])))
+"""
+# Prints what each of the scripts named in the arguments says to --help: one process, because
+# importing PyTorch and Hivemind takes seconds.
+ASK_FOR_HELP = """
+import contextlib, io, json, pathlib, runpy, sys
+folder, *names = sys.argv[1:]
+sys.path.insert(0, folder)
+said = {}
+for name in names:
+    sys.argv = [f"{name}.py", "--help"]
+    # As Python does it for a script.
+    sys.path[0] = str(pathlib.Path(folder, name).parent)
+    output, code = io.StringIO(), None
+    with contextlib.redirect_stdout(output):
+        try:
+            runpy.run_path(f"{folder}/{name}.py", run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    said[name] = (code, output.getvalue())
+print(json.dumps(said))
+"""
+
+
+def test_what_hostile_peers_replace_is_there() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BECOME_HOSTILE],
+        cwd=FOLDER,
+        env={**common.one_thread(), "PYTHONPATH": str(FOLDER)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "{255}"), done.stderr
+
+
+@pytest.fixture(scope="module")
+def helps() -> dict[str, tuple[int | None, str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_FOR_HELP, str(FOLDER), *NAMES],
+        env=common.one_thread(),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, tuple[int | None, str]] = json.loads(done.stdout)
+    return found
+
+
+def test_there_are_few() -> None:
+    assert len(NAMES) <= 12
+    lines = sum(len(file.read_text().splitlines()) for file in FOLDER.rglob("*.py"))
+    assert lines <= 5300
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_shows_the_command(helps: dict[str, tuple[int | None, str]], name: str) -> None:
+    code, output = helps[name]
+    assert code == 0, output
+    assert f"python benchmarks/{name}.py" in output
+    # With --json, always, or for each of its parts into a file.
+    assert "json" in output.lower()
+
+
+def test_alternating_pairs_each_measure_with_its_neighbours() -> None:
+    speeds = iter([100.0, 95.0, 90.0, 81.0, 80.0])
+
+    def take() -> dict[str, Any]:
+        return {"speed": next(speeds)}
+
+    found = common.alternate(take, take, 2)
+    assert common.paired_ratios(found, "speed") == [1.0, round(81 / 85, 4)]
+
+
+def test_report_shows_numbers_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    report = common.Report("a measure", ("", "seconds"))
+    report.row("slow", 12345.678)
+    report.row("fast", 0.25)
+    report.figures = {"ratio": 0.5}
+    report.print(False)
+    printed = capsys.readouterr().out
+    assert "12,346" in printed
+    assert "0.250" in printed
+    assert "load" in printed
+    report.print(True)
+    assert '"ratio": 0.5' in capsys.readouterr().out
+
+
+def test_memory_of_a_process_tree() -> None:
+    text = "0-1 ---p 0 00:00 0 [rollup]\nRss: 2048 kB\nPss:  1024 kB\nPss_Anon:   512 kB\n"
+    assert common.smaps_rollup(text) == {"Rss": 2.0, "Pss": 1.0, "Pss_Anon": 0.5}
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        tree = common.process_tree(os.getpid())
+        assert tree[0].pid == os.getpid()
+        assert tree[0].proportional_mib >= tree[0].anonymous_mib > 1.0
+        assert any(p.pid == child.pid and p.parent == os.getpid() for p in tree)
+        child.communicate(b"\n")
+
+
+def test_the_150m_path_counts_its_operations() -> None:
+    parameters = gpu_path.path_parameters(gpu_path.PATH_150M)
+    assert 140e6 < parameters < 160e6
+    attention = 12 * 12 * 896 * 1024
+    assert gpu_path.flops_per_token(gpu_path.PATH_150M) == 6 * parameters + attention
+
+
+@pytest.mark.parametrize(
+    ("card", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 NVL", 835.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L40", 181.0),
+        ("NVIDIA L40S", 362.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA A10", 125.0),
+        ("Tesla T4", 65.0),
+        ("NVIDIA GeForce RTX 4090", 165.0),
+        ("NVIDIA GeForce RTX 4090 D", 147.0),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_peaks_of_cards(card: str, peak: float | None) -> None:
+    assert gpu_path.peak_of(card) == peak
+
+
+def test_no_gpu_is_one_clear_line() -> None:
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "gpu_path.py")],
+        env={**common.one_thread(), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "no CUDA device" in done.stdout
+
+
+def test_synthetic_run_is_a_whole_run(tmp_path: Path) -> None:
+    model = ModelConfig(
+        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
+    )
+    run = make_synthetic_run(tmp_path / "run", model, duration_s=30.0, train_sequences=8)
+    plan = run.plan()
+    assert plan.rounds.duration_s == 30.0
+    assert run.router(plan).path_count == 4
+    assert run.train_tokens(plan, 3).shape == (8, 16)
+    assert run.validation_tokens(plan, 0).shape == (16, 16)
+    assert run.genesis_state(plan, "L1.E1").layout.size > 0
+    assert run.tokenizer(plan).vocabulary_size == 320
+
+
+def test_one_path_has_what_all_paths_have(tmp_path: Path) -> None:
+    model = ModelConfig(
+        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
+    )
+    run = make_synthetic_run(tmp_path / "run", model, train_sequences=8, validation_sequences=40)
+    changes = read_changes(["outer.momentum=0.5", "contributions.codec=sign", "seed=3"])
+    grid = ChangedRun(run.path, changes, held_out_every=2)
+    whole = ChangedRun(run.path, changes, one_path=True, held_out_every=2)
+    plan = whole.plan()
+    assert (plan.outer.momentum, plan.contributions.codec, plan.seed) == (0.5, "sign", 3)
+    assert whole.train_tokens(plan, 0).shape == (32, 16)
+    assert whole.shard_index(plan).paths[0].train_sequences == 32
+    for half in range(2):
+        of_paths = [row.tobytes() for path in range(4) for row in grid.held_out(path)[half]]
+        assert of_paths == [row.tobytes() for row in whole.held_out(0)[half]]
+        assert 10 < len(of_paths) < 60
+    states = {module: grid.genesis_state(grid.plan(), module) for module in grid_modules(grid)}
+    base = {module: whole.genesis_state(plan, module) for module in grid_modules(whole)}
+    of_paths, of_one = grid.scores(states), whole.scores(base)
+    assert of_paths["nats"] == pytest.approx(of_one["nats"], abs=0.011)
+    for name in ("loss", "chosen_by", "targets"):
+        assert of_paths[name] == pytest.approx(of_one[name], abs=1e-4)
+    mean = sum(of_one["nats"]) / sum(of_one["targets"])
+    assert of_one["loss"] == pytest.approx(mean, abs=1e-3)
+
+
+def grid_modules(run: ChangedRun) -> tuple[str, ...]:
+    return run.grid(run.plan()).modules()
+
+
+def test_the_steps_to_a_loss_lie_between_the_rounds_that_were_scored() -> None:
+    curve = [(40, 3.0), (90, 2.0)]
+    assert worth.steps_to(2.5, curve) == pytest.approx(60.0)
+    assert worth.steps_to(3.0, curve) == 40
+    assert worth.steps_to(1.9, curve) is None
+
+
+def test_a_speed_up_spreads_as_far_as_sequences_differ() -> None:
+    def scored(steps: int, *nats: float) -> dict[str, Any]:
+        return {"of": {"steps": 10}, "round": steps // 10, "nats": nats, "targets": [2] * 4}
+
+    machine = scored(480, 6.0, 6.0, 6.0, 6.0)
+    alike = [scored(120, 8.0, 8.0, 8.0, 8.0), scored(240, 4.0, 4.0, 4.0, 4.0)]
+    assert worth.speed_ups(machine, alike, 480) == pytest.approx([2.0 * 2**0.5] * 2)
+    unlike = [scored(120, 8.0, 8.0, 8.0, 8.0), scored(240, 3.0, 3.0, 5.0, 5.0)]
+    low, high = worth.speed_ups(machine, unlike, 480)
+    assert 2.0 < low < 2.0 * 2**0.5 < high < 4.0
+    assert list(worth.speed_ups(machine, alike[:1], 480)) == [0.0, 0.0]
+
+
+def test_a_row_of_the_table_has_the_setting_that_other_sequences_choose() -> None:
+    def scored(row: str, peers: int, rate: float, steps: int, *losses: float) -> dict[str, Any]:
+        of = {"row": row, "peers": peers, "steps": 10, "set": {"inner.learning_rate": rate}}
+        chosen_by, loss = losses
+        return {
+            "of": {**of, "decay": False, "dropped": 0.0},
+            "round": steps // 10, "chosen_by": chosen_by, "loss": loss,
+            "nats": [loss], "targets": [1], "tokens": 512 * peers * steps, "bytes": 0,
+        }  # fmt: skip
+
+    lines = [
+        scored("one machine", 1, 3e-3, 240, 3.0, 3.0),
+        scored("DiLoCo", 4, 3e-3, 60, 3.2, 3.3),
+        scored("DiLoCo", 4, 3e-3, 120, 2.9, 3.0),
+        scored("DiLoCo", 4, 6e-3, 120, 2.95, 2.0),
+        scored("2x2", 4, 3e-3, 120, 3.1, 3.1),
+    ]
+    told = worth.table(lines, 240).splitlines()[-3:]
+    assert told[0].startswith("| one machine, 1 | 3.0000 (240) | 240 | 1.00 (1.00 to 1.00) ")
+    assert told[1].startswith("| DiLoCo, 4 | 3.0000 (120) | 120 | 2.00 (2.00 to 2.00) | 0.25 M ")
+    assert "inner.learning_rate 0.003" in told[1]
+    assert told[2].startswith("| 2x2, 4 | 3.1000 (120) | not reached |")
+    with pytest.raises(ConfigurationError, match="no one machine"):
+        worth.table(lines, 480)
+
+
+def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> None:
+    sample = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
+
+    def inputs(seed: int) -> list[bytes]:
+        rng = random.Random(seed)
+        return [mutations.mutate(rng, [sample], "json") for _ in range(200)]
+
+    assert inputs(1) == inputs(1) != inputs(2)
+    still_json = 0
+    for data in inputs(1):
+        with contextlib.suppress(ValueError):
+            still_json += json.loads(data) != json.loads(sample)
+    assert still_json > 50

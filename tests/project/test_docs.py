@@ -1,0 +1,215 @@
+"""The pages say what the code does: settings, exit codes, commands, links, test vectors."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from support.commands import options_of, parsers
+
+from dipaco.base import errors
+from dipaco.base.files import canonical_json
+from dipaco.bootstrap.run_config import RunConfig
+from dipaco.modules.config import ContributionsConfig, OuterConfig
+from dipaco.modules.contributions import CODECS
+from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.outer import Contribution, OuterRule, canonical_table
+from dipaco.modules.state import ModuleState, PathProgress, state_chunks
+from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.routing.batches import batch_indices
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PACKAGES = ("base", "modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
+PAGES = sorted(
+    file
+    for pattern in ("*.md", "docs/*.md", "docs/results/*.md", "examples/**/README.md")
+    for file in ROOT.glob(pattern)
+)
+FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples", "docs")
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text(encoding="utf-8")
+
+
+# -- docs/configuration.md
+
+
+def sections(config: type[BaseModel], name: str = "") -> list[tuple[str, type[BaseModel]]]:
+    """Return the tables of a RUN.toml: the top level, then every class that is a field of it."""
+    found = [(name, config)]
+    for key, field in config.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += sections(field.annotation, key)
+    return found
+
+
+def documented_keys() -> dict[str, dict[str, str]]:
+    """Return the rows of docs/configuration.md: section to key to its default, as written."""
+    tables: dict[str, dict[str, str]] = {}
+    section: str | None = None
+    for line in page("configuration.md").splitlines():
+        if line.startswith("## "):
+            heading = re.fullmatch(r"## (?:`\[(\w+)\]`|Top level)", line)
+            section = (heading[1] or "") if heading else None
+        row = re.match(r"\| `(\w+)` \| (.*?) \|", line)
+        if row and section is not None:
+            tables.setdefault(section, {})[row[1]] = row[2]
+    return tables
+
+
+def toml(value: object) -> str:
+    """Write a default as a RUN.toml would."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, str):
+        return f'`"{value}"`'
+    if isinstance(value, tuple):
+        return f"`[{', '.join(str(item) for item in value)}]`"
+    return f"`{value!r}`"
+
+
+def test_every_key_of_a_run_toml_is_documented_with_its_default() -> None:
+    documented = documented_keys()
+    for name, config in sections(RunConfig):
+        expected = {
+            key: "required" if field.default is PydanticUndefined else toml(field.default)
+            for key, field in config.model_fields.items()
+            if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+        }
+        assert documented.get(name) == expected, f"[{name}] in docs/configuration.md"
+    assert set(documented) == {name for name, _ in sections(RunConfig)}
+
+
+# -- docs/exit-codes.md
+
+
+def test_every_exit_code_is_documented() -> None:
+    classes = [errors.DipacoError, *errors.DipacoError.__subclasses__()]
+    codes = {cls.exit_code for cls in classes if cls.__module__ == errors.__name__}
+    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", page("exit-codes.md"), re.M)}
+    assert documented == codes | {0, 130}
+
+
+# -- commands
+
+
+def code_of(text: str) -> list[str]:
+    """Return the code of a page: indented and fenced lines (continued ones joined), and spans."""
+    text = re.sub(r"\\\n\s*", "", text)
+    lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
+    for block in re.findall(r"^```.*?\n(.*?)^```", text, re.M | re.S):
+        lines += block.splitlines()
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    return lines + re.findall(r"`([^`\n]+)`", prose)
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_commands_in_the_pages_exist(file: Path) -> None:
+    known = parsers()
+    text = file.read_text(encoding="utf-8")
+    for line in code_of(text):
+        line = line.removeprefix("$ ")
+        if not re.match(r"dipaco-[a-z]+ ", line):
+            continue
+        words = shlex.split(line.partition(" #")[0])
+        several = {name.split()[0] for name in known if " " in name} - {"dipaco-peer"}
+        name = " ".join(words[:2])
+        if words[0] not in several and name not in known:
+            name = words[0]
+        assert name in known, f"{line!r}: no such command"
+        flags = {word.split("=")[0] for word in words if word.startswith("--")}
+        assert flags <= options_of(known[name]), f"{line!r}: {flags - options_of(known[name])}"
+    everywhere = set().union(*(options_of(parser) for parser in known.values()))
+    foreign = {"--shm-size", "--gpus", "--check", "--install", "--update", "--shutdown"}
+    foreign |= {"--exclude", "--tasks", "--once", "--accidents", "--calm", "--idle", "--trace"}
+    foreign |= {"--set-version", "--model", "--spec", "--build", "--now", "--signal", "--to"}
+    foreign |= {"--phases", "--seeds", "--at", "--held-out-every", "--log", "--one-path", "--table"}
+    foreign |= {"--decay", "--row"}
+    mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(code_of(text))))
+    assert mentioned <= everywhere | foreign, mentioned - everywhere - foreign
+
+
+# -- links and references
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_links_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (file.parent / target).exists(), f"{file.name} links to {target}"
+
+
+@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_the_files_that_are_named_exist(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    for folder in FOLDERS:
+        for name in re.findall(rf"(?<![\w./-]){folder}/[\w./-]*\.(?:py|md|toml)\b", text):
+            assert (ROOT / name).exists(), f"{file.relative_to(ROOT)} names {name}"
+
+
+# -- docs/protocol.md
+
+
+def vectors() -> dict[str, str]:
+    """Return the test vectors of the protocol: name to value."""
+    block = re.search(r"<!-- vectors -->\n```\n(.*?)```", page("protocol.md"), re.S)
+    assert block
+    return dict(line.split(" = ", 1) for line in block[1].splitlines() if " = " in line)
+
+
+def computed_vectors() -> dict[str, str]:
+    """Return what the code computes."""
+    layout = ModuleLayout(("a", "b"), ((2,), (1, 2)))
+    state = ModuleState(
+        module="L0.E0",
+        version=1,
+        parameters=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        momentum=torch.tensor([0.0, 0.0, 0.5, -0.5]),
+        progress={0: PathProgress(1024, 0)},
+        layout=layout,
+    )
+    header = bytes(list(state_chunks(state))[1])
+    table = canonical_table(
+        [Contribution(1, "QmB", 300), Contribution(0, "QmA", 100), Contribution(1, "QmC", 100)]
+    )
+    rule = OuterRule(
+        ContributionsConfig(codec="int4"),
+        OuterConfig(learning_rate=0.7, momentum=0.9),
+        {0: 3, 1: 7},
+    )
+    gradients = [torch.tensor([0.1, 0.2, 0.3, 0.4]) * number for number in (1, -2, 3)]
+    files = [CODECS["int4"].encode(gradient) for gradient in gradients]
+    parent = genesis_name("0123456789abcdef", "L0.E0")
+    rows = [
+        Row("L0.E0", 1, parent, row.path, row.peer, row.tokens, f"{number:064x}", 34)
+        for number, row in enumerate(table)
+    ]
+    return {
+        "canonical_json": canonical_json({"b": 1.0, "a": [1, 2], "c": None, "d": 1e-8}).decode(),
+        "state_header": header.decode().rstrip(" "),
+        "state_header_bytes": str(len(header)),
+        "state_bytes": str(state.byte_size),
+        "state_digest": state.digest,
+        "weights": repr(list(rule.weights(table))),
+        **{f"file_{name}": codec.encode(gradients[2]).hex()[:48] for name, codec in CODECS.items()},
+        "stepped_digest": rule.step(state, files, table, 1).digest,
+        "genesis_name": parent,
+        "row_statement": rows[0].statement.hex(),
+        "step_name": Step("L0.E0", 1, parent, tuple(rows)).name,
+        "batch_0": repr(batch_indices(0, 0, 0, 0, 4, 10).tolist()),
+        "batch_2": repr(batch_indices(0, 0, 0, 2, 4, 10).tolist()),
+        "batch_replica": repr(batch_indices(7, 3, 1, 0, 5, 1000).tolist()),
+    }
+
+
+def test_the_test_vectors_of_the_protocol() -> None:
+    assert vectors() == computed_vectors()

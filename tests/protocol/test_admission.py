@@ -1,0 +1,403 @@
+"""Runs by invitation: who is in, and everything that somebody may show instead of an admission."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hivemind.dht.routing import DHTID
+from hivemind.utils import MSGPackSerializer
+from support.make_plan import make_plan
+from support.peers import RUN, identity, key, peer
+
+from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
+from dipaco.bootstrap.invite import invite, keep_revocations, revoke
+from dipaco.dht.quotas import HeldRecords, ServedRun
+from dipaco.peer.guests import admit, given_invitation
+from dipaco.protocol.admission import (
+    ADMISSION_BYTES,
+    IDENTITIES_PER_PLACE,
+    Admission,
+    Gate,
+    Terms,
+    make_invitation,
+    opened,
+    read_invitation,
+    read_revocations,
+    sign_revocations,
+)
+from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
+from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
+from dipaco.protocol.record_keys import record_key, record_subkey
+from dipaco.protocol.records import RecordError
+
+OPERATOR, STRANGER = key(1000), key(1001)
+NOW_S = 1_000_000.0
+INVITATION = make_invitation(Terms(RUN, 2, 0), OPERATOR)
+
+
+def public(number: int) -> bytes:
+    return raw_public_key(key(number))
+
+
+def admission(number: int, after_s: float = 0.0, invitation: Any = INVITATION) -> bytes:
+    return invitation.admit(public(number), NOW_S + after_s)
+
+
+@pytest.fixture
+def gate() -> Gate:
+    return Gate(RUN, raw_public_key(OPERATOR))
+
+
+# -- what a volunteer pastes
+
+
+def test_an_invitation_is_one_line_that_can_be_pasted() -> None:
+    text = INVITATION.to_text()
+    assert read_invitation(f" {text}\n") == INVITATION
+    assert len(text) < 200
+    assert text.isascii()
+    assert not set(text) & set(" \"'\\$&;|")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "is no invitation"),
+        ("/ip4/1.2.3.4/tcp/1/p2p/12D3KooW", "begins with dipaco-invitation-1"),
+        (INVITATION.to_text()[:-1], "paste all of the line"),
+        (INVITATION.to_text() + "A" * 1000, "paste all of the line"),
+        (INVITATION.to_text()[:80] + "AAAA" + INVITATION.to_text()[84:], "changed on its way"),
+        (INVITATION.to_text()[:-1] + "!", "changed on its way"),
+        (INVITATION.to_text()[:-2] + "\u00e9\u00e9", "changed on its way"),
+    ],
+)
+def test_what_is_no_invitation_is_refused_in_one_line(text: str, match: str) -> None:
+    with pytest.raises(AdmissionError, match=match) as caught:
+        read_invitation(text)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_an_invitation_of_another_run_or_operator_or_one_that_was_changed(gate: Gate) -> None:
+    gate.check_invitation(INVITATION)
+    elsewhere = make_invitation(Terms("f" * 16, 2, 0), OPERATOR)
+    with pytest.raises(AdmissionError, match=f"is for run {'f' * 16} and not for {RUN}"):
+        gate.check_invitation(elsewhere)
+    for forged in (
+        make_invitation(Terms(RUN, 2, 0), STRANGER),
+        dataclasses.replace(INVITATION, terms=Terms(RUN, 5000, 0)),
+        dataclasses.replace(INVITATION, seed=b"x" * 32),
+    ):
+        with pytest.raises(AdmissionError, match="not signed by the operator"):
+            gate.check_invitation(forged)
+        with pytest.raises(RecordError, match="not signed by the operator"):
+            gate.check(peer(0), forged.admit(public(0), NOW_S))
+
+
+def test_an_expired_invitation_lets_nobody_in_and_who_is_in_stays(gate: Gate) -> None:
+    brief = make_invitation(Terms(RUN, 2, int(NOW_S) + 10), OPERATOR)
+    in_time = brief.admit(public(0), NOW_S)
+    with pytest.raises(AdmissionError, match="expired 2.0 days ago"):
+        brief.admit(public(1), NOW_S + 10 + 2 * 86_400)
+    assert gate.check(peer(0), in_time).admitted_s == NOW_S
+    # Somebody whose software does not care.
+    patient = dataclasses.replace(brief, terms=Terms(RUN, 2, 0))
+    forged = patient.admit(public(1), NOW_S + 11)
+    with pytest.raises(RecordError, match="not signed"):
+        gate.check(peer(1), forged)
+    late = brief.admit(public(1), NOW_S)[:-72]
+    late += (int(NOW_S) + 11).to_bytes(8, "big") + bytes(64)
+    with pytest.raises(RecordError, match="after the invitation"):
+        gate.check(peer(1), late)
+
+
+# -- admissions
+
+
+def test_an_admission_is_of_one_peer(gate: Gate) -> None:
+    assert gate.check(peer(0), admission(0)) == Admission(INVITATION.id, 2, int(NOW_S))
+    with pytest.raises(RecordError, match="not for it"):
+        gate.check(peer(1), admission(0))
+    assert gate.admission_of(peer(1)) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [None, b"", 7, "text", b"x" * 10_000, admission(0)[:-1], admission(0) + b"x", bytes(186)],
+)
+def test_what_is_no_admission_is_refused(gate: Gate, data: Any) -> None:
+    with pytest.raises(RecordError):
+        gate.check(peer(0), data)
+
+
+def test_any_changed_byte_is_refused(gate: Gate) -> None:
+    good = admission(0)
+    assert len(good) == ADMISSION_BYTES
+    for place in range(len(good)):
+        bad = good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :]
+        with pytest.raises(RecordError):
+            gate.check(peer(0), bad)
+
+
+def test_of_an_invitation_so_many_count_as_it_is_for_and_those_that_came_first(gate: Gate) -> None:
+    for number in range(5):
+        gate.check(peer(number), admission(number, after_s=10 - number))
+    seen = {peer(number) for number in range(5)}
+    assert gate.counted_of(seen) == {peer(4), peer(3)}
+    assert gate.counted_of(seen - {peer(4)}) == {peer(3), peer(2)}
+    alone = admission(9, after_s=20)
+    assert peer(9) in gate.counted_of({peer(0)}, (peer(9), alone))
+    with pytest.raises(AdmissionError, match="all places .* by 2 that came before this peer"):
+        gate.counted_of(seen, (peer(9), alone))
+
+
+def test_whoever_makes_new_identities_all_the_time_runs_out_of_them(gate: Gate) -> None:
+    other = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    gate.check(peer(99), other.admit(public(99), NOW_S))
+    for number in range(IDENTITIES_PER_PLACE * 2):
+        gate.check(peer(number), admission(number))
+    with pytest.raises(RecordError, match="4 times as many peers used .* as it has places: 2"):
+        gate.check(peer(50), admission(50))
+    # A peer that is in stays in, and others are none the worse.
+    gate.check(peer(0), admission(0))
+    assert gate.admission_of(peer(99)) is not None
+    # What such a one has signed with others can still be read.
+    assert gate.check(peer(50), admission(50), even_revoked=True).places == 2
+    assert gate.admission_of(peer(50)) is None
+
+
+def test_a_gate_goes_to_other_processes_with_what_is_revoked(gate: Gate) -> None:
+    gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
+    copy = pickle.loads(pickle.dumps(gate))
+    with pytest.raises(RecordError, match="revoked"):
+        copy.check(peer(0), admission(0))
+
+
+# -- what the operator revokes
+
+
+def test_who_is_revoked_is_out_and_what_it_signed_can_still_be_read(gate: Gate) -> None:
+    heard: list[object] = []
+    gate.check(peer(0), admission(0))
+    gate.listen(lambda who, found: heard.append(who), lambda revoked: heard.append(set(revoked)))
+    assert heard == [peer(0), set()]
+    assert gate.revoke(sign_revocations(RUN, 2, [INVITATION.id], OPERATOR))
+    assert heard[2:] == [{INVITATION.id}]
+    with pytest.raises(RecordError, match="was revoked by the operator"):
+        gate.check(peer(0), admission(0))
+    with pytest.raises(AdmissionError, match="has revoked the invitation"):
+        gate.check_invitation(INVITATION)
+    with pytest.raises(AdmissionError, match="this peer is out: .*revoked"):
+        gate.counted_of((), (peer(0), admission(0)))
+    assert gate.check(peer(0), admission(0), even_revoked=True)
+    assert gate.admitted() == {}
+    # An older list, or the same again, changes nothing.
+    assert not gate.revoke(sign_revocations(RUN, 1, [], OPERATOR))
+    assert gate.revoked == {INVITATION.id}
+
+
+@pytest.mark.parametrize(
+    "envelope",
+    [
+        sign_revocations(RUN, 1, [], STRANGER),
+        sign_revocations("f" * 16, 1, [], OPERATOR),
+        sign_revocations(RUN, 1, ["no id"], OPERATOR),
+        sign_revocations(RUN, 0, [], OPERATOR),
+        sign_revocations(RUN, 1, [f"{n:016x}" for n in range(5000)], OPERATOR),
+        sign_revocations(RUN, 1, [], OPERATOR).replace(b'"version":1', b'"version":2'),
+        sign_revocations(RUN, 1, [], OPERATOR)[:-5],
+        b"[" * 60_000,
+        b"{}",
+        b"",
+        None,
+    ],
+    ids=["stranger", "other run", "ids", "version", "long", "changed", "cut", "deep", "empty", "",
+         "none"],
+)  # fmt: skip
+def test_only_the_operator_revokes(gate: Gate, envelope: Any) -> None:
+    with pytest.raises(RecordError):
+        gate.revoke(envelope)
+    assert gate.envelope is None
+
+
+# -- where it counts: records, certificates, groups, weights
+
+
+def served(gate: Gate) -> HeldRecords:
+    held = HeldRecords(lambda: NOW_S)
+    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
+    return held
+
+
+def store(held: HeldRecords, number: int, content: Any, item: str = "0") -> bool:
+    key_name, subkey = (
+        record_key("peers", RUN, item),
+        record_subkey("peers", RUN, item, public(number)),
+    )
+    value = MSGPackSerializer.dumps(content) + bytes(64)
+    expires_s = NOW_S + 60 + held.record_count
+    return held.store_subkey(DHTID.generate(key_name), subkey, value, expires_s, b"sender")
+
+
+def test_a_node_stores_records_of_the_invited_alone(gate: Gate) -> None:
+    held = served(gate)
+    assert not store(held, 0, {"peer_id": peer(0)})
+    assert not store(held, 0, {"admission": admission(1)})
+    assert not store(held, 0, None)
+    assert not store(held, 0, ["admission"])
+    assert not store(held, 0, {"admission": admission(0), "filler": bytes(3000)})
+    assert store(held, 0, {"admission": admission(0)})
+    assert store(held, 0, None)
+    assert held.record_count == 1
+
+
+def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> None:
+    held = served(gate)
+    assert store(held, 0, {"admission": admission(0)})
+    lists = [sign_revocations(RUN, n, [INVITATION.id] * (n > 1), OPERATOR) for n in (1, 2, 3)]
+    foreign = sign_revocations(RUN, 9, [], STRANGER)
+
+    def keep(version: int, envelope: bytes) -> bool:
+        subkey = record_subkey("revocations", RUN, f"{version:08d}", b"")
+        where = DHTID.generate(record_key("revocations", RUN))
+        return held.store_subkey(where, subkey, MSGPackSerializer.dumps(envelope), NOW_S + 9, b"s")
+
+    assert keep(2, lists[1])
+    assert not keep(1, lists[0])
+    assert not keep(9, foreign)
+    assert not store(held, 1, {"admission": admission(1)})
+    assert keep(3, lists[2])
+    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
+    gate.revoke(lists[2])
+    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
+    assert held.record_count == 1
+
+
+# -- a node's own admission
+
+
+def test_a_node_is_let_in_once_and_remembers_it(gate: Gate, tmp_path: Path) -> None:
+    manifest = verify_manifest(sign_manifest(make_plan(), OPERATOR))
+    me, other = (dataclasses.replace(identity(n), path=tmp_path / "identity.key") for n in (0, 1))
+    with pytest.raises(AdmissionError, match="is by invitation: ask its operator"):
+        admit(gate, me, manifest, NOW_S, None)
+    text = INVITATION.to_text()
+    first = admit(gate, me, manifest, NOW_S, text)
+    assert first == admission(0)
+    assert admit(gate, me, manifest, NOW_S + 5, None) == first
+    assert admit(gate, me, manifest, NOW_S + 5, text) == first
+    # The folder was copied to a machine that has its own identity.
+    with pytest.raises(AdmissionError, match="this peer is not in: .* not for it"):
+        admit(gate, other, manifest, NOW_S, None)
+    assert admit(gate, other, manifest, NOW_S, text) == admission(1)
+    own = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    assert gate.check(peer(1), admit(gate, other, manifest, NOW_S, own.to_text())).places == 1
+    gate.revoke(sign_revocations(RUN, 1, [own.id], OPERATOR))
+    with pytest.raises(AdmissionError, match="was revoked by the operator"):
+        admit(gate, other, manifest, NOW_S, None)
+
+
+def test_an_invitation_is_given_as_such_or_as_a_file(tmp_path: Path) -> None:
+    text, file = INVITATION.to_text(), tmp_path / "invitation.txt"
+    assert given_invitation(None) is None
+    assert given_invitation(None, file) is None
+    file.write_text(f"{text}\n")
+    for said, own in ((text, None), (str(file), None), (None, file)):
+        given = given_invitation(said, own)
+        assert given is not None
+        assert read_invitation(given) == INVITATION
+    for encoding in ("utf-8-sig", "utf-16"):  # as Windows saves it
+        file.write_text(f"{text}\n", encoding=encoding)
+        assert read_invitation(given_invitation(str(file)) or "") == INVITATION
+    file.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(AdmissionError, match="no text with an invitation"):
+        given_invitation(str(file))
+    with pytest.raises(AdmissionError, match="neither an invitation, .* nor a file"):
+        given_invitation(str(tmp_path / "nowhere"))
+    with pytest.raises(AdmissionError, match="paste all"):
+        given_invitation(text[:-3])
+
+
+def test_the_operator_invites_and_revokes(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="holds no manifest"):
+        invite(tmp_path, 1)
+    key_of_run = load_or_create_operator_key(tmp_path / "operator.pem")
+    everybody = opened(make_plan(), key_of_run)
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(everybody, key_of_run))
+    with pytest.raises(ConfigurationError, match="is open"):
+        invite(tmp_path, 1)
+    plan = make_plan()
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(plan, key_of_run))
+    found = read_invitation(invite(tmp_path, 3, expires_days=2.0, name="Ada"))
+    assert (found.terms.run_id, found.terms.places) == (plan.run_id, 3)
+    noted = json.loads((tmp_path / "invitations.jsonl").read_text())
+    assert (noted["id"], noted["name"], noted["peers"]) == (found.id, "Ada", 3)
+    gate = Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes()))
+    assert gate is not None
+    gate.check_invitation(found)
+    assert "1 invitation is revoked (version 1" in revoke(tmp_path, [found.id])
+    assert "2 invitations are revoked (version 2" in revoke(tmp_path, ["a" * 16])
+    assert gate.revoke((tmp_path / "revocations.json").read_bytes())
+    assert gate.revoked == {found.id, "a" * 16}
+    with pytest.raises(ConfigurationError, match="16 hexadecimal digits"):
+        revoke(tmp_path, ["Ada"])
+    with pytest.raises(ManifestError, match="give the operator's key"):
+        invite(tmp_path, 1, operator_key=tmp_path / "lost.pem")
+    load_or_create_operator_key(tmp_path / "other.pem")
+    with pytest.raises(ManifestError, match="is not the key that signed"):
+        invite(tmp_path, 1, operator_key=tmp_path / "other.pem")
+
+
+def test_a_successor_s_folder_has_the_list_and_goes_on_from_it(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    old.mkdir()
+    new.mkdir()
+    keep_revocations(old, new)
+    assert list(new.iterdir()) == []
+    for version, revoked in ((1, "a"), (2, "b")):
+        (old / "revocations.json").write_bytes(
+            sign_revocations(RUN, version, [revoked * 16], OPERATOR)
+        )
+        keep_revocations(old, new)
+    kept = read_revocations((new / "revocations.json").read_bytes())
+    assert (kept.version, kept.revoked) == (1, {"a" * 16}), "what it has is left alone"
+
+
+# -- plans
+
+
+def test_in_an_open_run_everybody_comes_in_by_the_manifest_alone(tmp_path: Path) -> None:
+    plan = opened(make_plan(), OPERATOR, places=2)
+    manifest = verify_manifest(sign_manifest(plan, OPERATOR))
+    gate = Gate.of(manifest)
+    mine = dataclasses.replace(identity(5), path=tmp_path / "identity.key")
+    assert gate.check(peer(5), admit(gate, mine, manifest, NOW_S, None)).places == 2
+    # Another operator's invitation is none, and the run's own id does not depend on its key.
+    strange = opened(make_plan(), STRANGER)
+    with pytest.raises(AdmissionError, match="not signed by the operator"):
+        gate.check_invitation(read_invitation(strange.admission or ""))
+    assert strange.admission_scope == plan.admission_scope
+    assert strange.run_id != plan.run_id
+
+
+def test_who_is_in_stays_in_when_a_run_by_invitation_has_a_successor() -> None:
+    plan = make_plan()
+    gate = Gate.of(verify_manifest(sign_manifest(plan, OPERATOR)))
+    gate.check_invitation(make_invitation(Terms(plan.run_id, 1, 0), OPERATOR))
+    after = plan.model_copy(update={"invitations_of": RUN})
+    successor = Gate.of(verify_manifest(sign_manifest(after, OPERATOR)))
+    assert successor.check(peer(0), admission(0)).places == 2
+
+
+def test_a_list_is_read_as_it_was_signed() -> None:
+    found = read_revocations(sign_revocations(RUN, 3, ["a" * 16, "b" * 16, "a" * 16], OPERATOR))
+    assert (found.run_id, found.version) == (RUN, 3)
+    assert found.revoked == {"a" * 16, "b" * 16}
+    assert peer_id_of_public_key(found.operator_key)
+    assert isinstance(OPERATOR, Ed25519PrivateKey)

@@ -1,0 +1,344 @@
+"""Rows, steps and chains: what is signed, what is refused, and which chain wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.make_plan import make_plan
+from support.peers import RUN, key, peer
+
+from dipaco.modules.grid import Grid
+from dipaco.protocol import chain_book
+from dipaco.protocol.chain import (
+    MAX_ROWS,
+    Row,
+    Step,
+    genesis_name,
+    pack_row,
+    pack_step,
+    sign_row,
+    unpack_row,
+    unpack_step,
+    verify_row,
+)
+from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.record_errors import MAX_COUNT, RecordError
+
+PLAN = make_plan()
+GRID = Grid(PLAN.model, PLAN.grid)
+MODULE, OTHER = "L0.E0", "L0.E1"
+PATHS = GRID.paths_of_module(MODULE)
+GENESIS = genesis_name(RUN, MODULE)
+GREATEST_BYTES = 1000
+
+
+def row(number: int = 0, round_index: int = 0, parent: str = GENESIS, **fields: Any) -> Row:
+    said = {
+        "module": MODULE,
+        "round_index": round_index,
+        "parent": parent,
+        "path": PATHS[number % len(PATHS)],
+        "peer": peer(number),
+        "tokens": 100,
+        "file": f"{number:064x}",
+        "bytes": 10,
+        **fields,
+    }
+    return sign_row(Row(**said), key(number))
+
+
+def step(*numbers: int, on: Step | None = None, round_index: int | None = None) -> Step:
+    """Return a step with the rows of these peers on top of another one or of the genesis."""
+    parent = GENESIS if on is None else on.name
+    after = (0 if on is None else on.round_index + 1) if round_index is None else round_index
+    return Step.of(row(number, after, parent) for number in numbers)
+
+
+def chain(length: int, *numbers: int, on: Step | None = None) -> list[Step]:
+    steps: list[Step] = []
+    for _ in range(length):
+        steps.append(step(*numbers, on=steps[-1] if steps else on))
+    return steps
+
+
+def book(*steps: Step) -> ChainBook:
+    made = ChainBook(RUN, (MODULE, OTHER))
+    assert all(made.add(one) for one in steps)
+    return made
+
+
+# -- rows
+
+
+def verify(one: Row) -> None:
+    verify_row(one, GRID, greatest_bytes=GREATEST_BYTES)
+
+
+def test_a_signed_row_is_good_and_only_its_owner_signs_it() -> None:
+    verify(row())
+    with pytest.raises(ValueError, match="the key is not"):
+        sign_row(row(0), key(1))
+
+
+CHANGES: dict[str, Any] = {
+    "module": "L1.E0",
+    "round_index": 1,
+    "parent": "0" * 64,
+    "path": PATHS[1],
+    "peer": peer(1),
+    "tokens": 101,
+    "file": "f" * 64,
+    "bytes": 11,
+    "signature": bytes(64),
+}
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_every_field_is_signed(field: str) -> None:
+    assert CHANGES.keys() == {field.name for field in dataclasses.fields(Row)}
+    with pytest.raises(RecordError, match="has not signed"):
+        verify(dataclasses.replace(row(), **{field: CHANGES[field]}))
+
+
+def test_every_bit_of_a_signature_counts() -> None:
+    good = row()
+    for position in range(64):
+        forged = bytearray(good.signature)
+        forged[position] ^= 1 << position % 8
+        with pytest.raises(RecordError, match="has not signed"):
+            verify(dataclasses.replace(good, signature=bytes(forged)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"module": "L7.E0"}, "no module"),
+        ({"path": next(p for p in range(4) if p not in PATHS)}, "does not go through"),
+        ({"path": -1}, "does not go through"),
+        ({"round_index": -1}, "of round -1"),
+        ({"round_index": 2**31}, "of round"),
+        ({"tokens": 0}, "of 0 tokens"),
+        ({"tokens": MAX_COUNT + 1}, "tokens"),
+        ({"bytes": 0}, "of 0 bytes"),
+        ({"bytes": GREATEST_BYTES + 1}, "at most 1000 are possible"),
+    ],
+)
+def test_what_cannot_be_is_refused_though_it_is_signed(fields: Any, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        verify(row(**fields))
+
+
+def test_a_row_of_nobody_is_refused() -> None:
+    for nobody in ("", "x" * 52, "Qm" + "1" * 44, peer(0) + "1"):
+        with pytest.raises(RecordError, match="no peer id"):
+            verify(dataclasses.replace(row(), peer=nobody))
+
+
+# -- steps
+
+
+def test_a_step_has_one_name_however_its_rows_came() -> None:
+    rows = [row(number) for number in range(5)]
+    names = {Step.of(order).name for order in itertools.permutations(rows)}
+    assert len(names) == 1
+    # Anybody may have made a signature anew; what is agreed on is what was signed.
+    unsigned = [dataclasses.replace(one, signature=bytes(64)) for one in rows]
+    assert names == {Step.of(unsigned).name}
+
+
+def test_a_name_covers_everything_before_it_and_the_run() -> None:
+    first = step(0, 1)
+    names = [first, step(0), step(0, 2), step(0, 1, round_index=1), step(0, 1, on=first)]
+    assert len({one.name for one in names}) == len(names)
+    for field in ("tokens", "bytes"):
+        assert Step.of([row(0, **{field: 99}), row(1)]).name != first.name
+    assert len({genesis_name(r, m) for r in (RUN, "f" * 16) for m in (MODULE, OTHER)}) == 4
+
+
+def test_rows_that_do_not_belong_together_are_no_step() -> None:
+    for other in (row(1, 1), row(1, parent="0" * 64), row(1, module="L1.E0")):
+        with pytest.raises(ValueError, match="another module, round or parent"):
+            Step.of([row(0), other])
+    with pytest.raises(ValueError, match="a peer has two"):
+        Step.of([row(0), row(0, path=PATHS[1])])
+    with pytest.raises(ValueError, match="1 to 64 rows"):
+        Step.of(row(number) for number in range(MAX_ROWS + 1))
+
+
+# -- the wire
+
+
+def test_the_largest_step_comes_back_as_it_was() -> None:
+    made = Step.of(row(number, 2**31 - 1, tokens=MAX_COUNT) for number in range(MAX_ROWS))
+    packed = msgpack.packb(pack_step(made))
+    assert len(packed) <= 2**15
+    found = unpack_step(msgpack.unpackb(packed))
+    assert (found, found.name) == (made, made.name)
+    # Equality does not look at signatures.
+    assert [one.signature for one in found.rows] == [one.signature for one in made.rows]
+
+
+def test_a_step_has_one_spelling() -> None:
+    packed = pack_step(step(0, 1, 2))
+    for wrong in (packed[::-1], packed[:1] * 2, [], packed * 30, [*packed, pack_row(row(3, 1))]):
+        with pytest.raises(RecordError):
+            unpack_step(wrong)
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=10) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=30,
+)
+
+
+@given(values)
+def test_junk_is_refused_in_one_way(junk: Any) -> None:
+    for unpack in (unpack_row, unpack_step):
+        with pytest.raises(RecordError):
+            unpack(junk)
+
+
+@given(st.integers(0, 8), values)
+def test_a_row_with_a_field_of_junk_is_refused_or_is_not_signed(place: int, junk: Any) -> None:
+    good = row()
+    packed = pack_row(good)
+    packed[place] = junk
+    try:
+        found = unpack_row(packed)
+        verify(found)
+    except RecordError:
+        return
+    assert (found, found.signature) == (good, good.signature)
+
+
+# -- the book
+
+
+def test_a_step_follows_its_parent_in_a_later_round() -> None:
+    first, second = chain(2, 0)
+    empty = book()
+    assert not empty.add(second)
+    assert second.name not in empty
+    assert empty.add(first)
+    assert empty.add(second)
+    assert empty.add(second)
+    link = empty.link(second.name)
+    assert (link.version, link.weight, link.round_index) == (2, 2, 1)
+    with pytest.raises(ValueError, match="round 1 on top of round 1"):
+        empty.add(step(0, on=second, round_index=1))
+    with pytest.raises(ValueError, match=r"a step of L0\.E1 on top of one of L0\.E0"):
+        empty.add(Step.of([row(0, 5, second.name, module=OTHER)]))
+
+
+def test_more_rows_win_over_more_steps_and_then_the_smaller_name() -> None:
+    long, short = chain(3, 0), chain(1, 1, 2, 3, 4)
+    made = book(*long, *short)
+    assert made.heaviest(MODULE).name == short[-1].name
+    assert made.heaviest(OTHER).name == genesis_name(RUN, OTHER)
+    one = step(5, on=long[-1])
+    assert made.add(one)
+    assert made.heaviest(MODULE).name == min(one.name, short[-1].name)
+    # What was refused does not count, nor what stands on it.
+    assert made.heaviest(MODULE, {short[0].name, one.name}).name == long[-1].name
+    assert made.heaviest(MODULE, {short[0].name, long[1].name, one.name}).name == long[0].name
+    assert made.heaviest(MODULE, {short[0].name, long[0].name}).name == GENESIS
+
+
+def test_the_winner_does_not_depend_on_the_order_in_which_steps_came() -> None:
+    trunk = chain(2, 0, 1)
+    steps = [*trunk, *chain(2, 0, on=trunk[0]), *chain(3, 2, on=trunk[1]), *chain(2, 3, 4)]
+    winners = set()
+    for seed in range(20):
+        waiting = list(steps)
+        random.Random(seed).shuffle(waiting)
+        made = book()
+        while waiting:
+            waiting = [one for one in waiting if not made.add(one)]
+        winners.add(made.heaviest(MODULE).name)
+    assert len(winners) == 1
+
+
+def test_where_two_chains_parted() -> None:
+    trunk = chain(3, 0)
+    left, right = chain(2, 1, on=trunk[-1]), chain(4, 2, on=trunk[-1])
+    made = book(*trunk, *left, *right)
+    for one, other in ((left[-1], right[-1]), (right[-1], left[0]), (trunk[-1], left[-1])):
+        assert made.ancestor(one.name, other.name).name == trunk[-1].name
+    assert made.ancestor(left[0].name, GENESIS).name == GENESIS
+    assert made.stands_on(left[-1].name, trunk[0].name)
+    assert made.stands_on(left[-1].name, left[-1].name)
+    assert not made.stands_on(left[-1].name, right[0].name)
+    assert not made.stands_on(trunk[0].name, left[0].name)
+    assert not made.stands_on(left[-1].name, "0" * 64)
+    assert made.steps_between(trunk[0].name, left[-1].name) == (*trunk[1:], *left)
+    with pytest.raises(ValueError, match="does not stand on"):
+        made.steps_between(right[0].name, left[-1].name)
+    assert made.contributors(left[-1].name, 2) == {peer(1)}
+    assert made.contributors(left[-1].name) == {peer(0), peer(1)}
+
+
+@pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 60])
+@pytest.mark.parametrize("common", [0, 1, 7, 60])
+def test_a_locator_finds_where_chains_parted_and_all_after_it_is_told(
+    length: int, common: int
+) -> None:
+    trunk = chain(min(length, common), 0)
+    last = trunk[-1] if trunk else None
+    mine = [*trunk, *chain(length - len(trunk), 1, on=last)]
+    theirs = [*trunk, *chain(25, 2, on=last)]
+    asker, answerer = book(*mine), book(*theirs)
+    locator = asker.locator(mine[-1].name if mine else GENESIS)
+    assert len(locator) <= 10 + 7
+    assert (locator[0], locator[-1]) == (mine[-1].name if mine else GENESIS, GENESIS)
+    told, asked = 0, True
+    while asked:
+        steps, asked = answerer.after(locator, theirs[-1].name, 10)
+        assert steps
+        told += len(steps)
+        assert all(map(asker.add, steps))
+        locator = asker.locator(steps[-1].name)
+    assert asker.stands_on(theirs[-1].name, theirs[0].name)
+    # What is known already is told again only between the names of the locator.
+    assert 25 <= told <= 25 + len(trunk)
+    assert answerer.after(locator, theirs[-1].name, 10) == ((), False)
+    # There is more only behind what was told.
+    assert not answerer.after((theirs[-11].name,), theirs[-1].name, 10)[1]
+    assert answerer.after((theirs[-12].name,), theirs[-1].name, 10)[1]
+
+
+def test_branches_that_nobody_went_on_from_are_forgotten() -> None:
+    trunk = chain(8, 0)
+    old, young = chain(2, 1, on=trunk[1]), chain(1, 1, on=trunk[6])
+    made = book(*trunk, *old, *chain(1, 2, on=old[0]), *young)
+    made.prune(MODULE, trunk[-1].name, 3)
+    assert [one.name in made for one in (*trunk, *young)] == [True] * 9
+    assert not any(one.name in made for one in old)
+    assert made.heaviest(MODULE).name == trunk[-1].name
+    # They may come again.
+    assert all(made.add(one) for one in old)
+
+
+def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain_book, "MOST_SIDE_STEPS", 10)
+    monkeypatch.setattr(chain_book, "KEPT_TIPS", 2)
+    kept, long = chain(2, 0), chain(3, 7, 8, 9)
+    invented = [step(*range(1, number + 2), round_index=0) for number in range(5)]
+    made = book(*kept, *invented, *long)
+    assert not made.trim(MODULE, {kept[-1].name})
+    made.add(step(6))
+    assert made.trim(MODULE, {kept[-1].name})
+    assert [one.name in made for one in invented] == [False] * 4 + [True]
+    assert all(one.name in made for one in (*kept, *long))
+    assert made.heaviest(MODULE).name == long[-1].name
+    assert made.heaviest(MODULE, {invented[-1].name, long[0].name}).name == kept[-1].name
+    assert made.heaviest(OTHER).version == 0

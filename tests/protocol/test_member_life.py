@@ -1,0 +1,432 @@
+"""The life of a member around its outer rounds: to begin, to rest, to leave, and to keep copies."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.make_plan import make_plan
+
+from dipaco.modules.config import GridConfig
+from dipaco.modules.grid import Grid
+from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.coverage import bucket_count as bucket_count_of
+from dipaco.protocol.keeping import keepers
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.knowledge import MemberSettings
+from dipaco.protocol.member.member import Member
+from dipaco.protocol.records import Claim, Holding, PeerRecord, refresh_period_s
+from dipaco.protocol.view import SwarmView
+
+MODULE, DURATION_S = "L0.E0", 1000.0
+
+
+def name(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Life:
+    """A member of a run of paths with a module each, and what it wanted."""
+
+    def __init__(self, me: str = "A", paths: int = 2, *, holds: bool = False, **settings: Any):
+        plan = make_plan(duration_s=DURATION_S, grid=GridConfig(modules_per_level=(paths,)))
+        self.plan, self.grid, self.me = plan, Grid(plan.model, plan.grid), me
+        genesis = ChainBook(plan.run_id, [MODULE]).genesis(MODULE)
+        row = Row(MODULE, 5, genesis, 0, "A", 10, name("file"), 100)
+        self.step = Step.of([row])
+        self.head = Head(MODULE, self.step.name, 1, 1, 5, name("state"), 10)
+        given = {"steps": [self.step], "held": [self.head]} if holds else {}
+        self.member = Member(MemberSettings(me, **settings), plan, self.grid, **given)
+        self.now_s = plan.start_s + 6.3 * DURATION_S
+        self.wanted: list[a.Action] = []
+        self.silent: set[type[a.Action]] = set()
+        """What is not answered."""
+        self.others: dict[str, int | None] = {}
+        """Peers in sight, each with the path that it trains, or None."""
+        self.holdings: list[Holding] = []
+        self.said = a.Say("serving", None, 0.0, "", False)
+
+    def see(self, *, is_answer: bool = False) -> None:
+        """Let it read the swarm."""
+        claims, peers = {}, {}
+        known = {p: (n, "training", self.plan.start_s) for p, n in self.others.items()}
+        mine = {self.me: (self.said.path, self.said.state, self.said.since_s)}
+        for peer, (path, state, since_s) in {**known, **mine}.items():
+            said = {"peer_id": peer, "path": path, "state": state, "reachable": "direct"}
+            peers[peer] = PeerRecord.model_construct(**said)
+            if path is not None:
+                more = {"since_s": since_s, "round": 0, "pinned": False}
+                claims[peer] = Claim.model_construct(**said, **more)
+        view = SwarmView(
+            now_s=self.now_s,
+            claims=claims,
+            peers=peers,
+            holdings={MODULE: tuple(self.holdings)},
+            duration_s=DURATION_S,
+        )
+        self.tell(e.Viewed(view, is_answer))
+
+    def tell(self, event: e.Event) -> list[a.Action]:
+        """Hand an event over, and answer what is wanted; returns all that was."""
+        found = self.member.handle(event, self.now_s)
+        self.wanted += found
+        for action in found:
+            if type(action) not in self.silent:
+                match action:
+                    case a.Look():
+                        self.see(is_answer=True)
+                    case a.Watch(scope=scope):
+                        self.watched = scope
+                    case a.Say():
+                        self.said = action
+                    case a.Ask():
+                        self.tell(e.Failed(action, "it is silent"))
+                    case a.FetchPath():
+                        self.tell(e.PathReady(action.path))
+                    case a.FetchState(head=head):
+                        here = replace(head, digest=name(head.step), bytes=100)
+                        self.tell(e.StateHere(head.module, here))
+                    case a.Publish():
+                        self.tell(e.Failed(action, "nothing was trained", is_final=True))
+        return found
+
+    def live(self, seconds: float, step_s: float = 0.5) -> None:
+        """Let time pass, turn by turn."""
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            self.now_s += step_s
+            self.tell(e.Turn())
+
+    def take(self, kind: type[a.Action]) -> list[Any]:
+        """Return what was wanted of this kind since the last time, and forget all."""
+        found, self.wanted = [w for w in self.wanted if isinstance(w, kind)], []
+        return found
+
+    def has(self, kind: type[a.Action]) -> bool:
+        """Tell whether something of this kind was wanted since."""
+        return any(isinstance(action, kind) for action in self.wanted)
+
+    def begun(self) -> Life:
+        """Let it begin to train."""
+        self.live(5.0)
+        assert self.take(a.StartPath)
+        return self
+
+
+def test_a_newcomer_gives_way_to_a_peer_that_was_on_the_path_before() -> None:
+    life = Life()
+    life.tell(e.Turn())
+    first = life.said.path
+    life.others = {"B": first}
+    life.live(5.0)
+    assert [start.path != first for start in life.take(a.StartPath)] == [True]
+
+
+def test_a_shard_that_nobody_gives_is_asked_for_again_and_then_left_to_others() -> None:
+    life = Life()
+    life.silent = {a.FetchPath}
+    life.live(3.0)
+    (first,) = life.take(a.FetchPath)
+    life.tell(e.Failed(first, "nobody has it"))
+    life.live(4.0)
+    assert life.take(a.FetchPath) == [first]
+    life.live(120.0)
+    assert life.take(a.FetchPath)[0].path != first.path
+    life.live(4000.0)
+    assert life.take(a.Left), "no wait is endless"
+
+
+def test_a_state_on_its_way_is_waited_for_longer() -> None:
+    life = Life()
+    life.silent = {a.FetchState}
+    life.live(200.0)
+    assert life.take(a.Warn) == []
+    life.silent = set()
+    life.live(5.0)
+    assert life.take(a.Left) == []
+
+
+def test_it_leaves_after_as_many_rounds_as_its_owner_wants() -> None:
+    life = Life(max_rounds=1).begun()
+    life.live(0.9 * DURATION_S, 5.0)
+    assert life.take(a.Left)
+    assert life.member.rounds_done == 1
+
+
+def test_a_pause_is_one_whatever_more_reasons_come() -> None:
+    life = Life().begun()
+    for reason in ("battery", "disk"):
+        life.tell(e.PauseWanted(reason))
+        life.live(5.0)
+    assert len(life.take(a.Pause)) == 1
+    life.tell(e.PauseWanted(""))
+    life.live(5.0)
+    assert life.take(a.StartPath)
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_peer_goes_on_in_a_successor_unless_its_owner_wants_otherwise(follows: bool) -> None:
+    life = Life(holds=True, pinned=0, follows=follows).begun()
+    life.others = {"B": None}
+    life.tell(e.SuccessorReady())
+    life.see()
+    life.take(a.Tell)
+    life.live(DURATION_S, 5.0)
+    assert not any(getattr(action, "keep", False) for action in life.wanted)
+    assert [left.to_successor for left in life.take(a.Left)] == [True] * follows
+
+
+def test_others_have_time_to_take_over_what_a_peer_alone_holds() -> None:
+    life = Life(holds=True, pinned=0).begun()
+    life.others = {"B": None}
+    life.see()
+    life.tell(e.LeaveWanted())
+    life.live(3.5)
+    assert life.take(a.Left) == []
+    life.live(4.0)
+    assert life.take(a.Left)
+
+
+def test_no_more_modules_are_followed_for_others_than_a_bound_and_silent_ones_are_forgotten() -> (
+    None
+):
+    life = Life(paths=300, trains=False)
+    for module in life.grid.modules():
+        life.tell(e.Told("B", module))
+    assert len(life.member.strands) == 256
+    life.now_s += 6 * DURATION_S
+    life.see()
+    assert life.member.strands == {}
+
+
+@pytest.mark.parametrize(("left", "contributes"), [(0.7, True), (0.98, False)])
+def test_a_peer_that_leaves_contributes_what_it_trained_in_the_round(
+    left: float, contributes: bool
+) -> None:
+    life = Life()
+    life.now_s = life.plan.start_s + (7.0 - left) * DURATION_S
+    life.begun()
+    life.tell(e.LeaveWanted())
+    assert bool(life.take(a.Publish)) is contributes
+
+
+def test_a_peer_with_few_neighbours_reads_more_of_a_large_run_and_looks_after_its_dwell() -> None:
+    life = Life(paths=130, pinned=None).begun()
+    bucket_count = bucket_count_of(130)
+    home = (life.said.path or 0) % bucket_count
+    life.others = {f"peer {n}": home + n * bucket_count for n in range(10)}
+    seen = []
+    for others in ({}, life.others):
+        life.others = dict(others)
+        life.see()
+        life.see()
+        seen.append(len(life.watched.buckets))
+    assert seen == [bucket_count, 1]
+    life.take(a.Look)
+    life.live(DURATION_S, 5.0)
+    assert life.take(a.Look) == []
+    life.live(DURATION_S, 5.0)
+    assert life.take(a.Look)
+
+
+# -- copies
+
+
+def test_as_many_are_asked_to_keep_a_copy_as_are_missing() -> None:
+    life = Life(holds=True, pinned=0).begun()
+    life.others = dict.fromkeys("BCDEFG")
+
+    def asked() -> tuple[str, ...]:
+        life.see()
+        return tuple(peer for tell in life.take(a.Tell) if tell.keep for peer in tell.peers)
+
+    first = asked()
+    assert len(first) == 2, "of three copies one is here"
+    assert asked() == (), "they may be fetching it"
+    stale = replace(life.head, round_index=2, step=name("old"))
+    life.holdings = [Holding(first[0], life.head), Holding(first[1], stale)]
+    life.now_s += 4 * refresh_period_s(life.plan.rounds)
+    assert len(asked()) == 1
+    life.holdings = [Holding(peer, life.head) for peer in first]
+    life.now_s += 4 * refresh_period_s(life.plan.rounds)
+    assert asked() == ()
+
+
+def test_a_peer_keeps_so_many_copies_for_others_and_no_more() -> None:
+    life = Life(paths=70, trains=False)
+    life.silent, life.others = {a.FetchState}, {"B": None}
+    life.see()
+    for module in life.grid.modules():
+        life.tell(e.Told("B", module, keep=True))
+    assert len(life.take(a.FetchState)) == 64
+
+
+PEERS = [f"peer {number}" for number in range(30)]
+NEAREST, *_, FARTHEST = keepers(MODULE, PEERS, len(PEERS))
+
+
+@pytest.mark.parametrize(("me", "keeps"), [(NEAREST, True), (FARTHEST, False)])
+def test_the_next_peers_in_rendezvous_order_keep_what_they_are_asked_to(
+    me: str, keeps: bool
+) -> None:
+    life = Life(me, trains=False)
+    life.others, life.holdings = dict.fromkeys(PEERS), [Holding("B", life.head)]
+    life.see()
+    life.tell(e.Told("B", MODULE, steps=(life.step,), keep=True))
+    assert bool(life.take(a.FetchState)) is keeps
+
+
+@pytest.mark.parametrize("others", [2, 3])
+def test_a_copy_that_is_not_a_peer_s_to_keep_is_dropped_once_enough_others_have_one(
+    others: int,
+) -> None:
+    life = Life(FARTHEST, holds=True, trains=False)
+    life.others = dict.fromkeys(PEERS)
+    life.holdings = [Holding(peer, life.head) for peer in PEERS if peer != FARTHEST][:others]
+    life.see()
+    assert bool(life.take(a.Drop)) is (others == 3)
+
+
+def chain_on(parent: Step, *rounds: int) -> list[Step]:
+    """Steps of B alone, one on the other."""
+    found = [parent]
+    for index in rounds:
+        file = name(f"B {index}")
+        found.append(Step.of([Row(MODULE, index, found[-1].name, 0, "B", 10, file, 4)]))
+    return found
+
+
+def head_of(steps: list[Step]) -> Head:
+    number = len(steps)
+    return Head(MODULE, steps[-1].name, number, number, steps[-1].round_index, name("B"), 10)
+
+
+def test_a_copy_that_is_on_its_way_does_not_let_its_keeper_begin_with_the_genesis() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask, a.FetchState}, {"B": 0}
+    life.holdings = [Holding("B", life.head)]
+    life.see()
+    steps = chain_on(life.step, 6)
+    life.tell(e.Told("B", MODULE, steps=steps[1:], keep=True))
+    for fetch in life.take(a.FetchState):
+        life.tell(e.StateHere(MODULE, replace(fetch.head, digest=name("genesis"), bytes=100)))
+    life.tell(e.Answered("B", MODULE, tuple(steps), held=head_of(steps)))
+    life.live(60.0)
+    assert not life.has(a.StartPath)
+
+
+def test_a_newcomer_waits_for_who_told_of_a_chain_and_does_not_begin_with_a_genesis_held() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask}, {"B": 0, "C": None}
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    genesis = Head(MODULE, life.step.parent, 0, 0, -1, name("genesis"), 10)
+    life.holdings = [Holding("C", genesis)]
+    life.live(3.0)
+    life.tell(e.Told("B", MODULE, steps=tuple(steps)))
+    for ask in life.take(a.Ask):
+        life.tell(e.Failed(ask, "it is silent"))
+    life.live(1.0)
+    assert [ask.peer for ask in life.take(a.Ask)] == ["B"]
+    life.tell(e.Answered("B", MODULE, held=head_of(steps)))
+    life.live(1.0)
+    assert {fetch.head.step for fetch in life.take(a.FetchState)} == {steps[-1].name}
+
+
+def test_a_copy_that_nobody_was_known_to_hold_is_fetched_when_its_path_is_begun() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask}, {"B": 0}
+    life.see()
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    life.tell(e.Told("B", MODULE, steps=tuple(steps), keep=True))
+    for ask in life.take(a.Ask):
+        life.tell(e.Failed(ask, "it is silent"))
+    life.holdings = [Holding("B", head_of(steps))]
+    life.live(8.0)
+    assert steps[-1].name in [fetch.head.step for fetch in life.take(a.FetchState)]
+
+
+def test_a_newcomer_fetches_what_is_held_of_a_chain_whose_newest_states_nobody_says_to_hold() -> (
+    None
+):
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask}, {"B": 0}
+    life.holdings = [Holding("B", life.head)]
+    life.live(3.0)
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    life.tell(e.Answered("B", MODULE, tuple(steps), held=head_of(steps[:4])))
+    assert [fetch.head.step for fetch in life.take(a.FetchState)] == [steps[3].name]
+
+
+def test_a_copy_of_a_chain_that_has_hardly_begun_is_computed_and_nobody_is_believed() -> None:
+    life = Life(NEAREST, trains=False)
+    life.others, life.holdings = dict.fromkeys(PEERS), [Holding("B", life.head)]
+    life.see()
+    life.tell(e.Told("B", MODULE, steps=(life.step,), keep=True))
+    assert life.has(a.Gather)
+    assert [fetch.head.version for fetch in life.take(a.FetchState)] == [0]
+
+
+def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top_of_it() -> None:
+    life = Life(pinned=0)
+    life.silent, life.others = {a.Ask, a.FetchState}, {"B": 0}
+    life.holdings = [Holding("B", life.head)]
+    life.live(3.0)
+    steps = chain_on(life.step, 6, 7, 8, 9)
+    held = head_of(steps[:4])
+    life.tell(e.Answered("B", MODULE, tuple(steps[:4]), held=held))
+    life.live(30.0)
+    life.tell(e.Told("B", MODULE, steps=steps[4:]))
+    life.holdings = [Holding("B", head_of(steps))]
+    life.see()
+    life.live(30.0)
+    (fetch,) = life.take(a.FetchState)
+    life.tell(e.StateHere(MODULE, replace(held, bytes=100)))
+    life.tell(e.Checked(MODULE, held.step, 3.0, 3.0))
+    assert (fetch.head.step, life.has(a.Gather)) == (held.step, True)
+
+
+# -- what is taken
+
+
+def test_a_state_that_most_others_computed_otherwise_is_fetched_from_them_once() -> None:
+    life = Life(holds=True, pinned=0).begun()
+    life.silent = {a.FetchState}
+    life.others = dict.fromkeys("BC", 0)
+    other = replace(life.head, digest=name("other"))
+    for holders in ("B", "BC", "BC"):
+        life.holdings = [Holding(peer, other) for peer in holders]
+        life.see()
+    (fetch,) = life.take(a.FetchState)
+    assert (fetch.head.digest, fetch.holders) == (other.digest, ("B", "C"))
+
+
+@pytest.mark.parametrize(("file_bytes", "wanted"), [(4, a.Gather), (6, a.FetchState)])
+def test_the_fewer_bytes_are_fetched(file_bytes: int, wanted: type[a.Action]) -> None:
+    """The state has 10 bytes."""
+    life = Life(holds=True, pinned=0).begun()
+    life.silent = {a.FetchState}
+    life.others = dict.fromkeys("BC", 0)
+    rows = [Row(MODULE, 6, life.step.name, 0, peer, 10, name(peer), file_bytes) for peer in "BC"]
+    step = Step.of(rows)
+    life.holdings = [Holding("B", Head(MODULE, step.name, 2, 3, 6, name("next"), 10))]
+    life.see()
+    life.now_s += 2 * DURATION_S
+    life.tell(e.Told("B", MODULE, steps=(step,)))
+    assert [kind for kind in (a.Gather, a.FetchState) if life.has(kind)] == [wanted]
+
+
+def test_a_step_that_few_have_made_is_checked_before_it_is_taken() -> None:
+    life = Life(holds=True, pinned=0).begun()
+    life.others = dict.fromkeys("BC", 0)
+    row = Row(MODULE, 6, life.step.name, 0, "B", 10, name("B"), 4)
+    step = Step.of([row])
+    life.see()
+    life.now_s += 2 * DURATION_S
+    life.tell(e.Told("B", MODULE, steps=(step,)))
+    life.tell(e.Gathered(MODULE, row.file))
+    life.tell(e.StateHere(MODULE, Head(MODULE, step.name, 2, 2, 6, name("next"), 10)))
+    assert (life.has(a.Check), life.has(a.Adopt)) == (True, False)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.routing.balancing import balance_biases, nearest_centroids, squared_distances
+from dipaco.routing.routers import KMeansRouter, Prefixes, load_router
+
+
+def _blobs(counts: list[int], width: int = 6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    centres = generator.normal(size=(len(counts), width)) * 60
+    labels = np.repeat(np.arange(len(counts)), counts)
+    points = centres[labels] + generator.normal(size=(len(labels), width))
+    return points.astype(np.float32), labels
+
+
+def test_finds_separated_clusters() -> None:
+    points, labels = _blobs([50, 400, 20, 100])
+    routes = KMeansRouter.fit(points, 4, seed=3).route(Prefixes(points))
+    assert len({(int(a), int(b)) for a, b in zip(labels, routes, strict=True)}) == 4
+
+
+def test_scale_of_a_feature_does_not_matter() -> None:
+    points, _ = _blobs([50, 40, 60])
+    stretched = points * np.float32([1e4, 1, 1, 1, 1e-3, 1]) + np.float32(5)
+    first = KMeansRouter.fit(points, 3, seed=0).route(Prefixes(points))
+    second = KMeansRouter.fit(stretched, 3, seed=0).route(Prefixes(stretched))
+    assert len(set(zip(first.tolist(), second.tolist(), strict=True))) == 3
+
+
+@pytest.mark.parametrize("paths", [2, 4, 8, 16])
+def test_balanced_loads(paths: int) -> None:
+    generator = np.random.default_rng(paths)
+    points = generator.normal(size=(4000, 12)) ** 3  # skewed, as hidden states are
+    weights = generator.integers(20, 400, 4000)
+    train, unseen = np.arange(4000) < 3000, np.arange(4000) >= 3000
+    router = KMeansRouter.fit(points[train], paths, seed=0, balanced=True, weights=weights[train])
+    loads = np.bincount(
+        router.route(Prefixes(points[train])), weights=weights[train], minlength=paths
+    )
+    assert np.abs(loads / loads.mean() - 1).max() < 0.05
+    held = np.bincount(
+        router.route(Prefixes(points[unseen])), weights=weights[unseen], minlength=paths
+    )
+    assert held.min() > 0.4 * held.mean()
+    plain = KMeansRouter.fit(points[train], paths, seed=0)
+    uneven = np.bincount(
+        plain.route(Prefixes(points[train])), weights=weights[train], minlength=paths
+    )
+    assert np.abs(uneven / uneven.mean() - 1).max() > np.abs(loads / loads.mean() - 1).max()
+
+
+def test_balance_keeps_the_structure() -> None:
+    points, labels = _blobs([300, 300, 300, 300])
+    routes = KMeansRouter.fit(points, 4, seed=0, balanced=True).route(Prefixes(points))
+    assert len({(int(a), int(b)) for a, b in zip(labels, routes, strict=True)}) == 4
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+@settings(max_examples=30, deadline=None)
+def test_biases_never_make_loads_worse(seed: int, columns: int) -> None:
+    generator = np.random.default_rng(seed)
+    distances = generator.exponential(size=(60, columns)) * generator.exponential(size=columns)
+    weights = generator.integers(1, 50, 60).astype(float)
+
+    def excess(biases: np.ndarray) -> float:
+        nearest = np.argmin(distances + biases, axis=1)
+        loads = np.bincount(nearest, weights=weights, minlength=columns)
+        return float(np.abs(loads - weights.sum() / columns).max())
+
+    biases = balance_biases(distances, weights)
+    assert abs(biases.sum()) < 1e-6 * max(1.0, np.abs(biases).max())
+    assert excess(biases) <= excess(np.zeros(columns))
+    assert excess(biases) <= 50  # one heavy point at most
+
+
+def test_distances() -> None:
+    points, _ = _blobs([10, 10])
+    expected = ((points[:, None, :] - points[None, :3, :]) ** 2).sum(-1)
+    np.testing.assert_allclose(squared_distances(points, points[:3]), expected, atol=1e-2)
+    assert nearest_centroids(points[:3], points[:3]).tolist() == [0, 1, 2]
+
+
+def test_same_seed_same_bytes_and_round_trip() -> None:
+    points, _ = _blobs([100, 30, 60])
+    first, second = (KMeansRouter.fit(points, 3, seed=4, balanced=True) for _ in range(2))
+    assert first.to_bytes() == second.to_bytes()
+    loaded = load_router(first.to_bytes())
+    assert loaded.to_bytes() == first.to_bytes()
+    assert (loaded.path_count, loaded.feature_size, loaded.kind) == (3, 6, "kmeans")
+    assert loaded.route(Prefixes(points)).tolist() == first.route(Prefixes(points)).tolist()
+    assert loaded.route(Prefixes(points)).dtype == np.int64
+    costs = loaded.costs(Prefixes(points))
+    assert np.argmin(costs, axis=1).tolist() == loaded.route(Prefixes(points)).tolist()
+
+
+def test_too_few_documents() -> None:
+    with pytest.raises(ConfigurationError, match="at least 5 different beginnings"):
+        KMeansRouter.fit(np.ones((30, 4), np.float32), 5)
+
+
+def test_wrong_features() -> None:
+    points, _ = _blobs([20, 20])
+    router = KMeansRouter.fit(points, 2)
+    with pytest.raises(IntegrityError, match="width 6"):
+        router.route(Prefixes(points[:, :5]))
+    with pytest.raises(IntegrityError, match="finite"):
+        router.route(Prefixes(np.full((1, 6), np.nan, np.float32)))
+
+
+def test_broken_files() -> None:
+    points, _ = _blobs([20, 20])
+    router = KMeansRouter.fit(points, 2)
+    data = router.to_bytes()
+    arrays = router.arrays()
+
+    def file(header: object, **changes: np.ndarray) -> bytes:
+        return safetensors.numpy.save({**arrays, **changes}, {"router": json.dumps(header)})
+
+    good = {"format": "dipaco-router/1", "kind": "kmeans"}
+    assert load_router(file(good)).path_count == 2
+    for broken in [
+        b"", b"\xff" * 7, b"\xff" * 100, data[:-5], data[:40],
+        safetensors.numpy.save(arrays), file([]), file({"format": "other"}),
+        file(good, centroids=arrays["centroids"][:, :3]),
+        file(good, centroids=arrays["centroids"] * np.nan),
+        file(good, biases=np.zeros(5)), file(good, scale=-arrays["scale"]),
+        file(good, centroids=np.zeros(3)),
+        file(good, centroids=np.zeros((0, 6)), biases=np.zeros(0)),
+    ]:  # fmt: skip
+        with pytest.raises(IntegrityError):
+            load_router(broken)
+    with pytest.raises(IntegrityError, match=r"kind 'oracle'.*knows.* kmeans"):
+        load_router(file({"format": "dipaco-router/1", "kind": "oracle"}))

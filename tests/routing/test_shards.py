@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import CorpusError, IntegrityError
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.modules.plan import ShardIndex
+from dipaco.routing.corpus import Document
+from dipaco.routing.shards import Beginnings, ShardBuilder
+from dipaco.routing.token_corpus import (
+    TokenCorpus,
+    TokenCorpusWriter,
+    encoded,
+    write_token_corpora,
+)
+from dipaco.routing.token_files import check_tokens, open_tokens, scoring_windows
+from dipaco.routing.tokenizer import Tokenizer
+
+LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
+
+
+class LetterTokenizer(Tokenizer):
+    """One token for every character."""
+
+    vocabulary_size = VOCABULARY
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def document_tokens(self, text: str) -> list[int]:
+        self.calls += 1
+        return [BEGIN_TOKEN, *(ord(letter) for letter in text), END_TOKEN]
+
+    def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+        return [self.document_tokens(text) for text in texts]
+
+
+class FirstLetterRouter:
+    """Routes by the first character, and can die after some chunks."""
+
+    def __init__(self, chunks: int = 10**9) -> None:
+        self.chunks = chunks
+        self.documents = 0
+
+    def __call__(self, beginnings: Beginnings) -> np.ndarray:
+        self.chunks -= 1
+        if self.chunks < 0:
+            raise KeyboardInterrupt
+        self.documents += len(beginnings.tokens)
+        assert len(beginnings.labels) == len(beginnings.tokens)
+        assert max(len(tokens) for tokens in beginnings.tokens) <= PREFIX
+        best = np.array([int(tokens[1]) % PATHS for tokens in beginnings.tokens], dtype=np.int64)
+        return (best[:, None] + np.arange(beginnings.paths)[None, :]) % PATHS
+
+
+def _documents(count: int = 90) -> list[tuple[Document, bool]]:
+    generator = random.Random(0)
+    texts = [
+        "".join(generator.choices("abcdefgh", k=generator.randint(1, 60))) for _ in range(count)
+    ]
+    return [(Document(text, text[0]), number % 5 == 0) for number, text in enumerate(texts)]
+
+
+def _encode(tokenizer: LetterTokenizer | None = None) -> Any:
+    return functools.partial(encoded, tokenizer=tokenizer or LetterTokenizer())
+
+
+def _corpora(folder: Path, documents: list[tuple[Document, bool]]) -> list[TokenCorpus]:
+    writers = [TokenCorpusWriter(folder / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    for _ in write_token_corpora(documents, _encode(), *writers, chunk_documents=7):
+        pass
+    return [TokenCorpus(folder / part, VOCABULARY) for part in ("t", "v")]
+
+
+def _builder(folder: Path, inputs: str = "inputs") -> ShardBuilder:
+    return ShardBuilder(folder, PREFIX, PATHS, LENGTH, VOCABULARY, inputs, chunk_documents=8)
+
+
+def _build(tmp_path: Path, name: str = "shards") -> tuple[ShardIndex, BlobStore]:
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    builder = _builder(tmp_path / name)
+    builder.build(train, validation, FirstLetterRouter())
+    blobs = BlobStore(tmp_path / "blobs")
+    return builder.finish(blobs), blobs
+
+
+def test_token_corpus_holds_the_documents(tmp_path: Path) -> None:
+    documents = _documents()
+    for held_out, corpus in zip((False, True), _corpora(tmp_path, documents), strict=True):
+        expected = [document for document, flag in documents if flag == held_out]
+        assert len(corpus) == len(expected)
+        for index, document in enumerate(expected):
+            assert corpus.document(index).tolist() == LetterTokenizer().document_tokens(
+                document.text
+            )
+            assert corpus.label_name(index) == document.label
+        assert corpus.lengths().tolist() == [len(d.text) + 2 for d in expected]
+        rows = corpus.rows(LENGTH)
+        assert rows.reshape(-1).tolist() == corpus.tokens[: rows.size].tolist()
+    with pytest.raises(CorpusError, match="less than one sequence"):
+        corpus.rows(10**6)
+
+
+@pytest.mark.parametrize("torn", ["", "tokens.bin", "labels.bin"])
+def test_token_corpus_goes_on_after_a_kill(tmp_path: Path, torn: str) -> None:
+    documents = _documents()
+
+    def dying() -> Iterator[tuple[Document, bool]]:
+        yield from documents[:40]
+        raise KeyboardInterrupt
+
+    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    with pytest.raises(KeyboardInterrupt):
+        for _ in write_token_corpora(dying(), _encode(), *writers, chunk_documents=7):
+            pass
+    if torn:  # as if killed between writing a file and counting it
+        with open(tmp_path / "a" / "t" / torn, "ab") as file:
+            file.write(b"half a chunk")
+    tokenizer = LetterTokenizer()
+    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    for _ in write_token_corpora(documents, _encode(tokenizer), *writers, chunk_documents=11):
+        pass
+    assert tokenizer.calls == len(documents) - 35  # five whole chunks were not done again
+    _corpora(tmp_path / "b", documents)
+    for part in ("t", "v"):
+        for name in ("tokens.bin", "ends.bin", "labels.bin"):
+            first, second = (tmp_path / run / part / name for run in ("a", "b"))
+            assert first.read_bytes() == second.read_bytes()
+
+
+def test_other_inputs_begin_anew(tmp_path: Path) -> None:
+    _corpora(tmp_path, _documents())
+    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 72
+    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "other").documents == 0
+
+
+def test_a_shortened_file_begins_anew(tmp_path: Path) -> None:
+    _corpora(tmp_path, _documents())
+    with open(tmp_path / "t" / "tokens.bin", "ab") as file:
+        file.truncate(20)
+    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 0
+
+
+def test_shards_hold_each_token_once(tmp_path: Path) -> None:
+    index, blobs = _build(tmp_path)
+    for path in range(PATHS):
+        shard = index.paths[path]
+        mine = [(d, v) for d, v in _documents() if ord(d.text[0]) % PATHS == path]
+        train = open_tokens(blobs.path(shard.train_sha256), LENGTH, VOCABULARY)
+        flat = [t for d, v in mine if not v for t in LetterTokenizer().document_tokens(d.text)]
+        assert train.reshape(-1)[: len(flat)].tolist() == flat
+        assert (train.reshape(-1)[len(flat) :] == PAD_TOKEN).all()
+        assert len(train) == shard.train_sequences == -(-len(flat) // LENGTH)
+        assert shard.train_documents == sum(not v for _, v in mine)
+        held = open_tokens(blobs.path(shard.validation_sha256), LENGTH, VOCABULARY)
+        windows = [
+            scoring_windows(LetterTokenizer().document_tokens(d.text), LENGTH, PREFIX)
+            for d, v in mine if v
+        ]  # fmt: skip
+        assert np.array_equal(held, np.concatenate(windows))
+        assert shard.validation_sequences == len(held)
+
+
+def test_overlapping_shards(tmp_path: Path) -> None:
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    blobs = BlobStore(tmp_path / "blobs")
+    plain, _ = _build(tmp_path)
+    builder = ShardBuilder(
+        tmp_path / "two", PREFIX, PATHS, LENGTH, VOCABULARY, "two", train_paths=2,
+        chunk_documents=8,
+    )  # fmt: skip
+    builder.build(train, validation, FirstLetterRouter())
+    index = builder.finish(blobs)
+    for path in range(PATHS):
+        assert index.paths[path].validation_sha256 == plain.paths[path].validation_sha256
+        mine = [d for d, v in _documents() if not v and (path - ord(d.text[0])) % PATHS < 2]
+        flat = [t for d in mine for t in LetterTokenizer().document_tokens(d.text)]
+        tokens = open_tokens(blobs.path(index.paths[path].train_sha256), LENGTH, VOCABULARY)
+        assert tokens.reshape(-1)[: len(flat)].tolist() == flat
+        assert index.paths[path].train_documents == len(mine)
+        summary = builder.summaries()[path]
+        assert sum(summary.label_tokens.values()) == summary.train_tokens == len(flat)
+
+
+def test_chunks_are_bounded_in_tokens(tmp_path: Path) -> None:
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    expected, _ = _build(tmp_path)
+    builder = ShardBuilder(
+        tmp_path / "s", PREFIX, PATHS, LENGTH, VOCABULARY, "inputs", chunk_tokens=100
+    )
+    seen: list[int] = []
+    builder.build(
+        train, validation, FirstLetterRouter(), progress=lambda done, total: seen.append(done)
+    )
+    for first, last in zip([0, *seen], seen, strict=False):
+        lengths = [*train.lengths(), *validation.lengths()][first:last]
+        assert sum(lengths) <= 100 or len(lengths) == 1
+    assert len(seen) > 20
+    assert builder.finish(BlobStore(tmp_path / "other")) == expected
+
+
+@pytest.mark.parametrize("chunks", [1, 4, 9, 11])
+def test_builder_goes_on_after_a_kill(tmp_path: Path, chunks: int) -> None:
+    expected, _ = _build(tmp_path)
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    with pytest.raises(KeyboardInterrupt):
+        _builder(tmp_path / "s").build(train, validation, FirstLetterRouter(chunks))
+    with open(tmp_path / "s" / "train-00001.bin", "ab") as file:
+        file.write(b"half a chunk")
+    router = FirstLetterRouter()
+    seen: list[tuple[int, int]] = []
+    builder = _builder(tmp_path / "s")
+    builder.build(
+        train, validation, router, progress=lambda done, total: seen.append((done, total))
+    )
+    assert router.documents == len(train) + len(validation) - min(
+        chunks * 8, 72 + max(0, chunks - 9) * 8
+    )
+    assert seen[-1] == (90, 90)
+    assert builder.finish(BlobStore(tmp_path / "other")) == expected
+
+
+def test_finished_builder_repeats_its_answer(tmp_path: Path) -> None:
+    index, blobs = _build(tmp_path)
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    builder = _builder(tmp_path / "shards")
+    builder.build(train, validation, FirstLetterRouter(chunks=0))
+    assert builder.finish(blobs) == index
+    assert sum(s.train_documents for s in builder.summaries()) == 72
+    assert builder.summaries()[0].labels[0][1] <= 1.0
+    fresh = _builder(tmp_path / "shards", inputs="other")
+    fresh.build(train, validation, FirstLetterRouter())
+    assert fresh.finish(blobs) == index
+
+
+def test_a_last_row_of_one_token_is_left_out(tmp_path: Path) -> None:
+    documents = [(Document("c" * (LENGTH - 2 + extra)), False) for extra in (0, 1)]
+    for count, sequences in ((1, 1), (2, 2)):
+        train, validation = _corpora(tmp_path / f"tokens{count}", documents[:count])
+        builder = _builder(tmp_path / f"shards{count}")
+        builder.build(train, validation, FirstLetterRouter())
+        builder.build(train, validation, FirstLetterRouter())
+        assert builder.finish(BlobStore(tmp_path / "b")).paths[0].train_sequences == sequences
+
+
+def test_token_files(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_bytes(np.arange(32, dtype="<u4").tobytes())
+    assert open_tokens(file, 16, 2**16 + 1).tolist()[1][0] == 16
+    assert open_tokens(file, 16, 2**16).shape == (4, 16)
+    with pytest.raises(IntegrityError, match="not a multiple"):
+        open_tokens(file, 17, 100)
+    file.write_bytes(b"")
+    assert open_tokens(file, 17, 100).shape == (0, 17)
+    check_tokens(np.array([[1, 99]]), 100, "it")
+    with pytest.raises(IntegrityError, match="it holds the token 100"):
+        check_tokens(np.array([[1, 100]]), 100, "it")

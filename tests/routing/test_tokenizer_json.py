@@ -1,0 +1,234 @@
+"""A `tokenizer.json` as the tokenizer of a run: ids of AutoTokenizer, bytes of strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.foreign_base import (
+    CHAT_TEMPLATE,
+    HARD_TEXTS,
+    SPECIAL_TEXTS,
+    foreign_tokenizer,
+    make_foreign_base,
+)
+from transformers import AutoTokenizer
+
+from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
+from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference.export_tokenizer import tokenizer_files
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokenizer_json import JsonPieces, pack_tokenizer
+
+FAMILIES = ("llama", "smollm2", "qwen2", "qwen3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_and_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    theirs = make_foreign_base(tmp_path / "base", family)
+    base = ImportedBase(tmp_path / "base")
+    auto = AutoTokenizer.from_pretrained(tmp_path / "base")
+    data = base.tokenizer
+    assert data is not None
+    ours, pieces = Tokenizer(data), JsonPieces(data, "it")
+    order = pieces.file_order(base.model.vocabulary_size)
+    for text in HARD_TEXTS:
+        expected = auto(text, add_special_tokens=False).input_ids
+        assert order[ours.encode(text)].tolist() == expected
+        assert ours.decode(ours.encode(text)) == auto.decode(expected)
+    for text in SPECIAL_TEXTS:
+        expected = auto(text, add_special_tokens=False).input_ids
+        assert order[ours.encode_marked(text)].tolist() == expected
+        assert ours.decode(ours.encode(text)) == text
+        assert not {UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN} & set(ours.encode(text))
+    texts = [*HARD_TEXTS, *SPECIAL_TEXTS]
+    assert ours.tokens_of_documents(texts, threads=2) == list(map(ours.document_tokens, texts))
+
+    model = PathModel(base.model).eval()
+    model.load_state_dict(base.parameters())
+    tokens = torch.tensor([ours.encode("".join(HARD_TEXTS))[:60]])
+    with torch.no_grad():
+        found, expected = model(tokens), theirs(torch.from_numpy(order)[tokens]).logits
+    old = torch.tensor([row not in range(4) for row in range(base.model.vocabulary_size)])
+    rows = min(expected.shape[-1], len(order))
+    known = old & torch.from_numpy(order < rows)
+    assert float((found[..., known] - expected[..., order[known.numpy()]]).abs().max()) < 1e-5
+    # Spare rows of the embedding are taken before it grows.
+    grown = base.model.vocabulary_size - expected.shape[-1]
+    assert grown == {"llama": 2, "smollm2": 3}.get(family, 0)
+
+
+def test_special_tokens_have_their_places() -> None:
+    for family, begin, end in (
+        ("llama", "<|begin_of_text|>", "<|end_of_text|>"),
+        ("smollm2", "<|begin_of_document|>", "<|endoftext|>"),
+        ("qwen2", "<|begin_of_document|>", "<|im_end|>"),
+    ):
+        names = JsonPieces(packed(family), "it").special_names()
+        assert (names[BEGIN_TOKEN], names[END_TOKEN]) == (begin, end)
+    assert Tokenizer(packed("qwen2")).chat_template == CHAT_TEMPLATE
+    assert Tokenizer(packed("llama")).chat_template is None
+
+
+@functools.lru_cache
+def packed(family: str) -> bytes:
+    tokenizer, settings = foreign_tokenizer(family)
+    end = settings["eos_token"]
+    names = [
+        settings.get("unk_token"),
+        settings["bos_token"],
+        end["content"] if isinstance(end, dict) else end,
+        settings.get("pad_token"),
+    ]
+    template = settings.get("chat_template")
+    return pack_tokenizer(json.loads(tokenizer.to_str()), names, template, "it")[0]
+
+
+def changed(**change: Any) -> bytes:
+    return json.dumps({**json.loads(packed("qwen2")), **change}).encode()
+
+
+def part(**change: Any) -> bytes:
+    return changed(tokenizer={**json.loads(packed("qwen2"))["tokenizer"], **change})
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (lambda: b"{", IntegrityError),
+        (lambda: b'{"format": "dipaco-tokenizer/2"}', IntegrityError),
+        (lambda: b'{"a":' * 10_000, IntegrityError),
+        (lambda: changed(special=[0, 1, 2]), IntegrityError),
+        (lambda: changed(special=[0, 1, 2, 2]), IntegrityError),
+        (lambda: changed(special=[0, 1, 2, 10**7]), IntegrityError),
+        (lambda: changed(special=[0, 1, 2, 9999]), IntegrityError),
+        (lambda: changed(chat_template="x" * 2**20), IntegrityError),
+        (lambda: changed(more=1), IntegrityError),
+        (lambda: changed(tokenizer=[]), IntegrityError),
+        (lambda: part(model={"type": "BPE"}), IntegrityError),
+        (lambda: part(model=None), IntegrityError),
+        (lambda: part(model={"type": "WordPiece"}), ConfigurationError),
+        (lambda: part(normalizer={"type": "Precompiled"}), ConfigurationError),
+        (
+            lambda: part(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a" * 9999}}),
+            IntegrityError,
+        ),
+        (
+            lambda: part(
+                model={"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, "d": 3}, "merges": []}
+            ),
+            DipacoError,
+        ),
+        (
+            lambda: part(pre_tokenizer={"type": "Metaspace", "replacement": "_"}),
+            ConfigurationError,
+        ),
+        (lambda: part(decoder=None), ConfigurationError),
+    ],
+)
+def test_what_is_no_tokenizer_is_refused(data: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Tokenizer(data())
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
+def test_broken_bytes_never_raise_anything_else(where: int, change: bytes) -> None:
+    data = bytearray(packed("qwen2"))
+    where %= len(data)
+    data[where : where + len(change)] = change
+    with contextlib.suppress(DipacoError):
+        Tokenizer(bytes(b"{" + data[1:]))
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [(None, "does not say what ends a text; write eos_token"), ("gone", "has no token 'gone'")],
+)
+def test_a_base_says_what_ends_a_text(end: str | None, words: str, tmp_path: Path) -> None:
+    make_foreign_base(tmp_path / "base", "qwen2")
+    file = tmp_path / "base" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": end}))
+    with pytest.raises(ConfigurationError, match=words):
+        _ = ImportedBase(tmp_path / "base").model
+
+
+def _write(file: Path, **changes: Any) -> None:
+    content = json.loads(file.read_text()) if file.is_file() else {}
+    file.write_bytes(json.dumps({**content, **changes}, indent=1).replace("\n", "\r\n").encode())
+
+
+@pytest.mark.parametrize(
+    "kind", ["decoder", "legacy", "flags", "more", "map", "templates", "split"]
+)
+def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    make_foreign_base(base, "qwen2")
+    tokenizer, settings = base / "tokenizer.json", base / "tokenizer_config.json"
+    tokens = json.loads(tokenizer.read_text())["added_tokens"]
+    left, moved = tokens[:2], tokens[2:]
+    if kind == "decoder":
+        _write(tokenizer, added_tokens=left)
+        _write(settings, added_tokens_decoder={token.pop("id"): token for token in tokens})
+    elif kind == "legacy":
+        _write(tokenizer, added_tokens=left)
+        _write(base / "added_tokens.json", **{token["content"]: token["id"] for token in moved})
+    elif kind == "flags":
+        for token in (tokens[1], tokens[3]):
+            token |= {"special": True, "lstrip": True, "rstrip": True}
+        _write(settings, added_tokens_decoder={token.pop("id"): token for token in tokens})
+    elif kind == "more":
+        extra = ["<|think|>", {"__type": "AddedToken", "content": "<|tool|>", "lstrip": True}]
+        _write(settings, additional_special_tokens=extra)
+    elif kind == "map":
+        _write(base / "special_tokens_map.json", eos_token="<|im_start|>")
+    elif kind == "split":
+        _write(settings, split_special_tokens=True)
+    else:
+        listed = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+        _write(settings, chat_template=listed)
+    auto, imported = AutoTokenizer.from_pretrained(base), ImportedBase(base)
+    assert imported.tokenizer is not None
+    ours, pieces = Tokenizer(imported.tokenizer), JsonPieces(imported.tokenizer, "it")
+    order = pieces.file_order(imported.model.vocabulary_size)
+    assert ours.special_names()[END_TOKEN] == auto.eos_token
+    assert ours.chat_template == auto.get_chat_template()
+    for text in (*SPECIAL_TEXTS, " a <|im_end|> b <tool_call> <|think|>c <|tool|> d"):
+        expected = auto(text, add_special_tokens=False).input_ids
+        assert order[ours.encode_marked(text)].tolist() == expected
+        assert ours.decode(ours.encode_marked(text)) == auto.decode(
+            expected, skip_special_tokens=True
+        )
+    for name, content in tokenizer_files(imported.tokenizer, 64, exact=True).items():
+        (base / name).write_bytes(content)
+    back = AutoTokenizer.from_pretrained(base)
+    assert back(text, add_special_tokens=False).input_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"added_tokens_decoder": {"900": {"content": "<|x|>"}}}, "'<|x|>' the number 33., and .*"),
+        ({"added_tokens_decoder": {"x": {}}}, "lists added tokens in another form"),
+        ({"added_tokens_decoder": [1]}, "lists added tokens in another form"),
+        ({"additional_special_tokens": [{"id": 1}]}, "lists added tokens in another form"),
+        ({"extra_special_tokens": [f"<{i}>" for i in range(99)]}, "has a token .* vocab_size of"),
+    ],
+    ids=["number", "name", "list", "nameless", "many"],
+)
+def test_added_tokens_that_do_not_fit_are_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    make_foreign_base(tmp_path / "base", "qwen2")
+    _write(tmp_path / "base" / "tokenizer_config.json", **changes)
+    with pytest.raises(DipacoError, match=words.replace("|", r"\|")):
+        _ = ImportedBase(tmp_path / "base").model

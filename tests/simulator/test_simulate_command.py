@@ -1,0 +1,219 @@
+"""The command line of the simulator: what is saved, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.simulation import simulate
+from support.tiny_run import make_tiny_run
+
+from dipaco.base.errors import ConfigurationError
+from dipaco.modules.compose import gather_module
+from dipaco.routing.run_folder import RunFolder
+from dipaco.simulator import cli
+from dipaco.simulator.reference import ReferenceSwarm
+from dipaco.simulator.settings import SimulatorSettings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_resuming_changes_no_bit(
+    tmp_path: Path, private_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight = simulate(capsys, private_run.path, "--rounds", 4)
+    out = tmp_path / "out"
+    first = simulate(capsys, private_run.path, "--rounds", 2, "--out", out)
+    second = simulate(capsys, private_run.path, "--rounds", 2, "--out", out, "--resume")
+    assert [line["round"] for line in first + second] == [0, 1, 2, 3]
+    for resumed, line in zip(first + second, straight, strict=True):
+        assert resumed | {"seconds": 0} == line | {"seconds": 0}
+    written = RunFolder(out)
+    grid = written.grid(written.plan())
+    for module, digest in second[-1]["digests"].items():
+        state = written.states.load_latest(module, grid.layout(module))
+        assert state is not None
+        assert state.digest == digest
+
+
+def test_the_output_is_a_run_folder_with_the_states(
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    lines = simulate(capsys, shared_run.path, "--rounds", 2, "--out", out, "--dense-steps", 3)
+    assert lines[-1]["dense"]["steps"] == 3
+    slow = ("--rounds", 0, "--dense-steps", 3, "--dense-rate", 1e-6)
+    other = simulate(capsys, shared_run.path, *slow)[-1]["dense"]
+    assert other["perplexity"] > lines[-1]["dense"]["perplexity"]
+    assert (out / "dense.safetensors").is_file()
+    written = RunFolder(out)
+    plan = written.plan()
+    assert plan == shared_run.plan()
+    grid = written.grid(plan)
+    for module, digest in lines[1]["digests"].items():
+        state = written.states.load_latest(module, grid.layout(module))
+        assert state is not None
+        assert state.digest == digest
+    assert len(written.train_tokens(plan, 0)) == len(shared_run.train_tokens(plan, 0))
+
+
+def test_without_a_checkpoint_the_states_are_continued_with_fresh_adamw(
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    simulate(capsys, shared_run.path, "--rounds", 1, "--out", out)
+    shutil.rmtree(out / "checkpoint")
+    (line,) = simulate(capsys, shared_run.path, "--rounds", 1, "--out", out, "--resume")
+    assert line["round"] == 1
+    assert set(line["versions"].values()) == {2}
+
+
+def test_a_checkpoint_of_another_simulation_is_refused(
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    simulate(capsys, shared_run.path, "--out", out)
+    arguments = [str(shared_run.path), "--out", str(out)]
+    assert cli.main(arguments) == ConfigurationError.exit_code
+    assert "--resume" in capsys.readouterr().err
+    assert cli.main([*arguments, "--resume", "--paths", "0"]) == ConfigurationError.exit_code
+    assert "peers" in capsys.readouterr().err
+
+
+def test_a_checkpoint_holds_what_encodings_have_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_tiny_run(tmp_path / "run", codec="int2", inner_steps=2)
+    straight = simulate(capsys, run.path, "--rounds", 3)
+    out, lines = tmp_path / "out", []
+    for resume in ([], ["--resume"], ["--resume"]):
+        lines += simulate(capsys, run.path, "--out", out, *resume)
+    assert [line["digests"] for line in lines] == [line["digests"] for line in straight]
+
+
+def test_a_checkpoint_holds_local_parameters_that_are_ahead_of_their_anchor(
+    tmp_path: Path, shared_run: RunFolder
+) -> None:
+    settings = SimulatorSettings(folder=tmp_path)
+    swarm = ReferenceSwarm(shared_run, settings=settings)
+    swarm.run_round()
+    restored = ReferenceSwarm(shared_run, settings=settings)
+    for old, new in zip(swarm.workers, restored.workers, strict=True):
+        assert (
+            old.unmerged_tokens
+            == new.unmerged_tokens
+            == {module: 128 if module.startswith("L0") else 0 for module in old.modules}
+        )
+        gradients = [worker.outer_gradient(old.modules[0])[:] for worker in (old, new)]
+        assert torch.equal(*gradients)
+        assert gradients[0].abs().sum() > 0
+
+
+def test_the_human_output_names_rounds_paths_and_modules(
+    shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([str(shared_run.path), "--rounds", "1", "--dense-steps", "2"]) == 0
+    text = capsys.readouterr().out
+    for word in ("before", "round 0", "validation perplexity", "L1.E1", "dense after 2 steps"):
+        assert word in text
+
+
+def test_a_long_simulation_says_how_long_it_goes_on(
+    shared_run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dipaco.base.progress.LINE_EVERY_S", 0.0)
+    assert cli.main([str(shared_run.path), "--validation-sequences", "0"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("training")]
+    # Two levels: four workers go to the first boundary, then to the second.
+    assert len(lines) == 1 + 2 * 4
+    assert lines[-1] == "training: 16 of 16 (inner steps)"
+
+
+def test_rounds_are_kept_in_a_file_and_a_chart(
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, chart = tmp_path / "rounds.jsonl", tmp_path / "rounds.svg"
+    common = ["--out", tmp_path / "out", "--log-json", log, "--plot", chart]
+    lines = simulate(capsys, shared_run.path, "--rounds", 2, *common)
+    lines += simulate(capsys, shared_run.path, "--rounds", 1, *common, "--resume")
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert rows == lines
+    assert [row["round"] for row in rows] == [0, 1, 2]
+    plan = shared_run.plan()
+    steps = plan.rounds.inner_steps * plan.inner.batch_sequences * plan.model.sequence_length
+    assert {row["tokens"] for row in rows} == {4 * steps}
+    assert len({row["bytes"] for row in rows}) == 1
+    assert rows[0]["perplexity"] == rows[0]["validation"]["perplexity"]
+    assert chart.read_text().count("<svg") == 1
+
+
+def test_a_chart_without_its_library_is_refused_before_anything_is_trained(
+    tmp_path: Path,
+    shared_run: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    arguments = [str(shared_run.path), "--plot", str(tmp_path / "a.png")]
+    assert cli.main(arguments) == ConfigurationError.exit_code
+    assert "pip install 'dipaco[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plot", "a.txt"], "name a .png, .svg or .pdf file"),
+        (["--rounds", "-1"], "--rounds -1"),
+        (["--steps-per-round", "0"], "--steps-per-round 0"),
+        (["--paths", "0,x"], "'x' is not a path"),
+        (["--paths", "9"], "give 0 to 3"),
+        (["--resume"], "--out"),
+        (["--threads", "0"], "--threads 0"),
+        (["--device", "toaster"], "'toaster'"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_to_type(
+    shared_run: RunFolder,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    assert cli.main([str(shared_run.path), *arguments]) == ConfigurationError.exit_code
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_that_follows_the_clock_needs_a_number_of_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_tiny_run(tmp_path / "run", inner_steps=0)
+    assert cli.main([str(run.path)]) == ConfigurationError.exit_code
+    assert "--steps-per-round" in capsys.readouterr().err
+    (line,) = simulate(capsys, run.path, "--steps-per-round", 2)
+    assert {path["step"] for path in line["paths"]} == {2}
+
+
+def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([str(tmp_path / "nowhere")]) == 9
+    assert "manifest.json" in capsys.readouterr().err
+
+
+def test_a_model_on_the_bench_is_really_shared(shared_run: RunFolder) -> None:
+    """Parameters of a worker off the bench do not follow those of the worker on it."""
+    swarm = ReferenceSwarm(shared_run)
+    first, second = swarm.workers[:2]
+    first.train(2)
+    before = first.outer_gradient("L0.E0")[:]
+    second.train(2)
+    assert torch.equal(first.outer_gradient("L0.E0")[:], before)
+    bench = first._bench
+    assert bench is second._bench
+    on_bench = gather_module(bench.model, swarm.grid, "L0.E0")
+    assert torch.equal(
+        swarm.states["L0.E0"].parameters - on_bench, second.outer_gradient("L0.E0")[:]
+    )

@@ -1,0 +1,98 @@
+"""One command, three trainers: they average with each other, and have one copy of everything.
+
+Their run begins with a checkpoint of another family, and what they made of it goes back to that.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.foreign_base import make_foreign_base
+from support.swarm import LIMIT_S, Swarm
+from support.tiny_run import make_tiny_run
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+
+from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference import export_cli
+from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
+from dipaco.routing.tokenizer_json import JsonPieces
+
+pytestmark = [pytest.mark.slow, pytest.mark.swarm]
+
+ROUNDS = 3
+TRAINERS = 3
+
+
+@pytest.mark.timeout(900)
+def test_three_devices_of_one_machine(tmp_path: Path) -> None:
+    theirs = make_foreign_base(tmp_path / "base", "qwen3")
+    run = make_tiny_run(
+        tmp_path / "run",
+        imported=ImportedBase(tmp_path / "base"),
+        modules_per_level=(1, TRAINERS),
+        inner_steps=2,
+        duration_s=LIMIT_S,
+        start_s=time.time(),
+        rounds={"validation_sequences": 4},
+    )
+    with Swarm(tmp_path, run) as swarm:
+        node = swarm.start_peer(
+            swarm.start_bootstrap(), "--devices", *["cpu"] * TRAINERS, "--max-rounds", str(ROUNDS),
+            name="node",
+        )  # fmt: skip
+        assert node.popen.wait(LIMIT_S) == 0, swarm.outputs()
+        output = node.output.read_text()
+        assert all(f"[{number} cpu] " in output for number in range(TRAINERS))
+        commits = [
+            {
+                (event["module"], event["round"]): event["digest"]
+                for line in (tmp_path / f"node-{number}.jsonl").read_text().splitlines()
+                if (event := json.loads(line))["event"] == "commit"
+            }
+            for number in range(TRAINERS)
+        ]
+        shared = set.intersection(*(set(one) for one in commits))
+        assert shared == {("L0.E0", round_index) for round_index in range(ROUNDS)}
+        assert all(len({one[which] for one in commits}) == 1 for which in shared)
+    cache = tmp_path / "node-cache"
+    folders = [cache / f"trainer-{number}" / run.plan().run_id for number in range(TRAINERS)]
+    first, *others = folders
+    blobs = [file.relative_to(first) for file in (first / "blobs").glob("??/*")]
+    common = [blob for blob in blobs if all((other / blob).exists() for other in others)]
+    assert len(common) >= 2
+    digest = commits[0]["L0.E0", ROUNDS - 1]
+    states = [next((f / "states" / "L0.E0").glob(f"*-{digest}.safetensors")) for f in folders]
+    for one, *same in (*([f / blob for f in folders] for blob in common), states):
+        assert all(one.samefile(other) for other in same)
+    check_exported(first, theirs.state_dict(), tmp_path)
+
+
+@torch.no_grad()
+def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Path) -> None:
+    """What a trainer has is exported as the family that the run began with, trained."""
+    # A peer fetches what it keeps for others one after the other, and this one left early.
+    shutil.copytree(folder / "run" / "blobs", cache / "blobs", dirs_exist_ok=True)
+    source = DiskSource(cache, SourceSettings())
+    path = next(path for path in range(TRAINERS) if not source.missing_modules(path))
+    out = folder / "exported"
+    arguments = ["--state-dir", str(cache), "--path", str(path), "--out", str(out)]
+    assert export_cli.main(arguments) == 0
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert isinstance(model, Qwen3ForCausalLM)
+    norm = "model.layers.0.self_attn.q_norm.weight"
+    assert not torch.equal(model.state_dict()[norm], began_with[norm])
+    # Without the begin of a document: a token that the checkpoint does not have.
+    text = "pehe vape, 日本 \U0001f642"
+    ids = AutoTokenizer.from_pretrained(out)(text, add_special_tokens=False).input_ids
+    assert ids == AutoTokenizer.from_pretrained(folder / "base")(text).input_ids
+    pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
+    order = pieces.file_order(source.plan.model.vocabulary_size)
+    tokens = torch.tensor([ids[: source.plan.model.sequence_length]])
+    found = model(tokens).logits
+    expected = assemble_path(source, path)(torch.tensor([pieces.run_tokens(tokens[0].tolist())]))
+    assert float((found[..., order] - expected).abs().max()) < 1e-4

@@ -1,0 +1,180 @@
+"""Snapshots and adoption under a path in training: what goes on top, and what does not."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_run import make_tiny_run
+
+from dipaco.base.errors import ConfigurationError
+from dipaco.modules import device
+from dipaco.modules.compose import gather_module, lent_parameters
+from dipaco.modules.contributions import CODECS
+from dipaco.modules.outer import publish
+from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.peer.check import needs
+from dipaco.routing.batches import BatchStream
+from dipaco.training.trainer import PathTrainer
+
+PATH, MODULE, OTHER = 1, "L0.E0", "L1.E1"
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> PathTrainer:
+    run = make_tiny_run(tmp_path / "run")
+    plan, grid = run.plan(), run.grid(run.plan())
+    made = PathTrainer(plan, grid, torch.device("cpu"))
+    base = run.base_parameters(plan)
+    states = {module: run.genesis_state(plan, module, base) for module in (MODULE, OTHER)}
+    stream = BatchStream(
+        run.train_tokens(plan, PATH),
+        seed=plan.seed,
+        path=PATH,
+        batch_sequences=plan.inner.batch_sequences,
+    )
+    made.start_path(PATH, states, stream)
+    return made
+
+
+@pytest.mark.parametrize(("inner_steps", "expected"), [(0, torch.bfloat16), (4, torch.float32)])
+def test_a_cpu_with_bf16_trains_in_it_unless_all_must_have_the_same_bits(
+    inner_steps: int, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: True)
+    plan = make_tiny_run(tmp_path / "run", inner_steps=inner_steps).plan()
+    assert PathTrainer(plan, needs.grid_of(plan), torch.device("cpu")).inner.dtype == expected
+
+
+def local(trainer: PathTrainer, module: str = MODULE) -> torch.Tensor:
+    return gather_module(trainer.model, trainer.grid, module)
+
+
+def following(state: ModuleState, shift: float, tokens: int = 0) -> ModuleState:
+    """Return a next state, `shift` away, with so many more tokens of the path in it."""
+    before = state.progress.get(PATH, PathProgress(0, 0))
+    return replace(
+        state,
+        version=state.version + 1,
+        parameters=state.parameters + shift,
+        progress={PATH: PathProgress(before.tokens + tokens, 0)},
+    )
+
+
+def test_without_steps_in_between_local_becomes_the_new_anchor_exactly(
+    trainer: PathTrainer,
+) -> None:
+    trainer.inner_step()
+    snapshot = trainer.snapshot(MODULE)
+    state = following(snapshot.anchor, 0.123, snapshot.tokens)
+    trainer.adopt(MODULE, state)
+    assert torch.equal(local(trainer), state.parameters)
+    assert trainer.anchor(MODULE) is state
+    assert trainer.path_step == 1
+
+
+def test_what_was_trained_since_the_snapshot_goes_on_top(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    snapshot = trainer.snapshot(MODULE)
+    trainer.inner_step()
+    trained = local(trainer) - snapshot.local
+    state = following(snapshot.anchor, -0.5)
+    trainer.adopt(MODULE, state)
+    assert torch.allclose(local(trainer) - state.parameters, trained, atol=1e-6)
+    after = trainer.snapshot(MODULE)
+    assert after.tokens == trainer.tokens_per_step
+    assert torch.allclose(after.outer_gradient()[:], -trained, atol=1e-6)
+
+
+def test_a_round_without_a_step_leaves_all_work_to_the_next_contribution(
+    trainer: PathTrainer,
+) -> None:
+    anchor = trainer.anchor(MODULE)
+    trainer.inner_step()
+    trainer.snapshot(MODULE)
+    trainer.inner_step()
+    whole = trainer.snapshot(MODULE)
+    assert whole.tokens == 2 * trainer.tokens_per_step
+    assert torch.equal(whole.outer_gradient()[:], anchor.parameters - local(trainer))
+
+
+def test_a_second_state_without_a_snapshot_goes_under_the_same_work(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    first = following(trainer.snapshot(MODULE).anchor, 0.1)
+    trainer.inner_step()
+    trainer.adopt(MODULE, first)
+    on_top = local(trainer) - first.parameters
+    second = following(first, 0.2)
+    trainer.adopt(MODULE, second)
+    assert torch.allclose(local(trainer) - second.parameters, on_top, atol=1e-6)
+    assert trainer.snapshot(MODULE).tokens == trainer.tokens_per_step
+
+
+def test_the_path_step_follows_what_replicas_trained(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    snapshot = trainer.snapshot(MODULE)
+    trainer.adopt(MODULE, following(snapshot.anchor, 0.0, 7 * trainer.tokens_per_step))
+    assert trainer.path_step == 7
+
+
+def test_what_the_encoding_loses_stays_once(trainer: PathTrainer) -> None:
+    """Also where a round brought no step: its contribution is in the next one as a whole."""
+    codec = CODECS["sign"]
+    trainer.inner_step()
+    publish(trainer.snapshot(MODULE).outer_gradient(), codec)
+    snapshot = trainer.snapshot(MODULE)  # No step came.
+    anchor, trained = snapshot.anchor.parameters, snapshot.local.clone()
+    assert torch.equal(trained, local(trainer))
+    data = publish(snapshot.outer_gradient(), codec)
+    told = anchor - codec.decode(data, anchor.numel())
+    stepped = following(snapshot.anchor, 0.1)
+    trainer.adopt(MODULE, stepped)
+    assert torch.equal(local(trainer), stepped.parameters + (trained - told))
+
+
+def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer: PathTrainer) -> None:
+    anchor = trainer.anchor(MODULE)
+    trainer.inner_step()
+    with torch.no_grad():
+        next(iter(trainer.model.parameters())).fill_(float("nan"))
+    trainer.snapshot(MODULE)
+    trainer.discard(MODULE)
+    assert torch.equal(local(trainer), anchor.parameters)
+    assert trainer.snapshot(MODULE).tokens == 0
+
+
+def test_scoring_restores_local_parameters_bit_for_bit(trainer: PathTrainer) -> None:
+    trainer.inner_step()
+    before = {module: local(trainer, module) for module in (MODULE, OTHER)}
+    rows = torch.ones(2, trainer.plan.model.sequence_length, dtype=torch.int64)
+    found = trainer.loss_of(PATH, trainer.anchors(), rows)
+    assert found.loss is not None
+    for module, flat in before.items():
+        assert torch.equal(local(trainer, module), flat)
+
+
+def test_copies_that_do_not_fit_are_tried_again_and_then_said(
+    trainer: PathTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.ones(2, trainer.plan.model.sequence_length, dtype=torch.int64)
+    expected, original = trainer.loss_of(PATH, trainer.anchors(), rows), lent_parameters
+    failures = 1
+
+    def lent(*arguments: Any) -> AbstractContextManager[None]:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return original(*arguments)
+
+    monkeypatch.setattr("dipaco.training.trainer.lent_parameters", lent)
+    assert trainer.loss_of(PATH, trainer.anchors(), rows) == expected
+    failures = 100
+    with pytest.raises(ConfigurationError, match="scoring: .* does not fit in the memory"):
+        trainer.loss_of(PATH, trainer.anchors(), rows)
+    failures = 0
+    assert trainer.loss_of(PATH, trainer.anchors(), rows) == expected
