@@ -1,9 +1,10 @@
 """Rows and steps: the signed lines about contributions, and the chain that they make (design 4.2).
 
-A *row* says that a peer has published a file with its outer gradient of a module in a round. A
-*step* is an ordered list of rows on top of a parent step; its name is the hash of that, and it is
-the next version of the module. Nothing else has to be agreed: the same rows give the same state
-everywhere. Names and signatures cover the run, through the name of the genesis. Pure.
+A *row* says that a peer has published a file with its outer gradient of a module in a round, and
+which state it stands on. A *step* is an ordered list of rows on top of a parent step; its name is
+the hash of that, and it is the next version of the module. Nothing else has to be agreed: the same
+rows give the same state everywhere, and all who are in a step have signed the digest of the state
+before it. Names and signatures cover the run, through the name of the genesis. Pure.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ from .record_errors import MAX_COUNT, RecordError
 
 MAX_ROWS = 64
 GREATEST_ROUND = 2**31
-_ROW_PREFIX = b"dipaco-row/6\n"
-_STEP_PREFIX = b"dipaco-step/6\n"
-_GENESIS_PREFIX = b"dipaco-genesis/6\n"
+_ROW_PREFIX = b"dipaco-row/7\n"
+_MARK_PREFIX = b"dipaco-file/7\n"
+_STEP_PREFIX = b"dipaco-step/7\n"
+_GENESIS_PREFIX = b"dipaco-genesis/7\n"
 NAME_BYTES = 32
+# Of the mark at the beginning of a file.
+MARK_BYTES = 32
 # Rows have a field named `bytes`.
 Packed = bytes
 
@@ -47,6 +51,8 @@ class Row:
     round_index: int
     parent: str
     """Name of the step that the outer gradient is taken from, 64 hexadecimal digits."""
+    state: str
+    """Digest of the state after it, as this peer has it: the row vouches for it."""
     path: int
     peer: str
     tokens: int
@@ -69,6 +75,7 @@ class Row:
             self.module,
             self.round_index,
             bytes.fromhex(self.parent),
+            bytes.fromhex(self.state),
             self.path,
             self.peer,
             self.tokens,
@@ -77,6 +84,18 @@ class Row:
         )
         packed: Packed = msgpack.packb(fields, use_bin_type=True)
         return _ROW_PREFIX + packed
+
+    @cached_property
+    def name(self) -> str:
+        """SHA-256 of the statement: what tells rows apart, also two that name one file."""
+        return hashlib.sha256(self.statement).hexdigest()
+
+    @cached_property
+    def mark(self) -> Packed:
+        """What the file begins with: so it belongs to one row of one peer, and to no copy."""
+        fields = (self.module, self.round_index, self.parent, self.state, self.path, self.peer)
+        packed: Packed = msgpack.packb(fields, use_bin_type=True)
+        return hashlib.sha256(_MARK_PREFIX + packed).digest()
 
 
 @dataclass(frozen=True)
@@ -91,7 +110,7 @@ class Step:
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Step:
-        """Return the step that takes in `rows`, of one module, round and parent, at least one.
+        """Return the step that takes in `rows`, of one module, round, parent and state.
 
         Of more than `MAX_ROWS` the caller chooses which. Raises ValueError for rows that do not
         belong together.
@@ -107,10 +126,15 @@ class Step:
         """SHA-256 over the parent's name and the rows, without signatures."""
         hasher = hashlib.sha256(_STEP_PREFIX + bytes.fromhex(self.parent))
         for row in self.rows:
-            hasher.update(hashlib.sha256(row.statement).digest())
+            hasher.update(bytes.fromhex(row.name))
         return hasher.hexdigest()
 
     @property
+    def state(self) -> str:
+        """Digest of the state that it stands on: all its rows name it."""
+        return self.rows[0].state
+
+    @cached_property
     def peers(self) -> frozenset[str]:
         """Whose rows are in it."""
         return frozenset(row.peer for row in self.rows)
@@ -155,12 +179,9 @@ def check_step(step: Step) -> None:
     if not 1 <= len(step.rows) <= MAX_ROWS:
         raise ValueError(f"a step has 1 to {MAX_ROWS} rows, not {len(step.rows)}")
     for row in step.rows:
-        if (row.module, row.round_index, row.parent) != (
-            step.module,
-            step.round_index,
-            step.parent,
-        ):
-            raise ValueError("a row is of another module, round or parent than its step")
+        place = (row.module, row.round_index, row.parent, row.state)
+        if place != (step.module, step.round_index, step.parent, step.state):
+            raise ValueError("a row is of another module, round, parent or state than its step")
     order = [(row.path, row.peer) for row in step.rows]
     if order != sorted(order) or len({row.peer for row in step.rows}) != len(order):
         raise ValueError("rows are not in canonical order, or a peer has two of them")
@@ -190,7 +211,7 @@ def verify_row(row: Row, grid: Grid, *, greatest_bytes: int) -> None:
         raise RecordError(f"a row of round {row.round_index}")
     if not 0 < row.tokens <= MAX_COUNT:
         raise RecordError(f"a row of {row.tokens} tokens")
-    if not 0 < row.bytes <= greatest_bytes:
+    if not MARK_BYTES < row.bytes <= greatest_bytes:
         raise RecordError(f"a file of {row.bytes} bytes, at most {greatest_bytes} are possible")
     try:
         public_key = public_key_of_peer_id(row.peer)
@@ -209,6 +230,7 @@ def pack_row(row: Row) -> list[Any]:
         row.module,
         row.round_index,
         bytes.fromhex(row.parent),
+        bytes.fromhex(row.state),
         row.path,
         row.peer,
         row.tokens,
@@ -223,16 +245,19 @@ def unpack_row(values: Any) -> Row:
 
     Raises `RecordError`.
     """
-    kinds = (str, int, bytes, int, str, int, bytes, int, bytes)
+    kinds = (str, int, bytes, bytes, int, str, int, bytes, int, bytes)
     if not isinstance(values, list) or len(values) != len(kinds):
-        raise RecordError("a row has nine fields")
+        raise RecordError(f"a row has {len(kinds)} fields")
     if any(type(value) is not kind for value, kind in zip(values, kinds, strict=True)):
         raise RecordError("a field of a row is of another kind")
-    module, round_index, parent, path, peer, tokens, file, size, signature = values
-    lengths = (len(parent), len(file), len(signature))
-    if lengths != (NAME_BYTES, NAME_BYTES, SIGNATURE_BYTES) or len(module) > 64 or len(peer) > 64:
+    module, round_index, parent, state, path, peer, tokens, file, size, signature = values
+    lengths = (len(parent), len(state), len(file), len(signature))
+    if lengths != (NAME_BYTES, NAME_BYTES, NAME_BYTES, SIGNATURE_BYTES):
         raise RecordError("a field of a row is of another length")
-    return Row(module, round_index, parent.hex(), path, peer, tokens, file.hex(), size, signature)
+    if len(module) > 64 or len(peer) > 64:
+        raise RecordError("a name in a row is too long")
+    place = (module, round_index, parent.hex(), state.hex(), path, peer)
+    return Row(*place, tokens, file.hex(), size, signature)
 
 
 def pack_step(step: Step) -> list[Any]:

@@ -1,7 +1,7 @@
 """The chains of steps that a peer knows, by name: which is heavier, where two parted (design 4.4).
 
 Pure and not safe for threads: the member of a peer has a book of its own, and what answers other
-peers has another one. Whoever adds a step has checked its rows.
+peers has another one, under a lock. Whoever adds a step has checked its rows.
 """
 
 from __future__ import annotations
@@ -95,28 +95,31 @@ class ChainBook:
         tips.add(step.name)
         return True
 
-    def heaviest(self, module: str, without: Collection[str] = ()) -> Link:
+    def heaviest(
+        self, module: str, without: Collection[str] = (), absent: Collection[str] = ()
+    ) -> Link:
         """Return the head that wins over all others of a module.
 
-        Steps in `without`, and what stands on them, do not count.
+        Steps in `without` do not count, nor what stands on them. Steps in `absent` cannot be had:
+        one is no head, but what others have built on it may be.
         """
         return min(
-            (
-                self._newest_without(tip, without) if without else self._links[tip]
-                for tip in self._tips[module]
-            ),
+            (self._newest_of(tip, without, absent) for tip in self._tips[module]),
             key=lambda link: link.rank,
         )
 
-    def _newest_without(self, tip: str, without: Collection[str]) -> Link:
-        """Return the newest link of the chain to `tip` below everything in `without`."""
+    def _newest_of(self, tip: str, without: Collection[str], absent: Collection[str]) -> Link:
+        """Return the newest link of the chain to `tip` that may be a head."""
         found = self._links[tip]
-        oldest = min((self._links[n].version for n in without if n in self._links), default=0)
-        for link in self.back_from(tip):
-            if link.version < oldest:
-                break
-            if link.name in without:
-                found = self._links[link.parent] if link.step is not None else link
+        if without:
+            oldest = min((self._links[n].version for n in without if n in self._links), default=0)
+            for link in self.back_from(tip):
+                if link.version < oldest:
+                    break
+                if link.name in without:
+                    found = self._links[link.parent] if link.step is not None else link
+        while found.name in absent and found.step is not None:
+            found = self._links[found.parent]
         return found
 
     def back_from(self, name: str) -> Iterator[Link]:

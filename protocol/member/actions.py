@@ -7,8 +7,7 @@ done at once, in order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.coverage import Scope
@@ -84,8 +83,8 @@ class Gather(Action):
 
     module: str
     rows: tuple[Row, ...]
-    others: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By file: peers that may have it beside its owner, who is asked first."""
+    others: tuple[str, ...] = ()
+    """Peers that may have them beside their owners, who are asked first."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +145,17 @@ class Publish(Action):
     round_index: int
     parent: str
     """Name of the step that the anchor is of."""
+    state: str
+    """Digest of the anchor, which the row vouches for."""
     boundary_s: float
     """When the round ended, in swarm time: how late the step comes is measured from here."""
 
 
 @dataclass(frozen=True)
 class Compute(Action):
-    """Compute the state after steps, whose files are here, from one that is held. Nothing changes
-    before `Adopt`. Answered by `StateHere`."""
+    """Compute the state after steps, whose files are here, from one that is held. It fails where a
+    step names another state than the one before it. Nothing changes before `Adopt`. Answered by
+    `StateHere`."""
 
     module: str
     base: str
@@ -167,7 +169,8 @@ class FetchState(Action):
     """Get a state by its digest, checked. Answered by `StateHere`.
 
     What lies on this disk under the digest need not be fetched. A head of version 0 is the
-    module's genesis, whose digest the member does not know (it is empty).
+    module's genesis, whose digest the member does not know (it is empty). How many bytes it has is
+    not known either.
     """
 
     head: Head

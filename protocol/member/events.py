@@ -66,15 +66,17 @@ class Answered(Event):
     has_more: bool = False
     """Whether more steps follow; ask again from the last."""
     held: Head | None = None
-    """The state that it can serve, if it can."""
+    """The state that it says it can serve: where one might be fetched, and nothing more."""
+    trains: bool = False
+    """Whether it says that it trains the module."""
 
 
 @dataclass(frozen=True)
 class Gathered(Event):
-    """Answers `Gather`, once for each file: it is here, and a contribution to the module."""
+    """Answers `Gather`, once for each row: its file is here, and a contribution to the module."""
 
     module: str
-    file: str
+    row: Row
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dipaco.protocol.policy import Decision, choose_path, resolve_collision
 from dipaco.protocol.records import ClaimState
 
 from .actions import FetchPath, Say, StartPath, Wait, Warn
-from .horizon import Horizon
+from .followed_module import FollowedModule
 from .knowledge import Knowledge
-from .outer_round import Role
-from .taking import Strand
+from .path_choice import PathChoice
+from .proposing import Role
 
 MAX_LOOKS = 5
 # How long newcomers wait before the second look: not equally long, or they would collide again.
@@ -28,6 +28,8 @@ LIMIT_S, WITH_OTHERS_LIMIT_S, MOVE_LIMIT_S = 300.0, 60.0, 20.0
 # What is on its way is waited for so long: a state may take long on a slow line.
 LONGEST_S, LONGEST_MOVE_ROUNDS = 3600.0, 0.5
 RETRY_S = 3.0
+# What can be had is begun with after G, a genesis after twice that: no path is given up earlier.
+LEAST_GATHERS = 3.0
 
 
 class _Phase(Enum):
@@ -42,8 +44,10 @@ class _Phase(Enum):
 class Joining:
     """One path at a time; `has_begun` or `failure` once it is over."""
 
-    def __init__(self, known: Knowledge, horizon: Horizon, strand: Callable[[str], Strand]) -> None:
-        self._known, self._horizon, self._strand = known, horizon, strand
+    def __init__(
+        self, known: Knowledge, choice: PathChoice, module: Callable[[str], FollowedModule]
+    ) -> None:
+        self._known, self._choice, self._module = known, choice, module
         self._has_choice = known.settings.pinned is None and known.grid.path_count > 1
         self._phase = _Phase.IDLE
         self._until_s = self._since_s = self._wanted_s = 0.0
@@ -81,7 +85,7 @@ class Joining:
         self._since_s, self._looks = self._known.now_s, 0
         if decision is None:
             self._phase = _Phase.CHOOSING
-            self._horizon.look(anew=self._has_choice)
+            self._choice.look(anew=self._has_choice)
         else:
             self._take(decision)
 
@@ -89,7 +93,7 @@ class Joining:
         self._chosen, self._claim_s = decision, self._known.now_s
         self._phase = _Phase.TAKING
         self._say("joining", decision.reason)
-        self._horizon.look()
+        self._choice.look()
 
     def _say(self, state: ClaimState, reason: str = "") -> None:
         pinned = self._known.settings.pinned is not None
@@ -97,11 +101,11 @@ class Joining:
 
     def on_view(self) -> None:
         """A view that was asked for is here."""
-        known, horizon = self._known, self._horizon
+        known, choice = self._known, self._choice
         if self._phase is _Phase.CHOOSING:
-            over, pinned = horizon.passed_over(), known.settings.pinned
+            over, pinned = choice.passed_over(), known.settings.pinned
             self._take(
-                choose_path(horizon.choice, known.grid, known.me, pinned=pinned, exclude=over)
+                choose_path(choice.choice, known.grid, known.me, pinned=pinned, exclude=over)
             )
         elif self._phase is _Phase.TAKING:
             self._phase = _Phase.SETTLING
@@ -110,10 +114,10 @@ class Joining:
             self._looks += 1
             better = None
             if self._has_choice and self._looks < MAX_LOOKS:
-                over = horizon.passed_over()
-                better = resolve_collision(horizon.choice, known.grid, known.me, exclude=over)
+                over = choice.passed_over()
+                better = resolve_collision(choice.choice, known.grid, known.me, exclude=over)
             if better is None:
-                horizon.settle()
+                choice.settle()
                 self._fetch()
             else:
                 self._take(better)
@@ -137,12 +141,12 @@ class Joining:
         if known.now_s >= self._ask_s:
             self._ask_s = math.inf
             known.do(FetchPath(path))
-        strands = [self._strand(module) for module in self._modules]
-        for strand in strands:
-            if not strand.is_wanted and known.view.covers_module(strand.module):
-                strand.want()
-                strand.consider()
-        missing = [strand.module for strand in strands if not strand.is_settled]
+        modules = [self._module(module) for module in self._modules]
+        for followed in modules:
+            if not followed.is_wanted and known.view.covers_module(followed.module):
+                followed.want()
+                followed.consider()
+        missing = [followed.module for followed in modules if not followed.is_settled]
         if self._has_shard and not missing:
             self._start(path)
         elif known.now_s > self._limit_s(missing):
@@ -158,9 +162,10 @@ class Joining:
         if known.path is not None:
             limit_s = MOVE_LIMIT_S
             longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
-        is_coming = all(self._strand(module).taking is not None for module in missing)
+        limit_s = max(limit_s, LEAST_GATHERS * known.gather_s)
+        is_coming = all(self._module(module).is_fetching for module in missing)
         is_coming = is_coming and not self._reason and self._ask_s == math.inf
-        return self._since_s + (longest_s if is_coming else limit_s)
+        return self._since_s + max(limit_s, longest_s if is_coming else 0.0)
 
     def _waits_for(self, missing: list[str]) -> str:
         if not self._has_shard:
@@ -178,12 +183,12 @@ class Joining:
 
     def _start(self, path: int) -> None:
         """Train from what is here."""
-        strands = [self._strand(module) for module in self._modules]
-        heads = tuple(strand.ready for strand in strands if strand.ready is not None)
+        modules = [self._module(module) for module in self._modules]
+        heads = tuple(followed.ready for followed in modules if followed.ready is not None)
         self._known.path = path
         self._known.do(StartPath(path, heads))
-        for strand in strands:
-            strand.follow(Role.TRAINER)
+        for followed in modules:
+            followed.follow(Role.TRAINER)
         self._phase, self.has_begun = _Phase.IDLE, True
 
     def _leave_alone(self, reason: str) -> None:
@@ -191,7 +196,7 @@ class Joining:
         known, path = self._known, self.path
         assert path is not None
         self._stop_wanting()
-        self._horizon.pass_over(path)
+        self._choice.pass_over(path)
         is_late = known.now_s - self._wanted_s >= LONGEST_S
         if known.path is not None or is_late or not self._has_choice:
             self._phase = _Phase.IDLE
@@ -203,10 +208,7 @@ class Joining:
 
     def _stop_wanting(self) -> None:
         for module in self._modules:
-            strand = self._strand(module)
-            if strand.is_wanted and strand.role is not Role.TRAINER:
-                strand.follow(Role.KEEPER if strand.head is not None else Role.MAILBOX)
-            strand.is_wanted = False
+            self._module(module).stop_wanting()
 
     # -- time, and what is said
 
@@ -218,7 +220,7 @@ class Joining:
             return
         if self._phase is _Phase.SETTLING and known.now_s >= self._until_s:
             self._phase = _Phase.CHECKING
-            self._horizon.look()
+            self._choice.look()
         left_s = self._since_s + LIMIT_S - known.now_s
         if left_s > 0:
             known.do(Wait("the swarm's answer to a claim", left_s))
@@ -238,7 +240,7 @@ class Joining:
         self._phase = _Phase.IDLE
         self._claim_s = self._known.now_s
         self._chosen = Decision(path, "the move to another path failed")
-        self._horizon.settle()
+        self._choice.settle()
 
     def stop(self) -> None:
         """Choose and want nothing any more; what was said last stands."""

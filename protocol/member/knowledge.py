@@ -48,6 +48,9 @@ class Knowledge:
         self.has_view = False
         self.path: int | None = None
         """The path in training."""
+        self.unseen: dict[str, frozenset[str]] = {}
+        """By module: recent contributors that the view does not show, and that are there
+        (`contributors`)."""
         self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
         self.actions: list[Action] = []
 
@@ -65,12 +68,15 @@ class Knowledge:
         if peer == self.me:
             return self.can_be_called
         claim, record = self.view.claims.get(peer), self.view.peers.get(peer)
+        if claim is None and record is None:
+            return any(peer in unseen for unseen in self.unseen.values())
         is_here = record.state != "leaving" if record is not None else claim is not None
         return is_here and self.view.reachable(peer) not in CANNOT_BE_CALLED
 
     def trainers(self, module: str) -> frozenset[str]:
         """Return who trains a path through a module, this peer included if it does."""
         found = self.view.group(self.grid, module, joining=False)
+        found |= self.unseen.get(module, frozenset())
         if self.path is None or module not in self.grid.modules_of_path(self.path):
             return found - {self.me}
         return found | {self.me}

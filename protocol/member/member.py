@@ -5,7 +5,8 @@ of each of its modules, keeps copies for others, moves, and leaves. It is the on
 is decided: a real peer (`dipaco.peer.session`) and the swarm simulator are shells that carry its
 actions out and report what came of them. Equal events give equal actions.
 
-The outer round of a module is in `outer_round` and `taking`; this is the life around it.
+The outer round of a module is in `followed_module` and what it is put together from; this is the
+life around it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from dipaco.protocol.policy import Decision, lead_rank
 from . import actions as a
 from . import events as e
 from .copies import Copies
-from .horizon import Horizon
+from .followed_module import FollowedModule
 from .joining import Joining
 from .knowledge import Knowledge, MemberSettings
-from .outer_round import Role
+from .path_choice import PathChoice
+from .proposing import Role
 from .rounds import Rounds
-from .taking import Strand
 
 # Of a leave: until when others fetch a last contribution, and until when all is done (promise 10).
 LAST_ROUND_BUDGET_S, LEAVE_BUDGET_S = 3.0, 6.0
@@ -62,11 +63,11 @@ class Member:
         held: Sequence[Head] = (),
     ) -> None:
         self.known = known = Knowledge(settings, plan, grid)
-        self.strands: dict[str, Strand] = {}
+        self.modules: dict[str, FollowedModule] = {}
         self.rounds = Rounds(known.schedule)
-        self._horizon = Horizon(known)
-        self._joining = Joining(known, self._horizon, self._strand)
-        self._copies = Copies(known, self.strands)
+        self._choice = PathChoice(known)
+        self._joining = Joining(known, self._choice, self._module)
+        self._copies = Copies(known, self.modules)
         self._phase = _Phase.PAUSED if settings.trains else _Phase.SERVING
         self._pause_reason = ""
         self._moving: Decision | None = None
@@ -81,18 +82,18 @@ class Member:
         self.rounds_done = 0
         """Rounds that ended here."""
         for head in held:
-            self._strand(head.module).restore(head, [s for s in steps if s.module == head.module])
+            self._module(head.module).restore(head, [s for s in steps if s.module == head.module])
 
-    def _strand(self, module: str) -> Strand:
-        if module not in self.strands:
-            self.strands[module] = Strand(self.known, module)
-        return self.strands[module]
+    def _module(self, module: str) -> FollowedModule:
+        if module not in self.modules:
+            self.modules[module] = FollowedModule(self.known, module)
+        return self.modules[module]
 
-    def _trained(self) -> list[Strand]:
+    def _trained(self) -> list[FollowedModule]:
         path = self.known.path
         if path is None:
             return []
-        return [self._strand(module) for module in self.known.grid.modules_of_path(path)]
+        return [self._module(module) for module in self.known.grid.modules_of_path(path)]
 
     def handle(self, event: e.Event, now_s: float) -> list[a.Action]:
         """Take note of an event at `now_s`, swarm time, and return what is to be done, in order;
@@ -121,60 +122,60 @@ class Member:
             case e.Failed(action=a.Look()):
                 self._thinks = False
                 if self._joining.is_claiming:
-                    self._horizon.look()
+                    self._choice.look()
             case e.Failed(action=a.FetchPath(path=path)):
                 self._joining.on_path(path, event.reason)
             case _:
                 self._on_module(event)
         wanted = (known.path, self._joining.path)
-        followed = [m for m, s in sorted(self.strands.items()) if s.head is not None or s.is_open]
-        self._horizon.watch(wanted, followed)
+        followed = [m for m, s in sorted(self.modules.items()) if s.head is not None or s.is_open]
+        self._choice.watch(wanted, followed)
         actions, known.actions = known.actions, []
         return actions
 
     def _on_module(self, event: e.Event) -> None:
-        """Hand what concerns one module to its strand."""
+        """Hand what concerns one module to its followed."""
         about = event.action if isinstance(event, e.Failed) else event
-        strand = self.strands.get(getattr(about, "module", ""))
-        if strand is not None:
-            strand.handle(event)
+        followed = self.modules.get(getattr(about, "module", ""))
+        if followed is not None:
+            followed.handle(event)
 
     def _on_told(self, event: e.Told) -> None:
-        if event.module not in self.strands:
-            mailboxes = sum(s.role is Role.MAILBOX for s in self.strands.values())
+        if event.module not in self.modules:
+            mailboxes = sum(s.role is Role.MAILBOX for s in self.modules.values())
             if mailboxes >= MOST_MAILBOXES or not self.known.grid.has_module(event.module):
                 return
-        strand = self._strand(event.module)
-        strand.hear_steps(event.steps, event.peer)
-        strand.hear_rows(event.rows, event.peer)
+        followed = self._module(event.module)
+        followed.hear_steps(event.steps, event.peer)
+        followed.hear_rows(event.rows, event.peer)
         if event.keep:
-            self._copies.asked_to_keep(strand)
+            self._copies.asked_to_keep(followed)
 
     # -- the swarm was read
 
     def _on_view(self, event: e.Viewed) -> None:
-        self._horizon.learn(event.view)
+        self._choice.learn(event.view)
         if event.is_answer and self._joining.is_claiming:
             self._joining.on_view()
         elif event.is_answer and self._thinks:
             self._move_if_better()
         if self._phase in (_Phase.LEAVING, _Phase.GONE):
             return
-        for strand in list(self.strands.values()):
-            strand.on_view()
+        for followed in list(self.modules.values()):
+            followed.on_view()
         self._copies.on_view()
         longest_s = SILENT_ROUNDS * self.known.schedule.duration_s
-        for module, strand in list(self.strands.items()):
-            is_idle = strand.role is Role.MAILBOX and not strand.is_wanted
-            if is_idle and self.known.now_s - strand.last_told_s > longest_s:
-                del self.strands[module]
+        for module, followed in list(self.modules.items()):
+            is_idle = followed.role is Role.MAILBOX and not followed.is_wanted
+            if is_idle and self.known.now_s - followed.last_told_s > longest_s:
+                del self.modules[module]
 
     # -- one turn
 
     def _on_turn(self, turn: e.Turn) -> None:
         """Say what the shell does now: an inner step, or wait, or leave."""
-        for strand in list(self.strands.values()):
-            strand.on_time()
+        for followed in list(self.modules.values()):
+            followed.on_time()
         if self._phase is _Phase.PAUSED and not self._pause_reason:
             self._phase = _Phase.JOINING
             self._joining.begin()
@@ -200,9 +201,9 @@ class Member:
         joining, path, before = self._joining, self.known.path, self._trained()
         joining.on_turn()
         if joining.has_begun:
-            for strand in before:
-                if strand not in self._trained():
-                    strand.follow(Role.KEEPER)
+            for followed in before:
+                if followed not in self._trained():
+                    followed.follow(Role.KEEPER)
             self._train()
         elif joining.failure and path is None:
             self._error = joining.failure
@@ -232,10 +233,10 @@ class Member:
             if have == need:
                 rounds.open(known.now_s)
         for boundary in rounds.due(known.now_s, turn.step_s):
-            for strand in self._trained():
-                if strand.level == boundary.level:
-                    strand.carry_on("no step came")
-                    strand.begin(boundary.round_index, boundary.time_s)
+            for followed in self._trained():
+                if followed.level == boundary.level:
+                    followed.carry_on("no step came")
+                    followed.begin(boundary.round_index, boundary.time_s)
         self._close_rounds()
         if rounds.has_ended():
             self._end_round()
@@ -253,11 +254,11 @@ class Member:
     def _close_rounds(self) -> None:
         """Levels whose step is here are over, and with fixed steps those whose limit has passed."""
         now_s, schedule = self.known.now_s, self.known.schedule
-        for strand in self._trained():
-            if schedule.fixed_steps and now_s > strand.boundary_s + schedule.duration_s:
-                strand.carry_on("no step came within the limit")
-            if not strand.is_open:
-                self.rounds.over(strand.level)
+        for followed in self._trained():
+            if schedule.fixed_steps and now_s > followed.boundary_s + schedule.duration_s:
+                followed.carry_on("no step came within the limit")
+            if not followed.is_open:
+                self.rounds.over(followed.level)
 
     def _wait_to_step(self) -> None:
         """Wait for the run to start, or, with fixed steps, for other peers."""
@@ -273,9 +274,9 @@ class Member:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             known.do(a.Wait(f"a trainer for every path: have {have} of {need}", opens_s - now_s))
         else:
-            waiting = [strand for strand in self._trained() if strand.is_open]
+            waiting = [followed for followed in self._trained() if followed.is_open]
             until_s = max((s.boundary_s for s in waiting), default=now_s)
-            what = ", ".join(strand.waits_for() for strand in waiting)
+            what = ", ".join(followed.waits_for() for followed in waiting)
             known.do(a.Wait(what, max(0.0, until_s + known.schedule.duration_s - now_s)))
 
     # -- the end of a round
@@ -297,16 +298,16 @@ class Member:
 
     def _think_of_moving(self) -> None:
         """See whether another path needs this peer more, after a look at more of them."""
-        is_counted, horizon = bool(self.known.schedule.fixed_steps), self._horizon
-        if horizon.is_whole and not is_counted:
+        is_counted, choice = bool(self.known.schedule.fixed_steps), self._choice
+        if choice.is_whole and not is_counted:
             self._move_if_better()
-        elif is_counted or horizon.is_worth_a_look(self._rounds_on_path):
+        elif is_counted or choice.is_worth_a_look(self._rounds_on_path):
             self._thinks = True
-            horizon.look(anew=True)
+            choice.look(anew=True)
 
     def _move_if_better(self) -> None:
         self._thinks = False
-        self._moving = self._horizon.better_path(self._rounds_on_path)
+        self._moving = self._choice.better_path(self._rounds_on_path)
         if self._moving is not None:
             self._part()
 
@@ -319,11 +320,11 @@ class Member:
         if self.known.schedule.fixed_steps:
             return
         longest_s = (1.0 - LEAST_SHARE) * self.known.schedule.duration_s
-        for strand in self._trained():
-            boundary = self.rounds.next_boundary(strand.level)
-            if not strand.is_open and boundary.time_s - self.known.now_s <= longest_s:
+        for followed in self._trained():
+            boundary = self.rounds.next_boundary(followed.level)
+            if not followed.is_open and boundary.time_s - self.known.now_s <= longest_s:
                 self.rounds.take_early(boundary)
-                strand.begin(boundary.round_index, boundary.time_s)
+                followed.begin(boundary.round_index, boundary.time_s)
 
     def _turn_parting(self) -> None:
         left_s = self._part_s + LAST_ROUND_BUDGET_S - self.known.now_s
@@ -344,8 +345,8 @@ class Member:
             self.known.do(a.Wait("", 0.0))
 
     def _pause(self) -> None:
-        for strand in self._trained():
-            strand.follow(Role.KEEPER)
+        for followed in self._trained():
+            followed.follow(Role.KEEPER)
         self.known.do(a.Pause(self._pause_reason))
         self.known.path = None
         self._phase = _Phase.PAUSED

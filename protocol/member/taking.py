@@ -1,480 +1,329 @@
-"""How a peer takes the heaviest chain of a module (design 4.4): replay, or fetch; check; adopt.
+"""How a step is taken (design 4.4): its files, the state before it, the state after it, and a look.
 
-The usual case is the next step on top of the own head. A chain that parted from the own one, a
-newcomer's first state and one that was missed for long are the same: whichever is fewer bytes is
-done, steps are computed from their files or the state is fetched.
+    stage        what happens             next
+    IDLE         a heavier step           GETTING
+    GETTING      all of it is here        COMPUTING
+                 a file is none           IDLE; the step is refused
+                 it is late, or failed    GETTING from a state that rows vouch for; then IDLE, and
+                                          the step is absent
+    COMPUTING    the state is here        CHECKING where it parted from the own chain; else IDLE,
+                                          and it is taken
+                 it failed                as if it had not come
+    CHECKING     it is much worse         IDLE; the step is doubted
+                 otherwise                IDLE, and it is taken
+
+A step is computed from a state that is held here, if a few steps lead from there and their files
+are fewer bytes, or from one whose digest the rows of a step in the chain name. No state is taken on
+anybody's word: the last step of a chain is always computed here, from its files.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import Link
 
-from .actions import (
-    Adopt,
-    Ask,
-    Check,
-    Compute,
-    FetchState,
-    Forget,
-    Gather,
-    Publish,
-    Serve,
-    Warn,
-)
-from .events import Answered, Checked, Event, Failed, Gathered, Published, StateHere
+from .actions import Check, Compute, FetchState, Forget, Warn
+from .events import Checked, StateHere
 from .knowledge import Knowledge
-from .outer_round import RECENT_STEPS, REMEMBERED_STEPS, OuterRound, Role
+from .module_chain import ModuleChain
+from .proposing import Proposing
+from .round_rows import RoundRows
 
 # A state that makes the held-out loss worse by more nats than this is not believed.
 MUCH_WORSE_NATS = 0.5
-# Steps that are replayed at most: the files of older ones are gone anywhere.
+# Steps that are computed at most: the files of older ones are gone anywhere.
 GREATEST_REPLAY = 3
-# What could not be had is left alone for so long, the first time, and doubled so often.
-UNAVAILABLE_S, MOST_DOUBLINGS = 15.0, 4
-TELLERS = 8
-# A newcomer asks so many holders what their chain is, and waits so long.
-FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
+# A step whose state nobody gave is tried again after so many rounds.
+ABSENT_ROUNDS = 1.0
+
+
+class Stage(Enum):
+    """How far a step has been taken."""
+
+    IDLE = auto()
+    GETTING = auto()
+    COMPUTING = auto()
+    CHECKING = auto()
 
 
 @dataclass
-class _Taking:
-    """A chain that is about to be taken."""
+class _Plan:
+    """What it takes to have the state after a step."""
 
     target: str
-    since_s: float
-    steps: tuple[Step, ...] = ()
-    """To be computed on top of `base`; none if the state is fetched."""
-    base: str = ""
+    base: Head
+    """The state that it is computed from."""
+    steps: tuple[Step, ...]
+    """On top of it, the oldest first; none where the target is a genesis."""
+    begun_s: float
+    is_vouched: bool = False
+    """The base is named by rows, and not held here."""
+    is_base_here: bool = True
     missing: dict[str, Row] = field(default_factory=dict)
-    """Files that are not here yet."""
+    """Rows whose files are not here yet, by name."""
     head: Head | None = None
-    """The state, once it is here."""
+    """The state after the target, once it is here."""
 
 
-class Strand(OuterRound):
-    """All that a member knows and does of one module."""
+class Taking:
+    """One step at a time of one module. `on_taken` hears of a state that is to be stood on.
 
-    def __init__(self, known: Knowledge, module: str) -> None:
-        super().__init__(known, module)
-        self.is_wanted = False
-        """A state is wanted to begin with; it waits in `ready`."""
+    `gather` has files fetched, `sources` names peers that may have a state.
+    """
+
+    def __init__(
+        self,
+        known: Knowledge,
+        chain: ModuleChain,
+        rows: RoundRows,
+        proposing: Proposing,
+        *,
+        gather: Callable[[Iterable[Row], str], None],
+        sources: Callable[[Link], tuple[str, ...]],
+        on_taken: Callable[[Head], None],
+    ) -> None:
+        self._known, self._chain, self._rows, self._proposing = known, chain, rows, proposing
+        self._gather, self._sources, self._on_taken = gather, sources, on_taken
+        self._plan: _Plan | None = None
+        self.stage = Stage.IDLE
         self.ready: Head | None = None
-        self.taking: _Taking | None = None
-        self._kept: Head | None = None
-        """The anchor before the present one, which is on the disk."""
-        self._refused: set[str] = set()
-        """Steps that a file of is no contribution."""
-        self._doubted: set[str] = set()
-        """Steps whose states made the held-out loss much worse."""
-        self._unavailable: dict[str, float] = {}
-        self._fetches_in_vain = 0
-        self._tellers: dict[str, dict[str, None]] = {}
-        self._held: dict[str, Head] = {}
-        """States as their holders say them, by step."""
-        self._corrected = ""
-        self._wanted_s = 0.0
+        """Of a path that is about to begin: the state that it would begin with."""
+        self.is_wanted = False
+        """States are collected in `ready`, and not stood on."""
 
-    def handle(self, event: Event) -> None:
-        """Take note of what concerns this module."""
-        match event:
-            case Published():
-                self.published(event.row)
-            case Gathered():
-                self.files.add(event.file)
-                self._has_come(event.file)
-                self._propose_if_due()
-            case Answered():
-                self._hear_answer(event)
-            case StateHere():
-                self._here(event.head)
-            case Checked():
-                self._checked(event)
-            case Failed(action=Publish()):
-                self.publish_failed(event)
-            case Failed(action=Gather(rows=rows)):
-                self._gather_failed(rows[0].file, event.is_final)
-            case Failed(action=Ask(peer=peer)):
-                self._unanswered.discard(peer)
-            case Failed(action=Compute(steps=steps)):
-                self._compute_failed(steps[-1].name)
-            case Failed(action=FetchState(head=head)):
-                self._fetch_failed(head.step)
+    @property
+    def target(self) -> str:
+        """Name of the step that is being taken; empty for none."""
+        return self._plan.target if self._plan is not None else ""
 
-    # -- what is heaviest
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a state is on its way."""
+        return self._plan is not None and not self._plan.is_base_here
 
-    def heaviest(self) -> Link:
-        """Return the heaviest chain that is not refused and can be had at the moment. What was
-        doubted counts again as soon as most of those who counted are in it."""
-        now_s = self.known.now_s
-        without = self._refused | {n for n, s in self._unavailable.items() if s > now_s}
-        best = self.book.heaviest(self.module, without)
-        if self._doubted and not self._is_of_most(best.name):
-            best = self.book.heaviest(self.module, without | self._doubted)
-        return best
+    # -- IDLE -> GETTING
 
-    def note_teller(self, step: str, peer: str) -> None:
-        """Remember who told of a step: it may have the state."""
-        tellers = self._tellers.setdefault(step, {})
-        if len(tellers) < TELLERS and peer != self.known.me:
-            tellers[peer] = None
-
-    def _hear_answer(self, event: Answered) -> None:
-        self._unanswered.discard(event.peer)
-        if event.held is not None:
-            self._held.setdefault(event.held.step, event.held)
-            self.note_teller(event.held.step, event.peer)
-        self.hear_steps(event.steps, event.peer)
-        self.hear_rows(event.rows, event.peer)
-        if event.has_more and event.steps and event.steps[-1].name in self.book:
-            locator = self.book.locator(event.steps[-1].name)
-            self._unanswered.add(event.peer)
-            self.known.do(Ask(event.peer, self.module, locator))
-
-    # -- taking
-
-    def consider(self) -> None:
-        """Take the heaviest chain if it is not the own, nor on top of what is being taken."""
-        best = self.heaviest()
-        if self.taking is not None:
-            taken = self.book.link(self.taking.target)
-            is_heavier = best.rank < taken.rank and not self.book.stands_on(best.name, taken.name)
-            if not is_heavier and taken.name not in self._refused | self._doubted:
-                return
-            self._give_up()
-        if not self.is_wanted and self._is_early(best):
+    def begin(self, target: Link) -> None:
+        """Take a step."""
+        self.give_up()
+        contradicting = self._contradicting(target)
+        if contradicting is not None and not self._is_wrong_here(contradicting):
+            self._refuse(contradicting.name, "it names another state than was computed here")
             return
-        if self.role is Role.MAILBOX and not self.is_wanted:
-            self._stand_on(best)
-            return
-        if self.is_wanted and self._unanswered and not self._is_late:
-            return  # Holders that were asked for the chain may still answer.
-        current = self.ready if self.is_wanted else self.head
-        if current is None or best.rank < self.book.link(current.step).rank:
-            self._begin_to_take(best)
+        plan = None if contradicting else self._plan_from_here(target)
+        self._enter(plan or self._plan_from_vouched(target))
 
-    def on_time(self) -> None:
-        """Time has passed."""
-        self.open_as_heard()
-        self._hurry()
-        self._ask_if_due()
-        self._propose_if_due()
-        self.consider()
-
-    def _hurry(self) -> None:
-        """Go on with the round when a heavier chain takes long to get: its holder may be silent.
-        What is on its way still comes, and is taken then."""
-        known, taking = self.known, self.taking
-        if taking is None or self.is_wanted or taking.head is not None:
-            return
-        if known.now_s - taking.since_s < known.gather_s + 3 * known.grace_s:
-            return
-        if taking.missing:
-            self._fetch(self.book.link(taking.target))
-        else:
-            self.taking = None
-            self._leave_alone(taking.target)
-
-    def _stand_on(self, link: Link) -> None:
-        """Of a mailbox: know the chain, without a state."""
-        if link.name != self.stand:
-            self.stand = link.name
-            self.known.do(Serve(self.module, link.name))
-            self.book.prune(self.module, link.name, REMEMBERED_STEPS)
-
-    def _begin_to_take(self, best: Link) -> None:
-        base = self._base_for(best)
-        if base is None:
-            self._fetch(best)
-            return
-        steps = self.book.steps_between(base.step, best.name)
-        rows = {row.file: row for step in steps for row in step.rows}
-        if any(row.file in self.refused_files for row in rows.values()):
-            self._refuse(best.name, self._refused, "a file in it is no contribution")
-            return
-        missing = {file: row for file, row in rows.items() if file not in self.files}
-        if base.bytes and sum(row.bytes for row in missing.values()) > base.bytes:
-            self._fetch(best)
-            return
-        self.taking = _Taking(best.name, self.known.now_s, steps, base.step, missing)
-        if missing:
-            self.gather(missing.values(), tuple(self._tellers.get(best.name, ())))
-        else:
-            self.known.do(Compute(self.module, base.step, steps))
-
-    def _base_for(self, best: Link) -> Head | None:
-        """Return a state that is here and from which a few steps lead to `best`."""
-        for base in (self.ready or self.head, self._kept):
-            if base is None or not 0 < best.version - base.version <= GREATEST_REPLAY:
-                continue
-            if self.book.stands_on(best.name, base.step):
-                return base
+    def _contradicting(self, target: Link) -> Link | None:
+        """Return the step of a chain that names another state than the one held here."""
+        chain = self._chain
+        held = [head.version for head in (chain.head, chain.before) if head is not None]
+        for link in chain.book.back_from(target.name):
+            if not held or link.version <= min(held):
+                break
+            if chain.contradicts(link):
+                return link
         return None
 
-    def _has_come(self, file: str) -> None:
-        taking = self.taking
-        if taking is not None and file in taking.missing:
-            del taking.missing[file]
-            if not taking.missing:
-                self.known.do(Compute(self.module, taking.base, taking.steps))
+    def _is_wrong_here(self, link: Link) -> bool:
+        """Tell whether most others name another state: then it is this machine that is wrong."""
+        if not self._chain.is_vouched_by_most(link):
+            return False
+        what = f"{self._chain.module}: this machine computed another state than most others"
+        self._known.do(Warn(f"{what}; its memory or processor may be broken; takes theirs"))
+        return True
 
-    def _gather_failed(self, file: str, is_refused: bool) -> None:
-        """A file is no contribution, or nobody gave it; then it may be asked for again. A step
-        that needs it is refused, or its state fetched."""
-        self._asked_for.pop(file, None)
-        if is_refused:
-            self.refused_files.add(file)
-        taking = self.taking
-        if taking is None or file not in taking.missing:
+    def _plan_from_here(self, target: Link) -> _Plan | None:
+        """Plan from a state that is held and from which a few steps lead to the target."""
+        chain, book = self._chain, self._chain.book
+        for base in (self.ready or chain.head, chain.before):
+            if base is None or not 0 < target.version - base.version <= GREATEST_REPLAY:
+                continue
+            if not book.stands_on(target.name, base.step):
+                continue
+            steps = book.steps_between(base.step, target.name)
+            plan = self._plan_of(target, base, steps)
+            if steps[0].state == base.digest and not self._is_costly(plan):
+                return plan
+        return None
+
+    def _is_costly(self, plan: _Plan) -> bool:
+        """Tell whether its files are more bytes than a state."""
+        return 0 < plan.base.bytes < sum(row.bytes for row in plan.missing.values())
+
+    def _plan_from_vouched(self, target: Link) -> _Plan:
+        """Plan from a state that rows name: before the newest step that is of most, so that one
+        peer alone vouches for nothing where others do."""
+        book = self._chain.book
+        links = [link for link in book.back_from(target.name) if link.step is not None]
+        if not links:
+            return self._plan_of(target, target.head("", 0), (), is_vouched=True)
+        near = links[:GREATEST_REPLAY]
+        newest = next((link for link in near if self._chain.is_vouched_by_most(link)), near[0])
+        if near[-1].version == 1:
+            newest = near[-1]  # The genesis is known: nobody has to be believed.
+        assert newest.step is not None
+        before = book.link(newest.parent)
+        digest = newest.step.state if before.step is not None else ""
+        steps = book.steps_between(before.name, target.name)
+        return self._plan_of(target, before.head(digest, 0), steps, is_vouched=True)
+
+    def _plan_of(
+        self, target: Link, base: Head, steps: tuple[Step, ...], *, is_vouched: bool = False
+    ) -> _Plan:
+        here = self._rows.here
+        missing = {row.name: row for step in steps for row in step.rows if row.name not in here}
+        plan = _Plan(target.name, base, steps, self._known.now_s, is_vouched, missing=missing)
+        plan.is_base_here = not is_vouched
+        return plan
+
+    def _enter(self, plan: _Plan) -> None:
+        bad = next((s for s in plan.steps for r in s.rows if r.name in self._rows.refused), None)
+        if bad is not None:
+            self._refuse(bad.name, "a file in it is no contribution")
+            return
+        self._plan, self.stage = plan, Stage.GETTING
+        if not plan.is_base_here:
+            base = self._chain.book.link(plan.base.step)
+            self._known.do(FetchState(plan.base, self._sources(base)))
+        if plan.missing:
+            self._gather(plan.missing.values(), plan.target)
+        self._compute_if_here()
+
+    # -- GETTING -> COMPUTING
+
+    def file_came(self, name: str) -> None:
+        """The file of a row is here."""
+        if self._plan is not None and self._plan.missing.pop(name, None) is not None:
+            self._compute_if_here()
+
+    def _compute_if_here(self) -> None:
+        plan = self._plan
+        if plan is None or self.stage is not Stage.GETTING:
+            return
+        if plan.missing or not plan.is_base_here:
+            return
+        if not plan.steps:
+            self._state_after(plan, plan.base)
+            return
+        self.stage = Stage.COMPUTING
+        self._known.do(Compute(self._chain.module, plan.base.step, plan.steps))
+
+    def file_failed(self, row: Row, *, is_refused: bool) -> None:
+        """A file is no contribution, or nobody gave it."""
+        plan = self._plan
+        if plan is None or row.name not in plan.missing:
             return
         if is_refused:
-            self._refuse(taking.target, self._refused, "a file in it is no contribution")
+            step = next(s for s in plan.steps if any(r.name == row.name for r in s.rows))
+            self._refuse(step.name, "a file in it is no contribution")
         else:
-            self._fetch(self.book.link(taking.target))
+            self._failed(plan)
 
-    def _compute_failed(self, step: str) -> None:
-        """What was gathered is gone again, or no state comes out of it."""
-        if self.taking is not None and self.taking.target == step:
-            self._fetch(self.book.link(step))
+    def fetch_failed(self, step: str) -> None:
+        """Nobody gave a state."""
+        plan = self._plan
+        if plan is not None and plan.base.step == step and not plan.is_base_here:
+            self._failed(plan)
 
-    def _fetch(self, link: Link) -> None:
-        """Fetch the newest state of a chain that somebody is known to hold; the steps after it are
-        computed. Where none is known, those who told of the chain are asked for what they hold.
-        A copy of what is near the genesis is computed from there: nobody has to be believed."""
-        known, view, current = self.known, self.known.view, self.ready or self.head
-        base = current.step if current else self.book.genesis(self.module)
-        is_near = not (current or self.is_wanted) and link.version <= GREATEST_REPLAY
-        newest = self.book.link(base) if is_near else self._newest_held(link)
-        head = view.agreed_head(self.module, newest.name) or self._held.get(newest.name)
-        if newest.step is None:
-            head = newest.head("", 0)  # Its digest is not known before it is here.
-        told = [*view.holders(self.module, newest.name), *self._tellers.get(newest.name, ())]
-        told += self._tellers.get(link.name, ())
-        holders = tuple(peer for peer in dict.fromkeys(told) if peer != known.me)
-        if head is None or (current and newest.rank >= self.book.link(base).rank):
-            for peer in holders[:2]:
-                self.ask(peer)
-            self.taking = None
-            if not (self.is_wanted and self._unanswered):
-                fork = self.book.ancestor(link.name, base).name
-                self._leave_alone(self.book.steps_between(fork, link.name)[0].name)
+    def compute_failed(self, step: str) -> None:
+        """What was gathered is gone again, or another state comes out than rows name."""
+        if self._plan is not None and self._plan.target == step:
+            self._failed(self._plan)
+
+    def hurry(self) -> None:
+        """Leave a step whose files do not come within G. A state may take as long as it takes: a
+        slow line is no lie."""
+        plan = self._plan
+        if plan is None or self.stage is not Stage.GETTING or not plan.missing:
             return
-        self.taking = _Taking(newest.name, known.now_s)
-        known.do(FetchState(newest.head(head.digest, head.bytes), holders))
+        if self._known.now_s - plan.begun_s >= self._known.gather_s:
+            self._failed(plan)
 
-    def _newest_held(self, link: Link) -> Link:
-        """Return the newest step of a chain whose state others are known to hold, or `link`."""
-        said = self.known.view.holdings.get(self.module, ())
-        held = {h.head.step for h in said if h.peer_id != self.known.me} | self._held.keys()
-        found = [self.book.link(step) for step in held if self.book.stands_on(link.name, step)]
-        return min((f for f in found if f.version), key=lambda f: f.rank, default=link)
+    def _failed(self, plan: _Plan) -> None:
+        """Try from a vouched state, if that needs other files; otherwise the step is absent, and
+        whoever kept a file of it back is passed over for a while."""
+        self._drop_plan()
+        target = self._chain.book.link(plan.target)
+        rows = target.step.rows if target.step is not None else ()
+        lacking = [row for row in rows if row.name in plan.missing]
+        for row in lacking:
+            self._proposing.withheld(row.peer)
+        if lacking:
+            self._chain.leave(target.name)
+        elif not plan.is_vouched:
+            self._enter(self._plan_from_vouched(target))
+        else:
+            rounds_s = ABSENT_ROUNDS * self._known.schedule.duration_s
+            self._chain.leave(target.name, self._known.now_s + rounds_s)
 
-    def _fetch_failed(self, step: str) -> None:
-        """Nobody gave the state: try again later, or what is heaviest by then."""
-        if self.taking is not None and self.taking.target == step:
-            self.taking = None
-            self._held.pop(step, None)
-            self._leave_alone(step)
+    # -- COMPUTING -> CHECKING
 
-    def _leave_alone(self, step: str) -> None:
-        """Go on without a state that nobody gives, twice as long as the last time."""
-        self._unavailable[step] = self.known.now_s + UNAVAILABLE_S * 2.0**self._fetches_in_vain
-        self._fetches_in_vain = min(self._fetches_in_vain + 1, MOST_DOUBLINGS)
+    def state_here(self, event: StateHere) -> None:
+        """A state was fetched or computed."""
+        plan, head = self._plan, event.head
+        if plan is None or head.step not in (plan.base.step, plan.target):
+            self._known.do(Forget(head.module, head.step))
+        elif head.step == plan.base.step and self.stage is Stage.GETTING:
+            if plan.base.digest in ("", head.digest):
+                plan.base, plan.is_base_here = head, True
+                self._compute_if_here()
+        elif head.step == plan.target and self.stage is Stage.COMPUTING:
+            self._state_after(plan, head)
 
-    def _give_up(self) -> None:
-        taking, self.taking = self.taking, None
-        if taking is not None and taking.head is not None:
-            self.known.do(Forget(self.module, taking.target))
-
-    def _refuse(self, step: str, among: set[str], reason: str) -> None:
-        """Do not take a step, nor what stands on it."""
-        self._give_up()
-        among.add(step)
-        self.known.do(Warn(f"{self.module}: a state is refused: {reason}"))
-
-    # -- a state is here
-
-    def _here(self, head: Head) -> None:
-        """The state is here: check it where it comes from elsewhere, then take it."""
-        taking = self.taking
-        if head.step == self._corrected == self.stand:
-            self._take(head)
-            return
-        self._unavailable.pop(head.step, None)
-        if taking is None and self.book.link(head.step).rank < self.link.rank:
-            taking = self.taking = _Taking(head.step, self.known.now_s)
-        if taking is None or head.step != taking.target:
-            # It may have been asked for twice, and be what the path begins with.
-            if self.ready is None or self.ready.step != head.step:
-                self.known.do(Forget(self.module, head.step))
-            return
-        taking.head = head
-        if self._is_to_be_checked(head.step):
-            self.known.do(Check(self.module, head.step))
+    def _state_after(self, plan: _Plan, head: Head) -> None:
+        plan.head = head
+        chain = self._chain
+        is_fork = chain.head is not None and not chain.book.stands_on(head.step, chain.stand)
+        if is_fork:
+            self.stage = Stage.CHECKING
+            self._known.do(Check(chain.module, head.step))
         else:
             self._taken(head)
 
-    def _is_to_be_checked(self, step: str) -> bool:
-        """Tell whether a state was made by others without this peer's chain in it, or by few."""
-        if self.head is None:
-            return self.is_wanted and self.book.link(step).version > 0
-        is_fork = not self.book.stands_on(step, self.stand)
-        is_of_few = not self._is_good_link(self.book.link(step))
-        return (self.role is Role.TRAINER or self.is_wanted) and (is_fork or is_of_few)
+    # -- CHECKING -> IDLE
 
-    def _checked(self, event: Checked) -> None:
-        """Held-out documents say what the state is worth."""
-        taking = self.taking
-        if taking is None or taking.head is None or event.step != taking.target:
+    def checked(self, event: Checked) -> None:
+        """Held-out documents say what a state is worth that others made without this peer."""
+        plan = self._plan
+        if plan is None or plan.head is None or event.step != plan.target:
             return
         before, after = event.loss_before, event.loss_after
         is_worse = before is not None and after is not None and not after < before + MUCH_WORSE_NATS
-        if is_worse and not self._is_of_most(event.step):
-            reason = f"held-out loss {before:.3f}, with it {after:.3f}"
-            self._refuse(event.step, self._doubted, reason)
+        if is_worse and not self._chain.is_of_most(event.step):
+            self.give_up()
+            self._chain.doubt(event.step)
+            self._warn(f"held-out loss {before:.3f}, with it {after:.3f}")
         else:
-            self._taken(taking.head)
-
-    def _is_of_most(self, step: str) -> bool:
-        """Tell whether half of those who counted where two chains parted and still train, or more,
-        are in one of them. Where two began apart, or a split was even, each side fits the documents
-        of the other worse, by many nats: that says nothing."""
-        if self.head is None:
-            return False
-        fork = self.book.ancestor(step, self.stand).name
-        voters = self.book.contributors(fork, RECENT_STEPS) & self.known.trainers(self.module)
-        made = {p for found in self.book.steps_between(fork, step) for p in found.peers}
-        return 2 * len(voters & made) >= len(voters)
+            self._taken(plan.head)
 
     def _taken(self, head: Head) -> None:
-        if self.taking is not None and not self.taking.steps:
-            self._fetches_in_vain = 0
-        self.taking = None
+        self._drop_plan()
         if self.is_wanted:
             if self.ready is not None and self.ready.step != head.step:
-                self.known.do(Forget(self.module, self.ready.step))
+                self._known.do(Forget(head.module, self.ready.step))
             self.ready = head
-        else:
-            self._take(head)
-        self.consider()
+        self._on_taken(head)
 
-    def _take(self, head: Head) -> None:
-        """Make a state the one that this peer stands on."""
-        known, before = self.known, self.stand
-        is_next = self.book.stands_on(head.step, before)
-        steps = self.book.steps_between(before, head.step) if is_next else ()
-        is_round = self.is_open and head.round_index >= self.round_index
-        self.is_open = self.is_open and not is_round
-        is_own_in = any(known.me in step.peers for step in steps)
-        known.do(Adopt(head, is_round, len(self.awaited()), is_own_in))
-        if head.step != before:
-            self._kept = self.head
-        self.head, self.stand = head, head.step
-        self._doubted = {n for n in self._doubted if not self.book.stands_on(head.step, n)}
-        known.do(Serve(self.module, head.step))
-        self.book.prune(self.module, head.step, REMEMBERED_STEPS)
-        self._forget_gone()
+    # -- -> IDLE
 
-    def trim(self) -> None:
-        """Forget what others invent beyond a bound, and nothing that is used here."""
-        target, ready = self.taking and self.taking.target, self.ready and self.ready.step
-        if self.book.trim(self.module, {n for n in (self.stand, target, ready) if n}):
-            self._forget_gone()
+    def give_up(self) -> None:
+        """Take nothing at present."""
+        plan = self._plan
+        if plan is not None and plan.head is not None:
+            self._known.do(Forget(self._chain.module, plan.target))
+        self._drop_plan()
 
-    def _forget_gone(self) -> None:
-        self._refused = {step for step in self._refused if step in self.book}
-        for about in (self._tellers, self._held, self._unavailable):
-            for step in [step for step in about if step not in self.book]:
-                del about[step]
+    def _drop_plan(self) -> None:
+        self._plan, self.stage = None, Stage.IDLE
 
-    # -- the view
+    def _refuse(self, step: str, reason: str) -> None:
+        self.give_up()
+        self._chain.refuse(step)
+        self._warn(reason)
 
-    def on_view(self) -> None:
-        """See whether somebody holds a heavier chain, or another state after the same step."""
-        known, view = self.known, self.known.view
-        if not view.covers_module(self.module):
-            return
-        mine = self.heaviest().rank
-        heavier = {
-            holding.peer_id: holding.head.rank
-            for holding in view.holdings.get(self.module, ())
-            if holding.head.rank < mine
-            and holding.peer_id != known.me
-            and holding.head.step not in self._refused | self._doubted
-        }
-        # The longest unasked first: what some say of their chains may be untrue.
-        asked_s = {peer: self._asked_s.get(peer, -math.inf) for peer in heavier}
-        for peer in sorted(heavier, key=lambda peer: (asked_s[peer], heavier[peer], peer))[:2]:
-            self.ask(peer, known.gather_s)
-        self._compare_digests()
-
-    def _compare_digests(self) -> None:
-        """A digest that most others do not have is that of a broken machine: fetch theirs."""
-        head, view = self.head, self.known.view
-        if head is None or self.taking is not None or self._corrected == head.step:
-            return
-        agreed, held = view.agreed_head(self.module, head.step), view.holdings.get(self.module, ())
-        holders = tuple(holding.peer_id for holding in held if holding.head == agreed)
-        if agreed is None or agreed.digest == head.digest or len(holders) < 2:
-            return
-        self._corrected = head.step
-        what = f"{self.module}: this machine computed another state than {len(holders)} others"
-        self.known.do(Warn(f"{what}; its memory or processor may be broken; takes theirs"))
-        self.known.do(FetchState(agreed, holders))
-
-    # -- roles
-
-    def want(self) -> None:
-        """Get a state to begin with; what is held is as good as the chain that it is of."""
-        self.is_wanted, self.ready, self._wanted_s = True, self.head, self.known.now_s
-        self._unavailable.clear()
-        held = sorted(
-            self.known.view.holdings.get(self.module, ()),
-            key=lambda h: (h.head.rank, not self.known.is_callable(h.peer_id), h.peer_id),
-        )
-        others = dict.fromkeys(h.peer_id for h in held if h.peer_id != self.known.me)
-        for peer in list(others)[:FIRST_ASKED]:
-            self.ask(peer, 0.0)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a state to begin with is here, and none of a heavier chain may still come."""
-        return bool(self.ready and not self.taking) and (not self._unanswered or self._is_late)
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether holders that were asked for the chain had long enough."""
-        return self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
-
-    def follow(self, role: Role) -> None:
-        """Train the module from `ready` on, or keep it, or only know it."""
-        self.role, self.is_wanted = role, False
-        if role is Role.TRAINER and self.ready is not None:
-            self.head, self.stand = self.ready, self.ready.step
-            self.known.do(Serve(self.module, self.stand))
-        if role is Role.MAILBOX:
-            self.head = self._kept = None
-        self.ready, self.is_open = None, False
-        self._give_up()
-
-    def keep(self) -> None:
-        """Hold a copy from now on."""
-        if self.head is None and self.role is Role.MAILBOX:
-            self.role, self.is_wanted = Role.KEEPER, False
-            self._begin_to_take(self.heaviest())
-
-    def restore(self, head: Head, steps: Collection[Step]) -> None:
-        """Begin with what is on this disk: the state is held, as a copy."""
-        for step in steps:
-            self.book.add(step)
-        if head.step in self.book:
-            self.head, self.stand, self.role = head, head.step, Role.KEEPER
-            self.known.do(Serve(self.module, head.step))
-
-    def last_step(self) -> tuple[Step, ...]:
-        """Return the step that the head is of, if it is not the genesis."""
-        return (self.link.step,) if self.link.step else ()
+    def _warn(self, reason: str) -> None:
+        self._known.do(Warn(f"{self._chain.module}: a state is refused: {reason}"))

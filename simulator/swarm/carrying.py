@@ -25,7 +25,7 @@ from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 Machine = Any
 ASK_LIMIT_S, RETRY_S = 3.0, 2.0
 # How long a row is on the wire, and a name in a locator.
-ROW_BYTES, NAME_BYTES = 220, 33
+ROW_BYTES, NAME_BYTES = 254, 33
 HOLDERS_OF_SHARD = 4
 
 
@@ -39,9 +39,9 @@ class Carrying:
         self._coming: set[str] = set()
         """States on their way."""
         self._sources: dict[str, dict[str, None]] = {}
-        """Files that are wanted, with the peers that may have them."""
+        """Files that are wanted, by row, with the peers that may have them."""
         self._gathered: set[str] = set()
-        """Files that the member was told are here."""
+        """Rows whose files the member was told are here."""
 
     def do(self, action: actions.Action) -> None:
         """Carry an action out, or begin to: each has a method of its name, if it needs one."""
@@ -112,11 +112,11 @@ class Carrying:
             if answer is None:
                 self._machine.deliver(events.Failed(action, "it does not answer"))
                 return
-            steps, rows, has_more, held = answer
+            steps, rows, has_more, held, trains = answer
             rows, found = self._plausible(rows, steps)
             has_more = has_more and len(found) == len(steps)
             self._machine.deliver(
-                events.Answered(action.peer, action.module, found, rows, has_more, held)
+                events.Answered(action.peer, action.module, found, rows, has_more, held, trains)
             )
 
         content, size = (action.module, action.locator), NAME_BYTES * len(action.locator)
@@ -130,13 +130,12 @@ class Carrying:
         """Fetch files, for a round at most: who has one may not have it yet."""
         until_s = self._world.now_s + self._world.plan.rounds.duration_s
         for row in action.rows:
-            others = action.others.get(row.file, ())
             if row.file in self._machine.store.files:
                 self._machine.later(0.02, self._came, row)
-            elif row.file in self._sources:
-                self._sources[row.file].update(dict.fromkeys(others))
+            elif row.name in self._sources:
+                self._sources[row.name].update(dict.fromkeys(action.others))
             else:
-                self._sources[row.file] = dict.fromkeys((row.peer, *others))
+                self._sources[row.name] = dict.fromkeys((row.peer, *action.others))
                 self._get(row, until_s, RETRY_S)
 
     def _get(self, row: Row, until_s: float, wait_s: float) -> None:
@@ -149,26 +148,27 @@ class Carrying:
             elif self._world.now_s < until_s:
                 machine.later(wait_s, self._get, row, until_s, 2 * wait_s)
             else:
-                count = len(self._sources.pop(file))
+                count = len(self._sources.pop(row.name))
                 reason = f"none of {count} peers gave it"
                 machine.deliver(events.Failed(actions.Gather(module, (row,)), reason))
 
         if file in machine.store.files:
             done(file)
         else:
-            self._try_each(self._sources[file], "get", file, done)
+            self._try_each(self._sources[row.name], "get", file, done)
 
     def _came(self, row: Row) -> None:
         """A file is here: check it, and tell the member."""
         machine, module, file = self._machine, row.module, row.file
-        self._sources.pop(file, None)
-        if self._world.files[file].content == "garbage":
+        self._sources.pop(row.name, None)
+        made = self._world.files[file]
+        if made.content == "garbage" or made.row.mark != row.mark or made.row.bytes != row.bytes:
             wanted = actions.Gather(module, (row,))
-            machine.deliver(events.Failed(wanted, "it does not decode", is_final=True))
+            machine.deliver(events.Failed(wanted, "it is no contribution", is_final=True))
             return
         machine.store.files.setdefault(file, self._world.now_s)
-        self._gathered.add(file)
-        machine.deliver(events.Gathered(module, file))
+        self._gathered.add(row.name)
+        machine.deliver(events.Gathered(module, row))
 
     def _try_each(
         self, peers: Iterable[str], verb: str, content: Any, done: Callable[[Any], None]
@@ -261,7 +261,7 @@ class Carrying:
 
     def _published(self, row: Row) -> None:
         self._machine.store.files[row.file] = self._world.now_s
-        self._gathered.add(row.file)
+        self._gathered.add(row.name)
         self._world.watch.published(self._machine, row)
         self._machine.deliver(events.Published(row.module, row))
 
@@ -273,12 +273,15 @@ class Carrying:
         if chain[:-1] != [step.parent for step in action.steps]:
             self._wrong(f"computes steps of {action.module} that do not follow each other")
             return
-        files = [row.file for step in action.steps for row in step.rows]
-        if not self._gathered.issuperset(files):
+        rows = [row for step in action.steps for row in step.rows]
+        files = [row.file for row in rows]
+        if not self._gathered.issuperset(row.name for row in rows):
             self._wrong(f"computes a step of {action.module} without its files")
         base = store.find(action.module, action.base)
-        if base is None and action.base != store.book.genesis(action.module):
-            reason = "the base is not here"
+        if base is None and action.base == store.book.genesis(action.module):
+            base = self._world.head(action.base)
+        if base is None or not self._is_as_named(action, base):
+            reason = "the base is not here, or another state comes out than rows name"
         elif not all(file in store.files for file in files):
             reason = "a file has expired"
         else:
@@ -287,6 +290,15 @@ class Carrying:
             machine.later(delay_s, self._computed, self._world.head_after(last.name, base))
             return
         self._answer(0.1, events.Failed(action, reason))
+
+    def _is_as_named(self, action: actions.Compute, base: Head) -> bool:
+        """Tell whether every step stands on the state that comes out of the one before it."""
+        for step in action.steps:
+            if step.state != base.digest:
+                return False
+            self._take((), (step,))
+            base = self._machine.seen_digest(self._world.head_after(step.name, base))
+        return True
 
     def _computed(self, head: Head) -> None:
         made = self._machine.seen_digest(head)
@@ -385,7 +397,7 @@ class Carrying:
         if verb == "ask":
             answer = store.answer(*content)
             rows = len(answer[1]) + sum(len(step.rows) for step in answer[0])
-            return answer, ROW_BYTES * rows
+            return (*answer, content[0] in self._machine.works), ROW_BYTES * rows
         if verb == "get" and content in store.files:
             return content, FILE_BYTES
         if verb == "state":

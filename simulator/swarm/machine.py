@@ -141,7 +141,8 @@ class Machine:
         """Make the file of what was trained of a module, and its row."""
         module, round_index, parent = action.module, action.round_index, action.parent
         said = self.claimed(work.snapshot - work.base, round_index)
-        row = Row(module, round_index, parent, path, self.peer, said, "", FILE_BYTES)
+        state = action.state
+        row = Row(module, round_index, parent, state, path, self.peer, said, "", FILE_BYTES)
         return self.world.make_file(row, work.base, work.snapshot, self.content)
 
     def claimed(self, tokens: int, round_index: int) -> int:

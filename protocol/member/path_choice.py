@@ -30,7 +30,7 @@ from .knowledge import Knowledge
 PASSED_OVER_DWELLS = 4
 
 
-class Horizon:
+class PathChoice:
     """Works out the scope, keeps views to it, and says which paths are passed over."""
 
     def __init__(self, knowledge: Knowledge) -> None:

@@ -1,0 +1,52 @@
+"""Who contributed lately stays known, whatever the DHT says, until a call to it fails (design 4.8).
+
+The DHT finds peers; it does not decide who there is. A peer whose row is in the last steps, and
+that the view does not show, is called. It counts as a trainer of the module until that call fails
+or it answers that it trains the module no more: then whoever hides it from the others gains
+nothing.
+"""
+
+from __future__ import annotations
+
+from .knowledge import Knowledge
+
+
+class Contributors:
+    """Of one module: recent contributors that the view does not show."""
+
+    def __init__(self, known: Knowledge, module: str) -> None:
+        self._known, self._module = known, module
+        self._gone: set[str] = set()
+        """Out of sight, and a call has failed or was answered with no."""
+
+    def look(self, recent: frozenset[str]) -> list[str]:
+        """Compare those who contributed lately with a new view; returns who is to be called."""
+        known, view = self._known, self._known.view
+        if not view.covers_module(self._module):
+            return []
+        unseen = {p for p in recent - {known.me} if p not in view.claims and p not in view.peers}
+        self._gone &= unseen
+        known.unseen[self._module] = frozenset(unseen - self._gone)
+        return sorted(unseen - self._gone)
+
+    def answered(self, peer: str, *, trains: bool) -> None:
+        """A peer that was called has answered."""
+        if not trains:
+            self._is_gone(peer)
+
+    def failed(self, peer: str) -> None:
+        """A peer that was called has not answered."""
+        self._is_gone(peer)
+
+    def _is_gone(self, peer: str) -> None:
+        unseen = self._known.unseen.get(self._module, frozenset())
+        if peer in unseen:
+            self._gone.add(peer)
+            self._known.unseen[self._module] = unseen - {peer}
+
+    def heard(self, peer: str) -> None:
+        """A row of a peer has come: it is there."""
+        if peer in self._gone:
+            self._gone.discard(peer)
+            unseen = self._known.unseen.get(self._module, frozenset())
+            self._known.unseen[self._module] = unseen | {peer}

@@ -1,0 +1,32 @@
+"""Who is enough: all counting of heads that a member does (design 4.3, 4.4). Pure.
+
+                                       enough
+    to propose a step                  more than half of the voters, or no voter, or two rounds
+                                       that brought no step
+    to vouch for a state to a newcomer more than half of those who contributed before
+    to overrule a held-out loss, or    more than half of the voters, and at least one
+    the digest that was computed here
+
+The *voters* are those who contributed to the last steps and still train the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+# Steps whose contributors say who matters now.
+RECENT_STEPS = 3
+# Rounds without a step after which a proposal needs no quorum: else a swarm whose members left
+# without a word would stand still.
+ROUNDS_IN_VAIN = 2
+
+
+def is_majority(part: Set[str], voters: Set[str]) -> bool:
+    """Tell whether more than half of some voters, at least one, are among others."""
+    return 2 * len(part & voters) > len(voters)
+
+
+def may_propose(contributors: Set[str], voters: Set[str], rounds_in_vain: int) -> bool:
+    """Tell whether a step with these contributors may be proposed. This saves forks; nothing that
+    others are told has to follow it."""
+    return not voters or rounds_in_vain >= ROUNDS_IN_VAIN or is_majority(contributors, voters)

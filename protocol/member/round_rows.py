@@ -1,0 +1,103 @@
+"""The rows of the last rounds of a module, and which of their files are here.
+
+Of a peer, a round and a parent the first row counts, so a peer that signs several gains nothing.
+Rows are told apart by their names and not by their files: a row that names another's file changes
+nothing for the other. What is kept is bounded, and who contributed lately has room before others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Set
+
+from dipaco.protocol.chain import Row
+
+# Rounds that are remembered; peers behind a step, and rows of a peer: one can have a row behind
+# each of a few heads, while the chains of a split are compared.
+REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
+
+
+class RoundRows:
+    """Rows by round and parent. Names of rows whose files are checked, and of those refused."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, str], dict[str, Row]] = {}
+        self.here: set[str] = set()
+        """Rows whose files are here, and contributions to the module."""
+        self.refused: set[str] = set()
+        """Rows whose files are none."""
+        self._wanted_s: dict[str, float] = {}
+
+    def note(self, row: Row, first: Set[str]) -> bool:
+        """Take a row in; returns whether it counts. `first`: peers that have room before others."""
+        key, peer = (row.round_index, row.parent), row.peer
+        own = [key for key, others in self._rows.items() if peer in others]
+        if key in own:
+            return False
+        others = self._rows.get(key, {})
+        if len(others) >= REMEMBERED_PEERS:
+            last = next((p for p in reversed(others) if p not in first), None)
+            if last is None or peer not in first:
+                return False
+            self._forget(key, last)
+        if len(own) >= ROWS_OF_A_PEER:
+            self._forget(min(own), peer)
+        self._rows.setdefault(key, {})[peer] = row
+        return True
+
+    def forget_before(self, round_index: int) -> None:
+        """Forget the rows of rounds long gone."""
+        for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
+            for peer in list(self._rows[key]):
+                self._forget(key, peer)
+
+    def _forget(self, key: tuple[int, str], peer: str) -> None:
+        name = self._rows[key].pop(peer).name
+        if not self._rows[key]:
+            del self._rows[key]
+        self.here.discard(name)
+        self.refused.discard(name)
+        self._wanted_s.pop(name, None)
+
+    def behind(self, round_index: int, parent: str) -> Mapping[str, Row]:
+        """Return the rows of a round that stand on a step, by peer."""
+        return self._rows.get((round_index, parent), {})
+
+    def ready(self, round_index: int, parent: str, state: str) -> dict[str, Row]:
+        """Return those whose files are here, and that name a state; `state` is empty where this
+        peer has none: then those of the state that most rows name."""
+        found = {p: r for p, r in self.behind(round_index, parent).items() if r.name in self.here}
+        if not state:
+            named = [row.state for row in found.values()]
+            state = min(named, key=lambda digest: (-named.count(digest), digest), default="")
+        return {peer: row for peer, row in found.items() if row.state == state}
+
+    def of_round(self, round_index: int) -> dict[str, Row]:
+        """Return a row of each peer that has one of a round, whatever it stands on."""
+        keys = [key for key in self._rows if key[0] == round_index]
+        return {peer: row for key in keys for peer, row in self._rows[key].items()}
+
+    def rounds_behind(self, parent: str) -> list[int]:
+        """Return the rounds of which there are rows that stand on a step, the earliest first."""
+        return sorted(round_index for round_index, of in self._rows if of == parent)
+
+    def peers_here(self) -> set[str]:
+        """Return whose files of the last rounds came, in time or not: the slow get in again."""
+        here = self.here
+        return {p for rows in self._rows.values() for p, row in rows.items() if row.name in here}
+
+    def to_gather(self, rows: Iterable[Row], now_s: float, again_s: float) -> tuple[Row, ...]:
+        """Return the rows whose files are not here and were not asked for just now, and note that
+        they are."""
+        done = self.here | self.refused
+        last = now_s - again_s
+        missing = [row for row in rows if row.name not in done]
+        missing = [row for row in missing if self._wanted_s.get(row.name, -math.inf) < last]
+        self._wanted_s.update((row.name, now_s) for row in missing)
+        return tuple(missing)
+
+    def gather_failed(self, row: Row, *, is_refused: bool) -> None:
+        """Nobody gave a file, and it may be asked for again; or it is no contribution."""
+        self._wanted_s.pop(row.name, None)
+        if is_refused:
+            self.refused.add(row.name)
