@@ -158,8 +158,8 @@ class Proposing:
             return None
         is_proposed = best.parent == link.name and best.round_index == round_.index
         late_s = known.now_s - self.due_s(round_.index)
-        outbids = is_proposed and late_s >= -OUTBID_GRACES * known.grace_s
-        if not outbids and not self._is_my_turn(late_s):
+        may_outbid = -OUTBID_GRACES * known.grace_s <= late_s < 0
+        if not (may_outbid if is_proposed else self._is_my_turn(late_s)):
             return None
         return Step.of(self._chosen(list(rows.values())))
 
