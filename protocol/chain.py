@@ -1,4 +1,6 @@
-"""Rows and steps: the signed lines about contributions, and the chain that they make (design 4.2).
+"""Rows and steps: the signed lines about contributions, and the chain that they make.
+
+See design 4.4, chain.
 
 A *row* says that a peer has published a file with its outer gradient of a module in a round, and
 which state it stands on. A *step* is an ordered list of rows on top of a parent step; its name is
