@@ -36,9 +36,9 @@ class Life:
         plan = make_plan(duration_s=DURATION_S, grid=GridConfig(modules_per_level=(paths,)))
         self.plan, self.grid, self.me = plan, Grid(plan.model, plan.grid), me
         genesis = ChainBook(plan.run_id, [MODULE]).genesis(MODULE)
-        row = Row(MODULE, 5, genesis, 0, "A", 10, name("file"), 100)
+        row = Row(MODULE, 5, genesis, name(genesis), 0, "A", 10, name("file"), 100)
         self.step = Step.of([row])
-        self.head = Head(MODULE, self.step.name, 1, 1, 5, name("state"), 10)
+        self.head = Head(MODULE, self.step.name, 1, 1, 5, name(self.step.name), 10)
         given = {"steps": [self.step], "held": [self.head]} if holds else {}
         self.member = Member(MemberSettings(me, **settings), plan, self.grid, **given)
         self.now_s = plan.start_s + 6.3 * DURATION_S
@@ -296,13 +296,19 @@ def chain_on(parent: Step, *rounds: int) -> list[Step]:
     found = [parent]
     for index in rounds:
         file = name(f"B {index}")
-        found.append(Step.of([Row(MODULE, index, found[-1].name, 0, "B", 10, file, 4)]))
+        found.append(
+            Step.of(
+                [Row(MODULE, index, found[-1].name, name(found[-1].name), 0, "B", 10, file, 40)]
+            )
+        )
     return found
 
 
 def head_of(steps: list[Step]) -> Head:
     number = len(steps)
-    return Head(MODULE, steps[-1].name, number, number, steps[-1].round_index, name("B"), 10)
+    return Head(
+        MODULE, steps[-1].name, number, number, steps[-1].round_index, name(steps[-1].name), 10
+    )
 
 
 def test_a_copy_that_is_on_its_way_does_not_let_its_keeper_begin_with_the_genesis() -> None:
@@ -410,7 +416,10 @@ def test_the_fewer_bytes_are_fetched(file_bytes: int, wanted: type[a.Action]) ->
     life = Life(holds=True, pinned=0).begun()
     life.silent = {a.FetchState}
     life.others = dict.fromkeys("BC", 0)
-    rows = [Row(MODULE, 6, life.step.name, 0, peer, 10, name(peer), file_bytes) for peer in "BC"]
+    rows = [
+        Row(MODULE, 6, life.step.name, life.head.digest, 0, peer, 10, name(peer), file_bytes)
+        for peer in "BC"
+    ]
     step = Step.of(rows)
     life.holdings = [Holding("B", Head(MODULE, step.name, 2, 3, 6, name("next"), 10))]
     life.see()
@@ -422,7 +431,7 @@ def test_the_fewer_bytes_are_fetched(file_bytes: int, wanted: type[a.Action]) ->
 def test_a_step_that_few_have_made_is_checked_before_it_is_taken() -> None:
     life = Life(holds=True, pinned=0).begun()
     life.others = dict.fromkeys("BC", 0)
-    row = Row(MODULE, 6, life.step.name, 0, "B", 10, name("B"), 4)
+    row = Row(MODULE, 6, life.step.name, life.head.digest, 0, "B", 10, name("B"), 4)
     step = Step.of([row])
     life.see()
     life.now_s += 2 * DURATION_S
