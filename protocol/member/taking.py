@@ -151,8 +151,10 @@ class Taking:
         return None
 
     def _is_costly(self, plan: _Plan) -> bool:
-        """Tell whether its files are more bytes than a state."""
-        return 0 < plan.base.bytes < sum(row.bytes for row in plan.missing.values())
+        """Tell whether the files of the steps before the last, which a fetched state would spare,
+        are more bytes than a state."""
+        before = [row for step in plan.steps[:-1] for row in step.rows if row.name in plan.missing]
+        return 0 < plan.base.bytes < sum(row.bytes for row in before)
 
     def _plan_from_vouched(self, target: Link) -> _Plan:
         """Plan from a state that rows of the chain name."""

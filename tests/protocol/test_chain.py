@@ -168,7 +168,7 @@ def test_a_name_covers_everything_before_it_and_the_run() -> None:
 
 def test_rows_that_do_not_belong_together_are_no_step() -> None:
     for other in (row(1, 1), row(1, parent="0" * 64), row(1, module="L1.E0")):
-        with pytest.raises(ValueError, match="another module, round or parent"):
+        with pytest.raises(ValueError, match="another module, round, parent or state"):
             Step.of([row(0), other])
     with pytest.raises(ValueError, match="a peer has two"):
         Step.of([row(0), row(0, path=PATHS[1])])

@@ -114,4 +114,4 @@ def test_a_copy_that_was_behind_for_long_hears_of_the_present_round() -> None:
     known.now_s = BOUNDARY_S + 20 * DURATION_S
     module.hear_rows(rows, "")
     assert [set(gather.rows) for gather in member.take(a.Gather)] == [set(rows)]
-    assert module.round_index == 20
+    assert module.round.index == 20
