@@ -146,7 +146,8 @@ class Taking:
                 continue
             steps = book.steps_between(base.step, target.name)
             plan = self._plan_of(target, base, steps)
-            if steps[0].state == base.digest and not self._is_costly(plan):
+            can_be_had = not any(step.name in chain.absent for step in steps[:-1])
+            if can_be_had and steps[0].state == base.digest and not self._is_costly(plan):
                 return plan
         return None
 
