@@ -94,7 +94,7 @@ class Session:
         self._left: a.Left | None = None
         self._successor: Node | None = None
         background.on_failure(shell.wake)
-        publisher.add_annex(self._watch)
+        publisher.refresh_too(self._watch)
         publisher.on_view(self._errands.see)
         node.exchange.listen(self._errands.hear)
 

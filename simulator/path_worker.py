@@ -17,7 +17,7 @@ from dipaco.base.errors import IntegrityError
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.contributions import Codec, Data
 from dipaco.modules.grid import Grid
-from dipaco.modules.outer import Contribution, OuterGradient, publish
+from dipaco.modules.outer import Contribution, OuterGradient, encode_in_place
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import StateSummary
 from dipaco.modules.transformer import PathModel
@@ -96,7 +96,7 @@ class PathWorker:
         """Return the file of this worker's outer gradient; what its encoding lost is kept."""
         gradient = self.outer_gradient(module)
         local = gradient.local.clone()
-        data = publish(gradient, codec)
+        data = encode_in_place(gradient, codec)
         self._shelf.keep_lost(self.number, module, local.sub_(gradient.local))
         return data
 

@@ -3,7 +3,7 @@
 No network here. The session calls `inner_step` between boundaries, `snapshot` at a boundary, and
 `adopt` when there is a new state: the step of the round, or what others made. Nothing is kept by
 name (design 4.5): what was trained before the snapshot is in the new state or lost, and local
-becomes `new anchor + (local - snapshot)`. A snapshot that was published is what its file says, so
+becomes `new anchor + (local - snapshot)`. A snapshot that was encoded is what its file says, so
 the difference is what was trained since and what the encoding lost. Where a round brought no state,
 nothing is called, and the next snapshot holds everything since the anchor.
 
@@ -14,10 +14,11 @@ its round has ended.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,10 +29,11 @@ from dipaco.modules.compose import (
     load_path,
     scatter_module,
 )
+from dipaco.modules.contributions import Codec
 from dipaco.modules.device import return_freed_memory
 from dipaco.modules.grid import Grid
 from dipaco.modules.memory import release_memory
-from dipaco.modules.outer import OuterGradient
+from dipaco.modules.outer import OuterGradient, encode_in_place
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
@@ -50,13 +52,24 @@ class Snapshot:
     path: int
     anchor: ModuleState
     local: torch.Tensor
-    """As trained; once it is published, as its contribution says."""
+    """As trained; once it is encoded, as its contribution says."""
     tokens: int
     """Trained since the last snapshot that a state was adopted for, or since the anchor."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held by whoever overwrites `local`, and by whoever reads it as the base of what follows."""
 
     def outer_gradient(self) -> OuterGradient:
         """Return anchor minus local. What is not finite there is not finite here."""
         return OuterGradient(self.anchor.parameters, self.local)
+
+    def encode(self, codec: Codec) -> bytearray:
+        """Return the file of the contribution; from then on `local` is what the file says.
+
+        Any thread may call it. A state that came in another way can be adopted at any time: that
+        waits until the file is made, so `local` is never half of one and half of the other.
+        """
+        with self.lock:
+            return encode_in_place(self.outer_gradient(), codec)
 
 
 @dataclass
@@ -190,9 +203,12 @@ class PathTrainer:
         Without a snapshot since the last one was adopted, under all that was trained since then.
         """
         progress, taken = self._modules[module], self._modules[module].snapshot
-        base = progress.anchor.parameters if taken is None else taken.local
-        add_to_module(self.model, self.grid, module, state.parameters, base)
-        if taken is not None:
+        if taken is None:
+            base = progress.anchor.parameters
+            add_to_module(self.model, self.grid, module, state.parameters, base)
+        else:
+            with taken.lock:
+                add_to_module(self.model, self.grid, module, state.parameters, taken.local)
             progress.tokens -= taken.tokens
         progress.anchor, progress.snapshot = state, None
         # The schedule follows what all replicas of the path trained together.

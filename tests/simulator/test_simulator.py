@@ -14,7 +14,7 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import InnerConfig
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.outer import Contribution, OuterRule, publish
+from dipaco.modules.outer import Contribution, OuterRule
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
@@ -163,7 +163,7 @@ def _train_peers(run: RunFolder, peers: list[SimulatedPeer], rounds: int) -> dic
                 files, table = [], []
                 for member in members:
                     snapshot = trainers[member.peer].snapshot(module)
-                    files.append(publish(snapshot.outer_gradient(), rule.codec_of(module)))
+                    files.append(snapshot.encode(rule.codec_of(module)))
                     table.append(Contribution(member.path, member.peer, snapshot.tokens))
                 states[module] = rule.step(states[module], files, table, round_index)
                 for member in members:
