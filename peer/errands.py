@@ -16,7 +16,6 @@ from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.exchange import Exchange
-from dipaco.protocol.chain import Row, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.view import SwarmView
@@ -59,12 +58,6 @@ class Errands:
     def see(self, view: SwarmView) -> None:
         """Report that the swarm was read."""
         self._report(e.Viewed(view))
-
-    def hear(
-        self, peer: str, module: str, rows: tuple[Row, ...], steps: tuple[Step, ...], keep: bool
-    ) -> None:
-        """Report what a peer tells; it was checked and is in the chains."""
-        self._report(e.Told(peer, module, rows, steps, keep))
 
     # -- what the member wants
 
@@ -124,8 +117,7 @@ class Errands:
         answer = self._others.ask(action.peer, action.module, action.locator)
         if answer is None:
             raise NetworkError(f"{action.peer} does not answer")
-        said = (answer.steps, answer.rows, answer.has_more, answer.held)
-        self._report(e.Answered(action.peer, action.module, *said))
+        self._report(answer)
 
     def _put(self, peer: str, action: a.Put) -> None:
         file = self._files.find(action.row.file)

@@ -1,4 +1,6 @@
-"""An outer round, from the boundary to the new anchor: publish, gather, step (design 4.2 to 4.4).
+"""An outer round, from the boundary to the new anchor: publish, gather, step.
+
+See design 4.2, publish, and design 4.3, gather and step:
 
     publish   a snapshot, at once between two inner steps; encoded, signed and stored meanwhile
     gather    the files of others' rows, each checked before the member hears of it

@@ -45,7 +45,7 @@ class Server:
         )
         background.on_failure(shell.wake)
         publisher.on_view(self._errands.see)
-        node.exchange.listen(self._errands.hear)
+        node.exchange.listen(shell.report)
 
     def _carry_out(self, action: a.Action) -> e.Event | None:
         if self._errands.carry_out(action):

@@ -96,7 +96,7 @@ class Session:
         background.on_failure(shell.wake)
         publisher.refresh_too(self._watch)
         publisher.on_view(self._errands.see)
-        node.exchange.listen(self._errands.hear)
+        node.exchange.listen(shell.report)
 
     # -- life cycle
 

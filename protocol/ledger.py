@@ -1,4 +1,4 @@
-"""How many tokens each peer trained, told by the chains alone (design 4.4). Pure.
+"""How many tokens each peer trained, told by the chains alone (design 4.4, chain). Pure.
 
 Every row in a chain is signed by the peer whose work it is, and at most one row of a peer counts in
 a round, so the rows are the ledger. What a peer trains on a path goes into every module of the

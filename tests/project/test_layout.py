@@ -1,4 +1,4 @@
-"""The layout of design 3: who may import whom."""
+"""Who may import whom (design 3, layout)."""
 
 from __future__ import annotations
 
