@@ -60,7 +60,7 @@ class Repeated:
 
 
 class Sampler:
-    """Reads the swarm and writes what the page shows. Looking at the page makes no work for others."""
+    """Reads the swarm and writes what the page shows. Looking at it makes no work for others."""
 
     def __init__(
         self,
