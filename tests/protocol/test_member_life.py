@@ -366,14 +366,14 @@ def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top
     life.tell(e.Answered("B", MODULE, tuple(steps[:4])))
     for ask in [wanted for wanted in life.wanted if isinstance(wanted, a.Ask)]:
         life.tell(e.Failed(ask, "it is silent"))
+    for row in steps[3].rows:
+        life.tell(e.Gathered(MODULE, row))
     life.live(30.0)
     life.tell(e.Told("B", MODULE, steps=steps[4:]))
     life.see()
     life.live(30.0)
     (fetch,) = [fetch for fetch in life.take(a.FetchState) if fetch.head.version]
     life.tell(e.StateHere(MODULE, replace(fetch.head, bytes=100)))
-    for row in steps[3].rows:
-        life.tell(e.Gathered(MODULE, row))
     assert life.has(a.Compute)
 
 
