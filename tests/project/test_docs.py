@@ -256,7 +256,7 @@ def computed_vectors() -> dict[str, str]:
     files = [CODECS["int4"].encode(gradient) for gradient in gradients]
     parent = genesis_name("0123456789abcdef", "L0.E0")
     rows = [
-        Row("L0.E0", 1, parent, row.state, row.path, row.peer, row.tokens, f"{number:064x}", 34)
+        Row("L0.E0", 1, parent, "5" * 64, row.path, row.peer, row.tokens, f"{number:064x}", 66)
         for number, row in enumerate(table)
     ]
     return {
@@ -270,6 +270,7 @@ def computed_vectors() -> dict[str, str]:
         "stepped_digest": rule.step(state, files, table, 1).digest,
         "genesis_name": parent,
         "row_statement": rows[0].statement.hex(),
+        "row_mark": rows[0].mark.hex(),
         "step_name": Step("L0.E0", 1, parent, tuple(rows)).name,
         "batch_0": repr(batch_indices(0, 0, 0, 0, 4, 10).tolist()),
         "batch_2": repr(batch_indices(0, 0, 0, 2, 4, 10).tolist()),
