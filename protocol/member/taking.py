@@ -1,4 +1,4 @@
-"""How a step is taken (design 4.4): its files, the state before it, the state after it, and a look.
+"""How a step is taken (design 4.4, chain): its files, the state before it, the state after it, and a look.
 
     stage        what happens             next
     IDLE         a heavier step           GETTING
