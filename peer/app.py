@@ -224,7 +224,7 @@ def start_background(
     status.addresses = visible_addresses(node.dht)
     refresher = Refresher(node, status, background)
     blob_keeper = BlobKeeper(node, refresher, background)
-    refresher.also_refresh(RevocationList(node.gate, node.folder))
+    refresher.refresh_too(RevocationList(node.gate, node.folder))
     _watch_reachability(node, status, refresher, background, events)
     known = KnownPeers(node.cache_folder)
     refresher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))

@@ -72,7 +72,7 @@ class Refresher:
         """Begin."""
         self._thread.start()
 
-    def also_refresh(self, records: FurtherRecords) -> None:
+    def refresh_too(self, records: FurtherRecords) -> None:
         """Read and renew `records` too, from the next refresh on."""
         self._further_records.append(records)
 

@@ -86,7 +86,7 @@ class Session:
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
         self._is_successor_told = False
         self._successor: Node | None = None
-        refresher.also_refresh(self._watch)
+        refresher.refresh_too(self._watch)
 
     # -- life cycle
 
