@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from dipaco.base.command_line import Command, Option, Settings
+from dipaco.base.command_line import Command
 from dipaco.base.errors import NetworkError
+from dipaco.base.settings import Option, Settings
 from dipaco.peer.settings import default_cache_folder
 from dipaco.protocol.identity import is_in_use
 

@@ -12,16 +12,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import MISSING
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from support.commands import SCRIPTS as COMMANDS
-from support.commands import parsers, program_of
+from support.commands import commands, parsers
 
+from dipaco.base.settings import Argument, arguments_of
 from dipaco.peer import cli
-from dipaco.peer.owner import control_cli
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden" / "command_line.txt"
@@ -33,23 +33,14 @@ def describe_all() -> str:
     """Return the command line of all commands as text: one line an option."""
     os.environ["XDG_CACHE_HOME"] = CACHE_HOME
     lines: list[str] = []
-    for name, module in COMMANDS.items():
-        parser = program_of(module).parser()
-        lines += [name, *(f"  {line}" for line in describe(parser)), ""]
-    for command in control_cli.COMMANDS.values():
-        lines += [command.name, *(f"  {line}" for line in describe(command.parser())), ""]
+    for name, command, _ in commands():
+        arguments = {argument.name: argument for argument in arguments_of(command.settings)}
+        lines += [name]
+        for action in parsers()[name]._actions:
+            nature = _nature(action, arguments.get(action.dest))
+            lines += [f"  {_usage(action)}  [{nature}]"]
+        lines += [""]
     return "\n".join(lines)
-
-
-def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield a line for every argument of a parser, and those of its sub-commands."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                yield name
-                yield from (f"  {line}" for line in describe(command))
-            continue
-        yield f"{_usage(action)}  [{_nature(action)}]"
 
 
 def _usage(action: argparse.Action) -> str:
@@ -65,14 +56,13 @@ def _usage(action: argparse.Action) -> str:
     return f"{names} {metavar}{many}".strip()
 
 
-def _nature(action: argparse.Action) -> str:
+def _nature(action: argparse.Action, argument: Argument | None) -> str:
     if isinstance(action, argparse._HelpAction | argparse._VersionAction):
         return "ends"
     if action.nargs == 0:
         return "switch"
-    parts = [getattr(action.type, "__name__", "str")]
-    parts.append("required" if action.required else f"default {action.default!r}")
-    return ", ".join(parts)
+    kind, default = getattr(action.type, "__name__", "str"), argument and argument.default
+    return f"{kind}, required" if default is MISSING else f"{kind}, default {default!r}"
 
 
 def test_the_command_line_is_frozen() -> None:
@@ -124,15 +114,20 @@ def test_help_reads_well(command: list[str]) -> None:
 
 
 def test_a_terminal_that_lacks_a_character_gets_its_number() -> None:
+    program = (
+        "from dipaco.base.command_line import Command\n"
+        "from dipaco.base.settings import Settings\n"
+        "def run(settings):\n    print('Zo\\u00eb')\n    return 0\n"
+        "Command('dipaco-test', Settings, run, 'Nothing.').main([])\n"
+    )
     done = subprocess.run(
-        [str(Path(sys.executable).parent / "dipaco-peer"), "--show-config", "--name", "Zo\u00eb"],
+        [sys.executable, "-c", program],
         env={**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
         capture_output=True,
         timeout=200,
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b'name = "Zo\\xeb"' in done.stdout
+    assert (done.stdout, done.stderr) == (b"Zo\\xeb\n", b"")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -217,7 +212,8 @@ def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
     """What is set once PyTorch is imported comes too late."""
     program = (
         "import os, sys\n"
-        "from dipaco.base.command_line import Command, Settings\n"
+        "from dipaco.base.command_line import Command\n"
+        "from dipaco.base.settings import Settings\n"
         "def run(settings):\n"
         "    print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))\n"
         "    return 0\n"
@@ -247,7 +243,8 @@ def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everyth
     script = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # These tests may run where it is ignored.
-from dipaco.base.command_line import Command, Settings
+from dipaco.base.command_line import Command
+from dipaco.base.settings import Settings
 def run(settings):
     import large
     return 0
@@ -269,10 +266,7 @@ raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main())
 
 def test_every_option_says_what_it_is_for() -> None:
     found = [(name, action) for name, parser in parsers().items() for action in parser._actions]
-    words = [
-        (name, action.dest, (action.help or "").partition("[DIPACO_")[0]) for name, action in found
-    ]
-    assert [word for word in words if not word[2].strip() and word[1] != "version"] == []
+    assert [(name, a.dest) for name, a in found if not (a.help or "").strip()] == []
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -292,7 +286,7 @@ def test_a_mistyped_option_is_one_line_after_the_usage(name: str) -> None:
 
 SAY_FOR_EVER = """
 import sys
-from dipaco.base.command_line import run_command
+from dipaco.base.running import run_command
 def main():
     while True:
         print("a line", flush=True)
