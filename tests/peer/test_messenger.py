@@ -1,4 +1,4 @@
-"""What concerns other peers: each errand reports one outcome, failures too."""
+"""What concerns other peers: each message reports one outcome, failures too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.exchanges import knows
 from support.fake_swarm import ME, FakeSwarm, peer_id
 
 from dipaco.base.errors import NetworkError
-from dipaco.peer.errands import Errands
 from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.messenger import Messenger
 from dipaco.peer.publisher import PeerStatus
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.member import actions as a
@@ -55,10 +55,15 @@ class Peer:
         files: Any = type("Files", (), {"find": lambda self, sha256: Path("file")})()
         others: Any = self.others
         swarm: Any = self.swarm
-        self.errands = Errands(swarm, others, self.chains, files, self.status, self.reported.put)
+        self.messenger = Messenger(
+            swarm, others, self.chains, files, self.status, self.reported.put
+        )
+
+    def do(self, action: a.Action) -> None:
+        assert self.messenger.handlers()[type(action)](action) is None
 
     def outcome(self, action: a.Action) -> e.Event:
-        assert self.errands.carry_out(action)
+        self.do(action)
         return self.reported.get(timeout=WAIT_S)
 
 
@@ -66,14 +71,14 @@ class Peer:
 def peer() -> Iterator[Peer]:
     made = Peer()
     yield made
-    made.errands.stop()
+    made.messenger.stop()
 
 
 def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer: Peer) -> None:
-    assert peer.errands.carry_out(a.Tell((), MODULE, rows=(ROW,), steps=(STEP,)))
+    peer.do(a.Tell((), MODULE, rows=(ROW,), steps=(STEP,)))
     assert knows(peer.chains, STEP.name)
     assert peer.others.told == []
-    assert peer.errands.carry_out(a.Tell((OTHER,), MODULE, steps=(STEP,), keep=True))
+    peer.do(a.Tell((OTHER,), MODULE, steps=(STEP,), keep=True))
     assert peer.others.told == [((OTHER,), MODULE, (), (STEP,), True)]
 
 
@@ -89,7 +94,7 @@ def test_an_answer_a_silence_and_a_failure_are_told(peer: Peer) -> None:
 
 
 def test_a_file_is_pushed_to_every_mailbox(peer: Peer) -> None:
-    assert peer.errands.carry_out(a.Put((OTHER, ME), ROW))
+    peer.do(a.Put((OTHER, ME), ROW))
     assert {peer.others.put_to.get(timeout=WAIT_S) for _ in range(2)} == {OTHER, ME}
 
 
