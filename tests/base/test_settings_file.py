@@ -13,7 +13,7 @@ from dipaco.base.command_line import Command, Program
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.settings import Argument, Option, Settings, arguments_of
 from dipaco.base.settings_file import default_file, read_settings
-from dipaco.peer.owner import control_cli
+from dipaco.peer import control_cli
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.command_line import Command, Program
-from dipaco.peer.owner import control_cli
+from dipaco.peer import control_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 # Name to module.

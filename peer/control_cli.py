@@ -11,10 +11,10 @@ from typing import Annotated
 from dipaco.base.command_line import Command
 from dipaco.base.errors import NetworkError
 from dipaco.base.settings import Option, Settings
-from dipaco.peer.settings import default_cache_folder
 from dipaco.protocol.identity import is_in_use
 
-from .pauses import activity_file, ask_to_pause, ask_to_resume
+from .owner.pauses import activity_file, ask_to_pause, ask_to_resume
+from .settings import default_cache_folder
 
 # Merging last work takes a few seconds, after the inner step under way.
 LIMIT_S = 60.0
