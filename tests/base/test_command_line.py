@@ -103,7 +103,6 @@ def test_every_command_is_installed_and_frozen() -> None:
         ["dipaco-bootstrap", "prepare"],
         ["dipaco-bootstrap", "plan"],
         ["dipaco-bootstrap", "serve"],
-        ["dipaco-reroute", "fit"],
     ],
     ids=" ".join,
 )
