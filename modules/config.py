@@ -268,7 +268,7 @@ class RoundsConfig(Config):
 
 
 class ContributionsConfig(Config):
-    """How outer gradients are written, and how they become one (design 4.2 and 4.3)."""
+    """How outer gradients are written (design 4.2, publish), and become one (design 4.3, step)."""
 
     codec: CodecName = Field("int4", description="How outer gradients are encoded.")
     private_codec: CodecName | None = Field(

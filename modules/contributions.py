@@ -1,9 +1,10 @@
-"""Contributions: how an outer gradient becomes a file, and what everybody reads in it (design 4.2).
+"""Contributions: how an outer gradient becomes a file, and what everybody reads in it.
 
-Encoding need not be reproducible, decoding is: small integers times an fp32 scale, one rounding.
-A file has no header. Its length follows from the number of values, its kind from the manifest. The
-scales of all blocks come first (as the upper half of fp32), then the codes; any range of whole
-chunks of `CHUNK_VALUES` can be decoded alone. The format is described in `docs/protocol.md`.
+See design 4.2, publish. Encoding need not be reproducible, decoding is: small integers times an
+fp32 scale, one rounding. A file has no header. Its length follows from the number of values, its
+kind from the manifest. The scales of all blocks come first (as the upper half of fp32), then the
+codes; any range of whole chunks of `CHUNK_VALUES` can be decoded alone. The format is described in
+`docs/protocol.md`.
 """
 
 from __future__ import annotations
