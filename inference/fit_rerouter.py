@@ -178,37 +178,24 @@ class _Fit:
     def _loss(self, rows: np.ndarray) -> tuple[torch.Tensor, int]:
         """Return the loss of some rows, the mean over their positions, and how many these are.
 
-        A position chooses for the rest of its sequence. Its loss is what the path that is drawn by
-        the logits costs there, above the best one.
+        A position chooses for the rest of its sequence, as in the paper. Its loss is what this
+        costs a token by the paths that the logits give, weighted by their probabilities, above
+        what the best path costs: a wrong choice among paths that are alike costs nothing.
         """
         windows, device = self._windows, self._rerouter.routed.device
         tokens = row_tensor(windows, rows)
         first, last = windows.prefix_tokens - 1, tokens.shape[1] - 1
-        nats = torch.from_numpy(np.ascontiguousarray(self._nats[:, rows, first:last])).to(device)
-        # [B, T, P]: what is left to pay from each position on, by each path.
+        nats = torch.from_numpy(self._nats[:, rows, first:last]).to(device)
+        # What is left to pay from each position on, by each path: [B, T, P].
         costs = nats.flip(2).cumsum(2).flip(2).permute(1, 2, 0)
+        regrets = costs - costs.amin(dim=-1, keepdim=True)
+        targets = torch.from_numpy(windows.row_tokens[rows] - 1).to(device)
+        left = targets[:, None] - torch.arange(first, last, device=device)
         routed = torch.from_numpy(windows.paths[windows.row_documents[rows]])
-        logits = self._rerouter(tokens, routed)[:, first:last]
-        left = torch.from_numpy(windows.row_tokens[rows].astype(np.int64)).to(device)[:, None]
-        left = left - 1 - torch.arange(first, last, device=device)
+        chances = self._rerouter(tokens, routed)[:, first:last].softmax(dim=-1)
         used = left > 0
-        import os
-
-        kind = os.environ.get("OBJ", "cost")
-        look = int(os.environ.get("LOOK", "0"))
-        if look:
-            sums = torch.nn.functional.pad(costs, (0, 0, 0, look))
-            costs = costs - sums[:, look:]
-            left = left.clamp(max=look)
-        if kind == "ce":
-            losses = torch.nn.functional.cross_entropy(
-                logits[used], costs[used].argmin(-1), reduction="none"
-            )
-        else:
-            regrets = costs - costs.amin(dim=-1, keepdim=True)
-            expected = (logits.softmax(dim=-1) * regrets).sum(dim=-1)
-            losses = expected[used] / (left[used].sqrt() if kind == "sqrt" else left[used])
-        return losses.mean(), int(used.sum())
+        losses = (chances * regrets).sum(dim=-1)[used] / left[used]
+        return losses.mean(), len(losses)
 
 
 def _copied(model: nn.Module) -> dict[str, torch.Tensor]:
