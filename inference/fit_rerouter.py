@@ -118,7 +118,7 @@ def fit_rerouter(
         fit.step(rows, learning_rate_at(schedule, step - 1))
         if step % every == 0 or step == steps:
             loss = fit.loss_of(chosen_by)
-            progress(f"step {step} of {steps}: {loss:.5f} nats a token above the best path")
+            progress(f"step {step} of {steps}: {loss:.5f} nats above the best path")
             if loss < best:
                 best, kept_step, kept = loss, step, _copied(rerouter)
     rerouter.load_state_dict(kept)
@@ -179,8 +179,9 @@ class _Fit:
         """Return the loss of some rows, the mean over their positions, and how many these are.
 
         A position chooses for the rest of its sequence, as in the paper. Its loss is what this
-        costs a token by the paths that the logits give, weighted by their probabilities, above
-        what the best path costs: a wrong choice among paths that are alike costs nothing.
+        costs by the paths that the logits give, weighted by their probabilities, above what the
+        best path costs: a wrong choice among paths that are alike costs nothing. Over the root of
+        the tokens that are left, differences between paths are of one size everywhere.
         """
         windows, device = self._windows, self._rerouter.routed.device
         tokens = row_tensor(windows, rows)
@@ -194,7 +195,7 @@ class _Fit:
         routed = torch.from_numpy(windows.paths[windows.row_documents[rows]])
         chances = self._rerouter(tokens, routed)[:, first:last].softmax(dim=-1)
         used = left > 0
-        losses = (chances * regrets).sum(dim=-1)[used] / left[used]
+        losses = (chances * regrets).sum(dim=-1)[used] / left[used].sqrt()
         return losses.mean(), len(losses)
 
 
