@@ -194,7 +194,8 @@ def rerouter(trained: tuple[Path, list[dict]], tmp_path_factory: pytest.TempPath
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
         patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
-        assert evaluate_cli.main([*arguments, "--fit-rerouter", str(out), "--fit-steps", "150"]) == 0
+        fit = ["--fit-rerouter", str(out), "--fit-steps", "150"]
+        assert evaluate_cli.main([*arguments, *fit]) == 0
     said = json.loads(lines[0])
     assert said["file"] == str(out)
     assert (said["documents"], said["steps"]) == (40, 150)
@@ -227,7 +228,7 @@ def test_rerouting_helps_where_documents_change(
         assert report.rerouted is not None
         assert report.rerouted.tokens == plain.routed.tokens
         found[window] = report.rerouted.nll
-    assert assert found[8] < 0.97 * plain.routed.nll
+    assert found[8] < 0.97 * plain.routed.nll
     assert found[8] < found[10_000]
 
 
