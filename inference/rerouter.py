@@ -102,7 +102,7 @@ def rerouted_nats(
     for part in length_batches(windows.row_tokens[batch], everyone, width, rerouter.routed.device):
         logits = rerouter(row_tensor(windows, batch[part]), routed[part]).cpu().numpy()
         length = min(logits.shape[1] - 1, targets)
-        places = np.minimum(decided_at(length, windows.prefix_tokens, window), length)
+        places = decided_at(length, windows.prefix_tokens, window)
         own = np.take_along_axis(logits[:, places], paths[part][:, None, :], axis=2)
         chosen = own.argmax(axis=2)
         found[part, :length] = np.take_along_axis(nats[:, part, :length], chosen[None], axis=0)[0]
