@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import Option
 
 from .options import CorpusSettings, InferenceSettings, check_paths
 

@@ -11,17 +11,15 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import decoded
+from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
 
 from .options import InferenceSettings
-
-if TYPE_CHECKING:
-    pass
 
 _KEY_VARIABLE = "DIPACO_API_KEY"
 
@@ -40,7 +38,6 @@ class ServeSettings(InferenceSettings):
         Option(
             f"what clients must send as their key (default: ${_KEY_VARIABLE}, if set)",
             "KEY",
-            secret=True,
         ),
     ] = None
     memory_gb: Annotated[
