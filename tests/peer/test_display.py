@@ -14,11 +14,11 @@ from rich.console import Console
 from support.make_plan import make_plan
 from support.swarm_views import record
 
-from dipaco.base import command_line
+from dipaco.base import running
 from dipaco.base.errors import NetworkError
 from dipaco.modules.grid import Grid
+from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import Activity, PeerStatus
 from dipaco.peer.reporting.display import Display, Given, LivePanel
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.view import SwarmView
@@ -49,8 +49,8 @@ def lines_of(
     given = Given()
     for kind, values in events:
         given.on_event(kind, values)
-    publisher = SimpleNamespace(view=SwarmView(0.0, peers=peers))
-    panel = LivePanel(node, publisher, status, given)  # type: ignore[arg-type]
+    refresher = SimpleNamespace(view=SwarmView(0.0, peers=peers))
+    panel = LivePanel(node, refresher, status, given)  # type: ignore[arg-type]
     console = Console(width=width, height=40, legacy_windows=False, color_system=None)
     with console.capture() as capture:
         console.print(panel)
@@ -154,11 +154,11 @@ def test_no_text_of_others_commands_a_terminal(
     def fail() -> int:
         raise NetworkError(HOSTILE)
 
-    assert command_line.run_command(fail, debug=False) == NetworkError.exit_code
+    assert running.run_command(fail, debug=False) == NetworkError.exit_code
     logger = logging.getLogger("dipaco")
     before = logger.handlers, logger.level
     try:
-        command_line.configure_logging(debug=False)
+        running.configure_logging(debug=False)
         logger.warning("a peer says %s", HOSTILE)
     finally:
         logger.handlers, logger.level = before[0], before[1]
