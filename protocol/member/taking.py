@@ -1,4 +1,6 @@
-"""How a step is taken (design 4.4, chain): its files, the state before it, the state after it, and a look.
+"""How a step is taken: its files, the state before it, the state after it, and a look.
+
+See design 4.4, chain.
 
     stage        what happens             next
     IDLE         a heavier step           GETTING

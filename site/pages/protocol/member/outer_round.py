@@ -1,1 +1,0 @@
-../../../../protocol/member/outer_round.py
