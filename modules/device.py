@@ -154,6 +154,28 @@ def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tokens.to(device, non_blocking=True)
 
 
+class Fetched:
+    """Numbers that come from a device to the CPU. Who reads them waits for what was computed before
+    `Fetched` was made; `Tensor.item` would wait for all that the device was given since."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        device = numbers.device
+        self._numbers, self._are_here = numbers, None
+        if device.type in ("cuda", "xpu"):
+            module = torch.get_device_module(device)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._are_here = module.Event()
+            self._are_here.record(module.current_stream(device))
+
+    def read(self) -> list[float]:
+        """Return the numbers, once they are here."""
+        if self._are_here is not None:
+            self._are_here.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
 def load_bitsandbytes() -> None:
     """Import bitsandbytes without its advice to install more, which would clutter our output.
 
