@@ -10,8 +10,7 @@ the same batches, in one process (`dipaco.simulator.reference`); only what codec
 Told is the held-out loss after the last round, in nats, and the difference to `float32`: the mean
 of the seeds, and the greatest. Bytes are those of a contribution, a parameter.
 
-* --outer: nesterov (the plan's outer optimizer) or plain (no outer momentum, learning rate 1);
-  `top64` takes part in plain runs alone.
+* --outer: nesterov (the plan's outer optimizer) or plain (no outer momentum, learning rate 1).
 * --dropped P: with that probability a contribution is missed by its step, and its work lost.
 * --move-every N: half of the paths are trained, and every N rounds the other half: AdamW's states
   begin anew, and what encodings lost is gone.
@@ -121,8 +120,6 @@ def losses(report: Report, folder: Path, chosen: argparse.Namespace) -> list[str
     found: dict[str, list[float]] = {}
     broken = []
     for codec in (BASE, *(c for c in chosen.codecs.split(",") if c != BASE)):
-        if codec == "top64" and chosen.outer != "plain":
-            continue
         found[codec] = [final_loss(folder, codec, seed, chosen) for seed in range(chosen.seeds)]
         more = [loss - base for loss, base in zip(found[codec], found[BASE], strict=True)]
         share = statistics.fmean(more) / statistics.fmean(found[BASE])

@@ -1,6 +1,6 @@
 """What an outer round costs: bytes, seconds and memory, by codec, members and size of the module.
 
-    python benchmarks/outer_round.py [--json] [--codecs int4,int2,sign,top64] [--members 4,8]
+    python benchmarks/outer_round.py [--json] [--codecs int4,int2,sign] [--members 4,8]
     python benchmarks/outer_round.py --millions 80 --codecs int4 --members 4
     python benchmarks/outer_round.py --idle                      # a peer that waits for its run
     python benchmarks/outer_round.py --phases --codecs int4 --members 4    # where the memory goes
@@ -62,7 +62,7 @@ SEEN_S = 30.0
 
 def options() -> argparse.Namespace:
     parser = build_parser(__doc__)
-    parser.add_argument("--codecs", default="int4,int2,sign,top64", help="of the manifest")
+    parser.add_argument("--codecs", default="int4,int2,sign", help="of the manifest")
     parser.add_argument("--members", default="4,8", help="peers of a module (4,8)")
     parser.add_argument("--millions", type=int, default=20, help="parameters: 5, 10, ... (20)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count (3)")
@@ -82,15 +82,12 @@ class Group:
     def __init__(
         self, folder: Path, model: ModelConfig, codec: str, members: int, device: str
     ) -> None:
-        # AdamW and a plain average would do; momentum is what top64 does not go with.
-        outer = {"momentum": 0.0} if codec == "top64" else {}
         self.run = make_synthetic_run(
             folder / "run",
             model,
             modules_per_level=(1,),
             batch_sequences=1,
             codec=codec,
-            outer=outer,
             train_sequences=64,
             validation_sequences=1,
             start_s=time.time(),

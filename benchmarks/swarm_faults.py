@@ -35,7 +35,7 @@ CHUNK = 5
 # itself takes a fifth of the time.
 COLLECTED = (100_000, 50, 100)
 ALL = "all"
-# Bars of the design (4.11): the least share of work kept, the greatest of versions forked.
+# Bars (design 4.11, pure machine): the least share of work kept, the greatest of versions forked.
 LEAST_KEPT = {
     "calm": 0.99,
     "churn": 0.99,

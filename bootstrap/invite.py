@@ -1,4 +1,4 @@
-"""Inviting peers to a run, and ending invitations (design 4.7).
+"""Inviting peers to a run, and ending invitations (design 4.7, who may take part).
 
 Both need the operator's key and the run folder alone, no network. What was revoked reaches the
 swarm by any node that serves the folder; `DIR/invitations.jsonl` is the operator's own list.

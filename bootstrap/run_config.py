@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -28,7 +28,6 @@ from dipaco.modules.plan import (
     RoutingPlan,
     RunBlobs,
     RunPlan,
-    check_codec,
 )
 from dipaco.routing.corpus import CorpusConfig
 from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
@@ -101,11 +100,6 @@ class RunConfig(Config):
     mirrors: tuple[Mirror, ...] = Field(
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
-
-    @model_validator(mode="after")
-    def _check_codec(self) -> Self:
-        check_codec(self.contributions, self.outer)
-        return self
 
     def plan(self, blobs: RunBlobs, start_s: float, successor_of: str | None = None) -> RunPlan:
         """Return the plan of the run with these blobs, that begins at `start_s`."""

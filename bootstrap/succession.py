@@ -1,4 +1,6 @@
-"""The stages of preparation that a successor has in place of its own, or besides (design 4.8).
+"""The stages of preparation that a successor has in place of its own, or besides.
+
+See design 4.9, successor.
 
 Tokenizer and base come from the old run, the modules begin with its trained ones, and a router
 that is trained on scores gets them from its paths.

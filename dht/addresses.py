@@ -78,7 +78,7 @@ def check_listen_address(address: str, flag: str) -> str:
     """Return `address` if one can listen there or announce it. Raises `AddressError`."""
     parsed = parse_listen(address)
     protocols = {protocol.name for protocol in parsed.protocols()}
-    if not protocols & {"tcp", "udp", "p2p-circuit"}:
+    if not protocols & {"tcp", "p2p-circuit"}:
         raise AddressError(f"{flag} '{address}' names no port; for example {EXAMPLE_LISTEN}")
     if flag == "--announce-maddrs" and port_of(parsed) == 0:
         raise AddressError(f"{flag} '{address}' announces port 0; give the port that is forwarded")
@@ -92,13 +92,18 @@ def parse_listen(address: str) -> Multiaddr:
 
 def _parse(address: str, example: str) -> Multiaddr:
     try:
-        return Multiaddr(address)
+        parsed = Multiaddr(address)
     except Exception as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         reason = re.sub(r"^Invalid MultiAddr '.*?': | \(string: .*\)$", "", said)
         raise AddressError(
             f"'{address}' is not a multiaddress ({reason}); for example {example}"
         ) from None
+    if any(protocol.name == "udp" for protocol in parsed.protocols()):
+        raise AddressError(
+            f"'{address}' is of UDP, and connections are made over TCP alone; for example {example}"
+        )
+    return parsed
 
 
 def port_of(address: Multiaddr) -> int | None:

@@ -425,7 +425,9 @@ async def _ping_in_background(node: Any, addresses: dict[str, tuple[str, ...]]) 
             node.blacklist.register_success(peer)
 
     for peer, places in addresses.items():
-        where = [Multiaddr(place.rpartition("/p2p/")[0]) for place in places]
+        # p2pd would call by QUIC too, whose TLS it is better not to meet.
+        called = [place for place in places if "/udp/" not in place]
+        where = [Multiaddr(place.rpartition("/p2p/")[0]) for place in called]
         start_task(ping(PeerID.from_base58(peer), where))
 
 

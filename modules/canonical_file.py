@@ -2,10 +2,10 @@
 
 A module's state and a path's best parameters are files that any tool reads, but written in one way
 only, so that equal contents have equal bytes on every machine and the SHA-256 of the bytes names
-them (design 4.3): eight bytes of length, a header of canonical JSON filled up with spaces, then
-fp32 numbers in the order of the header. Routers, rerouters, router documents and their scores are
-smaller files, of arrays of any kind behind one metadata entry (`write_arrays`, `read_arrays`).
-`docs/protocol.md` describes the formats.
+them (design 4.3, step). A file is eight bytes of length, a header of canonical JSON filled up with
+spaces, then fp32 numbers in the order of the header. Routers, rerouters, router documents and their
+scores are smaller files, of arrays of any kind behind one metadata entry (`write_arrays`,
+`read_arrays`). `docs/protocol.md` describes the formats.
 """
 
 from __future__ import annotations

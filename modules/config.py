@@ -20,7 +20,7 @@ from pydantic import (
 
 from dipaco.base.errors import ConfigurationError, nearest_name
 
-CodecName = Literal["float32", "int8", "int4", "int2", "sign", "top64"]
+CodecName = Literal["float32", "int8", "int4", "int2", "sign"]
 # Of a module's file everybody waits for the last this long at most, and for a proposal this long.
 LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
@@ -268,7 +268,7 @@ class RoundsConfig(Config):
 
 
 class ContributionsConfig(Config):
-    """How outer gradients are written, and how they become one (design 4.2 and 4.3)."""
+    """How outer gradients are written (design 4.2, publish), and become one (design 4.3, step)."""
 
     codec: CodecName = Field("int4", description="How outer gradients are encoded.")
     private_codec: CodecName | None = Field(
@@ -292,15 +292,6 @@ class ContributionsConfig(Config):
     def codecs(self) -> tuple[CodecName, CodecName]:
         """The codec of shared modules and that of private ones."""
         return self.codec, self.private_codec or self.codec
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if "top64" in self.codecs and self.combine == "trimmed_mean":
-            raise ValueError(
-                "top64 sends few coordinates of each contribution, and a trimmed mean leaves out "
-                "nearly all of them; take another codec or combine"
-            )
-        return self
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

@@ -1,9 +1,10 @@
-"""Contributions: how an outer gradient becomes a file, and what everybody reads in it (design 4.2).
+"""Contributions: how an outer gradient becomes a file, and what everybody reads in it.
 
-Encoding need not be reproducible, decoding is: small integers times an fp32 scale, one rounding.
-A file has no header. Its length follows from the number of values, its kind from the manifest. The
-scales of all blocks come first (as the upper half of fp32), then the codes; any range of whole
-chunks of `CHUNK_VALUES` can be decoded alone. The format is described in `docs/protocol.md`.
+See design 4.2, publish. Encoding need not be reproducible, decoding is: small integers times an
+fp32 scale, one rounding. A file has no header. Its length follows from the number of values, its
+kind from the manifest. The scales of all blocks come first (as the upper half of fp32), then the
+codes; any range of whole chunks of `CHUNK_VALUES` can be decoded alone. The format is described in
+`docs/protocol.md`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ class Numbers(Protocol):
 
 
 CHUNK_VALUES = 4096
-KEPT_OF_A_CHUNK = 64
 # No honest scale is greater; the greatest code times it is far below what fp32 can hold.
 GREATEST_SCALE = 2.0**100
 # Values that are encoded at a time.
@@ -46,8 +46,8 @@ class Codec(ABC):
     name: CodecName
     block_values: int
     """Values that share a scale; divides `CHUNK_VALUES`."""
-    bits: float
-    """Of a code, on average over the values."""
+    bits: int
+    """Of a code."""
 
     def blocks(self, values: int) -> int:
         """Return how many scales a file has."""
@@ -55,10 +55,7 @@ class Codec(ABC):
 
     def file_bytes(self, values: int) -> int:
         """Return how long every file of so many values is."""
-        return 2 * self.blocks(values) + self._code_bytes(values)
-
-    def _code_bytes(self, values: int) -> int:
-        return self._padded(values) * int(self.bits) // 8
+        return 2 * self.blocks(values) + self._padded(values) * self.bits // 8
 
     def _padded(self, values: int) -> int:
         return self.blocks(values) * self.block_values
@@ -229,59 +226,8 @@ class Sign(Codec):
         return _unpacked(data, where, first, last, self.block_values, _TABLES[1])
 
 
-class Top64(Codec):
-    """The 64 greatest of each chunk of 4,096, as -3, -1, 1 or 3 times half their mean; the rest
-    is 0. Places of 12 bits come first, ascending, then codes of 2 bits."""
-
-    name: CodecName = "top64"
-    block_values = CHUNK_VALUES
-    bits = KEPT_OF_A_CHUNK * 14 / CHUNK_VALUES
-    _place_bytes = KEPT_OF_A_CHUNK * 12 // 8
-    _chunk_bytes = KEPT_OF_A_CHUNK * 14 // 8
-
-    def _code_bytes(self, values: int) -> int:
-        return self.blocks(values) * self._chunk_bytes
-
-    def check(self, data: Data, values: int) -> None:
-        super().check(data, values)
-        for first in range(0, self.blocks(values), 256):
-            last = min(first + 256, self.blocks(values))
-            places, _ = self._entries(data, 2 * self.blocks(values), first, last)
-            if not bool((places[:, 1:] > places[:, :-1]).all()):
-                raise IntegrityError("the places of a contribution are not in order")
-
-    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.abs().topk(KEPT_OF_A_CHUNK, dim=1).values.mean(1).mul_(0.5)
-
-    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
-        places = blocks.abs().topk(KEPT_OF_A_CHUNK, dim=1).indices.sort(dim=1).values
-        codes = _odd_codes(blocks.gather(1, places), scales.unsqueeze(1))
-        pairs = places.numpy().astype(np.uint32).reshape(len(blocks), -1, 2)
-        whole = pairs[..., 0] | pairs[..., 1] << 12
-        split = np.stack([whole & 255, whole >> 8 & 255, whole >> 16], -1).astype(np.uint8)
-        packed = _packed(codes, 2).reshape(len(blocks), -1)
-        return np.concatenate([split.reshape(len(blocks), -1), packed], 1)
-
-    def _entries(
-        self, data: Data, where: int, first: int, last: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the places [chunks, 64] and the integers at them."""
-        count, begin = (last - first) * self._chunk_bytes, where + first * self._chunk_bytes
-        chunks = np.frombuffer(data, np.uint8, count, begin).reshape(-1, self._chunk_bytes)
-        split = chunks[:, : self._place_bytes].reshape(len(chunks), -1, 3).astype(np.int64)
-        whole = split[..., 0] | split[..., 1] << 8 | split[..., 2] << 16
-        places = np.stack([whole & 4095, whole >> 12], -1).reshape(len(chunks), -1)
-        codes = _TABLES[2][chunks[:, self._place_bytes :]]
-        numbers = codes.view(np.float32).reshape(len(chunks), -1)
-        return torch.from_numpy(places), torch.from_numpy(numbers)
-
-    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
-        places, numbers = self._entries(data, where, first, last)
-        return torch.zeros(last - first, CHUNK_VALUES).scatter_(1, places, numbers).view(-1)
-
-
 CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Float32(), Int8(), Int4(), Int2(), Sign(), Top64())
+    codec.name: codec for codec in (Float32(), Int8(), Int4(), Int2(), Sign())
 }
 
 

@@ -1,4 +1,4 @@
-"""From the trained modules of one run to the first states of the next (design 4.8).
+"""From the trained modules of one run to the first states of the next (design 4.9, successor).
 
 The next run may have the same grid with other shards, the grid that a dense model is forked into,
 a larger grid, other levels, or other private parts: what is carried over is found for each

@@ -122,17 +122,6 @@ class RoutingPlan(Config):
     )
 
 
-def check_codec(contributions: ContributionsConfig, outer: OuterConfig) -> None:
-    """Check that the codec goes with the outer optimizer. Raises ValueError."""
-    momenta = (outer.momentum, outer.private_momentum)
-    if any(c == "top64" and m for c, m in zip(contributions.codecs, momenta, strict=True)):
-        raise ValueError(
-            "the codec top64 keeps what it does not send, and with outer momentum that is "
-            "applied twice; set outer.momentum = 0 (outer.private_momentum for private_codec), or "
-            "take another codec"
-        )
-
-
 class RunPlan(Config):
     """Everything peers must agree on. A run's id is the hash of this."""
 
@@ -164,11 +153,6 @@ class RunPlan(Config):
         pattern=r"^[0-9a-f]{16}$",
         description="The run whose invitations count here too; None for this run's own.",
     )
-
-    @model_validator(mode="after")
-    def _check_codec(self) -> Self:
-        check_codec(self.contributions, self.outer)
-        return self
 
     @model_validator(mode="after")
     def _check_admission(self) -> Self:

@@ -3,7 +3,7 @@
 The bytes are a safetensors file that any tool can read, written in one way only: a header of
 canonical JSON, then the momentum, then the parameters, each sorted by name. The digest is the
 SHA-256 of these bytes, so a state is also a blob named by its digest, and equal states have equal
-digests on every machine (design 4.3). The format is described in `docs/protocol.md`.
+digests on every machine (design 4.3, step). The format is described in `docs/protocol.md`.
 """
 
 from __future__ import annotations

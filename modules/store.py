@@ -1,7 +1,7 @@
 """A peer's states on disk: the last good one of each module and the one before it.
 
 Each state has a JSON file beside it for people to read. After all peers of a run were gone, the
-first to come back serves from here (design 4.6).
+first to come back serves from here (design 4.6, copies).
 """
 
 from __future__ import annotations

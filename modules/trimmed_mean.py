@@ -1,4 +1,4 @@
-"""A trimmed mean: a few of many contributions can move it only so far (design 4.3).
+"""A trimmed mean: a few of many contributions can move it only so far (design 4.3, step).
 
 Everything gives the same bits on every machine: fp32 on the CPU, each operation rounded by itself,
 in the order of the rows.

@@ -1,4 +1,7 @@
-"""A node's place in a run by invitation, and what it tells its member of others (design 4.7)."""
+"""A node's place in a run by invitation, and what it tells its member of others.
+
+See design 4.7, who may take part.
+"""
 
 from __future__ import annotations
 

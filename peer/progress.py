@@ -1,7 +1,7 @@
 """What a trainer tells of its path at the end of a round: how far it is, and how good.
 
 It scores the anchors on held-out rows and publishes a progress entry. From that, others
-decide which path has waited longest (design 4.6).
+decide which path has waited longest (design 4.6, moves).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Noticing that the run has a successor, and getting ready to go there (design 4.8).
+"""Noticing that the run has a successor, and getting ready to go there (design 4.9, successor).
 
 A peer moves only when the successor is ready: its folder is open and what everybody needs of it
 has been fetched. Until then it stays in its run, so a manifest without content moves nobody.

@@ -1,4 +1,6 @@
-"""Runs by invitation: who counts in one (design 4.7). Signatures and bounds; nothing is sent here.
+"""Runs by invitation: who counts in one (design 4.7, who may take part).
+
+Signatures and bounds; nothing is sent here.
 
 The operator signs an *invitation*: for how many peers, and a key of its own, whose private half is
 in the text that a volunteer is given. With it each of these peers makes its *admission*: its public

@@ -1,4 +1,4 @@
-"""What a view says of all that train at once: pure functions (design 4.1)."""
+"""What a view says of all that train at once: pure functions (design 4.1, rounds)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Rows and steps: the signed lines about contributions, and the chain that they make (design 4.2).
+"""Rows and steps: the signed lines about contributions, and the chain that they make.
 
-A *row* says that a peer has published a file with its outer gradient of a module in a round. A
-*step* is an ordered list of rows on top of a parent step; its name is the hash of that, and it is
-the next version of the module. Nothing else has to be agreed: the same rows give the same state
-everywhere. Names and signatures cover the run, through the name of the genesis. Pure.
+See design 4.4, chain. A *row* says that a peer has published a file with its outer gradient of a
+module in a round. A *step* is an ordered list of rows on top of a parent step; its name is the hash
+of that, and it is the next version of the module. Nothing else has to be agreed: the same rows give
+the same state everywhere. Names and signatures cover the run, through the name of the genesis.
+Pure.
 """
 
 from __future__ import annotations

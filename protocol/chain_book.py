@@ -1,4 +1,6 @@
-"""The chains of steps that a peer knows, by name: which is heavier, where two parted (design 4.4).
+"""The chains of steps that a peer knows, by name: which is heavier, where two parted.
+
+See design 4.4, chain.
 
 Pure and not safe for threads: the member of a peer has a book of its own, and what answers other
 peers has another one. Whoever adds a step has checked its rows.

@@ -1,8 +1,8 @@
-"""Which part of a run a peer reads, so that its cost does not grow with the swarm (design 4.7).
+"""Which part of a run a peer reads, so that its cost does not grow with the swarm.
 
-Paths are dealt out to buckets of about `BUCKET_PATHS`. What a peer says of itself, and how far
-paths are, stands under the key of a bucket; who holds and trains a module under the key of the
-module. A run of few paths has one bucket, and everybody sees everybody. Pure.
+See design 4.8, DHT. Paths are dealt out to buckets of about `BUCKET_PATHS`. What a peer says of
+itself, and how far paths are, stands under the key of a bucket; who holds and trains a module under
+the key of the module. A run of few paths has one bucket, and everybody sees everybody. Pure.
 """
 
 from __future__ import annotations

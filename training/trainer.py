@@ -2,7 +2,7 @@
 
 No network here. The session calls `inner_step` between boundaries, `snapshot` at a boundary, and
 `adopt` when there is a new state: the step of the round, or what others made. Nothing is kept by
-name (design 4.5): what was trained before the snapshot is in the new state or lost, and local
+name (design 4.5, lost): what was trained before the snapshot is in the new state or lost, and local
 becomes `new anchor + (local - snapshot)`. A snapshot that was published is what its file says, so
 the difference is what was trained since and what the encoding lost. Where a round brought no state,
 nothing is called, and the next snapshot holds everything since the anchor.

@@ -47,7 +47,6 @@ def make_synthetic_run(
     train_sequences: int = 512,
     validation_sequences: int = 16,
     seed: int = 0,
-    outer: dict[str, Any] | None = None,
     **rounds: Any,
 ) -> RunFolder:
     """Write a run folder and return it opened; `rounds` are fields of `RoundsConfig`."""
@@ -65,7 +64,7 @@ def make_synthetic_run(
         model=model,
         grid=GridConfig(modules_per_level=modules_per_level),
         inner=InnerConfig(optimizer="adamw", batch_sequences=batch_sequences),
-        outer=OuterConfig(**(outer or {})),
+        outer=OuterConfig(),
         rounds=RoundsConfig(**rounds),
         contributions=ContributionsConfig(codec=codec),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=4),

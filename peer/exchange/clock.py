@@ -1,11 +1,12 @@
 """Swarm time: what this machine's clock says, corrected by what its neighbours' clocks say.
 
-Rounds follow the clock (design 4.1), so peers have to agree on the time, not to know the right
-one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): four time stamps, of
-which the round trip drops out. Swarm time is the median of the neighbours' clocks and of the own,
-all uncorrected: peers that see the same clocks come to the same time, nobody runs after anybody,
-and one wrong clock moves nothing. Neighbours are drawn at random, so that nobody gets itself asked
-by the choice of its id, and a clock moves by seconds only if most of them say so in one voice.
+Rounds follow the clock (design 4.1, rounds), so peers have to agree on the time, not to know the
+right one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): four time stamps,
+of which the round trip drops out. Swarm time is the median of the neighbours' clocks and of the
+own, all uncorrected: peers that see the same clocks come to the same time, nobody runs after
+anybody, and one wrong clock moves nothing. Neighbours are drawn at random, so that nobody gets
+itself asked by the choice of its id, and a clock moves by seconds only if most of them say so in
+one voice.
 
 While a peer runs its machine's clock may be set, by hours. Swarm time goes on as if it had not
 been, by the time since the machine has started, until neighbours were asked: they agree with the

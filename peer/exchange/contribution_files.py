@@ -1,6 +1,7 @@
-"""Files of contributions, own and others', by their hash: served to peers that gather (design 4.2).
+"""Files of contributions, own and others', by their hash: served to peers that gather.
 
-A peer that cannot be called puts its file here. It is held for the others while there is room.
+See design 4.2, publish. A peer that cannot be called puts its file here. It is held for the others
+while there is room.
 """
 
 from __future__ import annotations

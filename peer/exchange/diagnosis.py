@@ -93,6 +93,7 @@ def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding,
                 dht_mode="client",
                 auto_nat=False,
                 nat_port_map=False,
+                tls=False,  # as in the DHT process
                 startup_timeout=DAEMON_TIMEOUT_S,
             )
         except Exception as error:

@@ -19,9 +19,9 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.protocol.chain import Row, Step, pack_row, pack_step
+from dipaco.protocol.member.events import Answered, Told
 
 from .calls import PROTOCOL_NAME, begin, call
-from .chain_store import Answer
 from .clock import ClockSample
 from .hello import Greeting, Hello, clock_samples, say_hello
 from .loop_thread import LoopThread, run_blocking
@@ -41,7 +41,8 @@ from .messages import (
     decode,
     read_frame,
 )
-from .service import ExchangeService, OnTold, ServedRun, checked, peers_of
+from .responder import Responder
+from .served_run import ServedRun, peers_of
 from .transfer import (
     ContentAbsent,
     ContentStream,
@@ -75,7 +76,7 @@ class Exchange:
         self._transport, self._me = transport, me
         self.uplink = transport.uplink
         """Counts what is sent and received."""
-        self._service = ExchangeService(transport, me)
+        self._responder = Responder(transport, me)
         self._thread = LoopThread("exchange", transport.check)
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._urgent_slots = asyncio.Semaphore(URGENT_AT_ONCE)
@@ -94,7 +95,7 @@ class Exchange:
 
     async def _attach(self) -> None:
         await self._transport.start()
-        await self._transport.serve(PROTOCOL_NAME, self._service.handle)
+        await self._transport.serve(PROTOCOL_NAME, self._responder.handle)
 
     def stop(self) -> None:
         """Stop answering, within two seconds."""
@@ -105,7 +106,7 @@ class Exchange:
 
     def serve_run(self, run: ServedRun) -> None:
         """Answer about this run from now on, and ask others about it."""
-        self._service.serve(run)
+        self._responder.serve(run)
         if run.contributions is not None:
             run.contributions.listen(self._has_come)
 
@@ -118,9 +119,9 @@ class Exchange:
 
         self._thread.spawn(wake())
 
-    def listen(self, on_told: OnTold) -> None:
+    def listen(self, on_told: Callable[[Told], None]) -> None:
         """Tell of rows and steps that others tell, once they are checked; on another thread."""
-        self._service.on_told = on_told
+        self._responder.on_told = on_told
 
     @property
     def peer_id(self) -> str:
@@ -133,7 +134,7 @@ class Exchange:
 
     @property
     def _run(self) -> ServedRun:
-        run = self._service.run
+        run = self._responder.run
         if run is None:
             raise NetworkError("no run was joined yet")
         return run
@@ -142,7 +143,7 @@ class Exchange:
 
     def hello(self, peer: str, timeout_s: float = CALL_TIMEOUT_S) -> Hello:
         """Say hello. Raises `NetworkError`, or `ProtocolVersionError` for another version."""
-        saying = say_hello(self._transport, peer, self._service.greeting, timeout_s)
+        saying = say_hello(self._transport, peer, self._responder.greeting, timeout_s)
         hello = self._thread.call(saying, timeout_s + 1.0)
         hello.check_protocol(self._me)
         return hello
@@ -151,7 +152,7 @@ class Exchange:
         self, peers: Sequence[str], count: int, timeout_s: float
     ) -> dict[str, tuple[ClockSample, ...]]:
         """Measure the clocks of several peers at once; those that do not answer have none."""
-        greeting = self._service.greeting
+        greeting = self._responder.greeting
 
         async def measure() -> list[tuple[ClockSample, ...]]:
             one = (clock_samples(self._transport, p, count, greeting, timeout_s) for p in peers)
@@ -209,7 +210,7 @@ class Exchange:
 
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S
-    ) -> Answer | None:
+    ) -> Answered | None:
         """Ask which steps come after some; blocks. The answer is checked, and kept in the chains.
 
         None: the peer is silent, or talks nonsense.
@@ -219,14 +220,9 @@ class Exchange:
             run=run.run_id, module=module, locator=[bytes.fromhex(name) for name in locator[:64]]
         )
 
-        async def ask() -> Answer:
-            said = await call(self._transport, peer, request, AskReply, timeout_s)
-            rows, steps = await run_blocking(checked, run, module, said)
-            held = said.held.head(module) if said.held is not None else None
-            if held is not None and not run.check.is_plausible_head(held):
-                held = None
-            has_more = said.has_more and len(steps) == len(said.steps)
-            return Answer(steps, rows, has_more, held)
+        async def ask() -> Answered:
+            reply = await call(self._transport, peer, request, AskReply, timeout_s)
+            return await run_blocking(run.answered, peer, module, reply)
 
         try:
             return self._thread.call(ask(), timeout_s + 5.0)

@@ -1,4 +1,4 @@
-"""How many streams a peer may have at a time, and how many bytes in which time (design 4.10).
+"""How many streams a peer may have at a time, and how many bytes in which time (design 4.10, wire).
 
 Anybody who can make keys can have many identities. So those who are not admitted share few places,
 and nobody holds one for nothing: when all are taken, somebody who has several gives one to somebody

@@ -188,7 +188,7 @@ class Adopt(Action):
     """Serve a state that was computed or fetched, and keep it on the disk.
 
     Of a path in training it becomes the anchor. What was trained since the snapshot goes on top of
-    it; what was trained before is in it, or lost (design 4.5).
+    it; what was trained before is in it, or lost (design 4.5, lost).
     """
 
     head: Head

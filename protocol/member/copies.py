@@ -1,4 +1,4 @@
-"""Copies of states, so that each lives on several peers (design 4.6).
+"""Copies of states, so that each lives on several peers (design 4.6, copies).
 
 One peer looks after the copies of a module: its trainer with the oldest claim, or, where nobody
 trains it, the holder that rendezvous hashing names. It asks the next peers in rendezvous order to

@@ -1,10 +1,10 @@
-"""Which paths a member chooses among, and what it reads of the swarm for that and all else that it
-decides (design 4.5, 4.7): what it needs, and no more.
+"""Which paths a member chooses among, and what it reads of the swarm: what it needs, and no more.
 
-At every refresh that is the modules that it trains or keeps copies of, and the bucket of its path.
-Where that bucket has few peers, nobody could be found in it to keep a copy, so the next ones are
-read too. A peer that chooses a path looks into a few buckets more: others each time. Paths that it
-could not begin it leaves alone for a while.
+See design 4.6, claims, and design 4.8, the DHT stays small. At every refresh that is the modules
+that it trains or keeps copies of, and the bucket of its path. Where that bucket has few peers,
+nobody could be found in it to keep a copy, so the next ones are read too. A peer that chooses a
+path looks into a few buckets more: others each time. Paths that it could not begin it leaves alone
+for a while.
 """
 
 from __future__ import annotations

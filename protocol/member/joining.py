@@ -1,4 +1,6 @@
-"""Joining a path (design 4.6): look, claim, look again, give way; then get what the path needs.
+"""Joining a path (design 4.6, claims): look, claim, look again, give way.
+
+Then get what the path needs.
 
 What cannot be had is tried again, since a holder that has just gone is ordinary. Where it does not
 come for long, a newcomer takes another path, and a peer that moves goes on with its old one.

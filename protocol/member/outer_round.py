@@ -1,5 +1,6 @@
-"""One module's outer rounds, from the boundary to the step: publish, gather, propose (design 4.2
-and 4.3). What comes of it is taken in `taking`.
+"""One module's outer rounds, from the boundary to the step: publish, gather, propose.
+
+See design 4.2, publish, and design 4.3, gather. What comes of it is taken in `taking`.
 
 A peer follows a module as its *trainer*, who contributes, as a *keeper* of a copy, or as a
 *mailbox* only, who knows the chain, the rows and the files, and no state. All three do the same

@@ -1,4 +1,6 @@
-"""How a peer takes the heaviest chain of a module (design 4.4): replay, or fetch; check; adopt.
+"""How a peer takes the heaviest chain of a module (design 4.4, chain).
+
+Replay, or fetch; check; adopt.
 
 The usual case is the next step on top of the own head. A chain that parted from the own one, a
 newcomer's first state and one that was missed for long are the same: whichever is fewer bytes is

@@ -35,7 +35,7 @@ from .world import FILE_BYTES, Content, World
 
 # Of a round: the longest stretch of inner steps that is taken as one.
 STRETCH_SHARE = 1 / 4
-# Seconds off: with more a peer does not join (design 4.1).
+# Seconds off: with more a peer does not join (design 4.1, rounds).
 RIGHT_CLOCK_S = 2.0
 
 

@@ -2,7 +2,7 @@
 
 After a change that is meant, write the golden text anew and read its difference:
 
-    python tests/base/test_command_line.py > tests/golden/command_line.txt
+    PYTHONPATH=tests python tests/base/test_command_line.py > tests/golden/command_line.txt
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from support.commands import parsers, program_of
 from dipaco.peer import cli
 from dipaco.peer.owner import control_cli
 
-GOLDEN = Path(__file__).parent / "golden" / "command_line.txt"
+TESTS = Path(__file__).parents[1]
+GOLDEN = TESTS / "golden" / "command_line.txt"
 CACHE_HOME = "/var/cache/volunteer"
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
@@ -76,7 +77,12 @@ def _nature(action: argparse.Action) -> str:
 
 def test_the_command_line_is_frozen() -> None:
     found = subprocess.run(
-        [sys.executable, __file__], capture_output=True, text=True, check=True, timeout=280
+        [sys.executable, __file__],
+        env={**os.environ, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
     )
     assert found.stdout == GOLDEN.read_text(), f"if that is meant, see {__file__}"
 

@@ -8,8 +8,8 @@ held:
     malformed multiaddr         here
     wrong run id                here
     manifest, bad signature     here (serve); test_manifest, test_directory (from the DHT)
-    blob with a wrong hash      here; test_exchange_transfer, test_transfer, test_blobs
-    truncated state transfer    test_exchange_transfer, test_transfer, test_state
+    blob with a wrong hash      here; test_transfer, test_blobs
+    truncated state transfer    test_transfer, test_state
     clock 30 s off              here, with a clock 2 s off beside it; test_clock
     port in use                 here
     disk full                   here, on a small tmpfs; test_store
@@ -18,7 +18,7 @@ held:
     record of a wrong type      test_records, test_directory, test_hostile_records
     forged owner of a record    test_records, test_directory, test_hostile_records
     another protocol version    here
-    NaN in an outer gradient    test_exact_allreduce, test_outer
+    NaN in an outer gradient    test_contributions, test_outer
     wrong RUN.toml field        here; test_prepare
     Ctrl+C, twice               here
 

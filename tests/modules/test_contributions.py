@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from support.contribution_files import BITS, BLOCKS, made_file
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.config import CodecName, ContributionsConfig, parse_config
 from dipaco.modules.contributions import (
     CHUNK_VALUES,
@@ -34,7 +33,6 @@ BYTES_A_VALUE = {
     "int4": 0.54,
     "int2": 0.27,
     "sign": 0.15,
-    "top64": 0.03,
 }
 GREATEST_LOSS = {
     "float32": 0,
@@ -42,7 +40,6 @@ GREATEST_LOSS = {
     "int4": 0.16,
     "int2": 0.36,
     "sign": 0.61,
-    "top64": 0.96,
 }
 """Norm of what the encoding of normal numbers loses, as a share of their norm."""
 GOLDEN_DIGESTS = {
@@ -51,7 +48,6 @@ GOLDEN_DIGESTS = {
     "int4": "608fd5f18942f0096454373db607998ed021b3a8f5d54a69eb284a85dbe18a9d",
     "int2": "4d8cbbfedb113865b7fd044b8bdf8e258b0128f70cf219bd0d7ffb886e04ce92",
     "sign": "56dc329756331c6ad6c86c127e3b2de108b4c458fcd36fdd234ba93ba436149b",
-    "top64": "da179cde87c424fe35ae872cfb8fc8e3622c6e2da04dee1906122a07fa79f077",
 }
 names = st.sampled_from(get_args(CodecName))
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
@@ -70,16 +66,7 @@ def numbers_of(name: str, data: bytes, values: int) -> list[float]:
     scales = [
         struct.unpack("<f", b"\0\0" + data[2 * block : 2 * block + 2])[0] for block in range(blocks)
     ]
-    codes = int.from_bytes(data[2 * blocks :], "little")
     found = [0.0] * (blocks * width)
-    if name == "top64":
-        for block in range(blocks):
-            chunk = codes >> block * 64 * 14
-            for place in range(64):
-                at = chunk >> 12 * place & 4095
-                code = chunk >> 64 * 12 + 2 * place & 3
-                found[block * width + at] = float(np.float32(scales[block]) * (2 * code - 3))
-        return found[:values]
     bits = BITS[name]
     raw = data[2 * blocks :]
     for value in range(values):
@@ -186,18 +173,6 @@ def test_a_scale_that_would_overflow_is_refused() -> None:
     assert bool(torch.isfinite(codec.decode(data, VALUES)).all())
 
 
-def test_places_out_of_order_are_refused() -> None:
-    codec = CODECS["top64"]
-    data = bytearray(made_file("top64", VALUES))
-    begin = 2 * codec.blocks(VALUES)
-    data[begin + 3 : begin + 6], data[begin : begin + 3] = (
-        data[begin : begin + 3],
-        data[begin + 3 : begin + 6],
-    )
-    with pytest.raises(IntegrityError, match="not in order"):
-        codec.check(data, VALUES)
-
-
 @settings(max_examples=100, deadline=None)
 @given(names, st.integers(0, 2**32))
 def test_arbitrary_bytes_never_do_more_than_raise(name: str, seed: int) -> None:
@@ -214,22 +189,3 @@ def test_the_table_has_the_codecs_that_a_plan_may_name() -> None:
     assert list(CODECS) == list(get_args(CodecName))
     with pytest.raises(ConfigurationError, match="'int4'"):
         parse_config(ContributionsConfig, {"codec": "float8"}, "run.toml")
-
-
-@pytest.mark.parametrize("key", ["codec", "private_codec"])
-def test_top64_goes_with_no_trimmed_mean(key: str) -> None:
-    with pytest.raises(ConfigurationError, match="top64 sends few coordinates"):
-        parse_config(ContributionsConfig, {key: "top64", "combine": "trimmed_mean"}, "run.toml")
-
-
-def test_top64_goes_with_no_outer_momentum() -> None:
-    values = {"name": "run", "data": {"train": "*.jsonl"}, "contributions": {"codec": "top64"}}
-    with pytest.raises(ConfigurationError, match=r"set outer\.momentum = 0"):
-        parse_config(RunConfig, values, "run.toml")
-    plain = parse_config(RunConfig, {**values, "outer": {"momentum": 0}}, "run.toml")
-    assert plain.contributions.codecs == ("top64", "top64")
-    private = {"momentum": 0, "private_momentum": 0.5}
-    with pytest.raises(ConfigurationError, match=r"outer\.private_momentum"):
-        parse_config(RunConfig, {**values, "outer": private}, "run.toml")
-    only = {"codec": "int4", "private_codec": "top64"}
-    parse_config(RunConfig, {**values, "contributions": only}, "run.toml")

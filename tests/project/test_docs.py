@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +27,8 @@ from dipaco.routing.batches import batch_indices
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PACKAGES = ("base", "modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
+# Each room has a link in dipaco/.
+PACKAGES = tuple(sorted(link.name for link in (ROOT / "dipaco").iterdir() if link.is_symlink()))
 PAGES = sorted(
     file
     for pattern in ("*.md", "docs/*.md", "docs/results/*.md", "examples/**/README.md")
@@ -154,6 +157,69 @@ def test_the_files_that_are_named_exist(file: Path) -> None:
     for folder in FOLDERS:
         for name in re.findall(rf"(?<![\w./-]){folder}/[\w./-]*\.(?:py|md|toml)\b", text):
             assert (ROOT / name).exists(), f"{file.relative_to(ROOT)} names {name}"
+
+
+# -- references to docs/design.md, and to tests
+
+
+def prose_of(file: Path) -> str:
+    """Return the text of a source or page on one line, without what begins a comment's lines."""
+    return " ".join(file.read_text(encoding="utf-8").replace("\n#", "\n").split())
+
+
+def sources() -> list[Path]:
+    return [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def wrong_references(text: str, titles: Mapping[str, str], promises: int) -> list[str]:
+    """Return the references to the design that name no promise, or no section with that title.
+
+    A reference is the number of a section and words of its title, up to the next punctuation mark.
+    """
+    wrong = []
+    for number, words in re.findall(r"\bdesign (\d+(?:\.\d+)*)(?:, ([\w ]*))?", text, re.I):
+        title = set(re.findall(r"\w+", titles.get(number, "").lower()))
+        if not words.strip() or not title.issuperset(words.lower().split()):
+            wrong.append(f"design {number}, {words}")
+    numbers = re.findall(r"\bpromise (\d+)", text, re.I)
+    return wrong + [f"promise {number}" for number in numbers if not 0 < int(number) <= promises]
+
+
+def test_references_to_the_design_name_what_stands_there() -> None:
+    text = page("design.md")
+    titles = dict(re.findall(r"^##+ (\d+(?:\.\d+)?)\.? (.+)$", text, re.M))
+    promises = len(re.findall(r"^\d+\. ", text.partition("## 5. ")[2].partition("## 6. ")[0], re.M))
+    assert wrong_references("Design 4.3, gather and step (promise 3)", titles, promises) == []
+    assert len(wrong_references("Design 4.99, gather; design 4.3; promise 99", titles, 12)) == 3
+    found = {
+        str(file.relative_to(ROOT)): wrong
+        for file in [*sources(), *PAGES]
+        if file not in (DOCS / "design.md", Path(__file__))
+        and (wrong := wrong_references(prose_of(file), titles, promises))
+    }
+    assert not found, f"each needs a word of the title that it means: {found}"
+
+
+def test_the_tests_that_are_named_exist() -> None:
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    known = {file.stem for file in files}
+    for file in files:
+        known.update(re.findall(r"\bdef (test_\w+)", file.read_text(encoding="utf-8")))
+    for file in [*sources(), *PAGES]:
+        named = set(re.findall(r"\btest_\w+", file.read_text(encoding="utf-8")))
+        assert named <= known, f"{file.relative_to(ROOT)} names {sorted(named - known)}"
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for file in PAGES:
+        named = set(re.findall(r"dipaco-([\d.]+)-py3", file.read_text(encoding="utf-8")))
+        assert named <= {version}, file.name
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## ([\d.]+)", changes, re.M)[0] == version
+    headings = re.findall(r"^## (.+)", changes, re.M)
+    assert all(re.fullmatch(r"Unreleased|[\d.]+ \(\d{4}-\d\d-\d\d\)", line) for line in headings)
 
 
 # -- docs/protocol.md

@@ -6,7 +6,7 @@ import struct
 
 from .exact_numbers import square_roots
 
-BLOCKS = {"int8": 256, "int4": 64, "int2": 128, "sign": 128, "top64": 4096}
+BLOCKS = {"int8": 256, "int4": 64, "int2": 128, "sign": 128}
 BITS = {"int8": 8, "int4": 4, "int2": 2, "sign": 1}
 
 
@@ -16,12 +16,5 @@ def made_file(codec: str, values: int, variant: int = 0) -> bytes:
         return square_roots(values).roll(variant).numpy().astype("<f4").tobytes()
     blocks = -(-values // BLOCKS[codec])
     scales = b"".join(struct.pack("<f", (1 + block + variant) / 7)[2:] for block in range(blocks))
-    if codec != "top64":
-        size = blocks * BLOCKS[codec] * BITS[codec] // 8
-        return scales + bytes((37 * place + variant) % 256 for place in range(size))
-    places = sum((60 * place + 7 + variant) << 12 * place for place in range(64))
-    return scales + b"".join(
-        places.to_bytes(96, "little")
-        + bytes((53 * place + block + variant) % 256 for place in range(16))
-        for block in range(blocks)
-    )
+    size = blocks * BLOCKS[codec] * BITS[codec] // 8
+    return scales + bytes((37 * place + variant) % 256 for place in range(size))

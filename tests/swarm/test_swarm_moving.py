@@ -1,4 +1,7 @@
-"""Design 4.6 with real processes: fewer peers than paths, so peers move and all paths progress."""
+"""Fewer peers than paths, so peers move and all paths progress (design 4.6, moves).
+
+With real processes.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,48 @@
+"""What p2pd is started with: strangers reach as little of it as can be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hivemind import DHT
+from support.dht_pair import LOOPBACK, TestNode, start_node
+
+from dipaco.base.errors import AddressError
+from dipaco.dht.addresses import check_listen_address, check_peer_address
+
+pytestmark = pytest.mark.swarm
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
+    started = start_node(tmp_path_factory.mktemp("node"))
+    with contextlib.closing(started):
+        yield started
+
+
+async def _process_id(node: Any) -> int:
+    return int(node.p2p._child.pid)
+
+
+def test_connections_are_by_noise_over_tcp_alone(node: TestNode) -> None:
+    command = Path(f"/proc/{node.dht.call(_process_id)}/cmdline").read_bytes().split(b"\0")
+    assert b"-tls=0" in command
+    assert all("/tcp/" in str(address) for address in node.dht.get_visible_maddrs())
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_one_that_speaks_tls_too_still_connects(node: TestNode, tls: bool) -> None:
+    other = DHT(initial_peers=[node.address], start=True, host_maddrs=[LOOPBACK], tls=tls)
+    other.shutdown()
+
+
+@pytest.mark.parametrize("address", ["/ip4/0.0.0.0/udp/31337/quic", "/ip4/0.0.0.0/udp/31337"])
+def test_nobody_listens_or_calls_by_udp(address: str) -> None:
+    with pytest.raises(AddressError, match="UDP"):
+        check_listen_address(address, "--host-maddrs")
+    with pytest.raises(AddressError, match="UDP"):
+        check_peer_address(f"{address}/p2p/12D3KooWQ5VFdbLVyN12XP4wpm6SXPwVMKH8gjPVyBR1AFNkBzmJ")
