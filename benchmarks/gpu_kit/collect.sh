@@ -18,9 +18,9 @@ sources="prefetch-generator varint python-baseconv"
 mkdir -p "$wheels" "$extra"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-grep -oE '^[A-Za-z0-9._-]+==[^ ]+' "$root/requirements-dev.lock" >"$scratch/versions.txt"
+grep -oE '^[A-Za-z0-9._-]+==[^ ]+' "$root/requirements/dev.lock" >"$scratch/versions.txt"
 
-version_of() { grep -iE "^$1==" "$scratch/versions.txt" || { echo "error: $1 is not in requirements-dev.lock" >&2; exit 1; }; }
+version_of() { grep -iE "^$1==" "$scratch/versions.txt" || { echo "error: $1 is not in requirements/dev.lock" >&2; exit 1; }; }
 
 platforms=()
 for platform in manylinux_2_34 manylinux_2_31 manylinux_2_28 manylinux_2_27 manylinux_2_24 \
