@@ -13,7 +13,7 @@ from parts.common import HERE
 
 from gpu_kit.common import begin
 
-LIMIT_S = 150
+LIMIT_S = 600
 
 
 def main() -> int:

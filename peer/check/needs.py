@@ -100,7 +100,8 @@ def greatest_paths(run: Run, path_parameters: int, optimizer: str) -> dict[int, 
     """Return, by GiB of a GPU, the parameters of the largest path like this one, in its
     proportions, that trains there: a sequence at a time, with blocks computed twice."""
     kept = device_bytes(run, path_parameters, optimizer)
-    logits, _ = kept.pop(LOGITS), kept.pop(ONE_PASS)
+    del kept[LOGITS], kept[ONE_PASS]
+    logits = head_bytes(run.model, 1)
     each = (sum(kept.values()) + least_pass_bytes(run.model)) / path_parameters
     return {gib: int((USABLE_SHARE * gib * 2**30 - logits) / each) for gib in GPU_GIB}
 

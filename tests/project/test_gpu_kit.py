@@ -11,21 +11,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 KIT = BENCHMARKS / "gpu_kit"
 
 sys.path.insert(0, str(BENCHMARKS))
+import roofline  # noqa: E402
 from gpu_kit import out_of_memory, paper_path, same_code, table  # noqa: E402
 from gpu_kit.common import Part  # noqa: E402
 from gpu_kit.profiled import profiled  # noqa: E402
 from parts import cards  # noqa: E402
 
+from dipaco.modules.transformer import PathModel  # noqa: E402
+
 
 @pytest.fixture
 def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Part:
-    import torch
-
     # A rehearsal has graphs traced without code; what it sets is put back.
     monkeypatch.setattr(torch, "compile", torch.compile)
     return Part("a part", tmp_path / "part.json", rehearses=True)
@@ -126,6 +128,20 @@ def test_without_a_gpu_a_part_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert "no CUDA device" in done.stderr
+
+
+def test_a_roofline_counts_what_a_pass_computes() -> None:
+    model = cards.TINY_PATH
+    work = roofline.work_of(model, 2)
+    tokens = 2 * model.sequence_length
+    products = sum(o.flops for o in work.eager if o.kind in ("products", "head"))
+    matrices = [p for p in PathModel(model).parameters() if p.ndim == 2]
+    assert products == 6 * sum(p.numel() for p in matrices) * tokens
+    attention = sum(o.flops for o in work.eager if o.kind == "attention")
+    whole = 12 * model.block_count * model.hidden_size * model.sequence_length * tokens
+    assert whole / 2 < attention < whole
+    eager, fused = (sum(o.bytes for o in operations) for operations in (work.eager, work.fused))
+    assert 0 < work.wide_bytes < fused < eager
 
 
 def test_the_150m_path_counts_its_operations() -> None:
