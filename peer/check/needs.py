@@ -91,7 +91,7 @@ def device_bytes(
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
-        LOGITS: head_bytes(run.model, run.inner.batch_sequences),
+        LOGITS: head_bytes(run.model, 1),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 
@@ -100,8 +100,7 @@ def greatest_paths(run: Run, path_parameters: int, optimizer: str) -> dict[int, 
     """Return, by GiB of a GPU, the parameters of the largest path like this one, in its
     proportions, that trains there: a sequence at a time, with blocks computed twice."""
     kept = device_bytes(run, path_parameters, optimizer)
-    del kept[LOGITS], kept[ONE_PASS]
-    logits = head_bytes(run.model, 1)
+    logits, _ = kept.pop(LOGITS), kept.pop(ONE_PASS)
     each = (sum(kept.values()) + least_pass_bytes(run.model)) / path_parameters
     return {gib: int((USABLE_SHARE * gib * 2**30 - logits) / each) for gib in GPU_GIB}
 
