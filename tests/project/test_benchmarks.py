@@ -37,11 +37,10 @@ for kind, does in hostile.KINDS.items():
 exec(hostile.KINDS["garbage"], {})
 import torch
 from dipaco.modules.contributions import CODECS
-from dipaco.peer import outer_steps
 from dipaco.training import trainer
 anchor = types.SimpleNamespace(parameters=torch.ones(4096))
 told = trainer.Snapshot("P0", 0, anchor, torch.zeros(4096), 1)
-print(set(outer_steps.publish(told.outer_gradient(), CODECS["int4"])))
+print(set(told.encode(CODECS["int4"])))
 """
 # Prints what each of the scripts named in the arguments says to --help: one process, because
 # importing PyTorch and Hivemind takes seconds.
@@ -93,10 +92,13 @@ def helps() -> dict[str, tuple[int | None, str]]:
     return found
 
 
+<<<<<<< HEAD
 def test_there_are_few() -> None:
     assert len(NAMES) <= 12
 
 
+=======
+>>>>>>> main
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_the_command(helps: dict[str, tuple[int | None, str]], name: str) -> None:
     code, output = helps[name]
