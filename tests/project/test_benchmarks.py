@@ -92,13 +92,6 @@ def helps() -> dict[str, tuple[int | None, str]]:
     return found
 
 
-<<<<<<< HEAD
-def test_there_are_few() -> None:
-    assert len(NAMES) <= 12
-
-
-=======
->>>>>>> main
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_the_command(helps: dict[str, tuple[int | None, str]], name: str) -> None:
     code, output = helps[name]

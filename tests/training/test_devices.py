@@ -15,7 +15,7 @@ from dipaco.modules.config import GridConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.device import Fetched
 from dipaco.modules.grid import Grid
-from dipaco.modules.outer import OuterGradient, publish
+from dipaco.modules.outer import OuterGradient, encode_in_place
 from dipaco.training.inner import InnerLoop
 from dipaco.training.scoring import sum_losses
 
@@ -101,7 +101,7 @@ def test_a_contribution_has_the_bytes_that_the_same_numbers_have_on_a_cpu(
     on_cpu = model_of()
     on_cpu.load_state_dict({k: v.to(CPU) for k, v in loop.model.state_dict().items()})
     files = [
-        publish(OuterGradient(anchor, gather_module(model, GRID, "L0.E0")), CODECS[codec])
+        encode_in_place(OuterGradient(anchor, gather_module(model, GRID, "L0.E0")), CODECS[codec])
         for model in (loop.model, on_cpu)
     ]
     assert files[0] == files[1]
