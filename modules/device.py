@@ -51,7 +51,14 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         reason = why_it_does_not_compute(device)
         if reason:
             raise ConfigurationError(f"--device {name}: {reason}; give another, or --device cpu")
-    return device, "asked for by --device"
+    return numbered(device), "asked for by --device"
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return a GPU by its number; `cuda` is the first. PyTorch wants it where memory is limited."""
+    if device.type in ("cuda", "xpu") and device.index is None:
+        return torch.device(device.type, 0)
+    return device
 
 
 def _first_that_computes() -> tuple[torch.device, str]:
@@ -240,7 +247,8 @@ def limit_memory(device: torch.device, vram_gb: float | None) -> None:
     if not hasattr(module, "mem_get_info"):
         raise ConfigurationError(f"--vram-gb {vram_gb:g} is for a GPU, not for {device}")
     _, total = module.mem_get_info(device)
-    module.set_per_process_memory_fraction(min(1.0, vram_gb * 2**30 / total), device)
+    share = min(1.0, vram_gb * 2**30 / total)
+    module.set_per_process_memory_fraction(share, numbered(device))
 
 
 def be_nice(nice: int | None, device: torch.device) -> int:

@@ -14,7 +14,7 @@ import torch
 from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig
-from .device import free_and_total_bytes
+from .device import free_and_total_bytes, numbered
 from .transformer import LOGITS_AT_ONCE_ON_GPU, PathModel
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def free_bytes(device: torch.device) -> int | None:
     free, total = found
     if not hasattr(module, "get_per_process_memory_fraction"):
         return free
-    share = module.get_per_process_memory_fraction(device)
+    share = module.get_per_process_memory_fraction(numbered(device))
     return min(free, int(share * total) - int(module.memory_reserved(device)))
 
 

@@ -32,7 +32,7 @@ class Part:
         if rehearses:
             # Graphs are traced as on a GPU, but no code is made for the CPU, which takes minutes.
             torch.compile = functools.partial(torch.compile, backend="aot_eager")
-        self.device = torch.device("cpu" if rehearses else "cuda")
+        self.device = torch.device("cpu") if rehearses else torch.device("cuda", 0)
         self.model: ModelConfig = TINY_PATH if rehearses else PATH_150M
         self._file = file
         self._started_s = time.monotonic()
