@@ -57,7 +57,7 @@ def make_run(part: Part, folder: Path) -> RunFolder:
         train_sequences=64 if part.rehearses else 512,
         start_s=time.time(),
         duration_s=60.0,
-        inner_steps=20,
+        inner_steps=16,
         validation_sequences=4,
     )
 
@@ -72,18 +72,18 @@ def four_peers(part: Part, folder: Path, run: RunFolder) -> dict[str, Any]:
     limits = () if part.rehearses else ("--vram-gb", f"{memory_gib(part):.2f}")
     words = ("--device", part.device.type, *limits)
     # The first round compiles.
-    first, last = (1, 3) if part.rehearses else (2, 5)
+    first, last = (1, 3) if part.rehearses else (2, 4)
     with Swarm(folder, run) as swarm:
         address = swarm.start_bootstrap().address()
         peers = [swarm.start_peer(address, "--path", str(path), *words) for path in range(PEERS)]
         for number in (first, last):
-            swarm.wait(peers, "commit", lambda e, n=number: e["round"] >= n, timeout_s=150)
+            swarm.wait(peers, "commit", lambda e, n=number: e["round"] >= n, timeout_s=180)
         return figures(peers, first, last)
 
 
 def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
     """Return what peers did between the commits of two rounds."""
-    speeds, shares, memories = [], [], []
+    speeds, shares, counts = [], [], []
     for peer in peers:
         begin_s, end_s = (
             next(e["time_s"] for e in peer.of("commit") if e["round"] >= number)
@@ -92,7 +92,7 @@ def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
         steps = [e for e in peer.of("inner") if begin_s < e["time_s"] <= end_s]
         speeds.append(sum(e["tokens"] for e in steps) / (end_s - begin_s))
         shares.append(sum(e["seconds"] for e in steps) / (end_s - begin_s))
-        memories.append(len(steps))
+        counts.append(len(steps))
     digests: dict[tuple[str, int], list[str]] = {}
     for peer in peers:
         for event in peer.of("commit"):
@@ -101,7 +101,7 @@ def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
     return {
         "tokens_per_s": sum(speeds),
         "share_in_inner_steps": sum(shares) / len(shares),
-        "steps": sum(memories),
+        "steps": sum(counts),
         "commits_in_groups": sum(len(found) for found in digests.values()),
         "digests_equal": bool(digests) and all(len(set(d)) == 1 for d in digests.values()),
     }

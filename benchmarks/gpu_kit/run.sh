@@ -21,7 +21,7 @@ root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 environment=${GPU_KIT_ENVIRONMENT:-/tmp/gpu-kit-environment}
 all="paper_path unit_tests four_peers out_of_memory less_memory serving"
-declare -A limit_s=([paper_path]=200 [unit_tests]=90 [four_peers]=170 [out_of_memory]=60
+declare -A limit_s=([paper_path]=200 [unit_tests]=90 [four_peers]=210 [out_of_memory]=60
     [less_memory]=120 [serving]=90)
 seconds=570 out=$here/out rehearse=()
 parts=()
