@@ -162,7 +162,7 @@ def _train(
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
     refresher, blob_keeper = start_background(node, status, background, events)
-    metrics.follow(node, refresher, status)
+    metrics.follow(node, refresher, status, lambda: len(node.held.all()))
     metrics.serve(settings, display.say)
     display.start(node, refresher, status)
     trainer = PathTrainer(
