@@ -276,7 +276,8 @@ class Publisher:
 
     def _measure_clock(self) -> None:
         try:
-            self._clock.measure(self._node.exchange)
+            given = tuple(map(peer_of, self._node.initial_peers))
+            self._clock.measure(self._node.exchange, given, self._node.check.is_in)
         except ClockError as error:
             if self._clock.has_jumped:
                 # Hivemind's part of this machine goes by the wrong time; nothing here can mend it.

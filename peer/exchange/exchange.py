@@ -23,6 +23,7 @@ from dipaco.protocol.chain import Row, Step, pack_row, pack_step
 from .calls import PROTOCOL_NAME, begin, call
 from .chain_store import Answer
 from .clock import ClockSample
+from .download_slots import DownloadSlots
 from .hello import Greeting, Hello, clock_samples, say_hello
 from .loop_thread import LoopThread, run_blocking
 from .messages import (
@@ -60,8 +61,10 @@ logger = logging.getLogger("dipaco.peer.exchange")
 
 CALL_TIMEOUT_S, TELL_TIMEOUT_S, CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
 STOP_TIMEOUT_S = 1.0
-# Downloads at once: of contributions and what is wanted now, and of everything.
+# Downloads at once: of contributions and what is wanted now, and of everything; and of these from
+# one peer.
 URGENT_AT_ONCE, AT_ONCE = 8, 6
+URGENT_FROM_ONE, FROM_ONE = 2, 4
 TELLS_AT_ONCE = 64
 CHUNK_BYTES = 2**17
 # A contribution that nobody has yet is asked for again so soon, and then less and less often.
@@ -77,8 +80,8 @@ class Exchange:
         """Counts what is sent and received."""
         self._service = ExchangeService(transport, me)
         self._thread = LoopThread("exchange", transport.check)
-        self._slots = asyncio.Semaphore(AT_ONCE)
-        self._urgent_slots = asyncio.Semaphore(URGENT_AT_ONCE)
+        self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
+        self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
         self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
