@@ -42,6 +42,7 @@ from .messages import (
     decode,
     read_frame,
 )
+from .pages import Pages
 from .service import ExchangeService, OnTold, ServedRun, checked, peers_of
 from .transfer import (
     ContentAbsent,
@@ -82,6 +83,7 @@ class Exchange:
         self._thread = LoopThread("exchange", transport.check)
         self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
         self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
+        self._pages = Pages()
         self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
@@ -228,7 +230,8 @@ class Exchange:
             held = said.held.head(module) if said.held is not None else None
             if held is not None and not run.check.is_plausible_head(held):
                 held = None
-            has_more = said.has_more and len(steps) == len(said.steps)
+            is_whole = said.has_more and len(steps) == len(said.steps)
+            has_more = is_whole and self._pages.is_worth_more(peer, module, locator[:1], steps)
             return Answer(steps, rows, has_more, held)
 
         try:

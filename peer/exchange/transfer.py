@@ -40,8 +40,8 @@ logger = logging.getLogger("dipaco.peer.exchange.transfer")
 BLOCK_BYTES = 2**20
 BLOCK_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 15.0
-# A holder is left when others can be asked, or others want its slot, and it has sent less of a block
-# than this rate makes after the grace: who drips would else hold the slot to the end of the round.
+# A holder is left when others can be asked, or others want its slot, and it has sent less of a
+# block than this rate makes after the grace: who drips would else hold the slot to the end.
 SLOW_GRACE_S = 3.0
 LEAST_RATE_BYTES_S = 2**16
 # How often that is looked at.
