@@ -41,13 +41,13 @@ from .setting_sources import (
     LOOSE,
     Argument,
     Given,
-    Option,
     Place,
     gather,
     new_parser,
     shown_settings,
     with_origins,
 )
+from .setting_sources import Option as Option  # the commands take it from here
 
 # For the OpenMP that PyTorch brings: so many turns, some microseconds, then a thread that waits
 # sleeps. Far fewer make a small model much slower on a quiet machine (benchmarks).

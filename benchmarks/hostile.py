@@ -79,10 +79,10 @@ outer_steps.publish = lambda *arguments: bytes([255]) * len(encode(*arguments))
 """,
     "silent": """
 import asyncio
-from dipaco.peer.exchange.service import ExchangeService
+from dipaco.peer.exchange.responder import Responder
 async def wait(*arguments):
     await asyncio.sleep(600)
-ExchangeService._send = wait
+Responder._send = wait
 """,
     "forker": """
 from dipaco.protocol.chain import Step

@@ -24,7 +24,8 @@ from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.metrics import PeerMetrics
-from dipaco.peer.server import Server
+from dipaco.peer.shell import Shell
+from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.view import present_round
 from dipaco.routing.run_folder import RunFolder
 
@@ -106,7 +107,8 @@ def _serve(
     if node.plan.successor_of is not None:
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
-    server = Server(node, status, publisher, background, events, stopping)
+    as_mailbox = MemberSettings(node.me, trains=False)
+    shell = Shell(node, as_mailbox, status, publisher, background, events, stopping)
     looking = background.thread(
         "look",
         lambda: _refresh_until_stopped(
@@ -120,7 +122,7 @@ def _serve(
         period_s = settings.archive_period_s
         background.thread("archive", lambda: archivist.run(period_s, stopping)).start()
     try:
-        server.run()
+        shell.run()
     finally:
         keeper.stop()
         publisher.stop(withdraw=True)

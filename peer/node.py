@@ -38,10 +38,11 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.clock import Clock, measure_clock
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.diagnosis import diagnose
-from dipaco.peer.exchange.exchange import Exchange, ServedRun
+from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.hello import SOFTWARE
 from dipaco.peer.exchange.known_peers import KnownPeers, peer_of
+from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.transport import HivemindTransport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink

@@ -44,6 +44,7 @@ from dipaco.protocol.member import events as e
 from dipaco.protocol.view import claimed_tokens
 from dipaco.training.trainer import PathTrainer, Snapshot
 
+from .handlers import Handlers
 from .node import Node
 from .path_files import PathFiles
 from .states import head_of
@@ -95,33 +96,20 @@ class OuterSteps:
         for workers in (self._computing, self._fetching, self._saving):
             workers.shutdown(wait=False, cancel_futures=True)
 
-    def carry_out(self, action: a.Action) -> tuple[bool, e.Event | None]:
-        """Do an action, or begin to; returns whether it is one of these, and what is known at
-        once."""
-        match action:
-            case a.Publish():
-                return True, self._take_snapshot(action)
-            case a.Gather():
-                self._gather(action)
-            case a.Compute():
-                self._submit(self._computing, lambda: self._compute(action), action)
-            case a.FetchState():
-                if action.head not in self._coming:
-                    self._coming.add(action.head)
-                    self._submit(self._fetching, lambda: self._fetch(action), action)
-            case a.Check():
-                return True, self._check(action)
-            case a.Adopt():
-                self._adopt(action)
-            case a.Drop():
-                self._submit(self._saving, lambda: self._drop(action))
-            case a.Serve():
-                self._node.held.serve(action.module, action.step)
-            case a.Forget():
-                self._node.held.forget(action.module, action.step)
-            case _:
-                return False, None
-        return True, None
+    def handlers(self) -> Handlers:
+        """Return what carries out which action."""
+        return {
+            a.Publish: self._take_snapshot,
+            a.Gather: self._gather,
+            a.Compute: self._begin_to_compute,
+            a.FetchState: self._begin_to_fetch,
+            a.Check: self._check,
+            a.Adopt: self._adopt,
+            a.Drop: self._begin_to_drop,
+            a.Serve: self._serve,
+            a.Forget: self._forget,
+            a.SaveAll: self._save_all,
+        }
 
     # -- publish
 
@@ -191,6 +179,9 @@ class OuterSteps:
 
     # -- compute
 
+    def _begin_to_compute(self, action: a.Compute) -> None:
+        self._submit(self._computing, lambda: self._compute(action), action)
+
     def _compute(self, action: a.Compute) -> None:
         node, module = self._node, action.module
         node.chains.add_verified(action.steps)
@@ -216,6 +207,11 @@ class OuterSteps:
         return _mapped(path)
 
     # -- fetch
+
+    def _begin_to_fetch(self, action: a.FetchState) -> None:
+        if action.head not in self._coming:
+            self._coming.add(action.head)
+            self._submit(self._fetching, lambda: self._fetch(action), action)
 
     def _fetch(self, action: a.FetchState) -> None:
         wanted, node = action.head, self._node
@@ -317,6 +313,20 @@ class OuterSteps:
             own_tokens=sum(row.tokens for row in rows if row.peer == node.me),
             seconds_after_boundary=round(max(0.0, late_s), 3),
         )
+
+    # -- what is held
+
+    def _serve(self, action: a.Serve) -> None:
+        self._node.held.serve(action.module, action.step)
+
+    def _forget(self, action: a.Forget) -> None:
+        self._node.held.forget(action.module, action.step)
+
+    def _save_all(self, action: a.SaveAll) -> None:
+        self._node.held.save_all()
+
+    def _begin_to_drop(self, action: a.Drop) -> None:
+        self._submit(self._saving, lambda: self._drop(action))
 
     def _drop(self, action: a.Drop) -> None:
         logger.info("others keep copies of %s: dropped here", action.module)

@@ -1,7 +1,7 @@
 """A training peer's shell: it does what its member decides (`dipaco.protocol.member`), and reports.
 
-The main thread owns the model. It takes inner steps, and applies between two of them what errands
-(`errands`), the outer round (`outer_steps`) and the publisher have brought. It decides nothing.
+The main thread owns the model. It takes inner steps, and between two of them `shell` applies what
+the messenger, the outer steps and the publisher have brought. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.training.trainer import PathTrainer, RateMeter
 
 from .background import Background
-from .errands import Errands
+from .handlers import Handlers
 from .node import Node
-from .outer_steps import OuterSteps
 from .path_files import OptimizerFiles, PathFiles
 from .progress import ProgressReports
 from .publisher import PeerStatus, Publisher
 from .settings import PeerSettings
-from .shell import Shell, start_member
+from .shell import Shell
 from .successor import SuccessorWatch
 
 logger = logging.getLogger("dipaco.peer.session")
-
-LONGEST_WAIT_S = 0.25
 
 
 class Session:
@@ -55,7 +52,6 @@ class Session:
         self.node = node
         self.status = status
         self.events = events
-        self.stopping = stopping
         self._pauses = pauses
         self._publisher = publisher
         self._background = background
@@ -67,7 +63,7 @@ class Session:
         self._waiting_for = ""
         self._last_loss = float("nan")
         self._resumed = False
-        member = start_member(
+        self._shell = Shell(
             node,
             MemberSettings(
                 node.me,
@@ -75,28 +71,21 @@ class Session:
                 max_rounds=settings.max_rounds,
                 follows=not settings.stay,
             ),
-        )
-        self._shell = shell = Shell(member, node.clock.now, self._carry_out)
-        self._errands = Errands(
-            publisher, node.exchange, node.chains, node.contributions, status, shell.report
-        )
-        self._outer_steps = OuterSteps(
-            node,
-            self._files,
+            status,
+            publisher,
+            background,
             events,
-            shell.report,
-            announce=publisher.announce,
+            stopping,
+            files=self._files,
             trainer=trainer,
-            fail=background.fail,
+            handlers=self._handlers(),
+            next_turn=self._next_turn,
         )
         self._progress = ProgressReports(node, publisher, trainer, self._files, status, events)
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
-        self._left: a.Left | None = None
+        self._is_successor_told = False
         self._successor: Node | None = None
-        background.on_failure(shell.wake)
         publisher.add_annex(self._watch)
-        publisher.on_view(self._errands.see)
-        node.exchange.listen(self._errands.hear)
 
     # -- life cycle
 
@@ -107,24 +96,16 @@ class Session:
         this run was left then, and the swarm was not. Raises what ended a background thread, and
         `NetworkError` when a path could not be begun.
         """
-        is_told = is_ready_told = False
         try:
-            while self._left is None:
-                self._background.check()
-                if self.stopping.is_set() and not is_told:
-                    is_told = True
-                    self._shell.happen(e.LeaveWanted())
-                if self._watch.ready_run is not None and not is_ready_told:
-                    is_ready_told = True
-                    self._shell.happen(e.SuccessorReady())
-                self._turn()
+            left = self._shell.run()
+            self._leave(left)
         except Exception:
             self._save_all()
             raise
         finally:
             self._close()
-        if self._left.error:
-            raise NetworkError(self._left.error)
+        if left.error:
+            raise NetworkError(left.error)
         return self._successor
 
     @property
@@ -132,25 +113,36 @@ class Session:
         """Rounds that ended here."""
         return self._shell.member.rounds_done
 
-    def _turn(self) -> None:
-        self._look_for_pauses()
-        instruction = self._shell.turn(e.Turn(self._meter.step_s))
-        if isinstance(instruction, a.Left):
-            self._leave(instruction)
-        elif isinstance(instruction, a.TakeStep):
-            self._take_step(instruction)
-        else:
-            self._wait(instruction)
-
-    def _look_for_pauses(self) -> None:
-        """Tell the member when its owner wants something else than before."""
+    def _next_turn(self) -> e.Turn:
+        """Tell the member what this machine or its owner has to say, before it is asked."""
+        if self._watch.ready_run is not None and not self._is_successor_told:
+            self._is_successor_told = True
+            self._shell.happen(e.SuccessorReady())
         if self._pauses is not None:
             if (reason := self._pauses.change()) is not None:
                 self._shell.happen(e.PauseWanted(reason))
             claim = self.status.claim
             self._pauses.tell(claim.state, claim.path, claim.reason)
+        return e.Turn(self._meter.step_s)
 
-    def _take_step(self, instruction: a.TakeStep) -> None:
+    def _handlers(self) -> Handlers:
+        """Return what carries out which of the actions that only a training peer has."""
+        return {
+            a.TakeStep: self._take_step,
+            a.Wait: self._wait,
+            a.FetchPath: self._fetch_path,
+            a.StartPath: self._start_path,
+            a.Begun: self._begun,
+            a.CarryOn: self._carry_on,
+            a.Discard: self._discard,
+            a.EndRound: self._end_round,
+            a.Move: self._move,
+            a.Pause: self._pause,
+        }
+
+    # -- between two turns
+
+    def _take_step(self, instruction: a.TakeStep) -> e.Stepped:
         self._set_waiting("")
         if instruction.rank is not None:
             self._trainer.replica = self._files.replica_number(instruction.rank)
@@ -168,14 +160,13 @@ class Session:
             seconds=round(step_s, 4),
             tokens=self._trainer.tokens_per_step,
         )
-        self._shell.happen(e.Stepped())
+        return e.Stepped()
 
     def _wait(self, instruction: a.Wait) -> None:
         if instruction.what:
             self._set_waiting(instruction.what, instruction.limit_s)
             if self.node.schedule.fixed_steps:
                 self._publisher.look_often()
-        self._shell.wait(LONGEST_WAIT_S)
 
     def _set_waiting(self, what: str, limit_s: float = 0.0) -> None:
         limit = f", at most {limit_s:.0f} s more" if limit_s else ""
@@ -184,38 +175,6 @@ class Session:
             if what:
                 self.events.emit("waiting", what=what + limit)
         self.status.waiting_for = what + limit
-
-    # -- what the member wants done
-
-    def _carry_out(self, action: a.Action) -> e.Event | None:
-        """Do an action, or have it done; returns what came of it if that is known at once."""
-        if self._errands.carry_out(action):
-            return None
-        is_done, event = self._outer_steps.carry_out(action)
-        if is_done:
-            return event
-        match action:
-            case a.FetchPath():
-                self._fetch_path(action)
-            case a.StartPath():
-                self._start_path(action)
-            case a.Begun():
-                self._begun(action)
-            case a.CarryOn():
-                self._carry_on(action)
-            case a.Discard():
-                self._trainer.discard(action.module)
-            case a.EndRound():
-                self._end_round(action)
-            case a.Move():
-                self._move(action)
-            case a.Pause():
-                self._pause(action)
-            case a.SaveAll():
-                self.node.held.save_all()
-            case _:
-                raise AssertionError(f"nobody carries out {action}")
-        return None
 
     # -- a path
 
@@ -233,11 +192,11 @@ class Session:
             self._shell.report(e.PathReady(action.path))
 
         # An empty shard or a full disk does not get better with time: it ends the peer.
-        self._background.watch("files", self._errands.run(fetch))
+        self._background.watch("files", self._shell.messenger.run(fetch))
 
     def _start_path(self, action: a.StartPath) -> None:
         data = self._files.take(action.path)
-        states = self._outer_steps.hold(action.heads)
+        states = self._shell.outer_steps.hold(action.heads)
         self.node.held.forget_all()
         optimizer_state = self.node.states.load_optimizer(action.path)
         self._trainer.start_path(action.path, states, data.stream, optimizer_state=optimizer_state)
@@ -280,6 +239,9 @@ class Session:
 
     # -- rounds
 
+    def _discard(self, action: a.Discard) -> None:
+        self._trainer.discard(action.module)
+
     def _carry_on(self, action: a.CarryOn) -> None:
         self.events.emit(
             "carry_on",
@@ -312,7 +274,6 @@ class Session:
 
     def _leave(self, left: a.Left) -> None:
         """The member has left: keep what a return needs, and say so."""
-        self._left = left
         if left.to_successor:
             self._successor = self._watch.take()
         if self._trainer.path is not None:
@@ -329,7 +290,5 @@ class Session:
     def _close(self) -> None:
         """Stop what was started, whatever ended the session; bounded."""
         self._watch.stop()
-        self._errands.stop()
-        self._outer_steps.stop()
         self._saver.shutdown(wait=False, cancel_futures=True)
         self._publisher.stop(withdraw=True)

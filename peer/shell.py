@@ -1,23 +1,38 @@
 """The shell around a member: it hands events in, one after the other, and has actions carried out.
 
-Background work reports its outcome here from any thread; the member itself is called on one thread
-only. A training peer and a bootstrap node have the same shell, see `session` and `errands`.
+A training peer and a bootstrap node have the same one. What concerns other peers is done by the
+`messenger`, what concerns states by `outer_steps`; a node that trains adds what concerns its model
+(`session`). Background work reports its outcome here from any thread; the member itself is called
+on one thread only.
 """
 
 from __future__ import annotations
 
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable
 
+from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.member.actions import Action, Left, TakeStep, Wait
-from dipaco.protocol.member.events import Event, Turn
+from dipaco.protocol.member.events import Event, LeaveWanted, Turn, Viewed
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
+from dipaco.training.trainer import PathTrainer
 
+from .background import Background
+from .handlers import Handlers
+from .messenger import Messenger
 from .node import Node
+from .outer_steps import OuterSteps
+from .path_files import PathFiles
+from .publisher import PeerStatus, Publisher
 
+# What a member says once a turn, after everything else was done.
 Instruction = TakeStep | Wait | Left
+
+# A member is asked at least so often (`Turn`).
+LONGEST_WAIT_S = 0.25
 
 
 def start_member(node: Node, settings: MemberSettings) -> Member:
@@ -28,50 +43,86 @@ def start_member(node: Node, settings: MemberSettings) -> Member:
 
 
 class Shell:
-    """Called on the thread that trains; `report` is for all threads.
+    """One node in one run. `run` and `happen` are for one thread, `report` is for all.
 
-    `carry_out` does an action, or has it done; what it returns is reported at once, before the
-    next action.
+    A node that trains gives its `trainer`, the `handlers` of the actions that only it has, and
+    `next_turn`: called before every turn, it lets happen what the machine's owner wants.
     """
 
     def __init__(
         self,
-        member: Member,
-        now: Callable[[], float],
-        carry_out: Callable[[Action], Event | None],
+        node: Node,
+        settings: MemberSettings,
+        status: PeerStatus,
+        publisher: Publisher,
+        background: Background,
+        events: EventLog,
+        stopping: threading.Event,
+        *,
+        files: PathFiles | None = None,
+        trainer: PathTrainer | None = None,
+        handlers: Handlers | None = None,
+        next_turn: Callable[[], Turn] = Turn,
     ) -> None:
-        self.member = member
-        self._now = now
-        self._carry_out = carry_out
+        self.member = start_member(node, settings)
+        self._now, self._background, self._stopping = node.clock.now, background, stopping
+        self._next_turn = next_turn
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self.messenger = Messenger(
+            publisher, node.exchange, node.chains, node.contributions, status, self.report
+        )
+        self.outer_steps = OuterSteps(
+            node,
+            files or PathFiles(node),
+            events,
+            self.report,
+            announce=publisher.announce,
+            trainer=trainer,
+            fail=background.fail,
+        )
+        self._handlers: Handlers = {
+            Wait: lambda action: None,
+            **self.messenger.handlers(),
+            **self.outer_steps.handlers(),
+            **(handlers or {}),
+        }
+        background.on_failure(self._wake)
+        publisher.on_view(lambda view: self.report(Viewed(view)))
+        node.exchange.listen(self.report)
+
+    def run(self) -> Left:
+        """Do what the member wants until it has left, for which `stopping` is set.
+
+        Raises what ended a background thread.
+        """
+        is_told = False
+        try:
+            while True:
+                self._background.check()
+                if self._stopping.is_set() and not is_told:
+                    is_told = True
+                    self.happen(LeaveWanted())
+                instruction = self._turn(self._next_turn())
+                if isinstance(instruction, Left):
+                    return instruction
+                outcome = self._carry_out(instruction)
+                if outcome is not None:
+                    self.happen(outcome)
+                if isinstance(instruction, Wait):
+                    self._wait()
+        finally:
+            self.messenger.stop()
+            self.outer_steps.stop()
 
     def report(self, event: Event) -> None:
         """Let an event happen in the next turn. From any thread."""
         self._inbox.put(event)
 
-    def wake(self) -> None:
-        """End a wait. From any thread."""
-        self._inbox.put(None)
-
-    def wait(self, seconds: float) -> None:
-        """Wait until something is reported; it happens before this returns."""
-        try:
-            event = self._inbox.get(timeout=max(0.0, seconds))
-        except queue.Empty:
-            return
-        if event is not None:
-            self.happen(event)
-
-    def turn(self, turn: Turn) -> Instruction:
-        """Let happen what was reported, then ask what to do."""
-        for _ in range(self._inbox.qsize()):
-            event = self._inbox.get()
-            if event is not None:
-                self.happen(event)
-        return self.happen(turn) or Wait("", 0.0)
-
     def happen(self, event: Event) -> Instruction | None:
-        """Hand an event in and carry out what comes of it; returns what to do next, if it says."""
+        """Hand an event in and carry out what comes of it; returns what to do next, if it says.
+
+        What an action's handler returns happens before the next event, after the other actions.
+        """
         instruction: Instruction | None = None
         waiting = deque([event])
         while waiting:
@@ -80,7 +131,33 @@ class Shell:
                 if isinstance(action, Instruction):
                     instruction = action
                     continue
-                answer = self._carry_out(action)
-                if answer is not None:
-                    waiting.append(answer)
+                outcome = self._carry_out(action)
+                if outcome is not None:
+                    waiting.append(outcome)
         return instruction
+
+    def _turn(self, turn: Turn) -> Instruction:
+        """Let happen what was reported, then ask what to do."""
+        for _ in range(self._inbox.qsize()):
+            event = self._inbox.get()
+            if event is not None:
+                self.happen(event)
+        return self.happen(turn) or Wait("", 0.0)
+
+    def _carry_out(self, action: Action) -> Event | None:
+        handler = self._handlers.get(type(action))
+        assert handler is not None, f"nobody carries out {action}"
+        return handler(action)
+
+    def _wait(self) -> None:
+        """Wait until something is reported; it happens before this returns."""
+        try:
+            event = self._inbox.get(timeout=LONGEST_WAIT_S)
+        except queue.Empty:
+            return
+        if event is not None:
+            self.happen(event)
+
+    def _wake(self) -> None:
+        """End a wait. From any thread."""
+        self._inbox.put(None)

@@ -7,23 +7,15 @@ path and is the same work: its tokens on a path are those of the module that cou
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
-
-from pydantic import Field
-
-from dipaco.base.errors import ConfigurationError, StorageError
-from dipaco.modules.config import Config, parse_config
+from typing import Any
 
 from .chain import Step
 from .view import SwarmView
 
-EXPORT_FORMAT = "dipaco-ledger/3"
-_Tokens = Field(ge=0, le=2**63)
-_Words = Field("", max_length=64)
+EXPORT_FORMAT = "dipaco-ledger/4"
 
 
 @dataclass(frozen=True)
@@ -82,11 +74,13 @@ def exported(
     credits: Mapping[str, Credit],
     view: SwarmView | None,
     earlier: Sequence[str] = (),
+    not_counted: str | None = None,
 ) -> dict[str, Any]:
     """Return the ledger as plain values; its keys are part of the command's contract.
 
     A name is what its owner says, and two owners may say the same: peers are told apart by id.
-    Those that are not in sight have none. `earlier` are the runs before it that are counted too.
+    Those that are not in sight have none. `earlier` are the runs before it that are counted
+    too, `not_counted` is the newest one that is not.
     """
     ranked = sorted(credits.values(), key=lambda credit: (-credit.tokens, credit.peer))
     records = view.peers if view is not None else {}
@@ -104,6 +98,7 @@ def exported(
         "format": EXPORT_FORMAT,
         "run": run_id,
         "earlier": list(earlier),
+        "not_counted": not_counted,
         "tokens": sum(credit.tokens for credit in ranked),
         "peers": [
             {
@@ -119,46 +114,3 @@ def exported(
         ],
         "teams": [{"team": team, "tokens": count} for team, count in teams.most_common()],
     }
-
-
-class _Peer(Config):
-    peer_id: str = Field(min_length=1, max_length=128)
-    name: str = _Words
-    team: str = _Words
-    tokens: int = _Tokens
-    rows: int = _Tokens
-    last_round: int = Field(ge=-1, le=2**63)
-    paths: dict[str, int]
-
-
-class _Team(Config):
-    team: str = _Words
-    tokens: int = _Tokens
-
-
-class _Ledger(Config):
-    """What `exported` returns."""
-
-    format: Literal["dipaco-ledger/3"]
-    run: str = Field(max_length=64)
-    earlier: tuple[str, ...]
-    tokens: int = _Tokens
-    peers: tuple[_Peer, ...]
-    teams: tuple[_Team, ...]
-
-
-def read_ledger(text: bytes, run_id: str) -> dict[str, Any]:
-    """Return what `dipaco-ledger --json` has written of a run. Raises StorageError for all else."""
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise StorageError(f"it is not JSON ({error})") from None
-    if not isinstance(said, dict):
-        raise StorageError("it is not an object")
-    try:
-        ledger = parse_config(_Ledger, said, "it is not what dipaco-ledger --json writes")
-    except ConfigurationError as error:
-        raise StorageError(str(error)) from None
-    if run_id not in (ledger.run, *ledger.earlier):
-        raise StorageError(f"it is of run {ledger.run}, not of {run_id}")
-    return ledger.model_dump(mode="json")

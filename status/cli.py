@@ -49,14 +49,21 @@ class StatusSettings(RunSettings):
     history: Annotated[
         Path | None,
         Option(
-            "where --serve keeps what was (default: RUN.history.sqlite in ~/.local/state/dipaco)",
+            "where --serve keeps its curves (default: ~/.local/state/dipaco/history.sqlite)",
             "FILE",
         ),
     ] = None
     ledger: Annotated[
-        Path | None,
-        Option("show on the page what dipaco-ledger --json has written to this file", "FILE"),
-    ] = None
+        bool, Option("who trained how many tokens, by the chains; with --serve also on the page")
+    ] = False
+    earlier: Annotated[
+        tuple[str, ...],
+        Option(
+            "--ledger counts the runs that this one continues too: a peer's cache folder, or "
+            "folders of runs",
+            "DIR",
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -64,9 +71,12 @@ class StatusSettings(RunSettings):
             raise ConfigurationError("--serve goes without --watch and --json: it has its own page")
         if self.proxy_names and self.serve is None:
             raise ConfigurationError("--proxy-name is for --serve; give --serve PORT too")
-        for flag in ("history", "ledger"):
-            if getattr(self, flag) is not None and self.serve is None:
-                raise ConfigurationError(f"--{flag} is for --serve; give --serve PORT too")
+        if self.history is not None and self.serve is None:
+            raise ConfigurationError("--history is for --serve; give --serve PORT too")
+        if self.ledger and self.watch:
+            raise ConfigurationError("--ledger goes without --watch: it reads all chains")
+        if self.earlier and not self.ledger:
+            raise ConfigurationError("--earlier is for --ledger; give --ledger too")
 
     def open_port(self) -> socket.socket | None:
         """Return the socket of the page, None when there is none to be served.
@@ -91,6 +101,8 @@ class StatusSettings(RunSettings):
 def run(settings: StatusSettings) -> int:
     """Join as a client, read, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
+    if settings.ledger and listening is None:
+        return _show_ledger(settings)
     from dipaco.dht.addresses import split_operator
     from dipaco.dht.directory import Directory
     from dipaco.dht.node import join_dht
@@ -105,20 +117,38 @@ def run(settings: StatusSettings) -> int:
         try:
             manifest = _select(Directory(dht, identity, None), settings.run, operator)
             reader = RunReader(dht, identity, manifest)
-            if listening is not None:
-                from .serving import serve_swarm
-
-                return serve_swarm(
-                    reader.read,
-                    manifest.plan,
-                    listening,
-                    settings.history,
-                    settings.ledger,
-                    settings.proxy_names,
-                )
-            return _show(reader, settings)
+            if listening is None:
+                return _show(reader, settings)
+            return _serve(reader, settings, manifest, listening)
         finally:
             dht.shutdown()
+
+
+def _show_ledger(settings: StatusSettings) -> int:
+    from .ledger import print_ledger, read_ledger
+
+    ledger = read_ledger(settings.initial_peers, settings.run, settings.earlier)
+    print(json.dumps(ledger, indent=2)) if settings.json else print_ledger(ledger)
+    return 0
+
+
+def _serve(
+    reader: RunReader, settings: StatusSettings, manifest: SignedManifest, listening: socket.socket
+) -> int:
+    from .ledger import read_ledger
+    from .serving import serve_swarm
+
+    def ledger_of(run: str) -> dict[str, Any]:
+        return read_ledger(settings.initial_peers, run, settings.earlier)
+
+    return serve_swarm(
+        reader.read,
+        manifest.plan,
+        listening,
+        settings.history,
+        settings.proxy_names,
+        ledger_of if settings.ledger else None,
+    )
 
 
 def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:
@@ -137,31 +167,21 @@ def _select(directory: Directory, run: str | None, operator: str | None) -> Sign
 
 def _show(reader: RunReader, settings: StatusSettings) -> int:
     status = reader.read()
-    if not settings.watch:
-        print(json.dumps(status, indent=2)) if settings.json else _print(status)
-        return 0 if status["healthy"] else 1
     if settings.json:
-        while True:
-            print(json.dumps(status), flush=True)
+        print(json.dumps(status, indent=None if settings.watch else 2), flush=True)
+        while settings.watch:
             time.sleep(WATCH_PERIOD_S)
-            status = reader.read()
-    if not sys.stdout.isatty():
-        while True:
-            _print(status)
-            time.sleep(WATCH_PERIOD_S)
-            status = reader.read()
-    from .watch import StatusApp
+            print(json.dumps(reader.read()), flush=True)
+    else:
+        from rich.console import Console
 
-    StatusApp(status, reader.read, WATCH_PERIOD_S).run()
-    return 0
+        from .screen import render, watch
 
-
-def _print(status: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    from .screen import render
-
-    Console(highlight=False).print(render(status))
+        console = Console(highlight=False)
+        if settings.watch:
+            watch(status, reader.read, WATCH_PERIOD_S, console)
+        console.print(render(status))
+    return 0 if status["healthy"] else 1
 
 
 COMMAND = Command(

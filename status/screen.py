@@ -1,22 +1,29 @@
 """The status for people: what is wrong first, then the tables of paths, modules and peers.
 
-`render` shows everything at once; `watch` what the terminal has room for, with tables that scroll.
+`render` shows everything at once; `watch` what the terminal has room for, again and again.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from rich import box
-from rich.console import Group
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+
+from dipaco.base.errors import DipacoError
 
 from .problems import path_name, short_peer
 
 # What records say, for people.
 REACHABLE = {"outgoing": "outgoing only"}
+# A table's title, its column names, the rules around these, and the line that counts what is left.
+LINES_AROUND_ROWS = 6
 
 
 @dataclass(frozen=True)
@@ -30,10 +37,41 @@ class Rows:
     """Of each row, whether a problem is about it."""
 
 
-def render(status: dict[str, Any]) -> Group:
-    """Draw the whole status."""
-    tables = map(_draw, tables_of(status))
-    return Group(head_of(status), *problem_lines(status), *notes_of(status), *tables)
+def render(status: dict[str, Any], height: int | None = None) -> Group:
+    """Draw the status. With a `height`, in lines for the tables, rows that do not fit are left out:
+    those that no problem is about go first, and how many they are is said."""
+    tables = tables_of(status)
+    if height is not None:
+        most_rows = max(1, height // len(tables) - LINES_AROUND_ROWS)
+        return Group(*_above_tables(status), *(_draw(rows, most_rows) for rows in tables))
+    return Group(*_above_tables(status), *map(_draw, tables))
+
+
+def _above_tables(status: dict[str, Any]) -> list[Text]:
+    return [head_of(status), *problem_lines(status), *notes_of(status)]
+
+
+def watch(
+    status: dict[str, Any], read: Callable[[], dict[str, Any]], period_s: float, console: Console
+) -> NoReturn:
+    """Show a status, and what `read` gives every `period_s` seconds, until Ctrl+C.
+
+    On a terminal each takes the place of the one before. One that cannot be read is said.
+    """
+    error = Text()
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        while True:
+            if console.is_terminal:
+                above = console.render_lines(Group(error, *_above_tables(status)))
+                shown = render(status, console.height - len(above))
+                live.update(Group(error, shown) if error else shown, refresh=True)
+            else:
+                console.print(error if error else render(status))
+            time.sleep(period_s)
+            try:
+                status, error = read(), Text()
+            except DipacoError as failed:
+                error = Text(f"cannot read the swarm, tries again: {failed}", style="red")
 
 
 def head_of(status: dict[str, Any]) -> Text:
@@ -142,11 +180,18 @@ def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _draw(rows: Rows) -> Table:
+def _draw(rows: Rows, most_rows: int | None = None) -> Table:
+    """Draw a table; where `most_rows` are drawn, those in trouble come first."""
     table = Table(title=rows.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    left_out = 0 if most_rows is None else max(0, len(rows.rows) - most_rows)
+    if left_out:
+        table.caption, table.caption_justify = f"and {left_out:,} more", "left"
     for name in rows.columns:
         # Nothing is cut off where the terminal is narrow.
         table.add_column(name, overflow="fold")
-    for row in rows.rows:
-        table.add_row(*row)
+    order = list(zip(rows.rows, rows.in_trouble, strict=True))
+    if most_rows is not None:
+        order.sort(key=lambda row: not row[1])
+    for cells, in_trouble in order[:most_rows]:
+        table.add_row(*cells, style="red" if in_trouble else None)
     return table

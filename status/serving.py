@@ -1,25 +1,23 @@
-"""`dipaco-status --serve`: one thread reads, a server shows what was read."""
+"""`dipaco-status --serve`: threads read the swarm, a server shows what was read."""
 
 from __future__ import annotations
 
 import logging
-import math
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from dipaco.base.errors import DipacoError, StorageError
+from dipaco.base.errors import DipacoError
 from dipaco.base.http_server import serve_until_told
 from dipaco.modules.plan import RunPlan
-from dipaco.protocol.ledger import read_ledger
 from dipaco.protocol.records import refresh_period_s
 
 from .history import History, default_history_file
-from .service import Board, Credits, StatusService
+from .service import Board, StatusService
 from .summary import with_what_was_known
 
 logger = logging.getLogger("dipaco.status.serving")
@@ -27,10 +25,10 @@ logger = logging.getLogger("dipaco.status.serving")
 # The swarm is read as often as its records change, within these bounds.
 LEAST_INTERVAL_S = 5.0
 MOST_INTERVAL_S = 60.0
+# All chains are read for it, from the genesis.
+LEDGER_EVERY_S = 900.0
 # Reading a swarm is bounded itself; ending does not wait longer for it.
 JOIN_S = 5.0
-# Its sums are made anew each time.
-LEDGER_EVERY_S = 300.0
 
 
 def interval_s(plan: RunPlan) -> float:
@@ -38,51 +36,53 @@ def interval_s(plan: RunPlan) -> float:
     return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, refresh_period_s(plan.rounds)))
 
 
+class Repeated:
+    """Does something again and again on a thread of its own, while it is entered."""
+
+    def __init__(self, act: Callable[[], None], every_s: float) -> None:
+        """`act` is done now, and `every_s` seconds after it ended the last time."""
+        self._act, self._every_s = act, every_s
+        self._stopping = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="status", daemon=True)
+
+    def __enter__(self) -> Repeated:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self.thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._act()
+            self._stopping.wait(self._every_s)
+
+
 class Sampler:
-    """Reads the swarm again and again: the only place that makes work for others."""
+    """Reads the swarm and writes the board. Looking at the page makes no work for others."""
 
     def __init__(
         self,
         read: Callable[[], dict[str, Any]],
         history: History,
         board: Board,
-        every_s: float,
-        read_ledger: Callable[[], None] | None = None,
+        read_ledger: Callable[[str], dict[str, Any]] | None = None,
     ) -> None:
+        """`read` returns a status, `read_ledger` the ledger of a run."""
         self._read, self._history, self._board = read, history, board
-        self._read_ledger, self._ledger_read_s = read_ledger, -math.inf
-        self._every_s = every_s
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopping.set()
-        self._thread.join(JOIN_S)
-
-    def _run(self) -> None:
-        while not self._stopping.is_set():
-            self.sample()
-            self._stopping.wait(self._every_s)
+        self._read_ledger = read_ledger
 
     def sample(self) -> None:
         """Read once. What fails is said on the page, and is tried again the next time."""
         try:
             status = self._read()
-            run = status["run"]["id"]
-            if run != self._history.run_id:
-                self._history.begin_another(run)
-            before = self._board.status or self._history.at(math.inf)
-            if before is not None and before["run"]["id"] == run:
+            before = self._board.status
+            if before is not None and before["run"] == status["run"]:
                 status = with_what_was_known(status, before)
             self._board.put(status)
             self._history.write(status)
-            if self._read_ledger and time.monotonic() - self._ledger_read_s >= LEDGER_EVERY_S:
-                self._read_ledger()
-                self._ledger_read_s = time.monotonic()
+            self._board.put_series(self._history.series(status["run"]["id"]))
         except DipacoError as error:
             logger.warning("%s", error)
             self._board.fail(str(error))
@@ -91,49 +91,41 @@ class Sampler:
             logger.exception("reading the swarm failed")
             self._board.fail(f"reading the swarm failed: {type(error).__name__}")
 
+    def sample_ledger(self, run: str) -> None:
+        """Read the ledger of the run that is shown, of `run` before the first reading."""
+        assert self._read_ledger is not None
+        shown = self._board.status["run"]["id"] if self._board.status else run
+        try:
+            self._board.put_ledger(self._read_ledger(shown))
+        except DipacoError as error:
+            logger.warning("the ledger cannot be read, tries again later: %s", error)
+        except Exception:
+            logger.exception("reading the ledger failed")
+
 
 def serve_swarm(
     read: Callable[[], dict[str, Any]],
     plan: RunPlan,
     listening: socket.socket,
-    history_file: Path | None,
-    ledger_file: Path | None,
+    history_file: Path | None = None,
     names: tuple[str, ...] = (),
+    read_ledger: Callable[[str], dict[str, Any]] | None = None,
 ) -> int:
     """Serve the page of a swarm that runs until told to end. Returns the exit code."""
-    file = history_file or default_history_file(plan.run_id)
-    credits = Credits()
-    read_ledger = _ledger_reader(ledger_file, plan.run_id, credits)
-    history = History(file, plan.run_id)
-    every_s = interval_s(plan)
+    file = history_file or default_history_file()
+    history, every_s = History(file), interval_s(plan)
     board = Board(every_s)
+    sampler = Sampler(read, history, board, read_ledger)
     say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; history in {file}")
-    try:
-        with Sampler(read, history, board, every_s, read_ledger):
-            _serve(StatusService(history, board, credits), listening, names)
-    finally:
-        history.close()
+    with ExitStack() as stack:
+        stack.callback(history.close)
+        stack.enter_context(Repeated(sampler.sample, every_s))
+        if read_ledger is not None:
+            stack.enter_context(
+                Repeated(lambda: sampler.sample_ledger(plan.run_id), LEDGER_EVERY_S)
+            )
+        _serve(StatusService(board), listening, names)
     return 0
-
-
-def _ledger_reader(file: Path | None, run_id: str, credits: Credits) -> Callable[[], None] | None:
-    """Read what `dipaco-ledger --json` has written, and return what reads it again.
-
-    Raises StorageError.
-    """
-    if file is None:
-        return None
-
-    def read() -> None:
-        try:
-            credits.put(read_ledger(file.read_bytes(), run_id))
-        except OSError as error:
-            raise StorageError(f"--ledger {file}: {error.strerror}") from None
-        except StorageError as error:
-            raise StorageError(f"--ledger {file}: {error}") from None
-
-    read()
-    return read
 
 
 def _serve(service: StatusService, listening: socket.socket, names: tuple[str, ...]) -> None:

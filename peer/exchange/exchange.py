@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,9 +20,9 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.protocol.chain import Row, Step, pack_row, pack_step
+from dipaco.protocol.member.events import Answered, Told
 
 from .calls import PROTOCOL_NAME, begin, call
-from .chain_store import Answer
 from .clock import ClockSample
 from .download_slots import DownloadSlots
 from .hello import Greeting, Hello, clock_samples, say_hello
@@ -43,7 +44,8 @@ from .messages import (
     read_frame,
 )
 from .pages import Pages
-from .service import ExchangeService, OnTold, ServedRun, checked, peers_of
+from .responder import Responder
+from .served_run import ServedRun, peers_of
 from .transfer import (
     ContentAbsent,
     ContentStream,
@@ -79,7 +81,7 @@ class Exchange:
         self._transport, self._me = transport, me
         self.uplink = transport.uplink
         """Counts what is sent and received."""
-        self._service = ExchangeService(transport, me)
+        self._responder = Responder(transport, me)
         self._thread = LoopThread("exchange", transport.check)
         self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
         self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
@@ -99,7 +101,7 @@ class Exchange:
 
     async def _attach(self) -> None:
         await self._transport.start()
-        await self._transport.serve(PROTOCOL_NAME, self._service.handle)
+        await self._transport.serve(PROTOCOL_NAME, self._responder.handle)
 
     def stop(self) -> None:
         """Stop answering, within two seconds."""
@@ -110,7 +112,7 @@ class Exchange:
 
     def serve_run(self, run: ServedRun) -> None:
         """Answer about this run from now on, and ask others about it."""
-        self._service.serve(run)
+        self._responder.serve(run)
         if run.contributions is not None:
             run.contributions.listen(self._has_come)
 
@@ -123,9 +125,9 @@ class Exchange:
 
         self._thread.spawn(wake())
 
-    def listen(self, on_told: OnTold) -> None:
+    def listen(self, on_told: Callable[[Told], None]) -> None:
         """Tell of rows and steps that others tell, once they are checked; on another thread."""
-        self._service.on_told = on_told
+        self._responder.on_told = on_told
 
     @property
     def peer_id(self) -> str:
@@ -138,7 +140,7 @@ class Exchange:
 
     @property
     def _run(self) -> ServedRun:
-        run = self._service.run
+        run = self._responder.run
         if run is None:
             raise NetworkError("no run was joined yet")
         return run
@@ -147,7 +149,7 @@ class Exchange:
 
     def hello(self, peer: str, timeout_s: float = CALL_TIMEOUT_S) -> Hello:
         """Say hello. Raises `NetworkError`, or `ProtocolVersionError` for another version."""
-        saying = say_hello(self._transport, peer, self._service.greeting, timeout_s)
+        saying = say_hello(self._transport, peer, self._responder.greeting, timeout_s)
         hello = self._thread.call(saying, timeout_s + 1.0)
         hello.check_protocol(self._me)
         return hello
@@ -156,7 +158,7 @@ class Exchange:
         self, peers: Sequence[str], count: int, timeout_s: float
     ) -> dict[str, tuple[ClockSample, ...]]:
         """Measure the clocks of several peers at once; those that do not answer have none."""
-        greeting = self._service.greeting
+        greeting = self._responder.greeting
 
         async def measure() -> list[tuple[ClockSample, ...]]:
             one = (clock_samples(self._transport, p, count, greeting, timeout_s) for p in peers)
@@ -214,7 +216,7 @@ class Exchange:
 
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S
-    ) -> Answer | None:
+    ) -> Answered | None:
         """Ask which steps come after some; blocks. The answer is checked, and kept in the chains.
 
         None: the peer is silent, or talks nonsense.
@@ -224,15 +226,13 @@ class Exchange:
             run=run.run_id, module=module, locator=[bytes.fromhex(name) for name in locator[:64]]
         )
 
-        async def ask() -> Answer:
-            said = await call(self._transport, peer, request, AskReply, timeout_s)
-            rows, steps = await run_blocking(checked, run, module, said)
-            held = said.held.head(module) if said.held is not None else None
-            if held is not None and not run.check.is_plausible_head(held):
-                held = None
-            is_whole = said.has_more and len(steps) == len(said.steps)
-            has_more = is_whole and self._pages.is_worth_more(peer, module, locator[:1], steps)
-            return Answer(steps, rows, has_more, held)
+        async def ask() -> Answered:
+            reply = await call(self._transport, peer, request, AskReply, timeout_s)
+            answer = await run_blocking(run.answered, peer, module, reply)
+            has_more = answer.has_more and self._pages.is_worth_more(
+                peer, module, locator[:1], answer.steps
+            )
+            return dataclasses.replace(answer, has_more=has_more)
 
         try:
             return self._thread.call(ask(), timeout_s + 5.0)

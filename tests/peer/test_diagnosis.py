@@ -10,7 +10,7 @@ from support.exchange_nodes import NOBODY, Nodes, set_ahead
 
 from dipaco.base.errors import ClockError, ProtocolVersionError, UnreachableError
 from dipaco.modules.plan import PROTOCOL_VERSION
-from dipaco.peer.exchange import service
+from dipaco.peer.exchange import responder
 from dipaco.peer.exchange.diagnosis import diagnose, examine
 from dipaco.peer.exchange.hello import Greeting
 
@@ -69,7 +69,7 @@ def test_a_hello_that_hangs_is_bounded(nodes: Nodes, monkeypatch: pytest.MonkeyP
     async def hang(*arguments: object, **options: object) -> None:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(service.ExchangeService, "_answer", hang)
+    monkeypatch.setattr(responder.Responder, "_answer", hang)
     nodes.serving()
     findings = examine(nodes.addresses, timeout_s=3.0)
     assert "does not answer" in str(findings[0].error)

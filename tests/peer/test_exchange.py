@@ -35,7 +35,7 @@ from support.peers import RUN, key, peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
-from dipaco.peer.exchange import service
+from dipaco.peer.exchange import responder
 from dipaco.peer.exchange.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.messages import (
     AskRequest,
@@ -47,6 +47,7 @@ from dipaco.peer.exchange.messages import (
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import sign_revocations
 from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.member.events import Told
 
 CONTENT = bytes(range(251)) * 20_000
 SHA = hashlib.sha256(CONTENT).hexdigest()
@@ -81,15 +82,15 @@ def test_what_is_told_is_checked_kept_and_handed_on(peers: Peers) -> None:
     elsewhere = row_of(0, module="L0.E0", path=0)
     later = Step.of([dataclasses.replace(row_of(0, 3, step.name), signature=bytes(64))])
     one.exchange.tell([other.peer], MODULE, [forged, elsewhere, good], [step, later], keep=True)
-    wait_for(lambda: other.told.calls)
+    wait_for(lambda: other.told)
     # A copy is not to be kept of what is not believed.
-    assert other.told.calls == [(one.peer, MODULE, (good,), (step,), False)]
+    assert other.told == [Told(one.peer, MODULE, (good,), (step,), False)]
     assert rows_in(other.chains, MODULE) == (good,)
     assert knows(other.chains, step.name)
     assert not knows(other.chains, later.name)
     one.exchange.tell([other.peer], MODULE, [], [step], keep=True)
-    wait_for(lambda: len(other.told.calls) == 2)
-    assert other.told.calls[-1][3:] == ((step,), True)
+    wait_for(lambda: len(other.told) == 2)
+    assert other.told[-1] == Told(one.peer, MODULE, (), (step,), True)
 
 
 def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
@@ -100,13 +101,13 @@ def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
     stranger.chains.note_admissions({one.peer: admission(0)})
     stranger.exchange.tell([other.peer], MODULE, [row_of(0)], [step], keep=True)
     one.exchange.tell([other.peer], MODULE, [row_of(0)])
-    wait_for(lambda: other.told.calls)
-    assert [call[0] for call in other.told.calls] == [one.peer]
+    wait_for(lambda: other.told)
+    assert [told.peer for told in other.told] == [one.peer]
     assert not knows(other.chains, step.name)
     other.gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
     one.exchange.tell([other.peer], MODULE, [row_of(0, 1)])
     assert one.exchange.ask(other.peer, MODULE, [GENESIS]) is not None
-    assert len(other.told.calls) == 1
+    assert len(other.told) == 1
 
 
 def test_a_reader_that_knows_nobody_asks_for_a_whole_chain_and_can_check_it(peers: Peers) -> None:
@@ -235,7 +236,7 @@ def test_a_file_that_is_put_is_served_to_who_gathers(peers: Peers) -> None:
     waiting = gather(mailbox, row)
     assert owner.exchange.put(mailbox.peer, row, CONTENT)
     wait_for(lambda: waiting.calls == [(row, "", False)])
-    assert mailbox.told.calls == []
+    assert mailbox.told == []
     assert owner.exchange.put(mailbox.peer, row, CONTENT)  # it has it already
     done = gather(other, row, others={row.file: (mailbox.peer,)})
     wait_for(lambda: done.calls == [(row, "", False)])
@@ -330,7 +331,7 @@ def test_what_is_malformed_gets_no_answer_and_one_line(
 def test_strangers_that_hold_streams_keep_nobody_out(
     peers: Peers, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "REQUEST_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(responder, "REQUEST_TIMEOUT_S", 3600.0)
     holder = peers(CONTENT)
     crowd = [peers(is_in=False) for _ in range(20)]
     member, newcomer = peers(knows=[holder]), peers(is_in=False)
@@ -353,7 +354,7 @@ def test_strangers_that_hold_streams_keep_nobody_out(
 def test_a_reader_that_stands_still_gives_its_place(
     peers: Peers, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "UPLOADS", service.Bounds(1, 1, 1, 1, grace_s=0.2))
+    monkeypatch.setattr(responder, "UPLOADS", responder.Bounds(1, 1, 1, 1, grace_s=0.2))
     large = CONTENT * 10
     sha = hashlib.sha256(large).hexdigest()
     holder, slow, one = peers(large), peers(), peers()
@@ -371,9 +372,9 @@ def test_a_reader_that_stands_still_gives_its_place(
 def test_who_asks_without_end_is_answered_so_much_and_no_more(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "BURST_BYTES", 2.0**18)
-    monkeypatch.setattr(service, "RATE_BYTES_S", 2.0**10)
-    monkeypatch.setattr(service, "LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(responder, "BURST_BYTES", 2.0**18)
+    monkeypatch.setattr(responder, "RATE_BYTES_S", 2.0**10)
+    monkeypatch.setattr(responder, "LONGEST_WAIT_S", 0.1)
     holder, greedy, other = peers(), peers(), peers()
     steps = chain_of(100, range(3, 9))
     holder.chains.note_admissions({peer(n): admission(n) for n in range(3, 9)})

@@ -31,6 +31,7 @@ from dipaco.peer.exchange.transport import HivemindTransport
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.chain import Row
 from dipaco.protocol.identity import load_or_create_identity
+from dipaco.protocol.member.events import Told
 
 pytestmark = pytest.mark.swarm
 
@@ -97,8 +98,8 @@ def test_four_verbs_a_hello_and_a_huge_length(
     # tell
     row = one.row(0, CONTENT)
     one.exchange.tell([other.peer], MODULE, [row], keep=False)
-    wait_for(lambda: other.told.calls)
-    assert other.told.calls == [(one.peer, MODULE, (row,), (), False)]
+    wait_for(lambda: other.told)
+    assert other.told == [Told(one.peer, MODULE, (row,), (), False)]
     # ask
     steps = chain_of(3)
     one.chains.add_verified(steps)

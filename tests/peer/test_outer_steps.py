@@ -73,7 +73,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert set(commit["group"]) == {one.me, other.me}
     assert commit["own_tokens"] == rows[0].tokens
 
-    assert keeper.outer.carry_out(a.Adopt(heads[0], False, 0, False)) == (True, None)
+    assert keeper.begin(a.Adopt(heads[0], False, 0, False)) is None
     content = keeper.node.held.lookup(heads[0].digest)
     assert content is not None
     data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
@@ -145,7 +145,7 @@ def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
 
     one.node.fetcher = SimpleNamespace(state=slow)
     for _ in range(3):
-        one.outer.carry_out(a.FetchState(head, (other.me,)))
+        one.begin(a.FetchState(head, (other.me,)))
     go.set()
     assert one.reported.get(timeout=60) == e.StateHere(MODULE, head)
     assert asked == [head]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -207,6 +208,18 @@ def test_the_tests_that_are_named_exist() -> None:
     for file in [*sources(), *PAGES]:
         named = set(re.findall(r"\btest_\w+", file.read_text(encoding="utf-8")))
         assert named <= known, f"{file.relative_to(ROOT)} names {sorted(named - known)}"
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    for file in PAGES:
+        named = set(re.findall(r"dipaco-([\d.]+)-py3", file.read_text(encoding="utf-8")))
+        assert named <= {version}, file.name
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## ([\d.]+)", changes, re.M)[0] == version
+    headings = re.findall(r"^## (.+)", changes, re.M)
+    assert all(re.fullmatch(r"Unreleased|[\d.]+ \(\d{4}-\d\d-\d\d\)", line) for line in headings)
 
 
 # -- docs/protocol.md

@@ -37,7 +37,7 @@ ABSENT = {
 }
 # Of the peer, inference and status may use what fetches, not what trains.
 READERS = ("inference", "status")
-READERS_USE_OF_PEER = {"dipaco.peer.client"}
+READERS_USE_OF_PEER = {"dipaco.peer.client", "dipaco.peer.credit"}
 # Hivemind, and what only makes sense with it.
 NETWORK = {"hivemind", "multiaddr", "multihash"}
 NETWORK_FOLDERS = ("dht/", "peer/exchange/")

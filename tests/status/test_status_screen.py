@@ -1,25 +1,21 @@
-"""`dipaco-status` on a terminal: with --watch problems stay on top and tables scroll."""
+"""`dipaco-status` on a terminal: problems stand on top, and with --watch tables are cut to fit."""
 
 from __future__ import annotations
 
-import asyncio
+import io
 import re
-import threading
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from rich.console import Console
 from support.swarm_views import Records, healthy_swarm, peer_name, plan_of
-from textual.widgets import DataTable
 
-from dipaco.base.errors import NetworkError
+from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.manifest import SignedManifest, load_or_create_operator_key, sign_manifest
 from dipaco.protocol.manifest import verify_manifest as verify
-from dipaco.status.screen import render
+from dipaco.status.screen import render, watch
 from dipaco.status.summary import status_of
-from dipaco.status.watch import StatusApp
 
 
 @pytest.fixture(scope="module")
@@ -71,140 +67,91 @@ def joined(lines: list[str]) -> str:
 # -- --watch
 
 
-async def drawn(app: StatusApp, pilot: Any) -> list[str]:
-    """Return the lines of the terminal, as they are now."""
-    await pilot.pause()
-    strips = app.screen._compositor.render_strips()
-    return ["".join(segment.text for segment in strip) for strip in strips]
-
-
-async def has_looked(app: StatusApp) -> None:
-    """Wait until what was read is shown, or that nothing could be."""
-    assert app._reader is not None
-    await asyncio.to_thread(app._reader.join, 60)
-
-
 def watched(
-    status: dict[str, Any],
-    size: tuple[int, int],
-    check: Callable[[StatusApp, Any], Awaitable[None]],
-    read: Callable[[], dict[str, Any]] | None = None,
-) -> None:
-    """Run the app without a terminal, and `check` in it."""
+    first: dict[str, Any], size: tuple[int, int], *then: dict[str, Any] | DipacoError
+) -> list[str]:
+    """Return the screens that --watch shows, one for each reading, until Ctrl+C."""
+    console = Console(
+        width=size[0],
+        height=size[1],
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system=None,
+        legacy_windows=False,
+        _environ={},
+    )
+    outcomes = iter(then)
 
-    async def run() -> None:
-        # It looks again when it is told to, never by the clock.
-        app = StatusApp(status, read or (lambda: status), period_s=1e6)
-        async with app.run_test(size=size) as pilot:
-            await check(app, pilot)
+    def read() -> dict[str, Any]:
+        outcome = next(outcomes, None)
+        if outcome is None:
+            raise KeyboardInterrupt
+        if isinstance(outcome, DipacoError):
+            raise outcome
+        return outcome
 
-    asyncio.run(run())
+    with pytest.raises(KeyboardInterrupt):
+        watch(first, read, 0.0, console)
+    assert isinstance(console.file, io.StringIO)
+    # Each screen begins where the one before began: at the corner.
+    _, *screens = console.file.getvalue().split("\x1b[H")
+    return [
+        re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen) for screen in screens if "round 30" in screen
+    ]
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 40), (80, 24)])
+@pytest.mark.parametrize(("width", "height"), [(80, 40), (120, 24)])
 def test_all_problems_of_64_paths_stand_on_top(sign: Any, width: int, height: int) -> None:
     status = make_status(sign, spoiled(64, 8, 8))
     assert len({p["kind"] for p in status["problems"]}) >= 4
-
-    async def check(app: StatusApp, pilot: Any) -> None:
-        for keys in ((), ("3", "end")):
-            await pilot.press(*keys)
-            lines = await drawn(app, pilot)
-            text = joined([line.strip() for line in lines])
-            assert len(lines) == height
-            for problem in status["problems"]:
-                assert joined([f"problem: {problem['text']}"]) in text
-            assert f"{len(status['problems'])} problems" in text
-            assert "paths (64)" in text
-
-    watched(status, (width, height), check)
+    screen = watched(status, (width, height))[-1]
+    lines = [line.strip() for line in screen.split("\n")]
+    assert len(lines) <= height
+    for problem in status["problems"]:
+        assert joined([f"problem: {problem['text']}"]) in joined(lines)
 
 
-def test_problems_that_do_not_fit_scroll_and_are_counted(sign: Any) -> None:
-    status = make_status(sign, spoiled(64, 8, 8))
-    count = len(status["problems"])
-
-    async def check(app: StatusApp, pilot: Any) -> None:
-        lines = await drawn(app, pilot)
-        text = joined([line.strip() for line in lines])
-        assert f"{count} problems" in text
-        assert joined([f"problem: {status['problems'][0]['text']}"]) in text
-        pane = app.query_one("#problems")
-        assert pane.max_scroll_y > 0
-        pane.focus()
-        await pilot.press("end")
-        await pilot.pause()
-        await pilot.wait_for_animation()
-        assert pane.scroll_y == pane.max_scroll_y
-        last = joined([line.strip() for line in await drawn(app, pilot)])
-        assert status["problems"][-1]["text"][-20:] in last
-        # The table keeps a row.
-        assert app.query_one("#paths").size.height >= 2
-
-    watched(status, (80, 16), check)
-
-
-def test_tables_scroll_and_stay_where_they_were_when_read_again(sign: Any) -> None:
-    before, after = make_status(sign, healthy(500, 16, 16)), make_status(sign, spoiled(500, 16, 16))
-
-    async def check(app: StatusApp, pilot: Any) -> None:
-        await pilot.press("3")
-        table = app.query_one("#peers", DataTable)
-        assert (table.row_count, table.has_focus) == (500, True)
-        await pilot.press(*["pagedown"] * 3)
-        row = table.cursor_row
-        assert row > 30
-        app.action_look()
-        await has_looked(app)
-        assert table.cursor_row == row
-        assert "problem" in joined(await drawn(app, pilot))
-        # What is in trouble comes first.
-        modules = app.query_one("#modules", DataTable)
-        assert modules.get_row_at(0)[0].style == "red"
-        await pilot.press("q")
-
-    watched(before, (100, 30), check, lambda: after)
+def test_of_tables_that_do_not_fit_what_is_in_trouble_is_shown_and_the_rest_counted(
+    sign: Any,
+) -> None:
+    status = make_status(sign, healthy(500, 16, 16))
+    (screen,) = watched(status, (100, 60))
+    assert (screen.count("and 244 more"), screen.count("and 488 more")) == (1, 1)
+    assert peer_name(499)[-8:] not in screen[screen.rindex("software") :]
+    status["problems"] = [{"text": "it is slow", "subjects": [peer_name(499)]}]
+    status["healthy"] = False
+    (screen,) = watched(status, (100, 60))
+    assert peer_name(499)[-8:] in screen[screen.rindex("software") :]
 
 
 def test_a_swarm_that_cannot_be_read_is_said_and_what_was_stays(sign: Any) -> None:
-    def read() -> dict[str, Any]:
-        raise NetworkError("nobody answers")
-
-    async def check(app: StatusApp, pilot: Any) -> None:
-        app.action_look()
-        await has_looked(app)
-        text = joined(await drawn(app, pilot))
-        assert "cannot read the swarm, tries again: nobody answers" in text
-        assert app.query_one("#paths", DataTable).row_count == 4
-
-    watched(make_status(sign, healthy(6, 2, 2)), (100, 30), check, read)
+    before, after = make_status(sign, healthy(6, 2, 2)), make_status(sign, spoiled(9, 2, 2))
+    screens = watched(before, (100, 60), NetworkError("nobody answers"), after)
+    said = "cannot read the swarm, tries again: nobody answers"
+    assert [("healthy" in screen, said in screen) for screen in screens] == [
+        (True, False),
+        (True, True),
+        (False, False),
+    ]
 
 
-def test_it_ends_while_the_swarm_is_read(sign: Any) -> None:
-    reads, answer = threading.Event(), threading.Event()
-    status = make_status(sign, healthy(6, 2, 2))
+def test_into_a_pipe_one_status_follows_the_other(
+    sign: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes: list[Any] = [make_status(sign, healthy(6, 2, 2)), KeyboardInterrupt()]
 
     def read() -> dict[str, Any]:
-        reads.set()
-        assert answer.wait(60)
-        return status
+        if isinstance(outcomes[0], KeyboardInterrupt):
+            raise outcomes[0]
+        return outcomes.pop(0)  # type: ignore[no-any-return]
 
-    found: list[StatusApp] = []
-
-    async def check(app: StatusApp, pilot: Any) -> None:
-        found.append(app)
-        await pilot.press("r")
-        assert await asyncio.to_thread(reads.wait, 60)
-        await pilot.press("q")
-
-    watched(status, (80, 24), check, read)
-    # It has ended, and the swarm has not been read yet.
-    reader = found[0]._reader
-    assert reader is not None
-    assert reader.is_alive()
-    answer.set()
-    reader.join(60)
-    assert not reader.is_alive()
+    console = Console(file=io.StringIO(), width=200)
+    with pytest.raises(KeyboardInterrupt):
+        watch(make_status(sign, spoiled(9, 2, 2)), read, 0.0, console)
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert text.count("\npaths") == 2
+    assert 0 < text.index("problem: ") < text.index("healthy")
 
 
 # -- without --watch

@@ -37,4 +37,4 @@ class Nodes:
 
 def set_ahead(exchange: Exchange, seconds: float) -> None:
     """Let an exchange tell a time that much ahead of this machine's."""
-    exchange._service.system_time = lambda: time.time() + seconds
+    exchange._responder.system_time = lambda: time.time() + seconds

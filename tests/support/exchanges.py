@@ -14,13 +14,15 @@ from typing import Any
 from dipaco.modules.grid import Grid
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.exchange.exchange import Exchange, ServedRun
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.transport import Transport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate, Terms, make_invitation
 from dipaco.protocol.chain import Row, Step, genesis_name, sign_row
 from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.member.events import Told
 
 from .make_plan import make_plan
 from .memory_transport import MemoryNetwork, MemoryTransport
@@ -108,23 +110,13 @@ class Held:
         return None if found is None else (found,)
 
 
-class Told:
-    """What an exchange was told."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str, tuple[Row, ...], tuple[Step, ...], bool]] = []
-
-    def __call__(self, *call: Any) -> None:
-        self.calls.append(call)
-
-
 class Node:
     """One exchange with what it serves."""
 
     def __init__(
         self, transport: Transport, folder: Path, number: int, *, is_in: bool, held: Held
     ) -> None:
-        self.number, self.held, self.told = number, held, Told()
+        self.number, self.held, self.told = number, held, list[Told]()
         self.gate = new_gate()
         self.chains = ChainStore(RUN, GRID.modules(), folder / "chains")
         self.files = ContributionFiles(folder / "contributions", most_bytes=2**27)
@@ -139,7 +131,7 @@ class Node:
             admission(number) if is_in else None,
         )
         self.exchange.serve_run(self.run)
-        self.exchange.listen(self.told)
+        self.exchange.listen(self.told.append)
 
     @property
     def peer(self) -> str:

@@ -156,6 +156,8 @@ class FakeSwarm:
 
     def watch(self, scope: Scope) -> None: ...
 
+    def on_view(self, listener: Callable[[SwarmView], None]) -> None: ...
+
     def refresh(self, further: Collection[int] = ()) -> SwarmView:
         self.on_refresh()
         return self.view

@@ -132,9 +132,11 @@ class Peer:
 
     def do(self, action: a.Action) -> e.Event:
         """Have an action carried out, and return what came of it."""
-        is_done, event = self.outer.carry_out(action)
-        assert is_done
-        return event or self.reported.get(timeout=WAIT_S)
+        return self.begin(action) or self.reported.get(timeout=WAIT_S)
+
+    def begin(self, action: a.Action) -> e.Event | None:
+        """Have an action carried out, and return what is known at once."""
+        return self.outer.handlers()[type(action)](action)
 
     def publish(self, round_index: int = 0, steps: int = 2, module: str = MODULE) -> Row:
         assert self.trainer is not None
@@ -155,7 +157,7 @@ class Peer:
         return row
 
     def gather(self, *rows: Row) -> list[e.Event]:
-        self.outer.carry_out(a.Gather(rows[0].module, rows))
+        self.begin(a.Gather(rows[0].module, rows))
         return [self.reported.get(timeout=WAIT_S) for _ in rows]
 
     def compute(self, base: str, *steps: Step) -> Head:
@@ -167,7 +169,7 @@ class Peer:
         held = self.node.held
         usual, held.save = held.save, held.save if save else lambda state: None
         adopt = a.Adopt(head, True, 2, True)
-        assert self.outer.carry_out(adopt) == (True, None)
+        assert self.begin(adopt) is None
         self.wait_until_saved()
         held.save = usual
 

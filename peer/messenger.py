@@ -1,4 +1,4 @@
-"""What a member wants done that concerns other peers: say, look, tell, ask, put.
+"""Carries a member's words to other peers: say, look, tell, ask, put.
 
 Everything that can take long runs on threads of its own and reports its outcome as an event. Used
 by training peers and bootstrap nodes alike; states and files are for `outer_steps`.
@@ -16,21 +16,20 @@ from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.exchange import Exchange
-from dipaco.protocol.chain import Row, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
-from dipaco.protocol.view import SwarmView
 
+from .handlers import Handlers
 from .publisher import Activity, PeerStatus, Publisher
 
-logger = logging.getLogger("dipaco.peer.errands")
+logger = logging.getLogger("dipaco.peer.messenger")
 
 # Peers that are asked, or given a file, at the same time.
 AT_ONCE = 16
 
 
-class Errands:
-    """Carries out the actions of a member that every node has. Called on the shell's thread."""
+class Messenger:
+    """Carries out the actions that concern other peers. Called on the shell's thread."""
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class Errands:
         self._publisher, self._others = publisher, others
         self._chains, self._files = chains, files
         self._status, self._report = status, report
-        self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="errand")
+        self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="messenger")
 
     def stop(self) -> None:
         """Begin nothing more; what is under way is reported to nobody."""
@@ -54,46 +53,17 @@ class Errands:
         """Do other work on the same threads; it reports its outcome itself."""
         return self._executor.submit(work)
 
-    # -- what others bring
-
-    def see(self, view: SwarmView) -> None:
-        """Report that the swarm was read."""
-        self._report(e.Viewed(view))
-
-    def hear(
-        self, peer: str, module: str, rows: tuple[Row, ...], steps: tuple[Step, ...], keep: bool
-    ) -> None:
-        """Report what a peer tells; it was checked and is in the chains."""
-        self._report(e.Told(peer, module, rows, steps, keep))
-
-    # -- what the member wants
-
-    def carry_out(self, action: a.Action) -> bool:
-        """Do an action, or begin to; returns whether it is one of these."""
-        match action:
-            case a.Say():
-                self._say(action)
-            case a.Warn():
-                logger.warning("%s", action.text)
-            case a.Watch():
-                self._publisher.watch(action.scope)
-            case a.Look():
-                self._submit(self._look, action)
-            case a.Tell():
-                self._chains.note_rows(action.rows)
-                self._chains.add_verified(action.steps)
-                if action.peers:
-                    self._others.tell(
-                        action.peers, action.module, action.rows, action.steps, action.keep
-                    )
-            case a.Ask():
-                self._submit(self._ask, action)
-            case a.Put():
-                for peer in action.peers:
-                    self._submit(functools.partial(self._put, peer), action)
-            case _:
-                return False
-        return True
+    def handlers(self) -> Handlers:
+        """Return what carries out which action."""
+        return {
+            a.Say: self._say,
+            a.Warn: self._warn,
+            a.Watch: self._watch,
+            a.Look: functools.partial(self._submit, self._look),
+            a.Tell: self._tell,
+            a.Ask: functools.partial(self._submit, self._ask),
+            a.Put: self._put_all,
+        }
 
     def _submit(self, work: Callable[[Any], None], action: a.Action) -> None:
         def run() -> None:
@@ -117,15 +87,30 @@ class Errands:
         )
         self._publisher.announce()
 
+    def _warn(self, action: a.Warn) -> None:
+        logger.warning("%s", action.text)
+
+    def _watch(self, action: a.Watch) -> None:
+        self._publisher.watch(action.scope)
+
     def _look(self, action: a.Look) -> None:
         self._report(e.Viewed(self._publisher.refresh(action.further), is_answer=True))
+
+    def _tell(self, action: a.Tell) -> None:
+        self._chains.note_rows(action.rows)
+        self._chains.add_verified(action.steps)
+        if action.peers:
+            self._others.tell(action.peers, action.module, action.rows, action.steps, action.keep)
 
     def _ask(self, action: a.Ask) -> None:
         answer = self._others.ask(action.peer, action.module, action.locator)
         if answer is None:
             raise NetworkError(f"{action.peer} does not answer")
-        said = (answer.steps, answer.rows, answer.has_more, answer.held)
-        self._report(e.Answered(action.peer, action.module, *said))
+        self._report(answer)
+
+    def _put_all(self, action: a.Put) -> None:
+        for peer in action.peers:
+            self._submit(functools.partial(self._put, peer), action)
 
     def _put(self, peer: str, action: a.Put) -> None:
         file = self._files.find(action.row.file)

@@ -14,17 +14,15 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from dipaco.base.repetition import Complaints
-from dipaco.protocol.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
-from dipaco.protocol.record_errors import RecordError
-from dipaco.protocol.records import HeldState
+from dipaco.protocol.chain import Row
+from dipaco.protocol.member.events import Told
 
-from .chain_store import ChainStore
-from .content import ContentSource, OpenContent, Parts, opened
+from .content import OpenContent, opened
 from .contribution_files import PUT_PREFIX, ContributionFiles
 from .hello import Greeting
 from .limits import Bounds, ByteBuckets, Slot, Slots
@@ -50,10 +48,10 @@ from .messages import (
     read_frame,
 )
 from .reachability import CallingBack
+from .served_run import NO_ANSWER, ServedRun
 from .transport import Stream, Transport
-from .verify import RowCheck
 
-logger = logging.getLogger("dipaco.peer.exchange.service")
+logger = logging.getLogger("dipaco.peer.exchange.responder")
 
 REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
 STREAMS = Bounds(most=256, most_of_a_peer=16, most_of_strangers=64, most_of_a_stranger=4, grace_s=5)
@@ -72,41 +70,15 @@ LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
 COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 256
 
 
-@dataclass(frozen=True)
-class ServedRun:
-    """What others are answered about a run, and what their answers are checked by."""
-
-    run_id: str
-    content: ContentSource
-    """States and blobs by hash. Contributions are looked up beside it."""
-    chains: ChainStore
-    check: RowCheck
-    contributions: ContributionFiles | None = None
-    """None: nothing is taken from others (`put` is refused)."""
-    admission: bytes | None = None
-    """This peer's own; None for a process that only reads."""
-
-    def lookup(self, sha256: str) -> Path | Parts | None:
-        """Return what is served by hash."""
-        if self.contributions is not None:
-            found = self.contributions.find(sha256)
-            if found is not None:
-                return found
-        return self.content.lookup(sha256)
-
-
-OnTold = Callable[[str, str, tuple[Row, ...], tuple[Step, ...], bool], None]
-"""Hears the peer, the module, rows, steps, and whether a copy is to be kept. Returns at once."""
-
-
-class ExchangeService:
+class Responder:
     """Answers streams. Lives on the exchange's event loop."""
 
     def __init__(self, transport: Transport, me: Greeting) -> None:
         self._transport, self._me = transport, me
         self.system_time: Callable[[], float] = time.time
         self.run: ServedRun | None = None
-        self.on_told: OnTold = lambda peer, module, rows, steps, keep: None
+        self.on_told: Callable[[Told], None] = lambda told: None
+        """Hears what good rows and steps another peer tells. Returns at once."""
         self._calling = CallingBack()
         self._streams, self._uploads = Slots(STREAMS), Slots(UPLOADS)
         self._sent = ByteBuckets(BURST_BYTES, RATE_BYTES_S)
@@ -170,27 +142,21 @@ class ExchangeService:
                 await self._reply(stream, answer)
             case TellRequest():
                 await self._reply(stream, TellReply())
-                run = self.run
-                if run is not None and request.run == run.run_id:
-                    await self._hear(run, stream.peer, request)
+                told = await run_blocking(self._told, stream.peer, request)
+                if told is not None:
+                    self.on_told(told)
             case AskRequest():
-                await self._reply(stream, await run_blocking(self._told, request))
+                await self._reply(stream, await run_blocking(self._asked_for, request))
             case GetRequest():
                 await self._get(stream, request, slot)
             case PutRequest():
                 await self._put(stream, request, slot)
 
-    async def _hear(self, run: ServedRun, peer: str, request: TellRequest) -> None:
-        """Take in what is good of what a peer tells, and pass it on. A stranger is not heard."""
-        if peer in request.admissions:
-            run.check.admit(peer, request.admissions[peer])
-        if self._is_stranger(peer):
-            logger.debug("%s tells of %s and is not admitted", peer, request.module)
-            return
-        rows, steps = await run_blocking(checked, run, request.module, request)
-        if rows or steps:
-            is_whole = len(steps) == len(request.steps)
-            self.on_told(peer, request.module, rows, steps, request.keep and is_whole)
+    def _told(self, peer: str, request: TellRequest) -> Told | None:
+        return None if self.run is None else self.run.told(peer, request)
+
+    def _asked_for(self, request: AskRequest) -> AskReply:
+        return NO_ANSWER if self.run is None else self.run.answer(request)
 
     async def _reply(self, stream: Stream, message: Message) -> None:
         data = framed(message)
@@ -206,21 +172,6 @@ class ExchangeService:
             received_s=received_s,
             sent_s=self.system_time(),
             run=self.run.run_id if self.run is not None else None,
-        )
-
-    # -- ask
-
-    def _told(self, request: AskRequest) -> AskReply:
-        run = self.run
-        if run is None or request.run != run.run_id or request.module not in run.check.modules:
-            return AskReply(steps=[], rows=[], has_more=False, held=None, admissions={})
-        told = run.chains.answer(request.module, [name.hex() for name in request.locator])
-        return AskReply(
-            steps=[pack_step(step) for step in told.steps],
-            rows=[pack_row(row) for row in told.rows],
-            has_more=told.has_more,
-            held=HeldState.of(told.held) if told.held is not None else None,
-            admissions=run.chains.admissions_of(peers_of(told.rows, told.steps)),
         )
 
     # -- get
@@ -268,7 +219,7 @@ class ExchangeService:
 
     async def _put(self, stream: Stream, request: PutRequest, slot: Slot) -> None:
         run = self.run
-        row = await run_blocking(_row_to_store, run, stream.peer, request)
+        row = None if run is None else await run_blocking(run.row_to_store, stream.peer, request)
         if run is None or row is None or run.contributions is None:
             await self._reply(stream, PutReply(status="refused"))
             return
@@ -314,68 +265,3 @@ async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slo
 def _scratch(files: ContributionFiles) -> tuple[int, str]:
     files.folder.mkdir(parents=True, exist_ok=True)
     return tempfile.mkstemp(dir=files.folder, prefix=PUT_PREFIX)
-
-
-def _row_to_store(run: ServedRun | None, peer: str, request: PutRequest) -> Row | None:
-    """Return the row of a put if its file may be stored: it is of who puts it, and admitted."""
-    if run is None or request.run != run.run_id:
-        return None
-    try:
-        row = unpack_row(request.row)
-    except RecordError as error:
-        logger.debug("a put of %s: %s", peer, error)
-        return None
-    if row.peer != peer:
-        return None
-    good = run.check.good_rows(row.module, (row,), request.admissions)
-    _keep(run, good, (), request.admissions)
-    return good[0] if good else None
-
-
-# -- what others say of rows and steps
-
-
-def peers_of(rows: Iterable[Row], steps: Iterable[Step]) -> set[str]:
-    """Return whose rows these are, or are in these steps."""
-    return {row.peer for row in rows}.union(*(step.peers for step in steps))
-
-
-def unpack_rows(values: list[object]) -> tuple[Row, ...]:
-    """Read rows that came from elsewhere, leaving out what are none."""
-    found = []
-    for value in values:
-        with contextlib.suppress(RecordError):
-            found.append(unpack_row(value))
-    return tuple(found)
-
-
-def unpack_steps(values: list[object]) -> tuple[Step, ...]:
-    """Read steps that came from elsewhere, up to the first that is none."""
-    found = []
-    for value in values:
-        try:
-            found.append(unpack_step(value))
-        except RecordError:
-            break
-    return tuple(found)
-
-
-def checked(
-    run: ServedRun, module: str, said: TellRequest | AskReply
-) -> tuple[tuple[Row, ...], tuple[Step, ...]]:
-    """Return the good rows and steps of what a peer says of a module, and take them in."""
-    if module not in run.check.modules:
-        return (), ()
-    rows = run.check.good_rows(module, unpack_rows(said.rows), said.admissions)
-    steps = run.check.good_steps(module, unpack_steps(said.steps), said.admissions)
-    _keep(run, rows, steps, said.admissions)
-    return rows, steps
-
-
-def _keep(
-    run: ServedRun, rows: tuple[Row, ...], steps: tuple[Step, ...], admissions: Mapping[str, bytes]
-) -> None:
-    peers = peers_of(rows, steps)
-    run.chains.note_admissions({p: a for p, a in admissions.items() if p in peers})
-    run.chains.add_verified(steps)
-    run.chains.note_rows(rows)

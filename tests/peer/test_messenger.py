@@ -1,4 +1,4 @@
-"""What concerns other peers: each errand reports one outcome, failures too."""
+"""What concerns other peers: each message reports one outcome, failures too."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.exchanges import knows
 from support.fake_swarm import ME, FakeSwarm, peer_id
 
 from dipaco.base.errors import NetworkError
-from dipaco.peer.errands import Errands
-from dipaco.peer.exchange.chain_store import Answer, ChainStore
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.messenger import Messenger
 from dipaco.peer.publisher import PeerStatus
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.member import actions as a
@@ -23,6 +23,7 @@ OTHER, MODULE, RUN = peer_id(1), "L0.E0", "0123456789abcdef"
 WAIT_S = 30.0
 ROW = Row(MODULE, 0, genesis_name(RUN, MODULE), 0, OTHER, 64, "f" * 64, 10)
 STEP = Step.of([ROW])
+ANSWER = e.Answered(OTHER, MODULE, (STEP,), (ROW,), has_more=True)
 
 
 class Others:
@@ -31,12 +32,12 @@ class Others:
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []
         self.put_to: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.answer: Answer | Exception | None = Answer((STEP,), (ROW,), has_more=True)
+        self.answer: e.Answered | Exception | None = ANSWER
 
     def tell(self, *said: Any) -> None:
         self.told.append(said)
 
-    def ask(self, peer: str, module: str, locator: Sequence[str]) -> Answer | None:
+    def ask(self, peer: str, module: str, locator: Sequence[str]) -> e.Answered | None:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
@@ -54,10 +55,15 @@ class Peer:
         files: Any = type("Files", (), {"find": lambda self, sha256: Path("file")})()
         others: Any = self.others
         swarm: Any = self.swarm
-        self.errands = Errands(swarm, others, self.chains, files, self.status, self.reported.put)
+        self.messenger = Messenger(
+            swarm, others, self.chains, files, self.status, self.reported.put
+        )
+
+    def do(self, action: a.Action) -> None:
+        assert self.messenger.handlers()[type(action)](action) is None
 
     def outcome(self, action: a.Action) -> e.Event:
-        assert self.errands.carry_out(action)
+        self.do(action)
         return self.reported.get(timeout=WAIT_S)
 
 
@@ -65,26 +71,21 @@ class Peer:
 def peer() -> Iterator[Peer]:
     made = Peer()
     yield made
-    made.errands.stop()
-
-
-def test_what_others_say_is_told(peer: Peer) -> None:
-    peer.errands.hear(OTHER, MODULE, (ROW,), (STEP,), True)
-    assert peer.reported.get(timeout=WAIT_S) == e.Told(OTHER, MODULE, (ROW,), (STEP,), True)
+    made.messenger.stop()
 
 
 def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer: Peer) -> None:
-    assert peer.errands.carry_out(a.Tell((), MODULE, rows=(ROW,), steps=(STEP,)))
+    peer.do(a.Tell((), MODULE, rows=(ROW,), steps=(STEP,)))
     assert knows(peer.chains, STEP.name)
     assert peer.others.told == []
-    assert peer.errands.carry_out(a.Tell((OTHER,), MODULE, steps=(STEP,), keep=True))
+    peer.do(a.Tell((OTHER,), MODULE, steps=(STEP,), keep=True))
     assert peer.others.told == [((OTHER,), MODULE, (), (STEP,), True)]
 
 
 def test_an_answer_a_silence_and_a_failure_are_told(peer: Peer) -> None:
     ask = a.Ask(OTHER, MODULE, (ROW.parent,))
     found = peer.outcome(ask)
-    assert found == e.Answered(OTHER, MODULE, (STEP,), (ROW,), True, None)
+    assert found == ANSWER
     for answer in (None, NetworkError("it does not answer"), RuntimeError("unforeseen")):
         peer.others.answer = answer
         failed = peer.outcome(ask)
@@ -93,7 +94,7 @@ def test_an_answer_a_silence_and_a_failure_are_told(peer: Peer) -> None:
 
 
 def test_a_file_is_pushed_to_every_mailbox(peer: Peer) -> None:
-    assert peer.errands.carry_out(a.Put((OTHER, ME), ROW))
+    peer.do(a.Put((OTHER, ME), ROW))
     assert {peer.others.put_to.get(timeout=WAIT_S) for _ in range(2)} == {OTHER, ME}
 
 

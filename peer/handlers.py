@@ -1,0 +1,17 @@
+"""Who carries out what a member wants done.
+
+Every part of a node gives a table of the actions that it carries out; `shell` puts them together
+and looks each action up. So there is one way, and an action that nobody carries out is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from dipaco.protocol.member.actions import Action
+from dipaco.protocol.member.events import Event
+
+Handlers: TypeAlias = Mapping[type[Action], Callable[[Any], Event | None]]
+"""By action, what does it or begins to, on the shell's thread. What it returns happened at once;
+what comes later is reported to the shell."""

@@ -1,0 +1,1 @@
+../../../../protocol/member/outer_round.py

@@ -1,0 +1,99 @@
+"""`dipaco-status --ledger`: a table or JSON, also of the runs before."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.tiny_run import make_tiny_run
+
+from dipaco.peer.credit import own_tokens
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.ledger import EXPORT_FORMAT
+from dipaco.status import cli, ledger
+
+RUN = "0" * 16
+ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
+
+
+class Client:
+    """A swarm of one module, as the command reads it."""
+
+    grid = SimpleNamespace(modules=lambda: ("L0.E0",))
+    plan = SimpleNamespace(run_id=RUN, successor_of=None)
+
+    def __init__(self, initial_peers: tuple[str, ...], *, run: str | None) -> None:
+        assert (initial_peers, run) == ((ADDRESS,), "mine")
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def chain(self, module: str) -> list[Step]:
+        row = Row(module, 0, genesis_name(RUN, module), 0, "ann" * 8, 1234, "f" * 64, 1)
+        return [Step.of([row])]
+
+    def view(self) -> Any:
+        return SimpleNamespace(peers={})
+
+
+def test_the_command_prints_a_table_or_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ledger, "ReadOnlyClient", Client)
+    words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
+    assert cli.main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["format"], found["run"], found["tokens"]) == (EXPORT_FORMAT, RUN, 1234)
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    assert "1,234 tokens in the model" in shown
+    assert ("ann" * 8)[-8:] in shown
+    assert "counts once a step has taken it" in " ".join(shown.split())
+
+
+def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = make_tiny_run(tmp_path / "made")
+    plan, peer = run.plan(), ADDRESS.rpartition("/")[2]
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    folder = run.path.rename(cache / plan.run_id)
+    store = ChainStore(plan.run_id, run.grid(plan).modules(), folder / "chains")
+    module = "L0.E0"
+    rows = [
+        Row(module, 0, genesis_name(plan.run_id, module), 0, peer, 1000, "f" * 64, 1, bytes(64))
+    ]
+    store.add_verified([step := Step.of(rows)])
+    store.serve(module, step.name)
+    log = folder / "chains" / f"{module}.log"
+    log.write_bytes(log.read_bytes() + b"what its owner is writing")
+    before = log.read_bytes()
+    monkeypatch.setattr(ledger, "ReadOnlyClient", Client)
+    monkeypatch.setattr(Client, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
+    words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
+    assert cli.main([*words, "--json", "--earlier", str(cache)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tokens"], found["earlier"]) == (2234, [plan.run_id])
+    said = [(p["peer_id"], p["tokens"], p["last_round"]) for p in found["peers"]]
+    assert said == [("ann" * 8, 1234, 0), (peer, 1000, -1)]
+    assert log.read_bytes() == before
+    here = ChainStore("b" * 16, [module], None)
+    step = Step.of([replace(rows[0], parent=genesis_name("b" * 16, module), tokens=500)])
+    here.add_verified([step])
+    here.serve(module, step.name)
+    grid = SimpleNamespace(modules=lambda: [module])
+    node = SimpleNamespace(plan=Client.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
+    assert own_tokens(node) == 1500  # type: ignore[arg-type]
+    assert cli.main(words) == 0
+    assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())
+    assert cli.main([*words, "--earlier", str(tmp_path / "made")]) == 9
+    assert "give a peer's cache folder" in capsys.readouterr().err
