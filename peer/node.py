@@ -117,7 +117,8 @@ class Node(Membership):
     def admit(self, invitation: str | None = None) -> None:
         """Be in: with an invitation, or in an open run with its own; see `guests.admit`."""
         now_s = self.clock.now()
-        self.directory.admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
+        admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
+        self.directory.be_admitted(admission)
         self.serve_run()
 
     @property
@@ -355,6 +356,7 @@ def _open_run(
         blobs, states = files.blobs, files.states
         gate = open_gate(manifest, path)
         directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
+        directory.manifest = manifest
         directory.serve(grid)
         incoming = BlobStore(path / "incoming")
         given = map(peer_of, membership.initial_peers)

@@ -8,13 +8,10 @@ but honest peer: it goes on later where it was broken off.
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-
-REMEMBERED_PEERS = 4096
 
 
 @dataclass(eq=False)
@@ -101,36 +98,3 @@ class Slots:
         self.give_back(victim)
         victim.stop()
         return True
-
-
-class ByteBuckets:
-    """For each peer so many bytes at once and so many a second. Used on one event loop."""
-
-    def __init__(
-        self,
-        burst_bytes: float,
-        rate_bytes_s: float,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.burst_bytes = burst_bytes
-        self._rate = rate_bytes_s
-        self._monotonic = monotonic
-        self._empty_at: OrderedDict[str, float] = OrderedDict()
-        """When each bucket would be full again, if nothing more were taken; the latest last."""
-
-    def take(self, peer: str, count: int) -> float:
-        """Take bytes out of a peer's bucket; return after how many seconds they are there."""
-        now_s = self._monotonic()
-        full_s = max(now_s, self._empty_at.pop(peer, now_s)) + count / self._rate
-        self._empty_at[peer] = full_s
-        while len(self._empty_at) > REMEMBERED_PEERS:
-            self._empty_at.popitem(last=False)
-        return max(0.0, full_s - now_s - self.burst_bytes / self._rate)
-
-    async def pay(self, peer: str, count: int, longest_s: float) -> None:
-        """Wait for the bytes. Raises `TimeoutError` at once when that takes too long."""
-        wait_s = self.take(peer, count)
-        if wait_s > longest_s:
-            raise TimeoutError("it asks for too much")
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.base.repetition import Complaints
 from dipaco.protocol.chain import Row
 from dipaco.protocol.member.events import Told
@@ -25,7 +26,7 @@ from dipaco.protocol.member.events import Told
 from .content import OpenContent, opened
 from .contribution_files import PUT_PREFIX, ContributionFiles
 from .hello import Greeting
-from .limits import Bounds, ByteBuckets, Slot, Slots
+from .limits import Bounds, Slot, Slots
 from .loop_thread import run_blocking
 from .messages import (
     MAX_REQUEST_BYTES,

@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 
-from dipaco.peer.exchange.limits import REMEMBERED_PEERS, Bounds, ByteBuckets, Slot, Slots
+from dipaco.base.byte_buckets import REMEMBERED_PEERS, ByteBuckets
+from dipaco.peer.exchange.limits import Bounds, Slot, Slots
 from dipaco.peer.owner.uplink import Uplink
 
 BOUNDS = Bounds(

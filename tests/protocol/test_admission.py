@@ -242,7 +242,7 @@ def store(held: HeldRecords, number: int, content: Any, item: str = "0") -> bool
     )
     value = MSGPackSerializer.dumps(content) + bytes(64)
     expires_s = NOW_S + 60 + held.record_count
-    return held.store_subkey(DHTID.generate(key_name), subkey, value, expires_s, b"sender")
+    return held.store_subkey(DHTID.generate(key_name), subkey, value, expires_s)
 
 
 def test_a_node_stores_records_of_the_invited_alone(gate: Gate) -> None:
@@ -266,7 +266,7 @@ def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> N
     def keep(version: int, envelope: bytes) -> bool:
         subkey = record_subkey("revocations", RUN, f"{version:08d}", b"")
         where = DHTID.generate(record_key("revocations", RUN))
-        return held.store_subkey(where, subkey, MSGPackSerializer.dumps(envelope), NOW_S + 9, b"s")
+        return held.store_subkey(where, subkey, MSGPackSerializer.dumps(envelope), NOW_S + 9)
 
     assert keep(2, lists[1])
     assert not keep(1, lists[0])
