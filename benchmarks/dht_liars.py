@@ -108,7 +108,7 @@ def grind(count: int) -> list[Ed25519PrivateKey]:
 class Liar(DHTProtocol):
     """Takes everything, keeps nothing, and names liars alone."""
 
-    names: list[PeerID] = []
+    names: tuple[PeerID, ...] = ()
 
     async def rpc_ping(
         self, request: dht_pb2.PingRequest, context: P2PContext
@@ -142,10 +142,10 @@ async def _lie(keys: list[bytes], given: list[str], folder: Path, ready: Any) ->
     DHTID.from_bytes = lambda data, **words: read(data[:20], **words)
     for name in ("rpc_ping", "rpc_store", "rpc_find"):
         setattr(DHTProtocol, name, getattr(Liar, name))
-    DHTProtocol.names = [
+    DHTProtocol.names = tuple(
         PeerID(PEER_ID_PREFIX + raw_public_key(Ed25519PrivateKey.from_private_bytes(seed)))
         for seed in keys
-    ]
+    )
     nodes = []
     for number, seed in enumerate(keys):
         public = raw_public_key(Ed25519PrivateKey.from_private_bytes(seed))

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from hivemind.dht.protocol import DHTProtocol
@@ -88,7 +88,8 @@ def decode_shallow(type_code: int, data: bytes) -> Any:
 async def serve_run(node: Any, run: ServedRun) -> None:
     """Store the records of `run` from here on, and let in who is in it. Called through
     `GuardedDHT.call`, also by a reader, which stores nothing."""
-    protocol, gates = node.protocol, (run.gate,)
+    protocol = node.protocol
+    gates: tuple[Gate, ...] = (run.gate,)
     if isinstance(protocol.storage, HeldRecords):
         protocol.storage.serve(run)
         gates = protocol.storage.gates
@@ -98,7 +99,7 @@ async def serve_run(node: Any, run: ServedRun) -> None:
         if not protocol.company.knows(peer_id):
             del table[node_id]
     node.blacklist.clear()
-    asyncio.create_task(_get_acquainted(node))
+    _begin(_get_acquainted(node))
 
 
 async def let_in(node: Any, gates: Sequence[Gate]) -> None:
@@ -121,7 +122,12 @@ async def introduce(node: Any, admission: bytes, is_client: bool | None = None) 
     if not protocol.client_mode:
         protocol.node_info = company.introduction(protocol.node_id)
     if protocol.node_info != before:
-        asyncio.create_task(_get_acquainted(node))
+        _begin(_get_acquainted(node))
+
+
+def _begin(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Begin a task; the loop holds its tasks."""
+    return asyncio.create_task(coroutine)
 
 
 async def _get_acquainted(node: Any) -> None:
@@ -410,7 +416,7 @@ async def rpc_ping(
     is_there = response.available or not request.validate
     if self.company.hears(peer, said) and wants_to_be_asked(said):
         coroutine = self.update_routing_table(node_id_of(peer), peer, responded=is_there)
-        asyncio.create_task(coroutine)
+        _begin(coroutine)
     return response
 
 
@@ -428,8 +434,7 @@ async def _can_be_called(protocol: DHTProtocol, peer: PeerID) -> bool:
 def _greet(protocol: DHTProtocol, request: Any, context: P2PContext) -> bool:
     """Let whoever asks into the table if it may be there; returns whether it is in."""
     ping = dht_pb2.PingRequest(peer=request.peer)
-    # The loop holds its tasks.
-    asyncio.create_task(protocol.rpc_ping(ping, context))
+    _begin(protocol.rpc_ping(ping, context))
     return bool(protocol.company.hears(context.remote_id, bytes(request.peer.node_id)))
 
 

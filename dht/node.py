@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any
 
 from hivemind.p2p import p2p_daemon
 

@@ -226,7 +226,11 @@ def start_background(
     publisher.add_annex(RevocationList(node.gate, node.folder))
     _watch_reachability(node, status, publisher, background, events)
     known = KnownPeers(node.cache_folder)
-    publisher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))
+    publisher.on_view(
+        lambda view: known.note(
+            node.run_id, node.initial_peers, view, node.me, node.contributors.all()
+        )
+    )
     publisher.start()
     publisher.refresh()
     keeper.start()

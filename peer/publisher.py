@@ -128,6 +128,7 @@ class Publisher:
             peer = peer_of(address)
             self._addresses[peer] = (*self._addresses.get(peer, ()), address)
         self._known_peers: deque[str] = deque(self._addresses, maxlen=REMEMBERED_PEERS)
+        self._told_contributors = frozenset[str]()
         self._view: SwarmView | None = None
         self._thread = background.thread("publisher", self._run)
         background.on_failure(self._wake_waiting)
@@ -293,11 +294,18 @@ class Publisher:
         present = view.peers.keys() | view.from_elsewhere
         known = set(self._known_peers)
         self._known_peers.extend(sorted(present - known - {self._node.me}))
+        contributors = self._node.contributors.all()
         missing = [peer for peer in self._known_peers if peer not in present]
-        if not missing:
+        lacking = [peer for peer in contributors if peer not in present and peer not in missing]
+        if not missing and not lacking:
             return
         called = missing[:CALLED_AT_ONCE]
-        self._directory.call_peers({peer: self._addresses.get(peer, ()) for peer in called})
+        self._directory.call_peers(
+            {
+                peer: self._addresses.get(peer, ()) or contributors.get(peer, ())
+                for peer in (*called, *lacking[:CALLED_AT_ONCE])
+            }
+        )
         # Those called last are called first next time.
         for peer in called:
             self._known_peers.remove(peer)
@@ -411,6 +419,12 @@ class Publisher:
         )
         self._wide_view = wide if further else None
         self._view = wide.narrowed(scope, self._node.grid)
+        contributors = self._node.contributors
+        contributors.note_addresses({p: said.addresses for p, said in wide.peers.items()})
+        known = frozenset(contributors.all())
+        if known != self._told_contributors:
+            directory.note_contributors(known)
+            self._told_contributors = known
         for listener in self._listeners:
             listener(self._view)
         for annex in self._annexes:

@@ -81,6 +81,8 @@ class Exchange:
         self._transport, self._me = transport, me
         self.uplink = transport.uplink
         """Counts what is sent and received."""
+        self.on_called: Callable[[str, bool], None] = lambda peer, has_answered: None
+        """Hears, for every peer that is told something, whether it was there. Returns at once."""
         self._responder = Responder(transport, me)
         self._thread = LoopThread("exchange", transport.check)
         self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
@@ -211,7 +213,9 @@ class Exchange:
         try:
             async with self._tells:
                 await call(self._transport, peer, request, TellReply, TELL_TIMEOUT_S)
+            self.on_called(peer, True)
         except (NetworkError, ProtocolVersionError) as error:
+            self.on_called(peer, False)
             logger.debug("%s was not told of %s: %s", peer, request.module, error)
 
     def ask(

@@ -27,6 +27,7 @@ from dipaco.base.errors import ClockError, NetworkError
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
+from dipaco.peer.exchange.contributors import Contributors
 from dipaco.peer.publisher import Activity, PeerStatus, Publisher
 from dipaco.protocol.coverage import scope_of
 from dipaco.protocol.member.rounds import RoundSchedule
@@ -72,6 +73,8 @@ class Peer:
             earlier_manifests=tuple,
             exchange=exchange,
             initial_peers=(),
+            check=SimpleNamespace(is_in=lambda peer: True),
+            contributors=Contributors(),
         )
         self.publisher = Publisher(node, self.status, self.background)
         self.publisher.start()
