@@ -207,6 +207,7 @@ class Node(Membership):
                 self.check,
                 self.contributions if self.directory.admission is not None else None,
                 self.directory.admission,
+                self.contributors.has_contributed,
             )
         )
 
@@ -429,7 +430,7 @@ def _follow_contributors(
     for module in chains.modules:
         for step in chains.chain(module)[-REMEMBERED_STEPS:]:
             served(step)
-    chains.on_served = served
+    chains.on_served, chains.has_contributed = served, contributors.has_contributed
     directory.known_directly = lambda modules: contributors.of_modules(modules) or given
     directory.on_called = membership.exchange.on_called = contributors.called
     return contributors

@@ -79,6 +79,8 @@ class ChainStore:
         self._admissions: OrderedDict[str, bytes] = OrderedDict()
         self.on_served: Callable[[Step], None] = lambda step: None
         """Hears which step stands at the end of a served chain, each time that another does."""
+        self.has_contributed: Callable[[str], bool] = lambda peer: False
+        """Tells whose rows have room before those of others."""
         if folder is not None:
             with storage_errors(folder):
                 if not only_reads:
@@ -119,8 +121,9 @@ class ChainStore:
                 for other in own[: max(0, len(own) - MOST_ROWS_OF_A_PEER + 1)]:
                     del kept.rows[other]
                 kept.rows[key] = row
-                while len(kept.rows) > MOST_ROWS:
-                    kept.rows.popitem(last=False)
+                if len(kept.rows) > MOST_ROWS:
+                    others = (k for k in kept.rows if not self.has_contributed(k[0]))
+                    del kept.rows[next(others, next(iter(kept.rows)))]
 
     def note_admissions(self, admissions: Mapping[str, bytes]) -> None:
         """Keep checked admissions of peers whose rows are here: they travel with the rows."""

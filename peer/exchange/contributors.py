@@ -81,6 +81,11 @@ class Contributors:
                 for peer in others[:too_many]:
                     del self._addresses[peer]
 
+    def has_contributed(self, peer: str) -> bool:
+        """Tell whether a peer has a row in one of the last steps."""
+        with self._lock:
+            return self._is_known(peer)
+
     def of_module(self, module: str) -> tuple[str, ...]:
         """Return those that contributed to a module, the last ones first."""
         with self._lock:
