@@ -1,6 +1,6 @@
 """Bare node ids next to a key: does a peer that is in still find the others, and a newcomer them?
 
-    python benchmarks/dht_liars.py --peers 4 --liars 20
+    python benchmarks/dht_liars.py [--json] [--peers 4] [--liars 20]
 
 Real DHT nodes on loopback. The liars have keys, made until their node ids are next to the key of
 one module, and no admission. They take every record and keep none, and name each other alone.
@@ -10,11 +10,8 @@ newcomer that was given one address, sees under that key. All should see all.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import multiprocessing
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +24,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import get_dht_time
+from parts.common import Report, build_parser
+from support.make_plan import make_plan
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.node import join_dht
@@ -42,9 +41,6 @@ from dipaco.protocol.identity import (
 )
 from dipaco.protocol.record_keys import record_key
 from dipaco.protocol.records import ModuleRecord
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.make_plan import make_plan
 
 RUN, MODULE = "0123456789abcdef", "L0.E1"
 PLAN = make_plan(grid=GridConfig(modules_per_level=(2, 2)))
@@ -181,10 +177,10 @@ def _liars(keys: list[bytes], given: list[str], folder: Path, ready: Any) -> Non
 
 
 def main() -> None:
-    """Run the trial once and print one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--liars", type=int, default=20)
+    """Run the trial once and print what each sees."""
+    parser = build_parser(__doc__)
+    parser.add_argument("--peers", type=int, default=4, help="peers that are in (4)")
+    parser.add_argument("--liars", type=int, default=20, help="nodes that are not (20)")
     chosen = parser.parse_args()
     began_s = time.monotonic()
     keys = [key.private_bytes_raw() for key in grind(chosen.liars)]
@@ -217,16 +213,17 @@ def main() -> None:
             newcomer = Peer(folder / "newcomer", addresses[0])
             joined_s = time.monotonic() - began_s
             peers.append(newcomer)
-            found = {
+            report = Report("bare node ids next to a key", ("who looks", "peers that it sees"))
+            report.row("peers before the liars", min(before))
+            report.row("peers among the liars", min(after))
+            report.row("a newcomer", newcomer.sees() - 1)
+            report.figures = {
                 "peers": chosen.peers,
                 "liars": chosen.liars,
                 "grinding_s": round(ground_s, 1),
-                "seen_before": before,
-                "seen_after": after,
-                "seen_by_a_newcomer": newcomer.sees() - 1,
                 "joining_s": round(joined_s, 1),
             }
-            print(json.dumps(found))
+            report.print(chosen.json)
         finally:
             if liars is not None:
                 liars.terminate()

@@ -108,9 +108,13 @@ async def let_in(node: Any, gates: Sequence[Gate]) -> None:
 
 
 async def note_contributors(node: Any, peers: frozenset[str]) -> None:
-    """Have room for the records of these before others."""
-    if isinstance(node.protocol.storage, HeldRecords):
-        node.protocol.storage.contributors = peers
+    """Have places, and room for the records, of these before those of others."""
+    storage = node.protocol.storage
+    if isinstance(storage, HeldRecords):
+        storage.contributors = peers
+        for gate in storage.gates:
+            for peer in peers:
+                gate.contributed(peer, 0)
 
 
 async def introduce(node: Any, admission: bytes, is_client: bool | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hivemind.p2p import PeerID
-from support.dht_pair import GRID, TestNode, start_node, wait_until
+from support.dht_pair import GRID, TestNode, paths_of, peer_record, start_node, wait_until
 from support.peers import RUN, key, peer
 
 from dipaco.dht import bounded_protocol
@@ -163,3 +163,21 @@ def test_a_node_enters_tables_when_it_is_admitted(tmp_path: Path) -> None:
     finally:
         for node in nodes:
             node.close()
+
+
+@pytest.mark.swarm
+def test_who_is_known_is_asked_itself_when_the_dht_does_not_show_it(tmp_path: Path) -> None:
+    shown, alone = start_node(tmp_path / "shown"), start_node(tmp_path / "alone")
+    called: list[tuple[str, bool]] = []
+    gone = peer(5)
+    try:
+        assert shown.directory.publish_peer(peer_record(shown.peer_id, 1), 0, 60.0)
+        assert paths_of(alone.directory) == {}, "it is in no swarm"
+        places = {shown.peer_id: (shown.address,), gone: (f"/ip4/127.0.0.1/tcp/9/p2p/{gone}",)}
+        alone.directory.known_directly = lambda modules: places
+        alone.directory.on_called = lambda who, has_answered: called.append((who, has_answered))
+        assert paths_of(alone.directory) == {shown.peer_id: 1}
+        assert called == [(shown.peer_id, True), (gone, False)]
+    finally:
+        shown.close()
+        alone.close()
