@@ -28,6 +28,7 @@ from dipaco.base.errors import ClockError, NetworkError
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
+from dipaco.peer.exchange.contributors import Contributors
 from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.refresher import Refresher
 from dipaco.protocol.coverage import scope_of
@@ -69,6 +70,8 @@ class Peer:
             earlier_manifests=tuple,
             exchange=exchange,
             initial_peers=(),
+            check=SimpleNamespace(is_in=lambda peer: True),
+            contributors=Contributors(),
         )
         self.refresher = Refresher(node, self.status, self.background)
         self.refresher.start()
