@@ -122,12 +122,13 @@ class OuterGradient:
         return self.anchor[part] - self.local[part]
 
 
-def publish(gradient: OuterGradient, codec: Codec) -> bytearray:
-    """Return the file of an outer gradient, and make `gradient.local` what the file says it is.
+def encode_in_place(gradient: OuterGradient, codec: Codec) -> bytearray:
+    """Return the file of an outer gradient, and overwrite `gradient.local` with what it says.
 
     A trainer goes on from `new anchor + (parameters - gradient.local)`: what the encoding loses
     stays in the parameters, and so in the next outer gradient. Nobody is told a part twice, and
-    there is no other memory of it.
+    there is no other memory of it. `local` changes piece by piece, so nobody may read it meanwhile
+    (`training.trainer.Snapshot.encode` sees to that).
     """
     values = gradient.numel()
     data = codec.encode(gradient)

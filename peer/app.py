@@ -223,7 +223,7 @@ def start_background(
     status.addresses = visible_addresses(node.dht)
     publisher = Publisher(node, status, background)
     keeper = Keeper(node, publisher, background)
-    publisher.add_annex(RevocationList(node.gate, node.folder))
+    publisher.refresh_too(RevocationList(node.gate, node.folder))
     _watch_reachability(node, status, publisher, background, events)
     known = KnownPeers(node.cache_folder)
     publisher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))

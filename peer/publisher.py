@@ -89,8 +89,8 @@ class PeerStatus:
     validation_loss: float = float("nan")
 
 
-class Annex(Protocol):
-    """Further records that are read, and renewed, after the others, on the publisher's thread."""
+class FurtherRecords(Protocol):
+    """Records that another part of the peer reads and renews, on the publisher's thread."""
 
     def read(self, directory: Directory) -> None:
         """Read what others published, and publish what there is."""
@@ -103,7 +103,7 @@ class Publisher:
     def __init__(self, node: Node, status: PeerStatus, background: Background) -> None:
         self._node, self._status, self._background = node, status, background
         self._directory, self._clock = node.directory, node.clock
-        self._annexes: list[Annex] = []
+        self._further_records: list[FurtherRecords] = []
         self._listeners: list[Callable[[SwarmView], None]] = []
         self.period_s = refresh_period_s(node.plan.rounds)
         self._buckets = bucket_count(node.grid.path_count)
@@ -136,9 +136,9 @@ class Publisher:
         """Begin."""
         self._thread.start()
 
-    def add_annex(self, annex: Annex) -> None:
-        """Read and renew the records of `annex` from the next refresh on."""
-        self._annexes.append(annex)
+    def refresh_too(self, records: FurtherRecords) -> None:
+        """Read and renew these records as well, from the next refresh on."""
+        self._further_records.append(records)
 
     def on_view(self, listener: Callable[[SwarmView], None]) -> None:
         """Call `listener` with every new view, on the publisher's thread."""
@@ -412,5 +412,5 @@ class Publisher:
         self._view = wide.narrowed(scope, self._node.grid)
         for listener in self._listeners:
             listener(self._view)
-        for annex in self._annexes:
-            annex.read(directory)
+        for records in self._further_records:
+            records.read(directory)

@@ -85,7 +85,7 @@ class Session:
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
         self._is_successor_told = False
         self._successor: Node | None = None
-        publisher.add_annex(self._watch)
+        publisher.refresh_too(self._watch)
 
     # -- life cycle
 

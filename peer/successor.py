@@ -23,7 +23,7 @@ RETRY_AFTER_S = 5.0
 
 
 class SuccessorWatch:
-    """An annex of the publisher: reads the manifests, and opens the newest run of the chain.
+    """Refreshed by the publisher: reads the manifests, and opens the newest run of the chain.
 
     With `follow` False a successor is only told, once.
     """

@@ -10,7 +10,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,15 +37,6 @@ logger = logging.getLogger(__name__)
 OPTIMIZERS = ("adamw", "adamw8bit")
 
 Passes = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class KeptOptimizer:
-    """An optimizer put aside with its state in place; to be given back to the loop it came from."""
-
-    parts: Mapping[str, torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler
-    steps_since_fresh: int
 
 
 def learning_rate_at(
@@ -314,21 +304,6 @@ class InnerLoop:
         self._unread.clear()
         self._newest_loss = math.nan
         self.steps_since_fresh = 0
-
-    def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
-        """Switch to an optimizer that was put aside, or a fresh one, and return the present one.
-
-        Nothing is copied; the simulator uses this to train many paths in turn on one model.
-        """
-        self._read()
-        kept = KeptOptimizer(self._optimizers, self._scaler, self.steps_since_fresh)
-        if other is None:
-            self.reset()
-        else:
-            self._optimizers, self._scaler = dict(other.parts), other.scaler
-            self._newest_loss = math.nan
-            self.steps_since_fresh = other.steps_since_fresh
-        return kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy on the CPU of all that `load_state_dict` needs to go on bit for bit."""

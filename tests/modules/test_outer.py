@@ -27,8 +27,8 @@ from dipaco.modules.outer import (
     advanced_progress,
     bounded_table,
     canonical_table,
+    encode_in_place,
     greatest_contribution_bytes,
-    publish,
 )
 from dipaco.modules.state import ModuleState, PathProgress
 
@@ -307,7 +307,7 @@ def test_what_an_encoding_loses_comes_with_the_next(codec: Codec) -> None:
     for _ in range(60):
         parameters = parameters - trained
         local = parameters.clone()
-        data = publish(OuterGradient(anchor, local), codec)
+        data = encode_in_place(OuterGradient(anchor, local), codec)
         stepped = anchor - codec.decode(data, SIZE)
         anchor, parameters = stepped, stepped + (parameters - local)
     assert torch.allclose(parameters, -60 * trained, atol=1e-4)

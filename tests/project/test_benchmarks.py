@@ -38,11 +38,10 @@ for kind, does in hostile.KINDS.items():
 exec(hostile.KINDS["garbage"], {})
 import torch
 from dipaco.modules.contributions import CODECS
-from dipaco.peer import outer_steps
 from dipaco.training import trainer
 anchor = types.SimpleNamespace(parameters=torch.ones(4096))
 told = trainer.Snapshot("P0", 0, anchor, torch.zeros(4096), 1)
-print(set(outer_steps.publish(told.outer_gradient(), CODECS["int4"])))
+print(set(told.encode(CODECS["int4"])))
 """
 # Prints what each of the scripts named in the arguments says to --help: one process, because
 # importing PyTorch and Hivemind takes seconds.
