@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dipaco.base.command_line import ComputeSettings, Option, Settings, check_device
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import ComputeSettings, Option, Settings, check_device
 from dipaco.dht.addresses import check_given_peer
 from dipaco.peer.settings import NodeSettings
 

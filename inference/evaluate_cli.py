@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
+from dipaco.base.settings import Option
 
 from .options import CorpusSettings, RerouterSettings, check_paths, parse_windows
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
+from dipaco.base.settings import Option
 
 from .options import RerouterSettings
 
@@ -30,13 +31,8 @@ if TYPE_CHECKING:
 class ExportSettings(RerouterSettings):
     """What `dipaco-export` can be told."""
 
-    path: Annotated[int | None, Option("export this path", "P", alternative_to="path or all")] = (
-        None
-    )
-    all: Annotated[
-        bool,
-        Option("export every path, the router and a model card", alternative_to="path or all"),
-    ] = False
+    path: Annotated[int | None, Option("export this path", "P")] = None
+    all: Annotated[bool, Option("export every path, the router and a model card")] = False
     out: Annotated[Path, Option("folder to write; with --format gguf also a file, x.gguf", "DIR")]
     format: Annotated[
         Literal["llama", "gguf"],
@@ -76,6 +72,8 @@ class ExportSettings(RerouterSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.path is not None) == self.all:
+            raise ConfigurationError("give --path P for one path, or --all for all of them")
         fits = ("float32", "float16", "q8_0" if self.format == "gguf" else "bfloat16")
         if self.dtype not in fits:
             raise ConfigurationError(

@@ -10,8 +10,9 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import Option
 
 from .options import RerouterSettings, SamplingSettings, check_paths
 

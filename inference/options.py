@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.base.command_line import ComputeSettings, Option, RunSettings, Settings
 from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings
 from dipaco.dht.addresses import check_given_peer
 
 from .sampling import Sampling

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.base.command_line import Command, Option, Program
+from dipaco.base.command_line import Command, Program
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import Option
 
 from .options import CorpusSettings, InferenceSettings, parse_windows
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError
 from dipaco.base.files import decoded
+from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
 
 from .options import RerouterSettings
@@ -41,7 +42,6 @@ class ServeSettings(RerouterSettings):
         Option(
             f"what clients must send as their key (default: ${_KEY_VARIABLE}, if set)",
             "KEY",
-            secret=True,
         ),
     ] = None
     memory_gb: Annotated[

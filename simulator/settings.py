@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from dipaco.base.command_line import ComputeSettings, Option
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import ComputeSettings, Option
 
 if TYPE_CHECKING:
     import torch

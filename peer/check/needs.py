@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from dipaco.base.command_line import shown_bytes
+from dipaco.base.progress import shown_bytes
 from dipaco.modules.config import (
     ContributionsConfig,
     GridConfig,

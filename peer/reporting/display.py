@@ -14,8 +14,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import DipacoError, printable
+from dipaco.base.progress import shown_bytes
 from dipaco.peer.credit import own_tokens
 from dipaco.peer.node import Node
 from dipaco.peer.publisher import PeerStatus, Publisher

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dipaco.base.command_line import check_device
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import check_device
 from dipaco.modules import device as devices
 from dipaco.modules.device import (
     autocast_for,

@@ -14,7 +14,7 @@ from rich.console import Console
 from support.make_plan import make_plan
 from support.swarm_views import record
 
-from dipaco.base import command_line
+from dipaco.base import running
 from dipaco.base.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.peer.owner.uplink import Uplink
@@ -154,11 +154,11 @@ def test_no_text_of_others_commands_a_terminal(
     def fail() -> int:
         raise NetworkError(HOSTILE)
 
-    assert command_line.run_command(fail, debug=False) == NetworkError.exit_code
+    assert running.run_command(fail, debug=False) == NetworkError.exit_code
     logger = logging.getLogger("dipaco")
     before = logger.handlers, logger.level
     try:
-        command_line.configure_logging(debug=False)
+        running.configure_logging(debug=False)
         logger.warning("a peer says %s", HOSTILE)
     finally:
         logger.handlers, logger.level = before[0], before[1]

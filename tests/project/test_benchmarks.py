@@ -93,12 +93,6 @@ def helps() -> dict[str, tuple[int | None, str]]:
     return found
 
 
-def test_there_are_few() -> None:
-    assert len(NAMES) <= 12
-    lines = sum(len(file.read_text().splitlines()) for file in FOLDER.rglob("*.py"))
-    assert lines <= 5300
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_help_shows_the_command(helps: dict[str, tuple[int | None, str]], name: str) -> None:
     code, output = helps[name]

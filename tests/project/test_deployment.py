@@ -21,10 +21,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.commands import ROOT, commands, options_of, parsers
+from support.commands import ROOT, options_of, parsers
 
-from dipaco.base.command_line import arguments_of
-from dipaco.base.setting_sources import CONFIG_VARIABLE, from_file
+from dipaco.base.command_line import Command, Program
+from dipaco.base.settings_file import CONFIG_VARIABLE
 from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.peer import cli as peer_cli
 
@@ -119,27 +119,27 @@ def test_commands_and_flags_in_the_files_exist(file: Path) -> None:
                 assert flags <= options_of(known[name]), line
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_variables_in_the_files_are_read_by_a_command(file: Path) -> None:
-    known = {CONFIG_VARIABLE} | {
-        place.variable(argument.key)
-        for _, command, place in commands()
-        for argument in arguments_of(command.settings)
-    }
-    assert set(re.findall(r"\bDIPACO_\w+", text_of(file))) <= known
+def test_no_settings_are_in_variables() -> None:
+    named = {name for file in FILES for name in re.findall(r"\bDIPACO_\w+", text_of(file))}
+    assert named == {CONFIG_VARIABLE}
 
 
-def test_the_settings_file_is_one() -> None:
-    serve = next(c for c in bootstrap_cli.COMMAND.commands if c.name == "serve")
-    for command, place in (
-        (peer_cli.COMMAND, peer_cli.COMMAND.place()),
-        (serve, serve.place(bootstrap_cli.COMMAND.name)),
-    ):
-        found = from_file(arguments_of(command.settings), place, DEPLOY / "config.toml")
-        values = {name: given.value for name, given in found.items()}
-        assert values["port"] == 31337
-        defaults = {"folder": Path("run")} if "folder" in command.settings.__annotations__ else {}
-        command.settings(**{**defaults, **values})
+def test_the_settings_files_are_ones(tmp_path: Path) -> None:
+    def read(command: Command[Any] | Program, words: list[str], file: Path) -> Any:
+        parsed = command.parse([*words, "--config", str(file)])
+        return parsed._command.read(parsed)
+
+    for command, words in ((peer_cli.COMMAND, []), (bootstrap_cli.COMMAND, ["serve", "run"])):
+        assert read(command, words, DEPLOY / "config.toml").port == 31337
+    image, notebook = tmp_path / "image.toml", tmp_path / "notebook.toml"
+    [of_image] = re.findall(r"printf '(.*)' >", (DEPLOY / "Dockerfile").read_text())
+    image.write_text(of_image.replace("\\n", "\n"))
+    assert read(peer_cli.COMMAND, ["--check"], image).cache_folder == Path("/data")
+    cells = json.loads((ROOT / "examples" / "notebook" / "peer.ipynb").read_text())["cells"]
+    [settings] = [cell["source"] for cell in cells if cell["id"] == "settings"]
+    assert settings[0] == "%%writefile dipaco.toml\n"
+    notebook.write_text("".join(settings[1:]))
+    assert read(peer_cli.COMMAND, [], notebook).cache_folder == tmp_path / "dipaco-cache"
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda file: file.name)

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
-from dipaco.base.command_line import Command, Option, Settings
+from dipaco.base.command_line import Command
 from dipaco.base.errors import NetworkError
-from dipaco.peer.settings import default_cache_folder
+from dipaco.base.settings import Option, Settings
 from dipaco.protocol.identity import is_in_use
 
-from .pauses import activity_file, ask_to_pause, ask_to_resume
+from .owner.pauses import activity_file, ask_to_pause, ask_to_resume
+from .settings import default_cache_folder
 
 # Merging last work takes a few seconds, after the inner step under way.
 LIMIT_S = 60.0
