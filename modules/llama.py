@@ -166,7 +166,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StorageError(
-            f"{folder} is no checkpoint: it has no {CONFIG_FILE}; give the folder of a Llama "
+            f"{folder} is not a checkpoint: it has no {CONFIG_FILE}; give the folder of a Llama "
             f"model with {CONFIG_FILE} and {WEIGHTS_FILE}"
         ) from None
     except OSError as error:

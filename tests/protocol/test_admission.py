@@ -193,7 +193,7 @@ def test_who_is_revoked_is_out_and_what_it_signed_can_still_be_read(gate: Gate) 
         gate.check(peer(0), admission(0))
     with pytest.raises(AdmissionError, match="has revoked the invitation"):
         gate.check_invitation(INVITATION)
-    with pytest.raises(AdmissionError, match="this peer is out: .*revoked"):
+    with pytest.raises(AdmissionError, match="this peer is no longer admitted: .*revoked"):
         gate.counted_of((), (peer(0), admission(0)))
     assert gate.check(peer(0), admission(0), even_revoked=True)
     assert gate.admitted() == {}
