@@ -31,6 +31,7 @@ from .config import (
 )
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
+# Raised with whatever other peers can see, unless old peers ignore it by design.
 PROTOCOL_VERSION = 6
 
 

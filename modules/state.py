@@ -37,6 +37,7 @@ from .device import all_finite, own_pages
 from .grid import ModuleLayout
 
 STATE_FORMAT = "dipaco-state/1"
+# Of tokens and rounds: sums of two still fit into 64 bits.
 GREATEST_COUNT = 2**62
 
 

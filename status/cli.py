@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from .reading import RunReader
 
+# How often --watch draws anew, and how long a run that was just served may take to be found.
 WATCH_PERIOD_S = 5.0
 MANIFEST_WAIT_S = 10.0
 
