@@ -319,16 +319,16 @@ def plot(demo: Demo, scores: dict[str, float], file: Path) -> None:
     for path in sorted({p for _, p, _ in demo.validation}):
         points = sorted((number + 1, loss) for number, p, loss in demo.validation if p == path)
         left.plot(*zip(*points, strict=True), marker=".", label=f"path {path}")
-    for number, accident in demo.accidents.items():
-        left.axvline(number + 1, color="0.6", linewidth=1, linestyle="--")
-        left.text(
-            number + 1.1, 0.98, accident, rotation=90, fontsize=7, color="0.35",
-            verticalalignment="top", transform=left.get_xaxis_transform(),
-        )  # fmt: skip
+    for style, (number, accident) in zip(("--", ":"), demo.accidents.items(), strict=True):
+        left.axvline(
+            number + 1, ymax=0.74, color="0.5", linewidth=1, linestyle=style, label=accident
+        )
+    low, high = left.get_ylim()
+    left.set_ylim(low, high + 0.35 * (high - low))  # room for the legend
     left.set_xlabel("rounds")
     left.set_ylabel("held-out loss, nats a token")
     left.set_title("a swarm of four peers", fontsize=10)
-    left.legend(fontsize=8, loc="lower left")
+    left.legend(fontsize=7, loc="upper right", ncols=2, frameon=False)
     colors = ["0.75", "0.55", *["tab:blue"] * (len(scores) - 2)]
     bars = right.barh(list(scores), list(scores.values()), color=colors)
     right.invert_yaxis()
