@@ -47,7 +47,10 @@ from .setup import first_states, new_trainers
 
 
 class ReferenceSwarm:
-    """All peers of a run in one process.
+    """All peers of a run in one process, and in its memory.
+
+    With AdamW that is 12 bytes for each parameter of each peer's path, and 8 for each parameter of
+    each module.
 
     :param run: an opened run folder with every blob that its plan names
     :param steps_per_round: inner steps of a round; by default what the plan says
@@ -129,6 +132,7 @@ class ReferenceSwarm:
         paths = self.grid.paths_of_module(module)
         trainers = {p: trainer for p, trainer in self.trainers.items() if p.path in paths}
 
+        # Publish: a row says whose contribution it is, and of how many tokens.
         rows: list[Contribution] = []
         files: dict[str, bytearray] = {}
         for peer, trainer in trainers.items():
@@ -142,6 +146,7 @@ class ReferenceSwarm:
         if not rows:
             return
 
+        # Step: sums depend on their order, so everybody adds up in one.
         table = canonical_table(rows)
         in_order = [files[row.peer] for row in table]
         state = self._rule.step(self.states[module], in_order, table, self.next_round)
