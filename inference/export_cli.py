@@ -18,7 +18,7 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.base.settings import Option
 
-from .options import RerouterSettings
+from .options import InferenceSettings
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(RerouterSettings):
+class ExportSettings(InferenceSettings):
     """What `dipaco-export` can be told."""
 
     path: Annotated[int | None, Option("export this path", "P")] = None
@@ -143,7 +143,6 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
         _dtype(settings),
         notes=notes,
         evaluation=_evaluation(settings, source),
-        rerouter=_rerouter(settings, source),
         exact_tokenizer=settings.tokenizer == "exact",
         gguf=_gguf_type(settings),
         say=_say,
@@ -167,16 +166,6 @@ def _dtype(settings: ExportSettings) -> torch.dtype:
     from .export import DTYPES
 
     return DTYPES["float16" if settings.dtype == "q8_0" else settings.dtype]
-
-
-def _rerouter(settings: ExportSettings, source: StateSource) -> bytes | None:
-    """Return the rerouter's file: the one that is named, or the one beside the states, if any."""
-    from .rerouter import REROUTER_FILE, rerouter_bytes
-
-    beside = settings.state_folder / REROUTER_FILE if settings.state_folder else None
-    if settings.rerouter is None and (beside is None or not beside.is_file()):
-        return None
-    return rerouter_bytes(settings.read_rerouter(source.plan), source.plan)
 
 
 def _notes(settings: ExportSettings) -> CardNotes:

@@ -80,10 +80,10 @@ def computed() -> dict[str, str]:
         "file bytes": f"{file_bytes:,}",
         "tell (row)": size(tell),
         "get": size(get),
-        "get's reply": f"{len(framed(got)):,} + {file_bytes:,}",
+        "reply to get": f"{len(framed(got)):,} + {file_bytes:,}",
         "tell (step)": size(proposal),
         "ask": size(ask),
-        "ask's reply": size(answer),
+        "reply to ask": size(answer),
     }
 
 
