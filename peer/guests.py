@@ -110,7 +110,7 @@ def _is_of(admission: bytes, identity: Identity, gate: Gate) -> bool:
 
 
 class RevocationList:
-    """Refreshed by the publisher: the operator's newest list, stored again and kept on the disk.
+    """The operator's newest list, stored again at every refresh, and kept on the disk.
 
     The operator may put a newer one there while the node runs (`dipaco-bootstrap revoke`).
     """

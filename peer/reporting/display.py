@@ -18,7 +18,8 @@ from dipaco.base.errors import DipacoError, printable
 from dipaco.base.progress import shown_bytes
 from dipaco.peer.credit import own_tokens
 from dipaco.peer.node import Node
-from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.peer.own_status import PeerStatus
+from dipaco.peer.refresher import Refresher
 from dipaco.peer.settings import default_cache_folder
 
 # Plain lines for inner steps appear at most this often.
@@ -75,12 +76,12 @@ class Display:
         """Print one line above the panel."""
         self.console.print(printable(line), markup=False, soft_wrap=True)
 
-    def start(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+    def start(self, node: Node, refresher: Refresher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
         if self.console.is_terminal:
             if self._given.before is None:
                 self._given.before = own_tokens(node)
-            panel = LivePanel(node, publisher, status, self._given)
+            panel = LivePanel(node, refresher, status, self._given)
             self._live = Live(panel, console=self.console, refresh_per_second=2, transient=True)
             self._live.start()
 
@@ -171,9 +172,9 @@ class LivePanel:
     Drawn again by rich on every refresh.
     """
 
-    def __init__(self, node: Node, publisher: Publisher, status: PeerStatus, given: Given) -> None:
+    def __init__(self, node: Node, refresher: Refresher, status: PeerStatus, given: Given) -> None:
         self._node = node
-        self._publisher = publisher
+        self._refresher = refresher
         self._status = status
         self._given = given
 
@@ -214,7 +215,7 @@ class LivePanel:
 
     def _others_text(self) -> str:
         try:
-            view = self._publisher.view
+            view = self._refresher.view
         except DipacoError:
             return "not seen yet"
         others = {*view.present, *view.from_elsewhere} - {self._node.me}

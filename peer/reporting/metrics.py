@@ -19,8 +19,9 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.metrics import Metric
 from dipaco.peer.exchange.hello import SOFTWARE
 from dipaco.peer.node import Node
+from dipaco.peer.own_status import PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.peer.refresher import Refresher
 from dipaco.peer.settings import NodeSettings
 from dipaco.protocol.records import ClaimState, Reachability
 
@@ -74,13 +75,13 @@ class PeerMetrics(Collector):
         self._values: dict[str, dict[str, float]] = {}
         self._is_served = False
         self._node: Node | None = None
-        self._publisher: Publisher | None = None
+        self._refresher: Refresher | None = None
         self._status = PeerStatus()
 
-    def follow(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+    def follow(self, node: Node, refresher: Refresher, status: PeerStatus) -> None:
         """Read gauges from this run's parts from now on."""
         with self._lock:
-            self._node, self._publisher, self._status = node, publisher, status
+            self._node, self._refresher, self._status = node, refresher, status
             # From 0 on: of a series that begins with its first event, `increase` misses that one.
             for level in {level_of(module) for module in node.grid.modules()}:
                 for metric in PEER_METRICS:
@@ -142,12 +143,12 @@ class PeerMetrics(Collector):
         """Return all metrics. On the threads of Prometheus' server."""
         with self._lock:
             counted = {name: dict(found) for name, found in self._values.items()}
-            node, publisher, status = self._node, self._publisher, self._status
+            node, refresher, status = self._node, self._refresher, self._status
         moved = {
             "dipaco_sent_bytes_total": {"": float(self._uplink.sent_bytes)},
             "dipaco_received_bytes_total": {"": float(self._uplink.received_bytes)},
         }
-        values = {**counted, **_gauges(node, publisher, status), **moved}
+        values = {**counted, **_gauges(node, refresher, status), **moved}
         return [_family(metric, values.get(metric.name)) for metric in PEER_METRICS]
 
 
@@ -160,7 +161,7 @@ def _family(metric: Metric, values: Mapping[str, float] | None) -> Family:
 
 
 def _gauges(
-    node: Node | None, publisher: Publisher | None, status: PeerStatus
+    node: Node | None, refresher: Refresher | None, status: PeerStatus
 ) -> dict[str, Mapping[str, float]]:
     """Return what is read when it is asked for."""
     claim = status.claim
@@ -175,9 +176,9 @@ def _gauges(
         plain["states_held"] = len(node.held.all())
         if not node.schedule.fixed_steps:
             plain["round"] = max(0, node.schedule.round_at(node.clock.now()))
-    if publisher is not None:
+    if refresher is not None:
         try:
-            plain["peers_seen"] = len(publisher.view.present)
+            plain["peers_seen"] = len(refresher.view.present)
         except DipacoError:
             plain["peers_seen"] = 0
     return {

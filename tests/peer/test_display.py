@@ -17,8 +17,8 @@ from support.swarm_views import record
 from dipaco.base import running
 from dipaco.base.errors import NetworkError
 from dipaco.modules.grid import Grid
+from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import Activity, PeerStatus
 from dipaco.peer.reporting.display import Display, Given, LivePanel
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.view import SwarmView
@@ -49,8 +49,8 @@ def lines_of(
     given = Given()
     for kind, values in events:
         given.on_event(kind, values)
-    publisher = SimpleNamespace(view=SwarmView(0.0, peers=peers))
-    panel = LivePanel(node, publisher, status, given)  # type: ignore[arg-type]
+    refresher = SimpleNamespace(view=SwarmView(0.0, peers=peers))
+    panel = LivePanel(node, refresher, status, given)  # type: ignore[arg-type]
     console = Console(width=width, height=40, legacy_windows=False, color_system=None)
     with console.capture() as capture:
         console.print(panel)

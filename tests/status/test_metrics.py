@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.metrics import Metric, text_of
+from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import Activity, PeerStatus
 from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics
 from dipaco.peer.settings import PeerSettings
 from dipaco.status.metrics import PATH_STATES, SWARM_METRICS, swarm_text
@@ -87,10 +87,10 @@ def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], 
         schedule=SimpleNamespace(fixed_steps=0, round_at=lambda now_s: 5),
         clock=SimpleNamespace(now=lambda: 0.0),
     )
-    publisher = SimpleNamespace(view=SimpleNamespace(present=["A"]))
+    refresher = SimpleNamespace(view=SimpleNamespace(present=["A"]))
     claim = Activity("training", 3)
     status = PeerStatus(claim, waiting_for="others", reachable="direct", validation_loss=2.5)
-    metrics.follow(node, publisher, status)  # type: ignore[arg-type]
+    metrics.follow(node, refresher, status)  # type: ignore[arg-type]
     for kind, values in events:
         metrics.on_event(kind, values)
     return samples(text_of(metrics.collect()))

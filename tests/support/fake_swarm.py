@@ -53,7 +53,7 @@ class FakeEvents:
 
 
 class FakeDirectory:
-    """The DHT as one publisher uses it: what it published, and what others did.
+    """The DHT as one peer uses it: what it published, and what others did.
 
     `error` is raised by the next read, and by all that follow.
     """
@@ -145,7 +145,7 @@ class FakeExchange:
 
 
 class FakeSwarm:
-    """A view that a test sets, and a count of what was announced: the publisher for others."""
+    """A view that a test sets, and a count of what was announced: the refresher for others."""
 
     period_s = 500.0
 

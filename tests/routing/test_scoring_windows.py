@@ -1,3 +1,5 @@
+"""The windows in which a document is scored: every token counts once."""
+
 from __future__ import annotations
 
 import numpy as np

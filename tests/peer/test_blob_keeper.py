@@ -18,7 +18,7 @@ from support.make_plan import make_plan
 
 from dipaco.modules.config import RoundsConfig
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.keeper import RETRY_AFTER_S, Keeper
+from dipaco.peer.blob_keeper import RETRY_AFTER_S, BlobKeeper
 from dipaco.protocol.view import SwarmView
 
 OTHER = peer_id(2)
@@ -42,7 +42,7 @@ class Peer:
             blobs=self.fetcher,
         )
         swarm: Any = self.swarm
-        self.keeper = Keeper(node, swarm, self.background, monotonic=lambda: self.now_s)
+        self.keeper = BlobKeeper(node, swarm, self.background, monotonic=lambda: self.now_s)
 
 
 def test_one_blob_a_turn() -> None:
@@ -93,6 +93,6 @@ def test_an_unforeseen_exception_on_its_thread_is_not_silent() -> None:
     peer.fetcher.run_blobs = ("1" * 64,)
     peer.keeper.start()
     assert failed.wait(WAIT_S)
-    with pytest.raises(BackgroundError, match="the keeper thread failed: KeyError: 'x'"):
+    with pytest.raises(BackgroundError, match="the blob keeper thread failed: KeyError: 'x'"):
         peer.background.check()
     peer.keeper.stop()

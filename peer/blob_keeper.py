@@ -16,30 +16,30 @@ from dipaco.protocol.keeping import keepers
 
 from .background import Background
 from .node import Node
-from .publisher import Publisher
+from .refresher import Refresher
 
-logger = logging.getLogger("dipaco.peer.keeper")
+logger = logging.getLogger("dipaco.peer.blob_keeper")
 
 # What could not be fetched is not asked for again for so long.
 RETRY_AFTER_S = 20.0
 
 
-class Keeper:
+class BlobKeeper:
     """The background thread that copies blobs."""
 
     def __init__(
         self,
         node: Node,
-        publisher: Publisher,
+        refresher: Refresher,
         background: Background,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node, self._publisher = node, publisher
+        self._node, self._refresher = node, refresher
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._monotonic = monotonic
         self._retry_at: dict[str, float] = {}
-        self._thread = background.thread("keeper", self._run)
+        self._thread = background.thread("blob keeper", self._run)
 
     def start(self) -> None:
         """Begin."""
@@ -53,7 +53,7 @@ class Keeper:
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            self._wake.wait(self._publisher.period_s)
+            self._wake.wait(self._refresher.period_s)
             if not self._stopping.is_set():
                 self.keep()
 
@@ -61,9 +61,9 @@ class Keeper:
         """Fetch the blobs of the run that are assigned to this peer, one a turn."""
         node, fetcher = self._node, self._node.fetcher
         try:
-            view = self._publisher.view
+            view = self._refresher.view
         except DipacoError as error:
-            logger.debug("keeper: %s", error)
+            logger.debug("blob keeper: %s", error)
             return
         present = view.present
         for sha256 in fetcher.all_blobs():
@@ -80,5 +80,5 @@ class Keeper:
                 self._retry_at[sha256] = self._monotonic() + RETRY_AFTER_S
                 logger.info("could not copy a blob: %s", error)
                 continue
-            self._publisher.announce_blobs()
+            self._refresher.announce_blobs()
             return

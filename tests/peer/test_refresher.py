@@ -1,4 +1,4 @@
-"""The publisher: what it says of this peer, and what it does when the DHT fails it."""
+"""The refresher: what it says of this peer, whom it calls, and what it does without the DHT."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from dipaco.base.errors import ClockError, NetworkError
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.publisher import Activity, PeerStatus, Publisher
+from dipaco.peer.own_status import Activity, PeerStatus
+from dipaco.peer.refresher import Refresher
 from dipaco.protocol.coverage import scope_of
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.records import ProgressEntry
@@ -37,7 +38,7 @@ OTHER = peer_id(1)
 
 
 class Peer:
-    """A publisher that runs on its own thread against a directory in memory."""
+    """A refresher that runs on its own thread against a directory in memory."""
 
     def __init__(
         self, folder: Path, sizes: tuple[int, ...] = (2, 2), *, inner_steps: int = 0
@@ -73,9 +74,9 @@ class Peer:
             exchange=exchange,
             initial_peers=(),
         )
-        self.publisher = Publisher(node, self.status, self.background)
-        self.publisher.start()
-        self.publisher.refresh()
+        self.refresher = Refresher(node, self.status, self.background)
+        self.refresher.start()
+        self.refresher.refresh()
 
     def claim(self, path: int, *, pinned: bool = False) -> None:
         """Claim a path now."""
@@ -86,16 +87,16 @@ class Peer:
 def peer(tmp_path: Path) -> Iterator[Peer]:
     peer = Peer(tmp_path)
     yield peer
-    peer.publisher.stop(withdraw=False)
+    peer.refresher.stop(withdraw=False)
 
 
 def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
-    """The publisher signs a record at every look at the clock while claims are made and moved."""
+    """A record is signed at every look at the clock while claims are made and moved."""
     main, inside = threading.current_thread(), threading.Lock()
 
     def publish_meanwhile() -> None:
         if threading.current_thread() is main and inside.acquire(blocking=False):
-            peer.publisher.refresh()
+            peer.refresher.refresh()
             inside.release()
 
     peer.time.on_look = publish_meanwhile
@@ -106,7 +107,7 @@ def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
     peer.claim(1, pinned=True)
     peer.time.now_s = 5000.0
     peer.claim(2)
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     said = [(c.path, c.since_s, c.pinned) for c in peer.directory.claims if c is not None]
     whole = [(0, 1000.0, False), (1, 2000.0, False), (2, 3000.0, False), (1, 4000.0, True)]
     assert list(dict.fromkeys(said)) == [*whole, (2, 5000.0, False)]
@@ -115,7 +116,7 @@ def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
 def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     peer.claim(1, pinned=True)
     peer.status.waiting_for = "L0: have 1, need 2 [of L0.E0]" + " and more" * 20
-    view = peer.publisher.refresh()
+    view = peer.refresher.refresh()
     assert view.claims[ME].path == 1
     waits_for = peer.directory.peers[-1].waits_for
     assert waits_for.startswith("L0: have 1, need 2 ?of L0.E0?")
@@ -124,18 +125,18 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     assert peer.directory.peers[-1].state == "joining"
     assert peer.directory.manifests == [b"manifest"]
     peer.status.claim = Activity("leaving", 1)
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     assert peer.directory.claims[-1] is None
-    peer.publisher.stop(withdraw=True)
+    peer.refresher.stop(withdraw=True)
     assert peer.directory.holdings == {}
 
 
 def test_who_leaves_says_goodbye_and_does_not_vanish(peer: Peer) -> None:
     """The last one left would believe itself cut off, and commit nothing for eight rounds."""
     peer.claim(1)
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     peer.status.claim = Activity("leaving", 1)
-    peer.publisher.stop(withdraw=True)
+    peer.refresher.stop(withdraw=True)
     said = [peer.directory.peers[-1], *peer.directory.modules.values()]
     assert {(record.state, record.reachable) for record in said} == {("leaving", "outgoing")}
     assert said[0].addresses == ()
@@ -148,13 +149,13 @@ def one_of_many(tmp_path: Path) -> Iterator[Peer]:
     """A peer in a run of 128 paths, so of two buckets: even paths, and odd ones."""
     peer = Peer(tmp_path, (8, 16))
     yield peer
-    peer.publisher.stop(withdraw=False)
+    peer.refresher.stop(withdraw=False)
 
 
 def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many: Peer) -> None:
     peer = one_of_many
     peer.claim(17)
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     assert peer.directory.last(1).path == 17
     # The modules of path 17, and one of which it serves a state.
     said = peer.directory.modules
@@ -166,15 +167,15 @@ def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many: 
 def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many: Peer) -> None:
     peer = one_of_many
     peer.claim(17)
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     peer.claim(18)
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     assert (peer.directory.last(1).path, peer.directory.last(1).state) == (17, "leaving")
     assert (peer.directory.last(0).path, peer.directory.last(0).state) == (18, "joining")
     said = peer.directory.modules
     assert (said["L1.E1"].path, said["L1.E1"].state) == (17, "leaving")
     assert (said["L0.E1"].path, said["L1.E2"].path) == (18, 18)
-    peer.publisher.stop(withdraw=True)
+    peer.refresher.stop(withdraw=True)
     last = peer.directory.last(0)
     assert (last.path, last.state) == (18, "leaving")
     # All goodbyes are left to expire.
@@ -192,7 +193,7 @@ def test_progress_stands_in_the_bucket_of_its_path(one_of_many: Peer) -> None:
             validation_tokens=1,
             train_loss=1.0,
         )
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     found = {
         bucket: [entry.path for entry in record.entries]
         for bucket, record in peer.directory.progress.items()
@@ -203,17 +204,17 @@ def test_progress_stands_in_the_bucket_of_its_path(one_of_many: Peer) -> None:
 def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many: Peer) -> None:
     peer = one_of_many
     seen: list[SwarmView] = []
-    peer.publisher.on_view(seen.append)
+    peer.refresher.on_view(seen.append)
     far = peer_record(OTHER, "training").model_copy(update={"path": 3})
     peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: far})
     own = scope_of(("L0.E1",), (0,), peer.grid)
-    peer.publisher.watch(own)
-    wide = peer.publisher.refresh((1,))
+    peer.refresher.watch(own)
+    wide = peer.refresher.refresh((1,))
     assert wide.scope == own.with_buckets((1,))
     assert set(wide.peers) == {OTHER}
-    assert peer.publisher.view.scope == seen[-1].scope == own
-    assert not peer.publisher.view.peers
-    assert peer.publisher.refresh().scope == own
+    assert peer.refresher.view.scope == seen[-1].scope == own
+    assert not peer.refresher.view.peers
+    assert peer.refresher.refresh().scope == own
 
 
 def test_what_changed_is_published_without_reading(peer: Peer) -> None:
@@ -228,7 +229,7 @@ def test_what_changed_is_published_without_reading(peer: Peer) -> None:
 
     peer.directory.publish_peer = note
     peer.claim(1)
-    peer.publisher.announce()
+    peer.refresher.announce()
     assert published.wait(60.0)
     assert peer.directory.reads == reads
 
@@ -238,30 +239,30 @@ def test_with_fixed_steps_every_change_is_a_reason_to_read(tmp_path: Path) -> No
     for round_index in (1, 2, 3):
         reads = peer.directory.reads
         peer.status.round_index = round_index
-        peer.publisher.announce()
+        peer.refresher.announce()
         deadline = time.monotonic() + 15.0
         while peer.directory.reads == reads:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    peer.publisher.stop(withdraw=False)
+    peer.refresher.stop(withdraw=False)
 
 
 def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:
     peer.directory.error = NetworkError("the DHT is slow")
-    before = peer.publisher.view
+    before = peer.refresher.view
     reads = peer.directory.reads
-    assert peer.publisher.refresh().now_s == before.now_s
+    assert peer.refresher.refresh().now_s == before.now_s
     assert peer.directory.reads > reads
     peer.directory.error = None
     peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: peer.directory.peers[-1]})
-    assert set(peer.publisher.refresh().peers) == {OTHER}
+    assert set(peer.refresher.refresh().peers) == {OTHER}
     peer.background.check()
 
 
 def test_a_dht_that_died_ends_the_peer(peer: Peer) -> None:
     peer.directory.error, peer.directory.failure = NetworkError("no answer"), "p2pd has ended"
     with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
-        peer.publisher.refresh()
+        peer.refresher.refresh()
     with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
         peer.background.check()
 
@@ -280,9 +281,9 @@ def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_do
     peer.time.clock.has_jumped = has_jumped
     failed = threading.Event()
     peer.background.on_failure(failed.set)
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     if not has_jumped:
-        peer.publisher._measure_clock()
+        peer.refresher._neighbours.measure_clock()
         peer.background.check()
         return
     assert measured.wait(60.0)
@@ -296,8 +297,8 @@ def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_do
 
 def test_an_unforeseen_exception_is_raised_by_who_waits(peer: Peer) -> None:
     peer.directory.error = KeyError("x")
-    with pytest.raises(BackgroundError, match="the publisher thread failed: KeyError: 'x'"):
-        peer.publisher.refresh()
+    with pytest.raises(BackgroundError, match="the refresher thread failed: KeyError: 'x'"):
+        peer.refresher.refresh()
     with pytest.raises(BackgroundError, match="report it"):
         peer.background.check()
 
@@ -305,8 +306,8 @@ def test_an_unforeseen_exception_is_raised_by_who_waits(peer: Peer) -> None:
 def test_peers_that_went_missing_are_called(peer: Peer) -> None:
     record = peer.directory.peers[-1]
     peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: record})
-    peer.publisher.refresh()
+    peer.refresher.refresh()
     peer.directory.others = SwarmView(now_s=0.0)
-    peer.publisher.refresh()
-    peer.publisher.refresh()
+    peer.refresher.refresh()
+    peer.refresher.refresh()
     assert set(peer.directory.called) == {OTHER}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import torch
 from dipaco.modules.device import LEAST_OWN_VALUES, LOOKED_AT_VALUES, all_finite, own_pages
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.state import ModuleState, PathProgress, read_state, write_state
-from dipaco.peer.exchange.content import OpenContent
 
 SIZE = LEAST_OWN_VALUES + 3
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))
@@ -55,20 +53,3 @@ def test_a_state_lies_in_its_file_for_all_who_hold_it(tmp_path: Path) -> None:
     assert torch.equal(state.momentum, numbers / 2)
     with pytest.raises(ValueError, match="is another one"):
         state.rest_on(made_state(2.0))
-
-
-async def _read_all(content: OpenContent, offset: int, count: int) -> bytes:
-    found = b""
-    while data := await content.read(offset + len(found), count):
-        found += data
-    return found
-
-
-def test_content_in_parts_is_read_from_any_offset() -> None:
-    parts = (b"abc", memoryview(b"defgh"), b"", b"i")
-    content = OpenContent(parts)
-    assert content.size_bytes == 9
-    for offset in range(10):
-        for count in (1, 2, 9):
-            assert asyncio.run(_read_all(content, offset, count)) == b"abcdefghi"[offset:]
-    content.close()
