@@ -89,7 +89,7 @@ def _serve(
     background = Background()
     background.on_failure(stopping.set)
     refresher, blob_keeper = start_background(node, status, background, events)
-    metrics.follow(node, refresher, status)
+    metrics.follow(node, refresher, status, lambda: len(node.held.all()))
     metrics.serve(settings, display.say)
     addresses = visible_addresses(node.dht)
     write_address_file(settings, addresses)

@@ -148,7 +148,7 @@ class InviteSettings(Settings):
     expires_days: Annotated[
         float | None,
         Option(
-            "days within which they have to join; who is in stays in (default: no limit)",
+            "days after which nobody counts by it any more (default: no limit)",
             "DAYS",
             least=0,
             most=36_500,

@@ -162,7 +162,7 @@ def _train(
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
     refresher, blob_keeper = start_background(node, status, background, events)
-    metrics.follow(node, refresher, status)
+    metrics.follow(node, refresher, status, lambda: len(node.held.all()))
     metrics.serve(settings, display.say)
     display.start(node, refresher, status)
     trainer = PathTrainer(
@@ -227,7 +227,11 @@ def start_background(
     refresher.refresh_too(RevocationList(node.gate, node.folder))
     _watch_reachability(node, status, refresher, background, events)
     known = KnownPeers(node.cache_folder)
-    refresher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))
+    refresher.on_view(
+        lambda view: known.note(
+            node.run_id, node.initial_peers, view, node.me, node.contributors.all()
+        )
+    )
     refresher.start()
     refresher.refresh()
     blob_keeper.start()

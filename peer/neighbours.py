@@ -29,6 +29,7 @@ class Neighbours:
         self._node, self._background = node, background
         self._directory, self._clock = node.directory, node.clock
         self._clock_countdown = CLOCK_PERIODS
+        self._contributors = frozenset[str]()
         self._addresses: dict[str, tuple[str, ...]] = {}
         for address in node.initial_peers:
             peer = peer_of(address)
@@ -48,10 +49,20 @@ class Neighbours:
         except DipacoError as error:
             logger.debug("looking after neighbours: %s", error)
 
+    def note_contributors(self, view: SwarmView) -> None:
+        """Remember where those are who contributed lately, and have room for their records."""
+        contributors = self._node.contributors
+        contributors.note_addresses({peer: said.addresses for peer, said in view.peers.items()})
+        peers = frozenset(contributors.all())
+        if peers != self._contributors:
+            self._directory.note_contributors(peers)
+            self._contributors = peers
+
     def measure_clock(self) -> None:
         """Compare this clock with those of neighbours; one that was set wrongly ends the peer."""
         try:
-            self._clock.measure(self._node.exchange)
+            given = tuple(map(peer_of, self._node.initial_peers))
+            self._clock.measure(self._node.exchange, given, self._node.check.is_in)
         except ClockError as error:
             if self._clock.has_jumped:
                 # Hivemind's part of this machine goes by the wrong time; nothing here can mend it.
@@ -65,10 +76,15 @@ class Neighbours:
         known = set(self._known_peers)
         self._known_peers.extend(sorted(present - known - {self._node.me}))
         missing = [peer for peer in self._known_peers if peer not in present]
-        if not missing:
-            return
+        contributors = self._node.contributors.all()
+        hidden = [peer for peer in contributors if peer not in present and peer not in known]
         called = missing[:CALLED_AT_ONCE]
-        self._directory.call_peers({peer: self._addresses.get(peer, ()) for peer in called})
+        places = {
+            peer: self._addresses.get(peer, ()) or contributors.get(peer, ())
+            for peer in (*called, *hidden[:CALLED_AT_ONCE])
+        }
+        if places:
+            self._directory.call_peers(places)
         # Those called last are called first next time.
         for peer in called:
             self._known_peers.remove(peer)

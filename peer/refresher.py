@@ -193,6 +193,7 @@ class Refresher:
         )
         self._wide_view = wide if further else None
         self._view = wide.narrowed(scope, self._node.grid)
+        self._neighbours.note_contributors(wide)
         for listener in self._listeners:
             listener(self._view)
         for records in self._further_records:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class ServedRun:
     """None: nothing is taken from others (`put` is refused)."""
     admission: bytes | None = None
     """This peer's own; None for a process that only reads."""
+    has_contributed: Callable[[str], bool] = lambda peer: False
+    """Tells who has rows in the last steps, and so has room before others."""
 
     # -- what others are answered
 

@@ -104,7 +104,7 @@ def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
     wait_for(lambda: other.told)
     assert [told.peer for told in other.told] == [one.peer]
     assert not knows(other.chains, step.name)
-    other.gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
+    other.gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: 0}, OPERATOR))
     one.exchange.tell([other.peer], MODULE, [row_of(0, 1)])
     assert one.exchange.ask(other.peer, MODULE, [GENESIS]) is not None
     assert len(other.told) == 1

@@ -15,6 +15,7 @@ from support.fake_swarm import (
     FakeDirectory,
     FakeEvents,
     FakeExchange,
+    FakeRun,
     FakeTime,
     head,
     peer_id,
@@ -27,10 +28,10 @@ from dipaco.base.errors import ClockError, NetworkError
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
+from dipaco.peer.exchange.contributors import Contributors
 from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.refresher import Refresher
 from dipaco.protocol.coverage import scope_of
-from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import SwarmView
 
@@ -60,12 +61,8 @@ class Peer:
         exchange: Any = FakeExchange()
         states: Any = SimpleNamespace(all=lambda: tuple(self.held.values()))
         node: Any = SimpleNamespace(
-            me=ME,
+            **vars(FakeRun(self.plan, self.time.clock)),
             directory=self.directory,
-            plan=self.plan,
-            grid=self.grid,
-            schedule=RoundSchedule(self.plan.rounds, self.grid, self.plan.start_s),
-            clock=self.time.clock,
             held=states,
             blobs=self.blobs,
             fetcher=SimpleNamespace(all_blobs=tuple),
@@ -73,6 +70,8 @@ class Peer:
             earlier_manifests=tuple,
             exchange=exchange,
             initial_peers=(),
+            check=SimpleNamespace(is_in=lambda peer: True),
+            contributors=Contributors(),
         )
         self.refresher = Refresher(node, self.status, self.background)
         self.refresher.start()

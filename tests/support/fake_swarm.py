@@ -14,6 +14,7 @@ from dipaco.peer.exchange.clock import Clock
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.chain import Head
 from dipaco.protocol.coverage import Scope
+from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.protocol.view import SwarmView
 
@@ -37,6 +38,15 @@ class FakeTime:
     def _look(self) -> float:
         self.on_look()
         return self.now_s
+
+
+class FakeRun:
+    """A run that was joined: what a reader of a node needs (`JoinedRun`)."""
+
+    def __init__(self, plan: RunPlan, clock: Clock, me: str = ME) -> None:
+        self.me, self.plan, self.clock = me, plan, clock
+        self.grid = Grid(plan.model, plan.grid)
+        self.schedule = RoundSchedule(plan.rounds, self.grid, plan.start_s)
 
 
 class FakeEvents:
