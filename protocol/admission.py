@@ -433,27 +433,13 @@ class Gate:
         Raises `AdmissionError` when that peer is out: more peers that came before it use its
         invitation than it is for, or it has ended.
         """
-<<<<<<< HEAD
-        if own is not None:
-            try:
-                self.check(*own)
-            except RecordError as error:
-                raise AdmissionError(f"this peer is no longer admitted: {error}") from None
-            seen = {*seen, own[0]}
-        known = self.admitted()
-        admitted = {peer: known[peer] for peer in seen if peer in known}
-        found = counted(admitted.items())
-        if own is not None and own[0] not in found:
-            name = invitation_of(own[1])
-            places = admitted[own[0]].places
-=======
         found = {peer for peer in seen if self.admission_of(peer) is not None}
         if own is None:
             return frozenset(found)
         try:
             admission = self.check_own(*own)
         except RecordError as error:
-            raise AdmissionError(f"this peer is out: {error}") from None
+            raise AdmissionError(f"this peer is no longer admitted: {error}") from None
         with self._lock:
             places = self._places.get(admission.invitation, {})
             if self._own_rank is None:
@@ -468,7 +454,6 @@ class Gate:
                 if peer in places and places[peer].rank < self._own_rank
             ]
         if len(before) >= admission.places:
->>>>>>> main
             raise AdmissionError(
                 f"all places of the invitation {admission.invitation} are taken, by "
                 f"{admission.places} that came before this peer; ask the operator for another "

@@ -17,7 +17,13 @@ from torch import nn
 
 from dipaco.base.errors import ConfigurationError, DipacoError, nearest_name
 from dipaco.modules.config import InnerConfig
-from dipaco.modules.device import autocast_for, load_bitsandbytes, sent, training_format
+from dipaco.modules.device import (
+    Fetched,
+    autocast_for,
+    load_bitsandbytes,
+    sent,
+    training_format,
+)
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
@@ -96,7 +102,7 @@ class InnerLoop:
         self.kind = optimizer if config.optimizer == "adamw" else f"{config.optimizer}+{optimizer}"
         self.steps_since_fresh = 0
         self.skipped_steps = 0
-        self._unread: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._unread: deque[tuple[int, Fetched]] = deque()
         self._newest_loss = math.nan
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.dtype = training_format(device, exact=exact)
@@ -156,15 +162,15 @@ class InnerLoop:
         self._scaler.update()
         self._forget_gradients()
         self.steps_since_fresh += 1
-        self._unread.append((path_step, loss, finite))
+        self._unread.append((path_step, Fetched(torch.stack((loss, finite.to(loss.dtype))))))
         return self._read(later=1 if on_device else 0)
 
     def _read(self, later: int = 0) -> float:
         """Wait for all steps but the last `later` ones; return the newest loss that is known."""
         while len(self._unread) > later or (self._unread and math.isnan(self._newest_loss)):
-            path_step, loss, finite = self._unread.popleft()
-            self._newest_loss = loss.item()
-            if not finite:
+            path_step, numbers = self._unread.popleft()
+            self._newest_loss, is_finite = numbers.read()
+            if not is_finite:
                 self.steps_since_fresh -= 1
                 self._report_skipped(path_step, self._newest_loss)
         return self._newest_loss

@@ -20,7 +20,6 @@ NAMES = sorted(
 )
 
 sys.path.insert(0, str(FOLDER))
-import gpu_path  # noqa: E402
 import worth  # noqa: E402
 from parts import common, mutations  # noqa: E402
 from parts.changed_run import ChangedRun, read_changes  # noqa: E402
@@ -135,49 +134,6 @@ def test_memory_of_a_process_tree() -> None:
         assert tree[0].proportional_mib >= tree[0].anonymous_mib > 1.0
         assert any(p.pid == child.pid and p.parent == os.getpid() for p in tree)
         child.communicate(b"\n")
-
-
-def test_the_150m_path_counts_its_operations() -> None:
-    parameters = gpu_path.path_parameters(gpu_path.PATH_150M)
-    assert 140e6 < parameters < 160e6
-    attention = 12 * 12 * 896 * 1024
-    assert gpu_path.flops_per_token(gpu_path.PATH_150M) == 6 * parameters + attention
-
-
-@pytest.mark.parametrize(
-    ("card", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.0),
-        ("NVIDIA H100 NVL", 835.0),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA L40", 181.0),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA L4", 121.0),
-        ("NVIDIA A10", 125.0),
-        ("Tesla T4", 65.0),
-        ("NVIDIA GeForce RTX 4090", 165.0),
-        ("NVIDIA GeForce RTX 4090 D", 147.0),
-        ("NVIDIA GeForce RTX 5090", 209.5),
-        ("NVIDIA RTX A1000", None),
-    ],
-)
-def test_peaks_of_cards(card: str, peak: float | None) -> None:
-    assert gpu_path.peak_of(card) == peak
-
-
-def test_no_gpu_is_one_clear_line() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "gpu_path.py")],
-        env={**common.one_thread(), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    assert "no CUDA device" in done.stdout
 
 
 def test_synthetic_run_is_a_whole_run(tmp_path: Path) -> None:

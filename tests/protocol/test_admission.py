@@ -115,7 +115,7 @@ def test_an_expired_invitation_lets_nobody_in_and_ends_who_is_in() -> None:
     assert gate.admission_of(peer(0)) is None
     with pytest.raises(RecordError, match="has expired"):
         gate.check(peer(0), mine)
-    with pytest.raises(AdmissionError, match="this peer is out: .*expired"):
+    with pytest.raises(AdmissionError, match="this peer is no longer admitted: .*expired"):
         gate.counted_of((), (peer(0), mine))
     # Somebody whose software does not care.
     patient = dataclasses.replace(brief, terms=Terms(RUN, 2, 0))

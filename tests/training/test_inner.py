@@ -405,17 +405,3 @@ def test_a_state_that_does_not_fit_starts_afresh(caplog: pytest.LogCaptureFixtur
         assert "starting afresh" in caplog.text
         assert loop.steps_since_fresh == 0
         loop.step(batch_of(), 0)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_cuda_trains_compiled_in_mixed_precision(optimizer: str) -> None:
-    cuda = torch.device("cuda")
-    model = model_of().to(cuda)
-    loop = InnerLoop(model, config_of(), cuda, optimizer=optimizer, compile_model=True)
-    losses = [loop.step(batch_of(), step) for step in range(30)]
-    assert losses[-1] < 2.5
-    kept = loop.state_dict()
-    assert loop.load_state_dict(kept)
-    assert loop.step(batch_of(), 30) < 2.5
-    assert all(p.dtype == torch.float32 for p in model.parameters())
