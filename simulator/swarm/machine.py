@@ -19,7 +19,7 @@ from typing import Any
 
 from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
-from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Wait
+from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Tell, Wait
 from dipaco.protocol.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
@@ -132,6 +132,11 @@ class Machine:
     def act(self, action: Action) -> None:
         """Carry out what the member wants."""
         self.carrying.do(action)
+        if isinstance(action, Tell) and action.steps:
+            self.after_telling(action)
+
+    def after_telling(self, action: Tell) -> None:
+        """A fault may happen here."""
 
     def start_work(self, module: str, anchor: str) -> None:
         """Begin to train a module from a state."""
