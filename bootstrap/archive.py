@@ -25,6 +25,8 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state
 from dipaco.peer.node import Node
+from dipaco.peer.path_files import PathFiles
+from dipaco.peer.winning_states import WinningStates
 from dipaco.protocol.chain import Head
 from dipaco.protocol.coverage import whole_scope
 from dipaco.routing.run_folder import RunFolder
@@ -159,11 +161,12 @@ class Archivist:
         node, archive = self._node, self._archive
         now_s = node.clock.now()
         view = node.directory.read_view(node.plan, node.grid, now_s, whole_scope(node.grid))
+        winning = WinningStates(node, PathFiles(node))
 
         def stored(head: Head) -> ModuleState | None:
             return archive.stored(head.module, head.digest, node.grid)
 
         def state(module: str) -> ModuleState | None:
-            return node.fetcher.winning_state(module, view, stored=stored)
+            return winning.state(module, view, stored=stored)
 
         return archive.write(node.run_folder, node.plan, node.grid, state, now_s)

@@ -17,6 +17,8 @@ from dipaco.protocol.manifest import newest_run
 from dipaco.protocol.view import SwarmView
 
 from .node import Node, join_run
+from .path_files import PathFiles
+from .winning_states import WinningStates
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ class ReadOnlyClient:
         except BaseException:
             self._remove_temporary()
             raise
+        self._winning = WinningStates(self._node, PathFiles(self._node))
         self._view: SwarmView | None = None
 
     def __enter__(self) -> ReadOnlyClient:
@@ -108,7 +111,7 @@ class ReadOnlyClient:
 
     def chain(self, module: str) -> tuple[Step, ...]:
         """Return the steps of the heaviest chain of a module that anybody serves, oldest first."""
-        book = self._node.fetcher.chains(module, self.view())
+        book = self._winning.chains(module, self.view())
         return book.steps_between(book.genesis(module), book.heaviest(module).name)
 
     def winning_state(self, module: str) -> ModuleState | None:
@@ -117,7 +120,7 @@ class ReadOnlyClient:
         Raises `NetworkError` when states are announced and none can be had.
         """
         view = self.view()
-        state = self._node.fetcher.winning_state(module, view, stored=self._stored)
+        state = self._winning.state(module, view, stored=self._stored)
         if state is not None and self._keeps_states:
             self._node.states.save(state)
         holders = sum(holding.head.version > 0 for holding in view.holdings.get(module, ()))

@@ -47,7 +47,7 @@ from dipaco.peer.exchange.transport import HivemindTransport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.chain import genesis_name
+from dipaco.protocol.chain import MARK_BYTES, genesis_name
 from dipaco.protocol.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.protocol.manifest import SignedManifest, verify_manifest
 from dipaco.protocol.member.rounds import RoundSchedule
@@ -104,6 +104,8 @@ class Node(Membership):
     cache_folder: Path
     earlier: Node | None = None
     """The run that this process worked on before, whose content it still serves."""
+    trained_modules: frozenset[str] = frozenset()
+    """What this process trains at present; others may ask."""
     _lock_file: int | None = None
     shard_index: ShardIndex | None = None
     _rule: OuterRule | None = None
@@ -201,6 +203,7 @@ class Node(Membership):
                 self.check,
                 self.contributions if self.directory.admission is not None else None,
                 self.directory.admission,
+                lambda module: module in self.trained_modules,
             )
         )
 
@@ -398,7 +401,7 @@ def _open_run(
 def greatest_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
     """Return the most bytes that a contribution to a module may have."""
     codec = OuterRule.of(plan, None).codec_of(module)
-    return greatest_contribution_bytes(codec, grid.layout(module))
+    return MARK_BYTES + greatest_contribution_bytes(codec, grid.layout(module))
 
 
 def _find_manifest(

@@ -23,6 +23,7 @@ import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from dipaco.modules.device import all_finite
 from dipaco.modules.outer import publish
 from dipaco.modules.state import ModuleState
 from dipaco.peer.reporting.events import EventLog
-from dipaco.protocol.chain import Head, Row, sign_row
+from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.view import claimed_tokens
@@ -137,20 +138,21 @@ class OuterSteps:
             self._report(e.Failed(action, reason, is_final=True))
             return
         data = publish(gradient, node.rule.codec_of(module))
-        row = sign_row(
-            Row(
-                module,
-                action.round_index,
-                action.parent,
-                snapshot.path,
-                node.me,
-                claimed_tokens(node.plan, snapshot.tokens, action.round_index),
-                hashlib.sha256(data).hexdigest(),
-                len(data),
-            ),
-            node.identity.key,
+        unnamed = Row(
+            module,
+            action.round_index,
+            action.parent,
+            action.state,
+            snapshot.path,
+            node.me,
+            claimed_tokens(node.plan, snapshot.tokens, action.round_index),
+            "",
+            MARK_BYTES + len(data),
         )
-        node.contributions.add(row, data)
+        hasher = hashlib.sha256(unnamed.mark)
+        hasher.update(data)
+        row = sign_row(replace(unnamed, file=hasher.hexdigest()), node.identity.key)
+        node.contributions.add(row, (row.mark, data))
         node.chains.note_rows((row,))
         self._report(e.Published(module, row))
 
@@ -159,7 +161,7 @@ class OuterSteps:
     def _gather(self, action: a.Gather) -> None:
         def done(row: Row, reason: str, is_refused: bool) -> None:
             if not reason:
-                self._report(e.Gathered(row.module, row.file))
+                self._report(e.Gathered(row.module, row))
                 return
             logger.debug("file %s of %s: %s", row.file[:12], row.module, reason)
             self._report(e.Failed(a.Gather(row.module, (row,)), reason, is_refused))
@@ -175,7 +177,8 @@ class OuterSteps:
     def _check_file(self, row: Row, file: Path) -> None:
         """Raise `IntegrityError` when a file is no contribution to its module."""
         node = self._node
-        node.rule.codec_of(row.module).check(_mapped(file), node.grid.layout(row.module).size)
+        values = node.grid.layout(row.module).size
+        node.rule.codec_of(row.module).check(_mapped(file)[MARK_BYTES:], values)
 
     # -- compute
 
@@ -192,6 +195,8 @@ class OuterSteps:
             raise StorageError(f"the state after {action.base[:12]} is not here any more")
         paths = node.grid.paths_of_module(module)
         for step in action.steps:
+            if step.state != state.digest:
+                raise IntegrityError(f"step {step.name[:12]} stands on another state than is here")
             files = [self._contribution(row) for row in step.rows]
             state = node.rule.step(state, files, step.table, step.round_index, paths)
         step = action.steps[-1]
@@ -204,7 +209,7 @@ class OuterSteps:
         path = self._node.contributions.find(row.file)
         if path is None:
             raise StorageError(f"the file of {row.peer} is not here any more")
-        return _mapped(path)
+        return _mapped(path)[MARK_BYTES:]
 
     # -- fetch
 

@@ -200,6 +200,7 @@ class Session:
         self.node.held.forget_all()
         optimizer_state = self.node.states.load_optimizer(action.path)
         self._trainer.start_path(action.path, states, data.stream, optimizer_state=optimizer_state)
+        self.node.trained_modules = frozenset(states)
         self._resumed = optimizer_state is not None
         self.status.validation_loss = float("nan")
 
@@ -230,6 +231,7 @@ class Session:
             self._optimizer.keep()
         self.node.held.save_all()
         self.node.held.forget_all()
+        self.node.trained_modules = frozenset()
         self._files.forget()
         self._trainer.release()
         self._set_waiting("")

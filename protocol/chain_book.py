@@ -8,11 +8,16 @@ peers has another one, under a lock. Whoever adds a step has checked its rows.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .chain import Head, Step, genesis_name
 
+# Steps whose contributors say who matters now.
+RECENT_STEPS = 3
+# Steps that are computed at most to have a state: the files of older ones are gone anywhere.
+GREATEST_REPLAY = 3
 # Names in a locator: the newest ten, then at doubled distances, and the genesis.
 DENSE_NAMES = 10
 # Steps of a module that are known beside what is kept; beyond, only the heaviest tips stay.
@@ -40,6 +45,18 @@ class Link:
         """Return what is announced of a state after this step."""
         place = (self.version, self.weight, self.round_index)
         return Head(self.module, self.name, *place, digest, size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """What the state after a step can be computed from without believing anybody in particular."""
+
+    before: Link
+    """The step whose state is to be fetched, or is known: a genesis."""
+    digest: str
+    """Of that state, as the rows of the next step name it; empty of a genesis, which is known."""
+    steps: tuple[Step, ...]
+    """To be computed on top of it, oldest first."""
 
 
 class ChainBook:
@@ -198,7 +215,7 @@ class ChainBook:
         found.reverse()
         return tuple(found[:limit]), len(found) > limit
 
-    def contributors(self, name: str, steps: int = 3) -> frozenset[str]:
+    def contributors(self, name: str, steps: int = RECENT_STEPS) -> frozenset[str]:
         """Return whose rows are in the last `steps` steps of a chain."""
         found: set[str] = set()
         for link in self.back_from(name):
@@ -207,6 +224,29 @@ class ChainBook:
             found |= link.step.peers
             steps -= 1
         return frozenset(found)
+
+    def is_vouched_by_most(self, link: Link) -> bool:
+        """Tell whether most of those who contributed before a step are in it: its rows name the
+        state before it."""
+        before = self.contributors(link.parent, RECENT_STEPS)
+        return link.step is not None and 2 * len(link.step.peers & before) >= len(before)
+
+    def vouched(self, name: str) -> Vouched:
+        """Return how the state after a step is had by who trusts nothing but the chain.
+
+        From the state before the newest step that is of most, so that one peer alone vouches for
+        nothing where others do; the files of more than `GREATEST_REPLAY` steps are gone anywhere.
+        """
+        near = list(itertools.islice(self.back_from(name), GREATEST_REPLAY))
+        near = [link for link in near if link.step is not None]
+        if not near:
+            return Vouched(self._links[name], "", ())
+        newest = next((link for link in near if self.is_vouched_by_most(link)), near[0])
+        if near[-1].version == 1:
+            newest = near[-1]  # A genesis is known to all.
+        before = self._links[newest.parent]
+        steps = self.steps_between(before.name, name)
+        return Vouched(before, steps[0].state if before.step is not None else "", steps)
 
     def prune(self, module: str, keep: str, depth: int) -> None:
         """Forget the branches of a module that parted from the chain to `keep` more than `depth`

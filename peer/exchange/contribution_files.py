@@ -9,19 +9,31 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore, is_sha256
+from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_write, spare_bytes, storage_errors
 from dipaco.modules.contributions import Data
-from dipaco.protocol.chain import Row
+from dipaco.protocol.chain import MARK_BYTES, Row
 
 KEPT_ROUNDS = 3
 MOST_CONTRIBUTIONS_BYTES = 2**33
 # Of files in the folder whose bytes are still coming.
 PUT_PREFIX = ".put-"
+
+
+def check_is_of(row: Row, path: Path) -> None:
+    """Raise `IntegrityError` when a file is not the one that a row names: of another length, or
+    made for another row, which the mark at its beginning tells."""
+    with storage_errors(path), path.open("rb") as file:
+        size, mark = os.fstat(file.fileno()).st_size, file.read(MARK_BYTES)
+    if size != row.bytes:
+        raise IntegrityError(f"the file has {size} bytes, not {row.bytes}")
+    if mark != row.mark:
+        raise IntegrityError(f"the file was not made for this row of {row.peer}")
 
 
 @dataclass
@@ -69,15 +81,23 @@ class ContributionFiles:
 
     # -- coming and going
 
-    def add(self, row: Row, data: Data) -> Path:
+    def add(self, row: Row, parts: Sequence[Data]) -> Path:
         """Store an own contribution, which `row` names. Raises `StorageError`."""
         path = self._path(row)
         if not path.exists():
-            atomic_write(path, (data,))
+            atomic_write(path, parts)
         return self._note(row, path, is_checked=True)
 
     def install(self, row: Row, path: Path, *, is_mail: bool = False) -> Path:
-        """Move a file here that was fetched or put, and whose hash was checked."""
+        """Move a file here that was fetched or put, and whose hash was checked.
+
+        Raises `IntegrityError` when it is not the row's: nobody's file is kept for another's row.
+        """
+        try:
+            check_is_of(row, path)
+        except IntegrityError:
+            path.unlink(missing_ok=True)
+            raise
         target = self._path(row)
         with storage_errors(self.folder):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from dipaco.protocol.member.events import Answered, Told
 
 from .calls import PROTOCOL_NAME, begin, call
 from .clock import ClockSample
+from .contribution_files import check_is_of
 from .hello import Greeting, Hello, clock_samples, say_hello
 from .loop_thread import LoopThread, run_blocking
 from .messages import (
@@ -83,8 +84,9 @@ class Exchange:
         self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
-        """Files that are on their way, with the peers that may have them."""
-        self._arrivals: dict[str, asyncio.Event] = {}
+        """By row: files that are on their way, with the peers that may have them."""
+        self._arrivals: dict[str, tuple[str, asyncio.Event]] = {}
+        """By row: the hash of a file that is waited for."""
 
     # -- life
 
@@ -114,8 +116,9 @@ class Exchange:
         """A file is here, perhaps because its owner has put it: look at once."""
 
         async def wake() -> None:
-            if sha256 in self._arrivals:
-                self._arrivals[sha256].set()
+            for wanted, arrival in self._arrivals.values():
+                if wanted == sha256:
+                    arrival.set()
 
         self._thread.spawn(wake())
 
@@ -295,7 +298,7 @@ class Exchange:
     def gather(
         self,
         rows: Sequence[Row],
-        others: Mapping[str, tuple[str, ...]],
+        others: Sequence[str],
         *,
         check: Callable[[Row, Path], None],
         on_done: Callable[[Row, str, bool], None],
@@ -303,9 +306,9 @@ class Exchange:
     ) -> None:
         """Get the files of rows into `contributions`; returns at once.
 
-        :param others: by file, peers that may have it beside its owner
+        :param others: peers that may have them beside their owners
         :param check: raises `IntegrityError` when a file is no contribution; on a thread of its own
-        :param on_done: hears, once for each file and on another thread, the reason why not (""),
+        :param on_done: hears, once for each row and on another thread, the reason why not (""),
             and whether the file came and was refused. Of a file that is on its way already the
             first alone is told; `others` are asked too.
         """
@@ -313,11 +316,11 @@ class Exchange:
         async def begin_all() -> None:
             # On the loop alone, where files that are on their way end too.
             for row in rows:
-                peers = {row.peer, *others.get(row.file, ())} - {self.peer_id}
-                if row.file in self._gathering:
-                    self._gathering[row.file] |= peers
+                peers = {row.peer, *others} - {self.peer_id}
+                if row.name in self._gathering:
+                    self._gathering[row.name] |= peers
                     continue
-                self._gathering[row.file] = peers
+                self._gathering[row.name] = peers
                 self._thread.spawn(self._gather_one(row, check, on_done, timeout_s))
 
         self._thread.spawn(begin_all())
@@ -339,18 +342,17 @@ class Exchange:
         except Exception as error:
             reason = str(error) or type(error).__name__
         finally:
-            self._gathering.pop(row.file, None)
-            self._arrivals.pop(row.file, None)
+            self._gathering.pop(row.name, None)
+            self._arrivals.pop(row.name, None)
         on_done(row, reason, is_refused)
 
     def _check_file(self, row: Row, path: Path, check: Callable[[Row, Path], None]) -> None:
         files = self._run.contributions
         assert files is not None
+        check_is_of(row, path)
         if files.is_checked(row.file):
             return
         try:
-            if path.stat().st_size != row.bytes:
-                raise IntegrityError(f"the file has {path.stat().st_size} bytes, not {row.bytes}")
             check(row, path)
         except IntegrityError:
             files.remove(row.file)
@@ -368,7 +370,7 @@ class Exchange:
             if found is not None:
                 return found
             left_s = until_s - time.monotonic()
-            peers = self._gathering.get(row.file, set())
+            peers = self._gathering.get(row.name, set())
             order = [row.peer] if row.peer in peers else []
             order += spread(row.file, peers - {row.peer}, self.peer_id)
             try:
@@ -380,17 +382,19 @@ class Exchange:
                     timeout_s=max(1.0, left_s),
                     slots=self._urgent_slots,
                 )
-                return await run_blocking(files.install, row, path)
             except IntegrityError as error:
                 # Another file under this name says nothing of the row.
                 reason: DipacoError = NetworkError(str(error))
             except NetworkError as error:
                 reason = error
+            else:
+                return await run_blocking(files.install, row, path)
             if time.monotonic() + wait_s > until_s:
                 raise reason
-            self._arrivals[row.file] = asyncio.Event()
+            arrival = asyncio.Event()
+            self._arrivals[row.name] = (row.file, arrival)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._arrivals[row.file].wait(), wait_s)
+                await asyncio.wait_for(arrival.wait(), wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
 
 

@@ -17,14 +17,12 @@ from dipaco.modules.config import ModelConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
-from dipaco.protocol.chain import Head
-from dipaco.protocol.chain_book import ChainBook
-from dipaco.protocol.view import SwarmView
+from dipaco.protocol.chain import Head, Row
 from dipaco.routing.token_files import token_dtype
 
+from .contribution_files import check_is_of
 from .exchange import Exchange
 from .partial_file import prune_partial_files
-from .transfer import spread
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
@@ -38,8 +36,6 @@ NEEDED_LIMIT_S, NEEDED_AGAIN_S = 30.0, 2.0
 TURN_S = 0.5
 # Unfinished downloads of states that are kept for another attempt.
 MAX_SCRATCH_PARTIALS = 8
-# What a reader of a module asks: holders of so many heads, so many of each, and so many pages.
-HEADS_READ, HOLDERS_ASKED, GREATEST_PAGES = 4, 3, 1000
 
 
 class ContentFetcher:
@@ -136,6 +132,23 @@ class ContentFetcher:
         found = self._directory.find_blob_holders(sha256)
         return tuple(dict.fromkeys((*found, *self._given_peers)))
 
+    def contribution(self, row: Row, holders: Sequence[str]) -> Path:
+        """Fetch the file of a row; the caller removes it. Raises `NetworkError`, and
+        `IntegrityError` when it was not made for this row."""
+        path = self._exchange.get(
+            row.file,
+            tuple(holders),
+            self._scratch,
+            greatest_bytes=row.bytes,
+            timeout_s=FETCH_TIMEOUT_S,
+        )
+        try:
+            check_is_of(row, path)
+        except IntegrityError:
+            path.unlink(missing_ok=True)
+            raise
+        return path
+
     def state(self, wanted: Head, holders: Sequence[str]) -> ModuleState:
         """Fetch one module state by its digest and check it against the module's shape.
 
@@ -176,64 +189,6 @@ class ContentFetcher:
         except DipacoError as error:
             logger.warning("state %s here: %s; it is fetched", wanted.digest[:12], error)
             return None
-
-    # -- for readers
-
-    def chains(self, module: str, view: SwarmView) -> ChainBook:
-        """Return the chains of a module as those who announce states of it tell, checked.
-
-        A holder's word for its weight is not taken: its steps are asked for from the genesis.
-        """
-        book = ChainBook(self._plan.run_id, [module])
-        announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
-        ranked = sorted(announced.values(), key=lambda head: head.rank)
-        for head in ranked[:HEADS_READ]:
-            for peer in spread(head.step, view.holders(module, head.step), "")[:HOLDERS_ASKED]:
-                if head.step in book:
-                    break
-                self._read_chain(book, module, peer)
-        return book
-
-    def _read_chain(self, book: ChainBook, module: str, peer: str) -> None:
-        """Ask one peer for its chain, page by page."""
-        locator = book.locator(book.heaviest(module).name)
-        for _ in range(GREATEST_PAGES):
-            answer = self._exchange.ask(peer, module, locator)
-            if answer is None:
-                return
-            try:
-                if not all(book.add(step) for step in answer.steps):
-                    return
-            except ValueError:
-                return
-            if not answer.has_more or not answer.steps:
-                return
-            locator = book.locator(answer.steps[-1].name)
-
-    def winning_state(
-        self,
-        module: str,
-        view: SwarmView,
-        *,
-        stored: Callable[[Head], ModuleState | None] = lambda head: None,
-    ) -> ModuleState | None:
-        """Fetch the announced state of `module` that stands on the heaviest chain.
-
-        A state that cannot be fetched or is wrong is skipped with one log line. None: nothing was
-        trained yet, or no state can be had. What `stored` has is not fetched.
-        """
-        book = self.chains(module, view)
-        announced = {h.head.step for h in view.holdings.get(module, ()) if h.head.step in book}
-        links = sorted((book.link(step) for step in announced), key=lambda link: link.rank)
-        for link in links:
-            head = view.agreed_head(module, link.name)
-            if head is None or link.step is None:
-                continue
-            try:
-                return stored(head) or self.state(head, view.holders(module, link.name))
-            except (IntegrityError, NetworkError) as error:
-                logger.warning("state %s of %s: %s", head.digest[:12], module, error)
-        return None
 
 
 def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:

@@ -122,6 +122,8 @@ class AskReply(Message):
     rows: list[Any] = Field(max_length=MAX_ANSWERED_ROWS)
     has_more: bool
     held: HeldState | None
+    trains: bool = False
+    """Whether this peer trains the module."""
     admissions: Admissions
 
 

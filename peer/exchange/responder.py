@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dipaco.base.errors import IntegrityError
 from dipaco.base.repetition import Complaints
 from dipaco.protocol.chain import Row
 from dipaco.protocol.member.events import Told
@@ -255,7 +256,10 @@ async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slo
                 await run_blocking(file.write, data)
         if hasher.hexdigest() != row.file:
             return False
-        await run_blocking(lambda: files.install(row, path, is_mail=True))
+        try:
+            await run_blocking(lambda: files.install(row, path, is_mail=True))
+        except IntegrityError:
+            return False
         return True
     finally:
         with contextlib.suppress(OSError):

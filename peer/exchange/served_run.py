@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class ServedRun:
     """None: nothing is taken from others (`put` is refused)."""
     admission: bytes | None = None
     """This peer's own; None for a process that only reads."""
+    trains: Callable[[str], bool] = lambda module: False
+    """Whether this peer trains a module."""
 
     # -- what others are answered
 
@@ -62,6 +64,7 @@ class ServedRun:
             rows=[pack_row(row) for row in known.rows],
             has_more=known.has_more,
             held=HeldState.of(known.held) if known.held is not None else None,
+            trains=self.trains(request.module),
             admissions=self.chains.admissions_of(peers_of(known.rows, known.steps)),
         )
 
@@ -92,7 +95,7 @@ class ServedRun:
         if held is not None and not self.check.is_plausible_head(held):
             held = None
         has_more = reply.has_more and len(steps) == len(reply.steps)
-        return Answered(peer, module, steps, rows, has_more, held)
+        return Answered(peer, module, steps, rows, has_more, held, reply.trains)
 
     def row_to_store(self, peer: str, request: PutRequest) -> Row | None:
         """Return the row of a put if its file may be stored: it is of who puts it, and admitted."""

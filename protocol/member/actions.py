@@ -176,6 +176,11 @@ class FetchState(Action):
     head: Head
     holders: tuple[str, ...]
 
+    @property
+    def module(self) -> str:
+        """Whose state it is."""
+        return self.head.module
+
 
 @dataclass(frozen=True)
 class Check(Action):

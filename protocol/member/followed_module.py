@@ -25,7 +25,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import Link
+from dipaco.protocol.chain_book import RECENT_STEPS, Link
 
 from . import actions as a
 from . import events as e
@@ -33,7 +33,6 @@ from .contributors import Contributors
 from .knowledge import Knowledge
 from .module_chain import ModuleChain
 from .proposing import MAILBOXES, Proposing, Role, Round
-from .quorums import RECENT_STEPS
 from .round_rows import RoundRows
 from .taking import Stage, Taking
 

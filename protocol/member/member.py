@@ -134,7 +134,7 @@ class Member:
         return actions
 
     def _on_module(self, event: e.Event) -> None:
-        """Hand what concerns one module to its followed."""
+        """Hand on what concerns one module."""
         about = event.action if isinstance(event, e.Failed) else event
         followed = self.modules.get(getattr(about, "module", ""))
         if followed is not None:

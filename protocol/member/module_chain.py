@@ -18,7 +18,7 @@ from dipaco.protocol.chain import Head
 from dipaco.protocol.chain_book import ChainBook, Link
 
 from .knowledge import Knowledge
-from .quorums import RECENT_STEPS, is_majority
+from .quorums import is_majority
 
 # Branches that parted so many steps ago are forgotten, and not looked at.
 REMEMBERED_STEPS = 64
@@ -57,7 +57,7 @@ class ModuleChain:
 
     def recent(self, step: str | None = None) -> frozenset[str]:
         """Return who contributed to the last steps up to one, by itself the own."""
-        return self.book.contributors(step or self.stand, RECENT_STEPS)
+        return self.book.contributors(step or self.stand)
 
     def voters(self, step: str) -> frozenset[str]:
         """Return who contributed to the last steps up to one, and still trains the module."""
@@ -75,12 +75,6 @@ class ModuleChain:
         steps = self.book.steps_between(fork, step)
         made = {peer for found in steps[1:] or steps for peer in found.peers}
         return is_majority(made, self.voters(fork))
-
-    def is_vouched_by_most(self, link: Link) -> bool:
-        """Tell whether most of those who contributed before a step are in it: their rows name the
-        state before it."""
-        step, before = link.step, self.recent(link.parent)
-        return step is not None and (not before or is_majority(step.peers, before))
 
     def contradicts(self, link: Link) -> bool:
         """Tell whether a step names another state than the one that is, or was, held here."""

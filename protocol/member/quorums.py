@@ -3,9 +3,9 @@
                                        enough
     to propose a step                  more than half of the voters, or no voter, or two rounds
                                        that brought no step
-    to vouch for a state to a newcomer more than half of those who contributed before
     to overrule a held-out loss, or    more than half of the voters, and at least one
     the digest that was computed here
+    to vouch for a state               half of those who contributed before (`ChainBook.vouched`)
 
 The *voters* are those who contributed to the last steps and still train the module.
 """
@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-# Steps whose contributors say who matters now.
-RECENT_STEPS = 3
 # Rounds without a step after which a proposal needs no quorum: else a swarm whose members left
 # without a word would stand still.
 ROUNDS_IN_VAIN = 2

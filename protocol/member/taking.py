@@ -24,19 +24,18 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import Link
+from dipaco.protocol.chain_book import GREATEST_REPLAY, Link
 
 from .actions import Check, Compute, FetchState, Forget, Warn
 from .events import Checked, StateHere
 from .knowledge import Knowledge
 from .module_chain import ModuleChain
 from .proposing import Proposing
+from .quorums import is_majority
 from .round_rows import RoundRows
 
 # A state that makes the held-out loss worse by more nats than this is not believed.
 MUCH_WORSE_NATS = 0.5
-# Steps that are computed at most: the files of older ones are gone anywhere.
-GREATEST_REPLAY = 3
 # A step whose state nobody gave is tried again after so many rounds.
 ABSENT_ROUNDS = 1.0
 
@@ -130,7 +129,8 @@ class Taking:
 
     def _is_wrong_here(self, link: Link) -> bool:
         """Tell whether most others name another state: then it is this machine that is wrong."""
-        if not self._chain.is_vouched_by_most(link):
+        voters = self._chain.voters(link.parent)
+        if link.step is None or not is_majority(link.step.peers, voters):
             return False
         what = f"{self._chain.module}: this machine computed another state than most others"
         self._known.do(Warn(f"{what}; its memory or processor may be broken; takes theirs"))
@@ -151,25 +151,16 @@ class Taking:
         return None
 
     def _is_costly(self, plan: _Plan) -> bool:
-        """Tell whether its files are more bytes than a state."""
-        return 0 < plan.base.bytes < sum(row.bytes for row in plan.missing.values())
+        """Tell whether the files of the steps before the last, which a fetched state would spare,
+        are more bytes than a state."""
+        before = [row for step in plan.steps[:-1] for row in step.rows if row.name in plan.missing]
+        return 0 < plan.base.bytes < sum(row.bytes for row in before)
 
     def _plan_from_vouched(self, target: Link) -> _Plan:
-        """Plan from a state that rows name: before the newest step that is of most, so that one
-        peer alone vouches for nothing where others do."""
-        book = self._chain.book
-        links = [link for link in book.back_from(target.name) if link.step is not None]
-        if not links:
-            return self._plan_of(target, target.head("", 0), (), is_vouched=True)
-        near = links[:GREATEST_REPLAY]
-        newest = next((link for link in near if self._chain.is_vouched_by_most(link)), near[0])
-        if near[-1].version == 1:
-            newest = near[-1]  # The genesis is known: nobody has to be believed.
-        assert newest.step is not None
-        before = book.link(newest.parent)
-        digest = newest.step.state if before.step is not None else ""
-        steps = book.steps_between(before.name, target.name)
-        return self._plan_of(target, before.head(digest, 0), steps, is_vouched=True)
+        """Plan from a state that rows of the chain name."""
+        found = self._chain.book.vouched(target.name)
+        base = found.before.head(found.digest, 0)
+        return self._plan_of(target, base, found.steps, is_vouched=True)
 
     def _plan_of(
         self, target: Link, base: Head, steps: tuple[Step, ...], *, is_vouched: bool = False

@@ -21,7 +21,7 @@ from dipaco.protocol.member import events as e
 
 OTHER, MODULE, RUN = peer_id(1), "L0.E0", "0123456789abcdef"
 WAIT_S = 30.0
-ROW = Row(MODULE, 0, genesis_name(RUN, MODULE), 0, OTHER, 64, "f" * 64, 10)
+ROW = Row(MODULE, 0, genesis_name(RUN, MODULE), "5" * 64, 0, OTHER, 64, "f" * 64, 10)
 STEP = Step.of([ROW])
 ANSWER = e.Answered(OTHER, MODULE, (STEP,), (ROW,), has_more=True)
 

@@ -243,7 +243,7 @@ def computed_vectors() -> dict[str, str]:
     files = [CODECS["int4"].encode(gradient) for gradient in gradients]
     parent = genesis_name("0123456789abcdef", "L0.E0")
     rows = [
-        Row("L0.E0", 1, parent, row.path, row.peer, row.tokens, f"{number:064x}", 34)
+        Row("L0.E0", 1, parent, row.state, row.path, row.peer, row.tokens, f"{number:064x}", 34)
         for number, row in enumerate(table)
     ]
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import random
 from typing import Any
@@ -17,6 +18,7 @@ from support.peers import RUN, key, peer
 from dipaco.modules.grid import Grid
 from dipaco.protocol import chain_book
 from dipaco.protocol.chain import (
+    MARK_BYTES,
     MAX_ROWS,
     Row,
     Step,
@@ -44,11 +46,12 @@ def row(number: int = 0, round_index: int = 0, parent: str = GENESIS, **fields: 
         "module": MODULE,
         "round_index": round_index,
         "parent": parent,
+        "state": hashlib.sha256(parent.encode()).hexdigest(),
         "path": PATHS[number % len(PATHS)],
         "peer": peer(number),
         "tokens": 100,
         "file": f"{number:064x}",
-        "bytes": 10,
+        "bytes": 50,
         **fields,
     }
     return sign_row(Row(**said), key(number))
@@ -91,11 +94,12 @@ CHANGES: dict[str, Any] = {
     "module": "L1.E0",
     "round_index": 1,
     "parent": "0" * 64,
+    "state": "0" * 64,
     "path": PATHS[1],
     "peer": peer(1),
     "tokens": 101,
     "file": "f" * 64,
-    "bytes": 11,
+    "bytes": 51,
     "signature": bytes(64),
 }
 
@@ -126,7 +130,7 @@ def test_every_bit_of_a_signature_counts() -> None:
         ({"round_index": 2**31}, "of round"),
         ({"tokens": 0}, "of 0 tokens"),
         ({"tokens": MAX_COUNT + 1}, "tokens"),
-        ({"bytes": 0}, "of 0 bytes"),
+        ({"bytes": MARK_BYTES}, "of 32 bytes"),
         ({"bytes": GREATEST_BYTES + 1}, "at most 1000 are possible"),
     ],
 )
@@ -164,7 +168,7 @@ def test_a_name_covers_everything_before_it_and_the_run() -> None:
 
 def test_rows_that_do_not_belong_together_are_no_step() -> None:
     for other in (row(1, 1), row(1, parent="0" * 64), row(1, module="L1.E0")):
-        with pytest.raises(ValueError, match="another module, round or parent"):
+        with pytest.raises(ValueError, match="another module, round, parent or state"):
             Step.of([row(0), other])
     with pytest.raises(ValueError, match="a peer has two"):
         Step.of([row(0), row(0, path=PATHS[1])])

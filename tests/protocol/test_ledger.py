@@ -18,7 +18,7 @@ def chain(module: str, *rounds: dict[str, tuple[int, int]]) -> list[Step]:
     for index, said in enumerate(rounds):
         parent = steps[-1].name if steps else genesis_name(RUN, module)
         rows = (
-            Row(module, index, parent, path, peer, tokens, "f" * 64, 1)
+            Row(module, index, parent, "5" * 64, path, peer, tokens, "f" * 64, 1)
             for peer, (path, tokens) in said.items()
         )
         steps.append(Step.of(rows))

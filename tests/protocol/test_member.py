@@ -26,7 +26,7 @@ from dipaco.protocol.member import events as e
 from dipaco.protocol.member.copies import Copies
 from dipaco.protocol.member.knowledge import MemberSettings, mailbox_order
 from dipaco.protocol.member.member import Member
-from dipaco.protocol.member.outer_round import Role
+from dipaco.protocol.member.proposing import Role
 from dipaco.protocol.records import Holding
 
 
@@ -38,7 +38,7 @@ def test_the_first_mailbox_proposes_as_soon_as_everybody_s_file_is_here() -> Non
     member.hear(others[0])
     member.hear(others[1], gathered=False)
     assert member.proposed() == []
-    member.strand.handle(e.Gathered(MODULE, name(f"file {others[1]}")))
+    member.gathered(member.row(others[1]))
     (step,) = member.proposed()
     assert step.peers == set("ABC")
 
@@ -64,7 +64,7 @@ def test_the_next_mailbox_proposes_when_it_hears_nothing() -> None:
     assert member.proposed() == []
     member.wait(0.2)
     for ask in member.take(a.Ask):
-        member.strand.handle(e.Failed(ask, "it is silent"))
+        member.module.handle(e.Failed(ask, "it is silent"))
     member.wait(0.2)
     assert len(member.proposed()) == 1
 
@@ -92,46 +92,46 @@ def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
-    genesis = member.strand.stand
+    genesis = member.module.stand
     step = Step.of([member.row(peer) for peer in "ABC"])
-    member.strand.hear_steps([step], first)
+    member.module.hear_steps([step], first)
     gathers = member.take(a.Gather)
     assert {row.peer for gather in gathers for row in gather.rows} == set("ABC") - {second}
     for peer in "ABC":
-        member.strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+        member.gathered(member.row(peer))
     (compute,) = member.take(a.Compute)
     assert (compute.base, compute.steps) == (genesis, (step,))
     head = Head(MODULE, step.name, 1, 3, 0, name("state"), 10**6)
-    member.strand.handle(e.StateHere(MODULE, head))
+    member.module.handle(e.StateHere(MODULE, head))
     (adopt,) = member.take(a.Adopt)
     assert (adopt.head, adopt.is_own_in, adopt.is_round) == (head, True, True)
     # One that is as heavy, with a greater name, changes nothing.
-    assert member.strand.stand == step.name
+    assert member.module.stand == step.name
 
 
 def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round() -> None:
     """It contributes before the boundary; those who stay wait for theirs, and make one step."""
     boxes = mailbox_order(MODULE, 1, set("AB"))
     member = Trainer(boxes[0], "ABC")
-    strand = member.strand
+    module = member.module
     first = Step.of([member.row(peer) for peer in "ABC"])
-    strand.book.add(first)
-    strand.head, strand.stand = Head(MODULE, first.name, 1, 3, 0, name("own"), 10**6), first.name
-    strand.is_open = False
+    member.chain.book.add(first)
+    member.stand_on(first)
+    module.round.is_open = False
     member.known.view = view_of("AB")
 
     def row(peer: str) -> Row:
         return member.row(peer, round_index=1, file=name(f"file {peer} 1"))
 
     member.known.now_s += 0.5 * DURATION_S
-    strand.hear_rows([row("C")], "C")
-    strand.handle(e.Gathered(MODULE, row("C").file))
+    module.hear_rows([row("C")], "C")
+    member.gathered(row("C"))
     assert member.proposed() == []
     member.known.now_s = BOUNDARY_S + DURATION_S
-    strand.begin(1, member.known.now_s)
-    strand.published(row(boxes[0]))
-    strand.hear_rows([row(boxes[1])], boxes[1])
-    strand.handle(e.Gathered(MODULE, row(boxes[1]).file))
+    module.begin(1, member.known.now_s)
+    member.module.handle(e.Published(MODULE, row(boxes[0])))
+    module.hear_rows([row(boxes[1])], boxes[1])
+    member.gathered(row(boxes[1]))
     (step,) = member.proposed()
     assert step.peers == set("ABC")
 
@@ -143,8 +143,8 @@ def test_the_heavier_chain_wins_and_then_the_smaller_name() -> None:
     heavy = Step.of([member.row(peer) for peer in "ABC"])
     also = Step.of([member.row(peer, tokens=11) for peer in "ABC"])
     for step in (light, heavy, also):
-        member.strand.hear_steps([step], first)
-    assert member.strand.heaviest().name == min(heavy.name, also.name)
+        member.module.hear_steps([step], first)
+    assert member.chain.heaviest().name == min(heavy.name, also.name)
 
 
 def test_of_a_peer_one_row_counts_in_a_round() -> None:
@@ -153,8 +153,9 @@ def test_of_a_peer_one_row_counts_in_a_round() -> None:
     member.publish()
     other, last = sorted(set("ABC") - {first})
     member.hear(other)
-    member.strand.hear_rows([member.row(other, tokens=10**6, file=name("second"))], other)
-    member.strand.handle(e.Gathered(MODULE, name("second")))
+    second = member.row(other, tokens=10**6, file=name("second"))
+    member.module.hear_rows([second], other)
+    member.gathered(second)
     member.hear(last)
     (step,) = member.proposed()
     assert next(row.tokens for row in step.rows if row.peer == other) == 10
@@ -165,38 +166,39 @@ def test_a_file_that_is_no_contribution_is_in_no_step() -> None:
     member = Trainer(second, "ABC")
     member.publish()
     step = Step.of([member.row(peer) for peer in "ABC"])
-    member.strand.hear_steps([step], first)
+    member.module.hear_steps([step], first)
     member.refuse(first)
     assert member.take(a.Warn)
-    assert member.strand.heaviest().name == member.strand.book.genesis(MODULE)
+    assert member.chain.heaviest().name == member.chain.book.genesis(MODULE)
 
 
 def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
+    """Its step is no step after G; it is passed over, and in the next round not awaited."""
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
     member.hear(*sorted(set("ABC") - {first, second}))
     silent = Step.of([member.row(peer) for peer in "ABC"])
-    held = Head(MODULE, silent.name, 1, 3, 0, name("state"), 10**6)
-    member.known.view = view_of("ABC", held=[Holding(first, held)])
-    member.strand.hear_steps([silent], first)
+    member.module.hear_steps([silent], first)
     proposed: list[Step] = []
     while not proposed and member.known.now_s < BOUNDARY_S + DURATION_S:
         member.wait(1.0)
         actions, member.known.actions = member.known.actions, []
         for ask in (action for action in actions if isinstance(action, a.Ask)):
-            member.strand.handle(e.Failed(ask, "it is silent"))
+            member.module.handle(e.Failed(ask, "it is silent"))
         proposed = [s for tell in actions if isinstance(tell, a.Tell) for s in tell.steps]
+    assert member.known.now_s <= BOUNDARY_S + 2 * GATHER_S
     assert proposed[0].peers == set("ABC") - {first}
-    made = Head(MODULE, proposed[0].name, 1, 2, 0, name("without"), 10**6)
-    member.strand.handle(e.StateHere(MODULE, made))
-    assert member.strand.stand == made.step
-    # The heavier one is taken when it comes after all.
-    member.strand.handle(e.StateHere(MODULE, held))
-    (check,) = member.take(a.Check)
-    assert check.step == silent.name
-    member.strand.handle(e.Checked(MODULE, silent.name, 3.0, 3.0))
-    assert member.strand.heaviest().name == member.strand.stand == silent.name
+    member.module.handle(e.StateHere(MODULE, member.head(proposed[0])))
+    assert member.module.stand == proposed[0].name
+    assert member.module.waits_for().endswith("of 2")
+    # What others have built on it is another matter: then rows name its state.
+    others = [p for p in "ABC" if p != second]
+    rows = [member.row(p, parent=silent.name, round_index=1, file=name(f"{p} 1")) for p in others]
+    member.known.now_s = BOUNDARY_S + DURATION_S + GATHER_S
+    member.module.hear_steps([Step.of(rows)], first)
+    (fetch,) = member.take(a.FetchState)
+    assert (fetch.head.step, fetch.head.digest) == (silent.name, name(silent.name))
 
 
 def test_a_file_is_asked_for_at_a_few_mailboxes_however_many_train_the_module() -> None:
@@ -204,7 +206,7 @@ def test_a_file_is_asked_for_at_a_few_mailboxes_however_many_train_the_module() 
     member = Trainer("peer 0", peers)
     member.hear("peer 1", gathered=False)
     (gather,) = member.take(a.Gather)
-    assert len(gather.others[name("file peer 1")]) <= 5
+    assert len(gather.others) <= 5
 
 
 def test_a_peer_whose_file_is_refused_is_not_waited_for() -> None:
@@ -224,116 +226,131 @@ def test_what_stands_on_an_unknown_parent_is_asked_for() -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     strange = Step.of([member.row("A", parent=name("unknown"), round_index=3)])
-    member.strand.hear_steps([strange], first)
+    member.module.hear_steps([strange], first)
     (ask,) = member.take(a.Ask)
     assert ask.peer == first
-    assert ask.locator[-1] == member.strand.book.genesis(MODULE)
+    assert ask.locator[-1] == member.chain.book.genesis(MODULE)
 
 
 @pytest.mark.parametrize("loss", [9.0, math.nan])
 def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss: float) -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
-    strand = member.strand
+    module = member.module
     base = Step.of([member.row(peer) for peer in "ABC"])
-    strand.book.add(base)
     mine = Step.of([member.row(second, parent=base.name, round_index=1)])
-    strand.book.add(mine)
-    strand.head = Head(MODULE, mine.name, 2, 4, 1, name("mine"), 10**6)
-    strand.stand = mine.name
-    strand.open_round(1, BOUNDARY_S + DURATION_S)
+    member.stand_on(base, mine)
     foreign = Step.of([member.row(p, parent=base.name, round_index=1) for p in "XYZ"])
-    theirs = Head(MODULE, foreign.name, 2, 6, 1, name("foreign"), 10**6)
-    member.known.view = view_of("ABC", held=[Holding("X", theirs)])
-    member.known.now_s += DURATION_S + GATHER_S + 4 * GRACE_S
-    strand.hear_steps([foreign], first)
-    (fetch,) = member.take(a.FetchState)
-    strand.handle(e.StateHere(MODULE, fetch.head))
+    member.known.now_s += DURATION_S + GATHER_S
+    module.hear_steps([foreign], first)
+    member.gathered(*foreign.rows)
+    module.handle(e.StateHere(MODULE, member.head(foreign)))
     (check,) = member.take(a.Check)
-    strand.handle(e.Checked(MODULE, check.step, 2.0, loss))
+    module.handle(e.Checked(MODULE, check.step, 2.0, loss))
     assert member.take(a.Adopt) == []
-    assert strand.heaviest().name == mine.name
-    assert strand.stand == mine.name
+    assert member.chain.heaviest().name == module.stand == mine.name
     # It is believed when most of those who counted at the fork have gone on with it.
     others = sorted(set("ABC") - {second})
     joined = Step.of([member.row(p, parent=foreign.name, round_index=2) for p in others])
-    theirs = Head(MODULE, joined.name, 3, 8, 2, name("joined"), 10**6)
-    member.known.view = view_of("ABC", held=[Holding(first, theirs)])
-    strand.hear_steps([joined], first)
-    strand.handle(e.StateHere(MODULE, member.take(a.FetchState)[-1].head))
-    strand.handle(e.Checked(MODULE, joined.name, 2.0, 9.0))
+    member.known.now_s += DURATION_S
+    module.hear_steps([joined], first)
+    member.gathered(*joined.rows)
+    module.handle(e.StateHere(MODULE, member.head(joined)))
+    module.handle(e.Checked(MODULE, joined.name, 2.0, 9.0))
     assert [adopt.head.step for adopt in member.take(a.Adopt)] == [joined.name]
-    assert strand.heaviest().name == joined.name
+    assert member.chain.heaviest().name == joined.name
+
+
+def test_honest_rows_in_a_step_that_their_peers_never_took_vouch_for_nothing() -> None:
+    """An insider has put a step of everybody's rows under a step of its own, and serves a state of
+    its choice; only its own row names that."""
+    first, second = first_and_second()
+    member = Trainer(second, "AB")
+    module = member.module
+    base = Step.of([member.row(peer) for peer in "ABX"])
+    mine = Step.of([member.row(second, parent=base.name, round_index=1)])
+    member.stand_on(base, mine)
+    shared = Step.of([member.row(p, parent=base.name, round_index=1, tokens=9) for p in "ABX"])
+    own = Step.of([member.row("X", parent=shared.name, state=name("forged"), round_index=2)])
+    member.known.now_s += 2 * DURATION_S + GATHER_S
+    module.hear_steps([shared, own], "X")
+    for fetch in member.take(a.FetchState):
+        module.handle(e.StateHere(MODULE, fetch.head))
+    member.gathered(*shared.rows, *own.rows)
+    forged = member.chain.book.link(own.name).head(name("forged too"), 10**6)
+    module.handle(e.StateHere(MODULE, forged))
+    module.handle(e.Checked(MODULE, own.name, 2.0, 9.0))
+    assert member.take(a.Adopt) == []
+    assert module.stand == mine.name
 
 
 def test_a_step_of_few_is_taken_once_there_was_time_for_a_better_one() -> None:
     """Nobody who is always first puts a state under the others; and a copy follows a lone trainer,
     whose rows are told inside its steps alone."""
     member = Trainer("D", "ABC")
-    strand, known = member.strand, member.known
-    strand.follow(Role.KEEPER)
+    module, known = member.module, member.known
+    module.follow(Role.KEEPER)
     known.path, known.now_s = None, BOUNDARY_S + 5 * DURATION_S
     row = member.row("A", round_index=5)
     step = Step.of([row])
-    strand.hear_steps([step], "A")
+    module.hear_steps([step], "A")
     assert member.take(a.Gather) == []
     member.wait(GATHER_S + 4 * GRACE_S)
     assert [gather.rows for gather in member.take(a.Gather)] == [(row,)]
-    strand.handle(e.Gathered(MODULE, row.file))
+    member.gathered(row)
+    (fetch,) = member.take(a.FetchState)
+    assert fetch.head.version == 0
+    module.handle(e.StateHere(MODULE, fetch.head))
     assert [compute.steps for compute in member.take(a.Compute)] == [(step,)]
 
 
-def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain() -> None:
-    member = Trainer("A", "AB")  # C and D have gone.
-    strand = member.strand
+@pytest.mark.parametrize(("there", "is_most"), [("ABC", True), ("ABCD", False)])
+def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain(there: str, is_most: bool) -> None:
+    member = Trainer("A", there)
+    module = member.module
     base = Step.of([member.row(peer) for peer in "ABCD"])
     mine = Step.of([member.row("A", parent=base.name, round_index=1)])
-    theirs = Step.of([member.row(p, parent=base.name, round_index=1) for p in "BE"])
-    for step in (base, mine, theirs):
-        strand.book.add(step)
-    strand.head, strand.stand = Head(MODULE, mine.name, 2, 5, 1, name("mine"), 10**6), mine.name
-    head = Head(MODULE, theirs.name, 2, 6, 1, name("theirs"), 10**6)
-    member.known.view = view_of("AB", held=[Holding("B", head)])
-    strand.open_round(1, BOUNDARY_S + DURATION_S)
-    member.known.now_s += DURATION_S + GATHER_S + 4 * GRACE_S
-    strand.consider()
-    (fetch,) = member.take(a.FetchState)
-    strand.handle(e.StateHere(MODULE, fetch.head))
-    strand.handle(e.Checked(MODULE, theirs.name, 2.0, 9.0))
-    assert [adopt.head.step for adopt in member.take(a.Adopt)] == [theirs.name]
+    theirs = Step.of([member.row(p, parent=base.name, round_index=1) for p in "BC"])
+    member.stand_on(mine)
+    member.known.now_s += DURATION_S + GATHER_S
+    module.hear_steps([theirs], "B")
+    member.gathered(*theirs.rows)
+    module.handle(e.StateHere(MODULE, member.head(theirs)))
+    module.handle(e.Checked(MODULE, theirs.name, 2.0, 9.0))
+    assert (member.take(a.Adopt) != []) is is_most
 
 
 def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:
     """Held-out documents of the new path say little: its other modules are another's."""
     member = Trainer("A", "ABC")
-    strand = member.strand
+    module = member.module
     own = Step.of([member.row(peer) for peer in "ABC"])
-    strand.book.add(own)
-    strand.head, strand.stand = Head(MODULE, own.name, 1, 3, 0, name("own"), 10**6), own.name
-    strand.want()
+    member.chain.book.add(own)
+    member.stand_on(own)
+    module.want()
     step = Step.of([member.row(peer, parent=own.name, round_index=1) for peer in "BC"])
-    strand.hear_steps([step], "B")
+    module.hear_steps([step], "B")
     for ask in member.take(a.Ask):
-        strand.handle(e.Failed(ask, "it is silent"))
-    for peer in "BC":
-        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+        module.handle(e.Failed(ask, "it is silent"))
+    member.gathered(*step.rows)
     member.take(a.Compute)
-    head = Head(MODULE, step.name, 2, 5, 1, name("next"), 10**6)
-    strand.handle(e.StateHere(MODULE, head))
+    head = member.head(step)
+    module.handle(e.StateHere(MODULE, head))
     assert member.take(a.Check) == []
-    assert strand.ready == head
+    assert module.ready == head
 
 
 def test_a_peer_that_leaves_hands_over_what_it_alone_holds() -> None:
     member = Trainer("A", "A")
-    strand, known = member.strand, member.known
+    module, known = member.module, member.known
     step = Step.of([member.row("A")])
-    strand.book.add(step)
-    strand.head, strand.stand = Head(MODULE, step.name, 1, 1, 0, name("A"), 10**6), step.name
+    member.chain.book.add(step)
+    member.stand_on(step)
     records = {p: view_of(p).peers[p].model_copy(update={"path": None}) for p in "BC"}
-    for held, told in ((), True), ((Holding("B", strand.head),), False):
+    assert module.head is not None
+    for held, told in ((), True), ((Holding("B", module.head),), False):
         known.view = replace(view_of("A", held=held), peers={**view_of("A").peers, **records})
-        copies = Copies(known, {MODULE: strand})
+        copies = Copies(known, {MODULE: module})
         assert copies.hand_over() is told
         tells = member.take(a.Tell)
         assert [(set(t.peers), t.steps, t.keep) for t in tells] == (
@@ -357,23 +374,23 @@ def test_equal_events_give_equal_actions() -> None:
 
 def test_half_are_no_quorum_until_two_rounds_brought_no_step() -> None:
     member = Trainer("A", "ABCD")
-    strand = member.strand
+    module = member.module
     base = Step.of([member.row(peer) for peer in "ABCD"])
-    strand.book.add(base)
-    strand.head, strand.stand = Head(MODULE, base.name, 1, 4, 0, name("base"), 10**6), base.name
+    member.chain.book.add(base)
+    member.stand_on(base)
     made = []
     for round_index in (1, 2, 3):
-        strand.carry_on("no step came")
+        module.carry_on("no step came")
         member.known.now_s = BOUNDARY_S + round_index * DURATION_S
-        strand.begin(round_index, member.known.now_s)
+        module.begin(round_index, member.known.now_s)
         for peer in "AB":
             row = member.row(peer, round_index=round_index, file=name(f"{peer} {round_index}"))
-            strand.hear_rows([row], peer)
-            strand.handle(e.Gathered(MODULE, row.file))
+            module.hear_rows([row], peer)
+            member.gathered(row)
         for _ in range(10):
             member.wait(GATHER_S / 4)
             for ask in [action for action in member.known.actions if isinstance(action, a.Ask)]:
-                strand.handle(e.Failed(ask, "it is silent"))
+                module.handle(e.Failed(ask, "it is silent"))
         made.append([step.peers for step in member.proposed()])
     assert made == [[], [], [{"A", "B"}]]
 
@@ -381,24 +398,24 @@ def test_half_are_no_quorum_until_two_rounds_brought_no_step() -> None:
 def test_a_boundary_that_was_slept_through_does_not_come() -> None:
     member = Trainer("A", "AB")
     member.known.now_s = BOUNDARY_S + DURATION_S + GATHER_S + 1.0
-    member.strand.begin(1, BOUNDARY_S + DURATION_S)
+    member.module.begin(1, BOUNDARY_S + DURATION_S)
     assert member.take(a.Publish) == []
 
 
 def test_more_trainers_than_a_step_has_room_for_take_turns() -> None:
     peers = [f"peer {number}" for number in range(70)]
     member = Trainer(mailbox_order(MODULE, 1, set(peers[:64]))[0], peers)
-    strand = member.strand
+    module = member.module
     base = Step.of([member.row(peer) for peer in peers[:64]])
-    strand.book.add(base)
-    strand.head, strand.stand = Head(MODULE, base.name, 1, 64, 0, name("base"), 10**6), base.name
-    strand.carry_on("no step came")
+    member.chain.book.add(base)
+    member.stand_on(base)
+    module.carry_on("no step came")
     member.known.now_s += DURATION_S
-    strand.begin(1, member.known.now_s)
+    module.begin(1, member.known.now_s)
     for peer in peers:
         row = member.row(peer, round_index=1, file=name(f"{peer} 1"))
-        strand.hear_rows([row], peer)
-        strand.handle(e.Gathered(MODULE, row.file))
+        module.hear_rows([row], peer)
+        member.gathered(row)
     (step,) = member.proposed()
     assert len(step.rows) == 64
     assert set(peers[64:]) <= step.peers

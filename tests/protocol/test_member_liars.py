@@ -17,7 +17,7 @@ from support.trainer import (
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
-from dipaco.protocol.member.outer_round import Role
+from dipaco.protocol.member.proposing import Role
 from dipaco.protocol.records import Holding
 
 
@@ -27,7 +27,7 @@ def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
     others = sorted(set("ABC") - {first})
     for number in range(40):
         row = member.row(others[0], parent=name(f"{number}"), file=name(f"invented {number}"))
-        member.strand.hear_rows([row], others[0])
+        member.module.hear_rows([row], others[0])
     member.publish()
     member.hear(others[1])
     member.wait(GATHER_S + 0.1)
@@ -38,30 +38,30 @@ def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
 def test_branches_that_one_peer_invents_are_forgotten() -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
-    strand, genesis = member.strand, member.strand.stand
+    module, genesis = member.module, member.module.stand
     invented = [Step.of([member.row(first, tokens=n, parent=genesis)]) for n in range(1, 3000)]
     for one in invented:
-        strand.hear_steps([one], first)
-    assert sum(one.name in strand.book for one in invented) < 1500
+        module.hear_steps([one], first)
+    assert sum(one.name in member.chain.book for one in invented) < 1500
     step = Step.of([member.row(peer) for peer in "ABC"])
-    strand.hear_steps([step], "C")
+    module.hear_steps([step], "C")
     member.take(a.Gather)
     for peer in "ABC":
-        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+        member.gathered(member.row(peer))
     assert [compute.steps for compute in member.take(a.Compute)][-1] == (step,)
 
 
 def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
     """Nobody who trains can be called, and one row is of the round that is under way."""
     member = Trainer("N", "ABC", closed="ABC")
-    strand, known = member.strand, member.known
-    strand.follow(Role.MAILBOX)
+    module, known = member.module, member.known
+    module.follow(Role.MAILBOX)
     known.path = None
-    strand.hear_rows([member.row("A", round_index=1)], "A")
-    strand.hear_rows([member.row(peer) for peer in "BC"], "B")
-    strand.hear_rows([member.row("A", round_index=1, tokens=11)], "A")
+    module.hear_rows([member.row("A", round_index=1)], "A")
+    module.hear_rows([member.row(peer) for peer in "BC"], "B")
+    module.hear_rows([member.row("A", round_index=1, tokens=11)], "A")
     for peer in "BC":
-        strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+        member.gathered(member.row(peer))
     member.wait(GATHER_S + 0.1)
     (step,) = member.proposed()
     assert (step.round_index, step.peers) == (0, {"B", "C"})
@@ -77,7 +77,7 @@ def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
     asked = []
     for _ in range(2):
         member.known.now_s += DURATION_S
-        member.strand.on_view()
+        member.module.on_view()
         asked += [ask.peer for ask in member.take(a.Ask)]
     assert sorted(asked) == ["B", "C", "D", "E"]
 
@@ -88,13 +88,13 @@ def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing() -> 
     member.publish()
     member.hear(*sorted(set("ABC") - {first, second}))
     member.wait(GATHER_S + GRACE_S + 0.1)
-    told = member.strand.stand
+    told = member.module.stand
     for number in range(20):
         for ask in member.take(a.Ask):
             row = member.row(first, parent=told, round_index=number)
             step = Step.of([row])
             told = step.name
-            member.strand.handle(e.Answered(ask.peer, MODULE, steps=(step,), has_more=True))
+            member.module.handle(e.Answered(ask.peer, MODULE, steps=(step,), has_more=True))
         member.wait(2.0)
         if member.proposed():
             return
@@ -104,14 +104,14 @@ def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing() -> 
 def test_a_copy_that_was_behind_for_long_hears_of_the_present_round() -> None:
     """Rows of rounds that it could not begin have not filled its memory."""
     member = Trainer("N", "ABC", closed="ABC")
-    strand, known = member.strand, member.known
-    strand.follow(Role.KEEPER)
+    module, known = member.module, member.known
+    module.follow(Role.KEEPER)
     known.path, parent = None, name("unknown")
     for index in range(20):
         known.now_s = BOUNDARY_S + index * DURATION_S
-        strand.hear_rows([member.row(p, round_index=index, parent=parent) for p in "ABC"], "")
+        module.hear_rows([member.row(p, round_index=index, parent=parent) for p in "ABC"], "")
     rows = [member.row(p, round_index=20) for p in "ABC"]
     known.now_s = BOUNDARY_S + 20 * DURATION_S
-    strand.hear_rows(rows, "")
+    module.hear_rows(rows, "")
     assert [set(gather.rows) for gather in member.take(a.Gather)] == [set(rows)]
-    assert strand.round_index == 20
+    assert module.round.index == 20

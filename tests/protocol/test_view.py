@@ -203,7 +203,7 @@ def test_a_row_says_no_more_than_can_have_been_trained(plan: RunPlan) -> None:
     now_s = plan.start_s + 5 * plan.rounds.duration_s
 
     def believed(round_index: int, tokens: int) -> bool:
-        row = Row("L0.E0", round_index, "a" * 64, 0, PEERS[0], tokens, "b" * 64, 10)
+        row = Row("L0.E0", round_index, "a" * 64, "5" * 64, 0, PEERS[0], tokens, "b" * 64, 10)
         return is_plausible_row(row, plan, now_s)
 
     assert believed(4, 10**6)

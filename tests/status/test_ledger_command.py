@@ -37,7 +37,7 @@ class Client:
         pass
 
     def chain(self, module: str) -> list[Step]:
-        row = Row(module, 0, genesis_name(RUN, module), 0, "ann" * 8, 1234, "f" * 64, 1)
+        row = Row(module, 0, genesis_name(RUN, module), "5" * 64, 0, "ann" * 8, 1234, "f" * 64, 1)
         return [Step.of([row])]
 
     def view(self) -> Any:
@@ -70,7 +70,18 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     store = ChainStore(plan.run_id, run.grid(plan).modules(), folder / "chains")
     module = "L0.E0"
     rows = [
-        Row(module, 0, genesis_name(plan.run_id, module), 0, peer, 1000, "f" * 64, 1, bytes(64))
+        Row(
+            module,
+            0,
+            genesis_name(plan.run_id, module),
+            "5" * 64,
+            0,
+            peer,
+            1000,
+            "f" * 64,
+            1,
+            bytes(64),
+        )
     ]
     store.add_verified([step := Step.of(rows)])
     store.serve(module, step.name)

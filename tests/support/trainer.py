@@ -1,4 +1,4 @@
-"""One trainer's strand of a module, at a boundary, and what it wants done."""
+"""One trainer of one module, at a boundary, and what it wants done."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dipaco.modules.grid import Grid
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
+from dipaco.protocol.member.followed_module import FollowedModule
 from dipaco.protocol.member.knowledge import Knowledge, MemberSettings, mailbox_order
-from dipaco.protocol.member.outer_round import Role
-from dipaco.protocol.member.taking import Strand
+from dipaco.protocol.member.module_chain import ModuleChain
+from dipaco.protocol.member.proposing import Role
 from dipaco.protocol.records import Claim, PeerRecord
 from dipaco.protocol.view import SwarmView
 from support.make_plan import make_plan
@@ -53,19 +54,36 @@ def view_of(peers: Iterable[str], closed: Iterable[str] = (), held: Any = ()) ->
 
 
 class Trainer:
-    """One trainer's strand of the only module, at the boundary of round 0."""
+    """A trainer of the only module, at the boundary of round 0."""
 
     def __init__(self, me: str, peers: Iterable[str], closed: str = "", **view: Any) -> None:
         self.known = known = Knowledge(MemberSettings(me), PLAN, GRID)
         known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
         known.now_s = BOUNDARY_S
-        self.strand = strand = Strand(known, MODULE)
-        genesis = strand.book.genesis(MODULE)
-        strand.ready = Head(MODULE, genesis, 0, 0, -1, name("genesis"), 10**6)
-        strand.follow(Role.TRAINER)
-        strand.begin(0, BOUNDARY_S)
+        self.module = module = FollowedModule(known, MODULE)
         self.done: list[a.Action] = []
+        genesis = self.chain.book.genesis(MODULE)
+        module.want()
+        module.consider()
+        module.handle(e.StateHere(MODULE, Head(MODULE, genesis, 0, 0, -1, name(genesis), 10**6)))
+        module.follow(Role.TRAINER)
+        module.begin(0, BOUNDARY_S)
         self.take(a.Publish)
+
+    @property
+    def chain(self) -> ModuleChain:
+        """What it knows of the module's chain."""
+        return self.module.chain
+
+    def head(self, step: Step) -> Head:
+        """Return the state after a step that is in the book, as everybody computes it."""
+        return self.chain.book.link(step.name).head(name(step.name), 10**6)
+
+    def stand_on(self, *steps: Step) -> None:
+        """Stand on the last of some steps, of which each stands on the one before."""
+        for step in steps:
+            self.chain.book.add(step)
+            self.chain.take(self.head(step))
 
     def take(self, kind: type[ActionT]) -> list[ActionT]:
         """Return what was wanted of this kind since the last time, and forget all."""
@@ -76,28 +94,35 @@ class Trainer:
         return found
 
     def row(self, peer: str, **fields: Any) -> Row:
+        parent = fields.get("parent", self.module.stand)
         given = {
-            "module": MODULE, "round_index": 0, "parent": self.strand.stand, "path": 0,
+            "module": MODULE, "round_index": 0, "parent": parent, "state": name(parent), "path": 0,
             "peer": peer, "tokens": 10, "file": name(f"file {peer}"), "bytes": 100, **fields,
         }  # fmt: skip
         return Row(**given)
 
+    def gathered(self, *rows: Row) -> None:
+        """The files of some rows are here."""
+        for row in rows:
+            self.module.handle(e.Gathered(MODULE, row))
+
     def publish(self) -> None:
-        self.strand.published(self.row(self.known.me))
+        self.module.handle(e.Published(MODULE, self.row(self.known.me)))
 
     def hear(self, *peers: str, gathered: bool = True) -> None:
         for peer in peers:
-            self.strand.hear_rows([self.row(peer)], peer)
+            row = self.row(peer)
+            self.module.hear_rows([row], peer)
             if gathered:
-                self.strand.handle(e.Gathered(MODULE, name(f"file {peer}")))
+                self.gathered(row)
 
     def refuse(self, peer: str) -> None:
         asked = a.Gather(MODULE, (self.row(peer),))
-        self.strand.handle(e.Failed(asked, "it is too short", is_final=True))
+        self.module.handle(e.Failed(asked, "it is too short", is_final=True))
 
     def wait(self, seconds: float) -> None:
         self.known.now_s += seconds
-        self.strand.on_time()
+        self.module.on_time()
 
     def proposed(self) -> list[Step]:
         return [step for tell in self.take(a.Tell) for step in tell.steps]
