@@ -1,4 +1,4 @@
-"""What one insider can do to a swarm: each attack in many histories, beside the same swarms at peace.
+"""What one insider can do to a swarm: each attack in many histories, beside swarms at peace.
 
     python benchmarks/attacks.py --seeds 100 --jobs 2 --log attacks.jsonl
     python benchmarks/attacks.py --seed 4711 --attacks 5 --trace
@@ -37,6 +37,7 @@ from dipaco.simulator.swarm.history import run_history
 
 CHUNK = 5
 LEAST_KEPT = 0.95
+NO_STEP = "rounds without a step"
 COLUMNS = ("attack", "seeds", "failed", "forged", "kept", "victim", "forked", "no step", "wait")
 
 
@@ -164,7 +165,7 @@ def _report(found: dict[str, Found], seconds: float) -> Report:
             f"{kept(one.sums):.1%}",
             f"{one.share('victims left out', 'steps of victims'):.1%}",
             f"{one.share('forked', 'versions'):.1%}",
-            f"{one.share('rounds without a step', 'rounds without a step', 'rounds with a step'):.1%}",
+            f"{one.share(NO_STEP, NO_STEP, 'rounds with a step'):.1%}",
             f"{sum(one.waits) / max(1, len(one.waits)):.1f}, {max(one.waits, default=0.0):.1f}",
         )
         share, seed = one.least_kept

@@ -1,4 +1,4 @@
-"""Attack 1: a step that nobody can compute, and a state of it with bytes of the insider's choice."""
+"""Attack 1: a step that nobody can compute, and a state of it with bytes of somebody's choice."""
 
 from __future__ import annotations
 

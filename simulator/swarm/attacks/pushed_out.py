@@ -37,7 +37,7 @@ class PushedOut(Insider):
                 self.later(number * PUSH_S, self._push, place, number)
 
     def _push(self, place: Place, push: int) -> None:
-        module, round_index, parent = place
+        module, round_index, _ = place
         honest = [row for row in self.rows[place].values() if row.peer != self.peer]
         naming = [
             self._row_on(row, round_index - 1, f"{push}{number}")
