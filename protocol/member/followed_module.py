@@ -256,6 +256,7 @@ class FollowedModule:
         """End the round here without a step: `anchor - local` still holds all work."""
         if self.round.is_open:
             self.round.is_open = False
+            self._pass_over_who_withholds()
             expected = len(self._proposing.awaited())
             self.known.do(a.CarryOn(self.module, self.round.index, reason, expected))
 
@@ -386,7 +387,7 @@ class FollowedModule:
 
     def consider(self) -> None:
         """Take the heaviest chain if it is not the own, nor on top of what is being taken."""
-        taking, best = self._taking, self.chain.heaviest()
+        taking, best = self._taking, self._heaviest_here()
         if taking.stage is not Stage.IDLE:
             target = self.chain.book.link(taking.target)
             is_heavier = best.rank < target.rank
@@ -407,6 +408,17 @@ class FollowedModule:
             self._know(best)
             return
         taking.begin(best)
+
+    def _heaviest_here(self) -> Link:
+        """Return the heaviest chain; a next step counts as soon as its files are here, and until
+        then nobody waits for it: a file in it may be given to nobody."""
+        while True:
+            best = self.chain.heaviest()
+            missing = self._rows.missing(best.step) if best.parent == self.stand else ()
+            if not missing:
+                return best
+            self.chain.leave(best.name)
+            self._gather_for_step(missing, best.name)
 
     def _know(self, link: Link) -> None:
         """Of a mailbox: know the chain, without a state."""
@@ -429,10 +441,21 @@ class FollowedModule:
         is_round = round_.is_open and head.round_index >= round_.index
         round_.is_open = round_.is_open and not is_round
         is_own_in = any(known.me in step.peers for step in steps)
+        self._pass_over_who_withholds()
         known.do(a.Adopt(head, is_round, len(self._proposing.awaited()), is_own_in))
         self.chain.take(head)
         known.do(a.Serve(self.module, head.step))
         self._forget_gone()
+
+    def _pass_over_who_withholds(self) -> None:
+        """A round ends: whose files did not come, although they are in a step of it, is not waited
+        for in the next ones."""
+        book = self.chain.book
+        for name in self.chain.absent:
+            step = book.link(name).step
+            if step is not None and step.parent == self.stand:
+                for row in self._rows.missing(step):
+                    self._proposing.withheld(row.peer)
 
     def _forget_gone(self) -> None:
         for step in [step for step in self._tellers if step not in self.chain.book]:
