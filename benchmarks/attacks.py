@@ -57,7 +57,7 @@ class Found:
         """Count a history."""
         figures = Counter(lived["figures"])
         self.seeds += 1
-        self.failed.update(lived["violations"])
+        self.failed.update(list(lived["violations"]))
         self.failed["histories"] += bool(lived["violations"])
         self.waits.append(figures.pop("greatest wait", 0.0))
         self.sums.update(figures)

@@ -188,7 +188,10 @@ class Carrying:
             if answer is not None or not left:
                 done(answer)
             elif verb == "get":
-                self._downloads.begin(left.pop(0), partial(self._download, content, next_one))
+                # As in a real peer, sources with room come first.
+                source = next(filter(self._downloads.has_room, left), left[0])
+                left.remove(source)
+                self._downloads.begin(source, partial(self._download, content, next_one))
             else:
                 self._call(left.pop(0), verb, content, next_one)
 

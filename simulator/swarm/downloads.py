@@ -27,12 +27,13 @@ class Downloads:
         self._running[source] -= 1
         self._go_on()
 
-    def _has_room(self, source: str) -> bool:
+    def has_room(self, source: str) -> bool:
+        """Tell whether a download from a source would begin at once."""
         is_room = self._running.total() < self._at_once
         return is_room and self._running[source] < self._from_one
 
     def _go_on(self) -> None:
-        while (found := next((w for w in self._waiting if self._has_room(w[0])), None)) is not None:
+        while (found := next((w for w in self._waiting if self.has_room(w[0])), None)) is not None:
             self._waiting.remove(found)
             self._running[found[0]] += 1
             found[1](found[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .attacks import ATTACKS, GROUPS_OF_TWO
+from .attacks import ATTACKS, GROUPS_OF_TWO, ROUNDS
 from .engine import Engine
 from .faults import Faults
 from .hostile import Liar
@@ -56,7 +56,7 @@ def run_history(
     """
     if attack:
         members = 2 if attack in GROUPS_OF_TWO else members
-        drawn = draw_attacked(seed, attack, members=members, rounds=rounds)
+        drawn = draw_attacked(seed, attack, members=members, rounds=rounds or ROUNDS.get(attack))
     else:
         drawn = draw_scenario(seed, profile, members=members, rounds=rounds)
     round_s, end_s = drawn.duration_s, START_S + drawn.rounds * drawn.duration_s

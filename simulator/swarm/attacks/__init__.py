@@ -23,6 +23,8 @@ from .tiny_work import TinyWork
 NO_ATTACK = "none"
 # Each seed is the same swarm whatever the attack. Some attacks mean a group of two.
 GROUPS_OF_TWO = ("none of two", "9")
+# Very many rows take very long to live through: so many rounds are enough.
+ROUNDS = {"8": 6}
 ATTACKS: dict[str, type[Insider]] = {
     NO_ATTACK: Insider,
     "none of two": Insider,

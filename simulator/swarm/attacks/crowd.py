@@ -19,6 +19,7 @@ class Crowd(Insider):
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self._peers = names("x", ROWS)
+        self.add_identities(self._peers)
         self._crowded: set[str] = set()
 
     def act(self, action: Action) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from dipaco.protocol.chain import Row
@@ -10,7 +11,8 @@ from dipaco.simulator.swarm.network import DRIPS
 
 from .insider import Insider, Place
 
-FILES = 8
+# Rows of three rounds stand on so many heads: eight beside the honest one.
+HEADS = 3
 # Of a real peer's exchange: downloads at once, and from one source.
 AT_ONCE, FROM_ONE = 8, 2
 
@@ -26,15 +28,15 @@ class Drips(Insider):
 
     def on_boundary(self, action: Publish) -> None:
         """Tell of the files."""
-        head = self.store.held[action.module]
+        book, now = self.world.book, action.round_index
         rows: list[Row] = []
-        for number in range(FILES):
-            # Of a peer one row counts for each round and head.
-            place: Place = action.module, action.round_index - number % 4, action.parent
-            peer = f"d{number // 4}"
-            rows.append(self.make_row(place, head.digest, peer=peer))
-            self._dripping.add(rows[-1].file)
-        self.add_identities({row.peer for row in rows})
+        # Of a peer one row counts for each round and head.
+        for link in islice(book.back_from(action.parent), HEADS):
+            for round_index in (now - 1, now, now + 1):
+                place: Place = action.module, round_index, link.name
+                if place != (action.module, now, action.parent) and round_index >= 0:
+                    rows.append(self.make_row(place, self.world.head(link.name).digest))
+        self._dripping.update(row.file for row in rows)
         self.tell(action.module, rows=tuple(rows))
 
     def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
