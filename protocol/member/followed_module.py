@@ -302,7 +302,10 @@ class FollowedModule:
             known.do(a.Gather(self.module, missing, others))
 
     def _gather_for_step(self, rows: Iterable[Row], step: str) -> None:
-        self._gather(rows, self._sources(self.chain.book.link(step)))
+        """Have files fetched that a step needs, also if they are on their way: who told of it has
+        them, while their owners may give them to a few only."""
+        sources = self._sources(self.chain.book.link(step))
+        self.known.do(a.Gather(self.module, tuple(rows), sources))
 
     def _gathered(self, row: Row) -> None:
         self._rows.here.add(row.name)
