@@ -1,9 +1,11 @@
 # make demo      the main job on the shipped corpus, in about five minutes (QUICK=1: about three)
-# make test      what CI runs: lint, types, and the tests that prove the promises; ten minutes
+# make test      what CI runs: lint, types, the site, and the tests that prove the promises; ten minutes
 # make test-all  every test, the slow ones too
 # make pythons   what make test runs, with each promised Python that is here
-# make nightly   test-all, both Pythons, drawn histories, fuzzing, and two hours of a calm swarm
+# make nightly   test-all, each Python, drawn histories, fuzzing, and two hours of a calm swarm
 # make setup     a virtual environment with everything; the other targets call it
+# make wheel     dist/: the wheel, which is all that a volunteer's machine needs, and a source archive
+# make docs      build/site/: the pages as a site, every link checked
 # make lock      the versions and hashes of what CI and the container install, anew
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -15,14 +17,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUICK ?=
 NIGHTLY ?= build/nightly
 
-.PHONY: demo test test-all pythons nightly setup lock lint types unit format clean
+.PHONY: demo test test-all pythons nightly setup lock wheel docs lint types unit format clean
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml requirements-dev.lock
+$(VENV)/.installed: pyproject.toml requirements/dev.lock
 	@test -n "$(PYTHON)" || { echo "error: Python 3.11 or newer is needed; install one or give PYTHON=..."; exit 3; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --no-deps --require-hashes --requirement requirements-dev.lock
+	$(PIP) --no-deps --require-hashes --requirement requirements/dev.lock
 	$(PIP) --editable '.[dev]'
 	touch $@
 
@@ -35,17 +37,25 @@ endef
 
 lock: setup
 	$(PIP) uv
-	$(call locked,requirements.lock,--extra mirrors)
-	$(call locked,requirements-dev.lock,--extra mirrors --extra dev)
+	$(call locked,requirements/dipaco.lock,--extra mirrors)
+	$(call locked,requirements/dev.lock,--extra mirrors --extra dev)
+
+wheel: setup
+	$(PIP) build
+	$(BIN)/python -m build --outdir dist
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file site/mkdocs.yml
 
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(QUICK),--quick)
 
-test: lint types unit
+test: lint types docs unit
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/codespell
 
 types: setup
 	$(BIN)/mypy
@@ -59,17 +69,17 @@ endef
 unit: setup
 	$(call tests,"not slow and not nightly")
 
-test-all: lint types
+test-all: lint types docs
 	$(call tests,"not nightly")
 
 pythons:
-	for python in python3.11 python3.12; do \
+	for python in python3.11 python3.12 python3.13 python3.14; do \
 		if $$python -c '' 2>/dev/null; then \
 			$(MAKE) unit PYTHON=$$python VENV=build/$$python || exit 1; \
 		fi \
 	done
 
-nightly: lint types pythons
+nightly: lint types docs pythons
 	$(call tests,"slow or not slow")
 	mkdir -p $(NIGHTLY)
 	$(BIN)/python benchmarks/swarm_faults.py --seeds 2000 --profile all --jobs 2 --log $(NIGHTLY)/scan.jsonl

@@ -12,11 +12,12 @@ import os
 import secrets
 import shutil
 import time
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import StorageError
+from .errors import ConfigurationError, StorageError
 
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_S = 3600.0
@@ -43,6 +44,18 @@ def decoded(content: bytes) -> str:
 def is_utf16(content: bytes) -> bool:
     """Tell whether a text begins with the mark of UTF-16."""
     return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, also one from Windows. Raises ConfigurationError."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return tomllib.loads(decoded(content))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path} is not TOML: {error}") from None
 
 
 def canonical_json(value: Any) -> bytes:

@@ -8,8 +8,10 @@ import ipaddress
 import signal
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -21,8 +23,11 @@ from dipaco.base.errors import AddressError
 _GRACE_S = 3
 _WAITING_CONNECTIONS = 256
 _MOST_CONNECTIONS = 1024
-# A request, without its body, has come by then.
+# A request has come by then.
 REQUEST_LIMIT_S = 30.0
+# Connections on which a request is waited for; of more the one that has waited longest goes. So
+# half requests, however often they are begun anew, keep nobody out who sends a whole one.
+MOST_WAITING = 256
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -46,6 +51,8 @@ class _Protocol(H11Protocol):
     read in two ways."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _waiting: OrderedDict[asyncio.BaseTransport, None]
+    """Of all connections of a server, those on which a request is waited for, the oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,11 +61,18 @@ class _Protocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
+            if self.conn.their_state is not h11.SEND_BODY:
+                self._stop_waiting()
             names = [name.lower() for name, _ in self.cycle.scope["headers"]]
             if b"content-length" in names and b"transfer-encoding" in names:
                 self.transport.abort()
         else:
+            self._expect()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        super().on_response_complete()
+        if not self.transport.is_closing():
             self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -66,11 +80,17 @@ class _Protocol(H11Protocol):
         super().connection_lost(exc)
 
     def _expect(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_LIMIT_S, self.transport.abort)
+        if self._deadline is not None:
+            return
+        self._deadline = self.loop.call_later(REQUEST_LIMIT_S, self.transport.abort)
+        self._waiting[self.transport] = None
+        while len(self._waiting) > MOST_WAITING:
+            oldest, _ = self._waiting.popitem(last=False)
+            oldest.abort()  # type: ignore[attr-defined]
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
+            self._waiting.pop(self.transport, None)
             self._deadline.cancel()
             self._deadline = None
 
@@ -101,7 +121,7 @@ def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicor
     return _Server(
         uvicorn.Config(
             TrustedHostMiddleware(application, allowed_hosts=names, www_redirect=False),
-            http=_Protocol,
+            http=type("_Protocol", (_Protocol,), {"_waiting": OrderedDict()}),
             log_level="warning",
             access_log=False,
             lifespan="off",

@@ -141,3 +141,12 @@ def seldom(
             say(line)
 
     return say_seldom
+
+
+def shown_bytes(count: int) -> str:
+    """Return a count of bytes in decimal units, three digits."""
+    value, units = float(count), ["bytes", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}"

@@ -73,9 +73,9 @@ credible = outer_steps.claimed_tokens
 outer_steps.claimed_tokens = lambda plan, tokens, round: credible(plan, 1000 * tokens, round)
 """,
     "garbage": """
-from dipaco.peer import outer_steps
-encode = outer_steps.publish
-outer_steps.publish = lambda *arguments: bytes([255]) * len(encode(*arguments))
+from dipaco.training.trainer import Snapshot
+encode = Snapshot.encode
+Snapshot.encode = lambda *arguments: bytes([255]) * len(encode(*arguments))
 """,
     "silent": """
 import asyncio

@@ -206,7 +206,7 @@ def _traffic(network: Homes, site: int) -> tuple[int, int]:
 
 def alone_s(group: Group) -> dict[str, float]:
     """Return the seconds that one process needs for what one peer of the group computes."""
-    from dipaco.modules.outer import Contribution, OuterGradient, OuterRule, publish
+    from dipaco.modules.outer import Contribution, OuterGradient, OuterRule, encode_in_place
 
     plan = group.run.plan()
     rule = OuterRule.of(plan, group.run.shard_index(plan))
@@ -215,7 +215,7 @@ def alone_s(group: Group) -> dict[str, float]:
     generator = torch.Generator().manual_seed(0)
     began = time.perf_counter()
     change = 1e-3 * torch.randn(size, generator=generator)
-    data = publish(OuterGradient(state.parameters, state.parameters + change), codec)
+    data = encode_in_place(OuterGradient(state.parameters, state.parameters + change), codec)
     encoded = time.perf_counter()
     for _ in range(group.members):
         codec.check(data, size)

@@ -12,9 +12,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import printable
-from dipaco.base.progress import StageProgress, bar_or_lines, shown_time
+from dipaco.base.progress import StageProgress, bar_or_lines, shown_bytes, shown_time
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary

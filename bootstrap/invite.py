@@ -64,14 +64,16 @@ def invite(
 def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | None = None) -> str:
     """Sign a list with some more invitations in it, and return a line for the operator.
 
-    Raises ConfigurationError for what is no id of an invitation.
+    They end now: rows of later rounds do not count. Raises ConfigurationError for what is no id of
+    an invitation.
     """
     _, gate, key = _open(folder, operator_key)
-    file, version, revoked = folder / REVOCATIONS, 1, set(invitations)
+    file, version = folder / REVOCATIONS, 1
+    revoked = dict.fromkeys(invitations, int(time.time()))
     try:
         if file.exists():
             before = read_revocations(file.read_bytes())
-            version, revoked = before.version + 1, revoked | before.revoked
+            version, revoked = before.version + 1, {**revoked, **before.revoked}
         envelope = sign_revocations(gate.run_id, version, revoked, key)
         # Read as others will.
         read_revocations(envelope)

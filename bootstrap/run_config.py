@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.base.setting_sources import read_toml
+from dipaco.base.files import read_toml
 from dipaco.modules.config import (
     Config,
     ContributionsConfig,

@@ -19,8 +19,9 @@ from dipaco.peer.app import install_stop_signals, start_background, write_addres
 from dipaco.peer.background import Background
 from dipaco.peer.guests import OWN_INVITATION, given_invitation
 from dipaco.peer.node import Node, join_run, visible_addresses
+from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import Activity, PeerStatus, Publisher
+from dipaco.peer.refresher import Refresher
 from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.metrics import PeerMetrics
@@ -87,8 +88,8 @@ def _serve(
     status = PeerStatus(Activity("serving"))
     background = Background()
     background.on_failure(stopping.set)
-    publisher, keeper = start_background(node, status, background, events)
-    metrics.follow(node, publisher, status)
+    refresher, blob_keeper = start_background(node, status, background, events)
+    metrics.follow(node, refresher, status, lambda: len(node.held.all()))
     metrics.serve(settings, display.say)
     addresses = visible_addresses(node.dht)
     write_address_file(settings, addresses)
@@ -108,11 +109,11 @@ def _serve(
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
     as_mailbox = MemberSettings(node.me, trains=False)
-    shell = Shell(node, as_mailbox, status, publisher, background, events, stopping)
+    shell = Shell(node, as_mailbox, status, refresher, background, events, stopping)
     looking = background.thread(
         "look",
         lambda: _refresh_until_stopped(
-            node, publisher, settings.refresh_period_s, display, stopping
+            node, refresher, settings.refresh_period_s, display, stopping
         ),
     )
     looking.start()
@@ -124,8 +125,8 @@ def _serve(
     try:
         shell.run()
     finally:
-        keeper.stop()
-        publisher.stop(withdraw=True)
+        blob_keeper.stop()
+        refresher.stop(withdraw=True)
 
 
 def _of_predecessor(node: Node) -> str:
@@ -141,7 +142,7 @@ def _of_predecessor(node: Node) -> str:
 
 def _refresh_until_stopped(
     node: Node,
-    publisher: Publisher,
+    refresher: Refresher,
     period_s: float,
     display: Display,
     stopping: threading.Event,
@@ -150,7 +151,7 @@ def _refresh_until_stopped(
     while not stopping.wait(period_s):
         try:
             node.directory.look_up_random_key(random.getrandbits(64))
-            view = publisher.view
+            view = refresher.view
         except DipacoError as error:
             logger.warning("%s", error)
             continue

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dipaco.base.command_line import ComputeSettings, Option, Settings, check_device
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import ComputeSettings, Option, Settings, check_device
 from dipaco.dht.addresses import check_given_peer
 from dipaco.peer.settings import NodeSettings
 
@@ -148,7 +148,7 @@ class InviteSettings(Settings):
     expires_days: Annotated[
         float | None,
         Option(
-            "days within which they have to join; who is in stays in (default: no limit)",
+            "days after which nobody counts by it any more (default: no limit)",
             "DAYS",
             least=0,
             most=36_500,

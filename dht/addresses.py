@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from multiaddr import Multiaddr
 
 from dipaco.base.errors import AddressError
-from dipaco.base.setting_sources import Option
+from dipaco.base.settings import Option
 
 EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
 EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"

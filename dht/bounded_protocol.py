@@ -1,10 +1,10 @@
 """Hivemind's DHT protocol, mended: what a stranger may send a node, and what a node believes.
 
+* A node deals with others of its company only, see `company.py`: it asks them, stores at them and
+  has them in its table. What others say or name is left out.
 * A node stores what `quotas.py` admits, which is asked before any signature is checked, and looks
   at so many records of a request only. Nobody writes into its cache, and nobody is told of it.
 * Its answers fit into a message, and of an answer it looks at as much as an honest node gives.
-* The id of a node is a hash of its peer id. So whoever wants to be near a key has to make keys
-  until one is, and cannot be in a routing table many times.
 
 `install` is called in the DHT process, before the node is made.
 """
@@ -12,9 +12,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 from hivemind.dht.protocol import DHTProtocol
@@ -23,8 +24,12 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
-from hivemind.utils.timed_storage import ValueWithExpiration
+from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.record_keys import parse_subkey
+
+from .company import Company, node_id_of, wants_to_be_asked
 from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, ServedRun
 
 logger = logging.getLogger("dipaco.dht.bounded_protocol")
@@ -38,10 +43,14 @@ _FRAME_BYTES = 32
 # Records that are checked before others get their turn.
 _AT_ONCE = 32
 _NEVER = float("-inf")
+# Nodes of the table that are told when there is something new to say, and nodes that somebody names
+# that are asked for their admission.
+MOST_GREETED, MOST_MET = 64, 20
 # Types of Hivemind's within each other. A node makes one, a dictionary; each level is copied whole.
 MOST_NESTED = 2
 _nested = threading.local()
 
+_get_stub = DHTProtocol.get_stub
 _find = DHTProtocol.call_find
 _store = DHTProtocol.call_store
 _update = DHTProtocol.update_routing_table
@@ -49,8 +58,11 @@ _add_handlers = DHTProtocol.add_p2p_handlers
 _decode = MSGPackSerializer._decode_ext_types
 
 
-def install() -> None:
-    """Change the DHT protocol of this process."""
+def install(given: Iterable[str] = ()) -> None:
+    """Change the DHT protocol of this process, whose node was given the addresses of `given`."""
+    DHTProtocol.company = Company(given)
+    DHTProtocol.get_stub = get_stub
+    DHTProtocol.rpc_ping = rpc_ping
     DHTProtocol._validate_dictionary = drop_refused
     DHTProtocol.call_find = call_find
     DHTProtocol.call_store = call_store
@@ -73,15 +85,61 @@ def decode_shallow(type_code: int, data: bytes) -> Any:
         _nested.depth = depth
 
 
-def node_id_of(peer_id: PeerID) -> DHTID:
-    """Return the one id that a peer may have as a node."""
-    return DHTID.generate(source=peer_id.to_bytes())
-
-
 async def serve_run(node: Any, run: ServedRun) -> None:
-    """Store the records of `run` from here on. Called through `GuardedDHT.call`."""
-    if isinstance(node.protocol.storage, HeldRecords):
-        node.protocol.storage.serve(run)
+    """Store the records of `run` from here on, and let in who is in it. Called through
+    `GuardedDHT.call`, also by a reader, which stores nothing."""
+    protocol = node.protocol
+    gates: tuple[Gate, ...] = (run.gate,)
+    if isinstance(protocol.storage, HeldRecords):
+        protocol.storage.serve(run)
+        gates = protocol.storage.gates
+    protocol.company.open(gates)
+    table = protocol.routing_table
+    for node_id, peer_id in list(table.uid_to_peer_id.items()):
+        if not protocol.company.knows(peer_id):
+            del table[node_id]
+    node.blacklist.clear()
+    _begin(_get_acquainted(node))
+
+
+async def let_in(node: Any, gates: Sequence[Gate]) -> None:
+    """Let in also who is admitted to runs of the same chain."""
+    node.protocol.company.open_also(gates)
+
+
+async def note_contributors(node: Any, peers: frozenset[str]) -> None:
+    """Have places, and room for the records, of these before those of others."""
+    storage = node.protocol.storage
+    if isinstance(storage, HeldRecords):
+        storage.contributors = peers
+        for gate in storage.gates:
+            for peer in peers:
+                gate.contributed(peer, 0)
+
+
+async def introduce(node: Any, admission: bytes, is_client: bool | None = None) -> None:
+    """Show others from here on that this node is in, and whether it can be asked."""
+    protocol = node.protocol
+    company, before = protocol.company, protocol.node_info
+    company.admission = admission or company.admission
+    company.is_client = company.is_client if is_client is None else is_client
+    if not protocol.client_mode:
+        protocol.node_info = company.introduction(protocol.node_id)
+    if protocol.node_info != before:
+        _begin(_get_acquainted(node))
+
+
+def _begin(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Begin a task; the loop holds its tasks."""
+    return asyncio.create_task(coroutine)
+
+
+async def _get_acquainted(node: Any) -> None:
+    """Ask for the nodes that are near this one, so that both sides know each other."""
+    with contextlib.suppress(Exception):
+        table = list(node.protocol.routing_table.uid_to_peer_id.values())
+        await asyncio.gather(*(node.protocol.call_ping(peer) for peer in table[:MOST_GREETED]))
+        await node.find_nearest_nodes([node.protocol.node_id])
 
 
 async def _with_quotas(protocol: DHTProtocol, *arguments: Any, **options: Any) -> None:
@@ -97,8 +155,7 @@ async def rpc_store(
     self: DHTProtocol, request: dht_pb2.StoreRequest, context: P2PContext
 ) -> dht_pb2.StoreResponse:
     """Store the records of a request that are valid and find room."""
-    _greet(self, request, context)
-    sender, left = context.remote_id.to_bytes(), MOST_STORED
+    is_in, left = _greet(self, request, context), MOST_STORED
     response = dht_pb2.StoreResponse(store_ok=[], peer=self.node_info)
     fields = (request.keys, request.subkeys, request.values)
     rows = zip(*fields, request.expiration_time, request.in_cache, strict=True)
@@ -110,7 +167,7 @@ async def rpc_store(
                 await asyncio.sleep(0)
             left -= 1
             # One that is refused says nothing of the others.
-            stored &= _store_one(self, key, subkey, subvalue, subexpiration_s, sender)
+            stored &= _store_one(self, key, subkey, subvalue, subexpiration_s, is_in)
         response.store_ok.append(stored)
     return response
 
@@ -131,15 +188,16 @@ def _entries_of(
 
 
 def _store_one(
-    protocol: DHTProtocol, key: bytes, subkey: Any, value: Any, expiration_s: Any, sender: bytes
+    protocol: DHTProtocol, key: bytes, subkey: Any, value: Any, expiration_s: Any, is_in: bool
 ) -> bool:
     try:
         key_id, tag = DHTID.from_bytes(key), protocol.serializer.dumps(subkey)
         storage = protocol.storage
         return (
-            storage.admits(key_id, subkey, value, expiration_s, sender)
+            (is_in or certifies_itself(subkey))
+            and storage.admits(key_id, subkey, value, expiration_s)
             and protocol._validate_record(key, tag, value, expiration_s)
-            and storage.store_subkey(key_id, subkey, value, expiration_s, sender)
+            and storage.store_subkey(key_id, subkey, value, expiration_s)
         )
     except Exception as error:
         logger.debug("a record cannot be stored: %r", error)
@@ -206,6 +264,8 @@ async def rpc_find(
     _greet(self, request, context)
     if len(request.keys) > MOST_FOUND:
         raise ValueError(f"at most {MOST_FOUND} keys at once")
+    if not self.company.may_be_answered(context.remote_id):
+        raise ValueError("it has been answered enough for now")
     response = dht_pb2.FindResponse(results=[], peer=self.node_info)
     room = ANSWER_BYTES
     for number, key in enumerate(map(DHTID.from_bytes, request.keys)):
@@ -218,12 +278,13 @@ async def rpc_find(
                 value=self.serializer.dumps(found.value),
                 expiration_time=found.value.latest_expiration_time,
             )
-        exclude = DHTID.from_bytes(request.peer.node_id)
+        exclude = node_id_of(context.remote_id)
         nearest = self.routing_table.get_nearest_neighbors(key, self.bucket_size, exclude=exclude)
         for node_id, peer_id in nearest:
             result.nearest_node_ids.append(node_id.to_bytes())
             result.nearest_peer_ids.append(peer_id.to_bytes())
         response.results.append(result)
+    self.company.note_answer(context.remote_id, response.ByteSize())
     return response
 
 
@@ -260,10 +321,12 @@ async def call_find(
     protocol: DHTProtocol, peer: Any, keys: Collection[Any]
 ) -> dict[Any, tuple[ValueWithExpiration[Any] | None, dict[Any, Any]]] | None:
     """Ask a node as Hivemind does; take an answer's expiration from its records alone, and of the
-    nodes that it names those whose ids are their own."""
+    nodes that it names those of this node's company."""
     answers = await _find(protocol, peer, keys)
     if answers is None:
         return None
+    named = {other for _, nearest in answers.values() for other in nearest.values()}
+    await _meet(protocol, named)
     return {
         key: (
             _bounded(found),
@@ -271,7 +334,9 @@ async def call_find(
                 node: other
                 for node, other in nearest.items()
                 # Others may still have this node in their tables after it became a client.
-                if node == node_id_of(other) and node != protocol.node_id
+                if node == node_id_of(other)
+                and node != protocol.node_id
+                and protocol.company.knows(other)
             },
         )
         for key, (found, nearest) in answers.items()
@@ -289,20 +354,107 @@ def _bounded(found: ValueWithExpiration[Any] | None) -> ValueWithExpiration[Any]
 # -- who others are
 
 
-def _greet(
-    protocol: DHTProtocol, request: Any, context: P2PContext
-) -> asyncio.Task[dht_pb2.PingResponse]:
-    """Let whoever asks into the routing table, as Hivemind does; the loop holds its tasks."""
-    return asyncio.create_task(protocol.rpc_ping(dht_pb2.PingRequest(peer=request.peer), context))
+class _Stub:
+    """Requests to one peer. An answer counts when its sender is of this node's company."""
+
+    def __init__(self, protocol: DHTProtocol, peer: PeerID) -> None:
+        self._company, self._peer = protocol.company, peer
+        stub = _get_stub(protocol, peer)
+        self.rpc_ping = self._checked(stub.rpc_ping)
+        self.rpc_store = self._checked(stub.rpc_store)
+        self.rpc_find = self._checked(stub.rpc_find)
+
+    def _checked(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        async def ask(request: Any, timeout: float | None = None) -> Any:
+            response = await method(request, timeout=timeout)
+            said = bytes(response.peer.node_id)
+            if not self._company.hears(self._peer, said):
+                raise PermissionError(f"{self._peer} has shown no admission")
+            own = node_id_of(self._peer).to_bytes() if wants_to_be_asked(said) else b""
+            response.peer.node_id = own
+            return response
+
+        return ask
+
+
+def get_stub(protocol: DHTProtocol, peer: PeerID) -> _Stub:
+    """Return what requests to a peer go through."""
+    return _Stub(protocol, peer)
+
+
+async def _meet(protocol: DHTProtocol, named: Collection[PeerID]) -> None:
+    """Ask nodes that somebody names for their admission, unless they were asked a moment ago.
+
+    A search goes to the nearest that it hears of, so whoever is only named must not count: twenty
+    such names would end it.
+    """
+    company = protocol.company
+    if not company.is_open():
+        return
+    unknown = [
+        peer
+        for peer in named
+        if peer != protocol.p2p.peer_id
+        and not company.knows(peer)
+        and not company.was_strange(peer)
+    ]
+    await asyncio.gather(*(_ask_who(protocol, peer) for peer in unknown[:MOST_MET]))
+
+
+async def _ask_who(protocol: DHTProtocol, peer: PeerID) -> None:
+    if await protocol.call_ping(peer) is None:
+        protocol.company.hears(peer, b"")  # it is not asked again at once
+
+
+async def rpc_ping(
+    self: DHTProtocol, request: dht_pb2.PingRequest, context: P2PContext
+) -> dht_pb2.PingResponse:
+    """Say who this node is, and let who asks into the table if it is in and can be asked.
+
+    In place of Hivemind's, which lets in everybody.
+    """
+    peer, said = context.remote_id, bytes(request.peer.node_id)
+    response = dht_pb2.PingResponse(peer=self.node_info, dht_time=get_dht_time(), available=False)
+    if request.validate and wants_to_be_asked(said):
+        response.available = await _can_be_called(self, peer)
+    is_there = response.available or not request.validate
+    if self.company.hears(peer, said) and wants_to_be_asked(said):
+        coroutine = self.update_routing_table(node_id_of(peer), peer, responded=is_there)
+        _begin(coroutine)
+    return response
+
+
+async def _can_be_called(protocol: DHTProtocol, peer: PeerID) -> bool:
+    """Tell whether a peer answers; one that joins has no admission to show yet."""
+    request = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo())
+    try:
+        await _get_stub(protocol, peer).rpc_ping(request, timeout=protocol.wait_timeout)
+    except Exception as error:
+        logger.debug("%s cannot be called: %r", peer, error)
+        return False
+    return True
+
+
+def _greet(protocol: DHTProtocol, request: Any, context: P2PContext) -> bool:
+    """Let whoever asks into the table if it may be there; returns whether it is in."""
+    ping = dht_pb2.PingRequest(peer=request.peer)
+    _begin(protocol.rpc_ping(ping, context))
+    return bool(protocol.company.hears(context.remote_id, bytes(request.peer.node_id)))
 
 
 async def update_routing_table(
     protocol: DHTProtocol, node_id: DHTID | None, peer_id: PeerID, responded: bool = True
 ) -> None:
-    """Note that a node answered or asked, unless its id is not its own."""
-    if responded and (node_id is None or node_id != node_id_of(peer_id)):
+    """Note that a node answered or asked, if it is of this node's company under its own id."""
+    is_own = node_id is not None and node_id == node_id_of(peer_id)
+    if responded and not (is_own and protocol.company.knows(peer_id)):
         return
     await _update(protocol, node_id, peer_id, responded)
+
+
+def certifies_itself(subkey: Any) -> bool:
+    """Tell whether a record is signed by an operator, so that anybody may store it."""
+    return parse_subkey(subkey).public_key is None
 
 
 def _raw(dictionary: DictionaryDHTValue) -> list[tuple[Any, ValueWithExpiration[Any]]]:

@@ -11,10 +11,13 @@ import contextlib
 import logging
 import math
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 from multiaddr import Multiaddr
@@ -26,7 +29,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.protocol.admission import Gate, read_revocations
 from dipaco.protocol.coverage import Scope, bucket_count
 from dipaco.protocol.identity import Identity
-from dipaco.protocol.manifest import SignedManifest, verify_manifest
+from dipaco.protocol.manifest import SignedManifest, chain_of_runs, verify_manifest
 from dipaco.protocol.record_keys import (
     KINDS,
     MANIFESTS_KEY,
@@ -46,13 +49,15 @@ from dipaco.protocol.records import (
 )
 from dipaco.protocol.view import SwarmView, view_of_records
 
-from .bounded_protocol import serve_run
+from .bounded_protocol import introduce, let_in, note_contributors, serve_run
 from .guarded_dht import GuardedDHT, start_task
 from .quotas import ServedRun
 
 logger = logging.getLogger("dipaco.dht.directory")
 
 MAX_COMPLAINTS = 1024
+# Peers that are asked themselves in one reading.
+MOST_ASKED_DIRECTLY = 16
 # What calling a peer at its addresses may take.
 CONNECT_LIMIT_S = 15.0
 RecordT = TypeVar("RecordT", bound=Record)
@@ -80,6 +85,15 @@ class Directory:
     ) -> None:
         self._dht = dht
         self.gate = gate
+        self.manifest: SignedManifest | None = None
+        """The run's: who is admitted to a run of the same chain is let into the DHT too."""
+        self.known_directly: Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]] = (
+            lambda modules: {}
+        )
+        """Tells which peers are known without the DHT for some modules, with their addresses. Those
+        whose records a search does not bring are asked themselves."""
+        self.on_called: Callable[[str, bool], None] = lambda peer, has_answered: None
+        """Hears what became of that."""
         self.admission: bytes | None = None
         """This peer's, which goes with all its records; None for one that only reads."""
         self._served: ServedRun | None = None
@@ -92,6 +106,7 @@ class Directory:
         self._collected: dict[RecordName, _Entry] | None = None
         self._waiting: Mapping[int, int] = {}
         self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
+        self._chain: set[str] = set()
         self._verified_manifests: dict[bytes, SignedManifest] = {}
         self.foreign_manifests: tuple[bytes, ...] = ()
         """Envelopes of other versions of the protocol, as `list_manifests` last saw them."""
@@ -119,6 +134,15 @@ class Directory:
         )
         self._dht.call(serve_run, run)
         self._served = run
+
+    def be_admitted(self, admission: bytes) -> None:
+        """Show this peer's admission in its records, and to the nodes of the DHT."""
+        self.admission = admission
+        self._dht.call(introduce, admission)
+
+    def note_contributors(self, peers: Iterable[str]) -> None:
+        """Have this node keep room for the records of peers that contributed lately."""
+        self._dht.call(note_contributors, frozenset(peers))
 
     # -- writing
 
@@ -252,10 +276,16 @@ class Directory:
         ]
         keys = {entry: record_key(entry[0], self.run_id, entry[1]) for entry in wanted}
         lists = () if self.gate is None else (record_key("revocations", self.run_id),)
-        found = self._get_many((*keys.values(), *lists))
+        wanted_keys = (*keys.values(), *lists)
+        found = self._get_many(wanted_keys)
+        parsed = self._parse_places(keys, found)
+        seen = {record.peer_id for records in parsed.values() for record in records}
+        direct = self._ask_directly(wanted_keys, scope.modules, seen)
+        if direct:
+            found = {key: {**direct.get(key, {}), **found.get(key, {})} for key in wanted_keys}
+            parsed = self._parse_places(keys, found)
         for key in lists:
             self._take_revocations(found.get(key))
-        parsed = {place: self._parse_all(key, found.get(key)) for place, key in keys.items()}
         counted = None
         if self.gate is not None:
             seen = {record.peer_id for records in parsed.values() for record in records}
@@ -281,6 +311,28 @@ class Directory:
         ).watched(plan, grid, self._waiting)
         self._waiting = view.waiting
         return view
+
+    def _parse_places(
+        self, keys: Mapping[tuple[str, str], str], found: Mapping[str, Mapping[Any, Any]]
+    ) -> dict[tuple[str, str], tuple[Record, ...]]:
+        return {place: self._parse_all(key, found.get(key)) for place, key in keys.items()}
+
+    def _ask_directly(
+        self, keys: tuple[str, ...], modules: Iterable[str], seen: Collection[str]
+    ) -> dict[str, dict[Any, Any]]:
+        """Return what those say under some keys that are known, and that the DHT does not show."""
+        known = {
+            peer: places
+            for peer, places in self.known_directly(modules).items()
+            if peer not in seen and peer != self._identity.peer_id
+        }
+        if not known:
+            return {}
+        asked = dict(list(known.items())[:MOST_ASKED_DIRECTLY])
+        found, answered = self._dht.call(_ask_peers, keys, asked)
+        for peer in asked:
+            self.on_called(peer, peer in answered)
+        return {key: {sub: value for sub, (value, _) in e.items()} for key, e in found.items()}
 
     def _take_revocations(self, entries: Mapping[Any, Any] | None) -> None:
         """Take the newest list of the operator's; whoever it names is out from here on."""
@@ -349,7 +401,18 @@ class Directory:
         if foreign is not None and not manifests:
             raise foreign
         self._verified_manifests = {m.envelope: m for m in manifests.values()}
+        self._let_in_chain(list(manifests.values()))
         return sorted(manifests.values(), key=lambda m: (m.plan.name, m.plan.run_id))
+
+    def _let_in_chain(self, manifests: Sequence[SignedManifest]) -> None:
+        """Let nodes of runs into the DHT that succeed this one, or that it succeeds."""
+        if self.manifest is None:
+            return
+        gates = {m.plan.admission_scope: m for m in chain_of_runs(self.manifest, manifests)}
+        gates.pop(self.manifest.plan.admission_scope, None)
+        if gates.keys() != self._chain:
+            self._chain = set(gates)
+            self._dht.call(let_in, [Gate.of(manifest) for manifest in gates.values()])
 
     def _verify_manifest(self, envelope: bytes, run_id: str) -> SignedManifest:
         """Peers read the manifests at every refresh, and they are nearly always the same."""
@@ -414,27 +477,81 @@ async def _look_up(node: Any, keys: tuple[str, ...]) -> dict[str, dict[Any, tupl
     }
 
 
+async def _ask_peers(
+    node: Any, keys: tuple[str, ...], peers: dict[str, tuple[str, ...]]
+) -> tuple[dict[str, dict[Any, tuple[Any, float]]], set[str]]:
+    """Runs in the DHT process: ask some peers themselves for what they have under some keys.
+
+    Returns the newest of all, and who has answered.
+    """
+    found: dict[str, dict[Any, tuple[Any, float]]] = {key: {} for key in keys}
+    answered = set()
+
+    async def ask(peer: str, places: tuple[str, ...]) -> None:
+        peer_id = PeerID.from_base58(peer)
+        await _connect(node, peer_id, places)
+        ids = {DHTID.generate(source=key): key for key in keys}
+        answers = await node.protocol.call_find(peer_id, ids)
+        if answers is None:
+            return
+        answered.add(peer)
+        for key_id, (entry, _) in answers.items():
+            if entry is not None and isinstance(entry.value, DictionaryDHTValue):
+                _merge(node.protocol, key_id, entry.value, found[ids[key_id]])
+
+    await asyncio.gather(*(ask(*peer) for peer in peers.items()), return_exceptions=True)
+    return found, answered
+
+
+def _merge(
+    protocol: Any, key_id: DHTID, entry: DictionaryDHTValue, into: dict[Any, tuple[Any, float]]
+) -> None:
+    """Take in the valid records of an answer that are later than what is there."""
+    for subkey, (value, expiration_s) in entry.items():
+        if subkey in into and into[subkey][1] >= expiration_s:
+            continue
+        tag = protocol.serializer.dumps(subkey)
+        record = DHTRecord(key_id.to_bytes(), tag, value, expiration_s)
+        with contextlib.suppress(Exception):  # whatever msgpack raises
+            stripped = protocol.record_validator.strip_value(record)
+            into[subkey] = protocol.serializer.loads(stripped), expiration_s
+
+
+async def _connect(node: Any, peer: PeerID, places: tuple[str, ...]) -> None:
+    """Call a peer at its addresses, if it has any that may be called."""
+    # p2pd would call by QUIC too, whose TLS it is better not to meet.
+    called = [Multiaddr(place.rpartition("/p2p/")[0]) for place in places if "/udp/" not in place]
+    if called:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(node.p2p._client.connect(peer, called), CONNECT_LIMIT_S)
+
+
 async def _ping_in_background(node: Any, addresses: dict[str, tuple[str, ...]]) -> None:
     """Runs in the DHT process: ping peers; who answers is no longer shunned."""
 
-    async def ping(peer: Any, places: list[Multiaddr]) -> None:
-        if places:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(node.p2p._client.connect(peer, places), CONNECT_LIMIT_S)
+    async def ping(peer: PeerID, places: tuple[str, ...]) -> None:
+        await _connect(node, peer, places)
         if await node.protocol.call_ping(peer) is not None:
             node.blacklist.register_success(peer)
 
     for peer, places in addresses.items():
-        # p2pd would call by QUIC too, whose TLS it is better not to meet.
-        called = [place for place in places if "/udp/" not in place]
-        where = [Multiaddr(place.rpartition("/p2p/")[0]) for place in called]
-        start_task(ping(PeerID.from_base58(peer), where))
+        start_task(ping(PeerID.from_base58(peer), places))
 
 
 async def _store_many(
     node: Any, entries: tuple[tuple[str, bytes, Any, float], ...]
 ) -> dict[RecordName, bool]:
-    """Runs in the DHT process: store all records at once and tell which ones a node took."""
+    """Runs in the DHT process: store all records at once and tell which ones a node took.
+
+    They are stored here as well, however far it is: who knows this peer can ask it itself.
+    """
     keys, subkeys, values, expirations = (list(column) for column in zip(*entries, strict=True))
     stored = await node.store_many(keys, values, expirations, subkeys=subkeys)
+    protocol = node.protocol
+    for key, subkey, value, expiration_s in entries:
+        key_id = DHTID.generate(source=key)
+        tag, packed = map(protocol.serializer.dumps, (subkey, value))
+        record = DHTRecord(key_id.to_bytes(), tag, packed, expiration_s)
+        signed = protocol.record_validator.sign_value(record)
+        protocol.storage.store(key_id, signed, expiration_s, subkey=subkey)
     return dict(stored)

@@ -27,7 +27,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
@@ -42,6 +42,7 @@ from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from dipaco.base.errors import NetworkError
 
 from . import bounded_protocol
+from .company import node_id_of
 
 logger = logging.getLogger("dipaco.dht.guarded_dht")
 
@@ -198,8 +199,17 @@ class GuardedDHT(DHT):
     _outer_pipe: Any
     _inner_pipe: Any
 
-    def __init__(self, *arguments: Any, start: bool, await_ready: bool = True, **options: Any):
+    def __init__(
+        self,
+        *arguments: Any,
+        start: bool,
+        await_ready: bool = True,
+        given: Sequence[str] = (),
+        **options: Any,
+    ):
+        """`given`: addresses of peers that are believed, if they are not those to join through."""
         super().__init__(*arguments, start=False, **options)
+        self._given = tuple(given)
         self._outer_pipe = _RequestWriter(self._outer_pipe)
         self._beats = multiprocessing.get_context("fork").RawValue(ctypes.c_ulonglong, 0)
         self._hung = ""
@@ -345,7 +355,8 @@ class GuardedDHT(DHT):
         """Serve until told to stop, or until p2pd is gone."""
         die_with_parent()
         own_future_locks()
-        bounded_protocol.install()
+        given = self._given or self.initial_peers or ()
+        bounded_protocol.install(str(address).rpartition("/p2p/")[2] for address in given)
         asyncio.subprocess.create_subprocess_exec = partial(
             asyncio.subprocess.create_subprocess_exec, preexec_fn=_detach_from_terminal
         )
@@ -400,7 +411,7 @@ class GuardedDHT(DHT):
         try:
             node = await DHTNode.create(
                 p2p=p2p,
-                node_id=bounded_protocol.node_id_of(p2p.peer_id),
+                node_id=node_id_of(p2p.peer_id),
                 initial_peers=self.initial_peers,
                 num_workers=self.num_workers,
                 record_validator=self._record_validator,

@@ -13,10 +13,8 @@ import tempfile
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
-from typing import Any
 
 from hivemind.p2p import p2p_daemon
-from hivemind.proto import dht_pb2
 
 from dipaco.base.errors import (
     AddressError,
@@ -34,6 +32,7 @@ from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import SignedManifest, current_runs, newest_run
 
 from .addresses import check_listen_address, check_peer_address, parse_listen, port_of
+from .bounded_protocol import introduce
 from .guarded_dht import GuardedDHT
 from .record_validator import record_validators
 
@@ -153,6 +152,7 @@ def join_dht(
     dht = GuardedDHT(
         initial_peers=None if is_first else list(initial_peers) or None,
         start=False,
+        given=tuple(initial_peers),
         host_maddrs=list(host_maddrs),
         announce_maddrs=list(announce_maddrs) or None,
         client_mode=client_mode,
@@ -213,13 +213,7 @@ def be_client(dht: GuardedDHT, is_client: bool) -> None:
 
     Raises `NetworkError`.
     """
-    dht.call(_be_client, is_client)
-
-
-async def _be_client(node: Any, is_client: bool) -> None:
-    """Runs in the DHT process: every request says who sends it, and a client does not."""
-    node_id = b"" if is_client else node.protocol.node_id.to_bytes()
-    node.protocol.node_info = dht_pb2.NodeInfo(node_id=node_id)
+    dht.call(introduce, b"", is_client)
 
 
 def _explain(error: Exception, initial_peers: Sequence[str]) -> DipacoError:

@@ -1,19 +1,17 @@
 """What a node of the DHT stores for others, and how much of it.
 
-A node stores the records of the runs that it serves, under keys that such a run has, and within
-quotas for a key, for an owner, for a sender and in all. What is stored stays until it expires: no
-flood of later records pushes out honest ones. What finds no room here goes to the next node.
-
-A record is *first-hand* when its owner itself sent it; others are *passed on*, for example to a
-node that has just joined. A first-hand record takes the place of one that was passed on. So
-identities that only sign fill a part of a node, and to fill more somebody has to connect with each.
+A node stores the records of the runs that it serves, of owners that are admitted to them, under
+keys that such a run has, and within quotas for a key, for an owner and in all. What is stored stays
+until it expires: no flood of later records pushes out honest ones. Those who contributed lately
+alone take the place of others when there is none left. What finds no room goes to the next node.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +20,11 @@ from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.identity import PEER_ID_PREFIX, SIGNATURE_BYTES, peer_id_of_public_key
+from dipaco.protocol.identity import SIGNATURE_BYTES, peer_id_of_public_key
 from dipaco.protocol.record_keys import Address, parse_subkey
 
 # Of one key: all of it has to fit into an answer of 4 MiB with others.
 KEY_RECORDS, KEY_BYTES = 1024, 2**20
-# That one sender passed on.
-SENDER_RECORDS = 2048
 SERVED_RUNS = 8
 # Of runs that a node does not serve: so that newcomers find them too.
 OTHER_MANIFESTS, OTHER_MANIFEST_BYTES = 16, 2**18
@@ -118,61 +114,22 @@ _Name = tuple[Any, bytes]
 
 @dataclass
 class _Box:
-    """Counts what is stored of a key or of a kind against two limits.
-
-    Passed on records have at most half of it, and none that a first-hand one needs.
-    """
+    """Counts what is stored of a key or of a kind against two limits."""
 
     records: int
     bytes: int
-    own: int = 0
-    own_bytes: int = 0
-    passed: dict[_Name, int] = field(default_factory=dict)
-    """Sizes of the records that were passed on, in the order in which they came."""
-    passed_bytes: int = 0
+    used: int = 0
+    used_bytes: int = 0
 
-    def fits(self, size: int, is_passed: bool, old: _Held | None) -> bool:
+    def fits(self, size: int, old: _Held | None) -> bool:
         """Tell whether a record fits when `old`, which it replaces, is gone."""
-        own, own_bytes, passed, passed_bytes = (
-            self.own,
-            self.own_bytes,
-            len(self.passed),
-            self.passed_bytes,
-        )
-        if old is not None and old.sender is None:
-            own, own_bytes = own - 1, own_bytes - old.size
-        elif old is not None:
-            passed, passed_bytes = passed - 1, passed_bytes - old.size
-        if not is_passed:
-            return own < self.records and own_bytes + size <= self.bytes
-        return (
-            passed < self.records // 2
-            and passed_bytes + size <= self.bytes // 2
-            and own + passed < self.records
-            and own_bytes + passed_bytes + size <= self.bytes
-        )
+        used = self.used - (old is not None)
+        used_bytes = self.used_bytes - (old.size if old is not None else 0)
+        return used < self.records and used_bytes + size <= self.bytes
 
-    def add(self, name: _Name, held: _Held) -> None:
-        if held.sender is None:
-            self.own += 1
-            self.own_bytes += held.size
-        else:
-            self.passed[name] = held.size
-            self.passed_bytes += held.size
-
-    def remove(self, name: _Name, held: _Held) -> None:
-        if held.sender is None:
-            self.own -= 1
-            self.own_bytes -= held.size
-        else:
-            self.passed_bytes -= self.passed.pop(name)
-
-    def surplus(self) -> _Name | None:
-        """Return the newest record that was passed on and has to go, if there is one."""
-        too_many = self.own + len(self.passed) > self.records
-        if too_many or self.own_bytes + self.passed_bytes > self.bytes:
-            return next(reversed(self.passed), None)
-        return None
+    def count(self, size: int, sign: int) -> None:
+        self.used += sign
+        self.used_bytes += sign * size
 
 
 @dataclass
@@ -182,8 +139,6 @@ class _Held:
     address: Address
     size: int
     expiration: float
-    sender: bytes | None
-    """The peer that passed it on; None for a first-hand record."""
     kind_box: _Box
 
 
@@ -204,24 +159,30 @@ class HeldRecords:
 
     def __init__(self, now: Callable[[], float] = get_dht_time) -> None:
         self._now = now
-        self._runs: dict[str, ServedRun] | None = None
+        self._runs: dict[str, ServedRun] = {}
         self._keys: dict[Any, _Key] = {}
         self._expiring: list[tuple[float, bytes, Any]] = []
         self._kinds = {kind: _Box(quota.records, quota.bytes) for kind, quota in QUOTAS.items()}
         self._others = _Box(_OTHERS.records, _OTHERS.bytes)
         self._of_owner: dict[tuple[bytes | None, str], int] = {}
-        self._of_sender: dict[bytes, int] = {}
+        self.contributors: frozenset[str] = frozenset()
+        """Peers with rows in the last steps, who have room before others."""
         self.record_count = 0
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        """Those of the runs that are served."""
+        return tuple(run.gate for run in self._runs.values())
 
     def serve(self, run: ServedRun) -> None:
         """Store the records of `run` from here on, and drop those of runs that are not served.
 
-        Until the first call a node does not know its run yet, and takes what others hand over.
+        Until the first call a node does not know its run yet, and takes manifests alone.
         """
-        before = (self._runs or {}).get(run.run_id)
+        before = self._runs.get(run.run_id)
         if before is not None:
             run.gate.learn_from(before.gate)
-        runs = {name: known for name, known in (self._runs or {}).items() if name != run.run_id}
+        runs = {name: known for name, known in self._runs.items() if name != run.run_id}
         self._runs = dict([*runs.items(), (run.run_id, run)][-SERVED_RUNS:])
         for key, entry in list(self._keys.items()):
             for subkey, held in list(entry.held.items()):
@@ -232,7 +193,7 @@ class HeldRecords:
     # -- what Hivemind asks of a storage
 
     def get(self, key: Any) -> ValueWithExpiration[DictionaryDHTValue] | None:
-        """Return a copy of what is stored under a key, first-hand records first.
+        """Return a copy of what is stored under a key, records of contributors first.
 
         A copy, because Hivemind merges what others answer into it.
         """
@@ -241,7 +202,7 @@ class HeldRecords:
         if entry is None:
             return None
         copy = DictionaryDHTValue()
-        order = sorted(entry.held, key=lambda subkey: entry.held[subkey].sender is not None)
+        order = sorted(entry.held, key=lambda subkey: not self._has_contributed(entry.held[subkey]))
         copy.data = {subkey: entry.dictionary.data[subkey] for subkey in order}
         copy.latest_expiration_time = entry.dictionary.latest_expiration_time
         return ValueWithExpiration(copy, copy.latest_expiration_time)
@@ -261,21 +222,13 @@ class HeldRecords:
         """Store a record that this node wrote; nothing but records stands under a key."""
         return self.store_subkey(key, subkey, value, expiration_time)
 
-    def store_subkey(
-        self,
-        key: Any,
-        subkey: Any,
-        value: Any,
-        expiration_time: float,
-        sender: bytes | None = None,
-    ) -> bool:
-        """Store a record that was found valid; False when it is refused.
-
-        `sender` is the peer id, in bytes, of who sent it; None for this node.
-        """
-        held = self._admitted(key, subkey, value, expiration_time, sender)
+    def store_subkey(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
+        """Store a record that was found valid; False when it is refused."""
+        held = self._admitted(key, subkey, value, expiration_time)
         if held is None:
             return False
+        for name in self._in_its_place(key, subkey, held) or ():
+            self._drop(*name)
         if key in self._keys and subkey in self._keys[key].held:
             self._drop(key, subkey)
         entry = self._keys.setdefault(key, _Key())
@@ -283,10 +236,7 @@ class HeldRecords:
         dictionary = entry.dictionary
         dictionary.data[subkey] = ValueWithExpiration(value, expiration_time)
         dictionary.latest_expiration_time = max(dictionary.latest_expiration_time, expiration_time)
-        self._count(entry, (key, subkey), held)
-        for box in (entry.box, held.kind_box):
-            while (surplus := box.surplus()) is not None:
-                self._drop(*surplus)
+        self._count(entry, held, 1)
         heapq.heappush(self._expiring, (expiration_time, subkey, key))
         if len(self._expiring) > 2 * self.record_count + 64:
             self._expiring = [
@@ -297,17 +247,13 @@ class HeldRecords:
             heapq.heapify(self._expiring)
         return True
 
-    def admits(
-        self, key: Any, subkey: Any, value: Any, expiration_time: float, sender: bytes | None
-    ) -> bool:
+    def admits(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
         """Tell whether a record would be stored. It costs little: no signature is checked."""
-        return self._admitted(key, subkey, value, expiration_time, sender) is not None
+        return self._admitted(key, subkey, value, expiration_time) is not None
 
     # -- inside
 
-    def _admitted(
-        self, key: Any, subkey: Any, value: Any, expiration_time: float, sender: bytes | None
-    ) -> _Held | None:
+    def _admitted(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> _Held | None:
         """Return what is to be noted of a record, or None when it is refused."""
         self._expire()
         if type(value) is not bytes or not expiration_time >= self._now():
@@ -324,18 +270,50 @@ class HeldRecords:
         old = entry.held.get(subkey) if entry is not None else None
         if old is not None and expiration_time <= old.expiration:
             return None
-        passed_by = sender if sender is not None and _is_passed_on(address, sender) else None
-        if old is not None and old.sender is None:
-            passed_by = None
-        size = len(subkey) + len(value)
-        is_passed = passed_by is not None
-        if not kind_box.fits(size, is_passed, old if old and old.kind_box is kind_box else None):
+        held = _Held(address, len(subkey) + len(value), expiration_time, kind_box)
+        if old is None and not self._has_room_for_one_more(address):
             return None
-        if entry is not None and not entry.box.fits(size, is_passed, old):
-            return None
-        if old is None and not self._has_room_for_one_more(address, passed_by):
-            return None
-        return _Held(address, size, expiration_time, passed_by, kind_box)
+        return None if self._in_its_place(key, subkey, held) is None else held
+
+    def _in_its_place(self, key: Any, subkey: bytes, held: _Held) -> list[_Name] | None:
+        """Return which records make room for one, the newest of others; None: there is none."""
+        entry = self._keys.get(key)
+        old = entry.held.get(subkey) if entry is not None else None
+        going: list[_Name] = []
+        if entry is not None and not entry.box.fits(held.size, old):
+            going = self._newest_of_others(((key, entry),), held, entry.box, old)
+            if not going:
+                return None
+        old_of_kind = old if old is not None and old.kind_box is held.kind_box else None
+        if not going and not held.kind_box.fits(held.size, old_of_kind):
+            keys = reversed(self._keys.items())
+            going = self._newest_of_others(keys, held, held.kind_box, old_of_kind)
+            if not going:
+                return None
+        return going
+
+    def _newest_of_others(
+        self, keys: Iterable[tuple[Any, _Key]], held: _Held, box: _Box, old: _Held | None
+    ) -> list[_Name]:
+        """Return records of a box without which one of a contributor's fits; none for others."""
+        if not self._has_contributed(held):
+            return []
+        going: list[_Name] = []
+        left = dataclasses.replace(box)
+        for key, entry in keys:
+            for subkey, other in reversed(entry.held.items()):
+                if other is old or self._has_contributed(other):
+                    continue
+                if other.kind_box is not box and entry.box is not box:
+                    continue
+                going.append((key, subkey))
+                left.count(other.size, -1)
+                if left.fits(held.size, old):
+                    return going
+        return []
+
+    def _has_contributed(self, held: _Held) -> bool:
+        return held.address.peer_id in self.contributors
 
     def _is_unwanted(self, address: Address, value: bytes) -> bool:
         try:
@@ -343,44 +321,34 @@ class HeldRecords:
         except Exception:  # As in `_admitted`.
             return True
 
-    def _has_room_for_one_more(self, address: Address, passed_by: bytes | None) -> bool:
-        """Tell whether an owner may have one more record, and its sender hand one more over."""
+    def _has_room_for_one_more(self, address: Address) -> bool:
+        """Tell whether an owner may have one more record."""
         kind, owner = address.kind.name, address.public_key
-        if owner is not None:
-            of_owner = self._of_owner.get((owner, kind), 0)
-            if of_owner >= QUOTAS[kind].of_owner:
-                return False
-        return passed_by is None or self._of_sender.get(passed_by, 0) < SENDER_RECORDS
+        return owner is None or self._of_owner.get((owner, kind), 0) < QUOTAS[kind].of_owner
 
     def _box_for(self, address: Address, value: bytes) -> _Box | None:
         """Return where a record is counted; None when its run, or its key there, is not served."""
         kind = address.kind.name
-        if self._runs is None:
-            return self._others if kind == "manifests" else self._kinds[kind]
         run = self._runs.get(address.run_id)
         if run is not None and run.has(address, value):
             return self._kinds[kind]
         return self._others if kind == "manifests" else None
 
-    def _count(self, entry: _Key, name: _Name, held: _Held, sign: int = 1) -> None:
+    def _count(self, entry: _Key, held: _Held, sign: int) -> None:
         for box in (entry.box, held.kind_box):
-            (box.add if sign > 0 else box.remove)(name, held)
+            box.count(held.size, sign)
         self.record_count += sign
         owner = held.address.public_key, held.address.kind.name
         self._of_owner[owner] = self._of_owner.get(owner, 0) + sign
         if not self._of_owner[owner]:
             del self._of_owner[owner]
-        if held.sender is not None:
-            self._of_sender[held.sender] = self._of_sender.get(held.sender, 0) + sign
-            if not self._of_sender[held.sender]:
-                del self._of_sender[held.sender]
 
     def _drop(self, key: Any, subkey: bytes) -> None:
         entry = self._keys[key]
         held = entry.held.pop(subkey)
         data = entry.dictionary.data
         del data[subkey]
-        self._count(entry, (key, subkey), held, -1)
+        self._count(entry, held, -1)
         if not data:
             del self._keys[key]
         elif held.expiration >= entry.dictionary.latest_expiration_time:
@@ -395,8 +363,3 @@ class HeldRecords:
             held = self._keys[key].held.get(subkey) if key in self._keys else None
             if held is not None and held.expiration < now:
                 self._drop(key, subkey)
-
-
-def _is_passed_on(address: Address, sender: bytes) -> bool:
-    """Tell whether somebody else than its owner sent a record; some have none."""
-    return address.public_key is not None and PEER_ID_PREFIX + address.public_key != sender

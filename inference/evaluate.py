@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ import safetensors.torch
 import torch
 
 from dipaco.base.errors import CorpusError, IntegrityError
-from dipaco.base.files import storage_errors
 from dipaco.base.progress import each
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
@@ -30,11 +29,9 @@ from dipaco.training.scoring import LossSum
 
 from .document_windows import DocumentWindows, collect_windows, tokenised
 from .mixing import mixed_losses
-from .reroute_report import RerouteReport, reroute_report
-from .rerouter import Rerouter
-from .rerouting import document_sums
+from .rerouter import Rerouter, rerouted_nats
 from .sources import StateSource, assemble_path
-from .token_losses import losses_of_paths, row_losses
+from .token_losses import nats_of_paths, row_losses
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +51,8 @@ class Evaluated:
     """By the best paths of each document, mixed."""
     chosen: LossSum | None = None
     """By the one of those paths to which the routing prefix costs least."""
+    rerouted: LossSum | None = None
+    """By the paths that a rerouter chooses, again and again."""
     base: LossSum | None = None
     baseline: LossSum | None = None
 
@@ -66,6 +65,7 @@ class Evaluated:
             routed=LossSum.total(part.routed for part in parts),
             mixed=_total(part.mixed for part in parts),
             chosen=_total(part.chosen for part in parts),
+            rerouted=_total(part.rerouted for part in parts),
             base=_total(part.base for part in parts),
             baseline=_total(part.baseline for part in parts),
         )
@@ -81,6 +81,8 @@ class Evaluated:
             values["mixed_perplexity"] = self.mixed.perplexity
         if self.chosen is not None:
             values["chosen_perplexity"] = self.chosen.perplexity
+        if self.rerouted is not None:
+            values["rerouted_perplexity"] = self.rerouted.perplexity
         if self.base is not None:
             values["base_perplexity"] = self.base.perplexity
         if self.baseline is not None:
@@ -105,8 +107,6 @@ class EvaluationReport:
     """Documents of missing paths."""
     short_documents: int
     """Documents with no token after the routing prefix."""
-    reroute: RerouteReport | None = None
-    """Rerouting every W tokens, if it was asked for."""
 
     @property
     def overall(self) -> Evaluated:
@@ -129,7 +129,7 @@ class EvaluationReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values: what `dipaco-eval --json` prints."""
-        values = {
+        return {
             "run": self.run_id,
             **self.overall.as_dict(),
             "paths": [{"path": path, **part.as_dict()} for path, part in self.paths().items()],
@@ -138,9 +138,6 @@ class EvaluationReport:
             "unscored_documents": self.unscored_documents,
             "short_documents": self.short_documents,
         }
-        if self.reroute is not None:
-            values["reroute"] = self.reroute.as_dict()
-        return values
 
 
 @dataclass(frozen=True)
@@ -148,8 +145,8 @@ class Rerouting:
     """What to evaluate of rerouting."""
 
     rerouter: Rerouter
-    windows: Sequence[int]
-    """Reroute every so many tokens, each in turn."""
+    window: int
+    """Tokens between two choices."""
 
 
 def evaluate(
@@ -161,7 +158,6 @@ def evaluate(
     baseline: PathModel | None = None,
     rerouting: Rerouting | None = None,
     mix: int = 1,
-    folder: Path | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> EvaluationReport:
     """Route the documents and score each with its path, one path in memory at a time.
@@ -169,8 +165,8 @@ def evaluate(
     `base` is whether to score the base model too, `baseline` a dense model of the run's shape to
     score on the same tokens. With `rerouting` every path scores every document; with `mix` so many
     of the best paths score each, alone and mixed, and one is chosen. `progress` is told
-    what is being done. Windows and losses lie in `folder`, where a later call finds the losses
-    of rerouting again, or in a temporary folder; some 100 bytes a document are held in memory.
+    what is being done. Windows and losses lie in a temporary folder; some 100 bytes a document are
+    held in memory.
 
     Raises CorpusError if no document has a token to score, or if no path with documents can be
     assembled while some are missing (then also what to do).
@@ -179,7 +175,11 @@ def evaluate(
         progress("routing the documents")
         router = source.document_router(device)
         windows = collect_windows(
-            router, tokenised(router, documents), source.plan, Path(temporary), ranked=mix
+            router,
+            tokenised(router, documents),
+            source.plan,
+            Path(temporary),
+            ranked=mix if rerouting is None else source.grid.path_count,
         )
         del router
         if not len(windows):
@@ -188,30 +188,15 @@ def evaluate(
                 f"{windows.prefix_tokens} tokens that routing sees, so there is nothing to score; "
                 f"give longer documents"
             )
-        reroute = None
         references: dict[str, np.ndarray] = {}
-        if mix > 1:
+        if mix > 1 or rerouting is not None:
             file = Path(temporary) / "nats.f32"
-            mixtures, missing = _losses_of_mixtures(source, windows, file, device, progress)
-            own = mixtures.pop("routed")
-            references |= mixtures
-        elif rerouting is None:
-            own, missing = _losses_of_routed_paths(source, windows, device, progress)
-        if rerouting is not None:
-            losses = losses_of_paths(
-                source,
-                windows,
-                folder=folder or Path(temporary),
-                device=device,
-                progress=progress,
+            references, missing = _losses_of_several_paths(
+                source, windows, mix, rerouting, file, device, progress
             )
-            own = np.zeros(len(windows))
-            for path in losses.paths:
-                chosen = windows.paths == path
-                own[chosen] = document_sums(losses, path)[chosen]
-            missing = tuple(sorted(set(windows.paths.tolist()) - set(losses.paths)))
-            progress("choosing paths again")
-            reroute = reroute_report(losses, rerouting.rerouter.to(device), rerouting.windows)
+            own = references.pop("routed")
+        else:
+            own, missing = _losses_of_routed_paths(source, windows, device, progress)
         chosen = ~np.isin(windows.paths, missing)
         if not chosen.any():
             assemble_path(source, missing[0])
@@ -227,7 +212,6 @@ def evaluate(
             missing_paths=missing,
             unscored_documents=int((~chosen).sum()),
             short_documents=windows.short_documents,
-            reroute=reroute,
         )
 
 
@@ -252,16 +236,18 @@ def _losses_of_routed_paths(
     return own, tuple(missing)
 
 
-def _losses_of_mixtures(
+def _losses_of_several_paths(
     source: StateSource,
     windows: DocumentWindows,
+    mix: int,
+    rerouting: Rerouting | None,
     file: Path,
     device: torch.device,
     progress: Callable[[str], None],
 ) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
-    """Return the loss of each document, fp64 [N], by its path (`routed`), by its best paths mixed
-    (`mixed`) and by the one of them to which the routing prefix costs least (`chosen`); and the
-    paths without a state.
+    """Return the loss of each document, fp64 [N], by its path (`routed`), by its `mix` best paths
+    mixed (`mixed`), by the one of them to which the routing prefix costs least (`chosen`) and by
+    the paths that a rerouter chooses (`rerouted`); and the paths without a state.
 
     What each path says of each token lies in `file`. Where another than the first has no state, the
     first stands for it.
@@ -269,32 +255,25 @@ def _losses_of_mixtures(
     ranked = windows.ranked
     missing = [path for path in np.unique(ranked).tolist() if source.missing_modules(path)]
     ranked = np.where(np.isin(ranked, missing), ranked[:, :1], ranked)
-    of_row = ranked[windows.row_documents]
-    rows, length = windows.rows.shape
-    totals = {name: np.zeros(len(windows)) for name in ("routed", "mixed", "chosen")}
-    with storage_errors(file.parent):
-        nats = np.memmap(file, np.float32, "w+", shape=(ranked.shape[1], rows, length - 1))
-        model: PathModel | None = None
-        paths = np.setdiff1d(ranked, missing).tolist()
-        for path in each(paths, progress, lambda path: f"scoring path {path} for the mixture"):
-            model = assemble_path(source, path, model=model, device=device)
-            for batch, losses in row_losses(
-                model, windows, np.flatnonzero((of_row == path).any(1))
-            ):
-                for column in range(ranked.shape[1]):
-                    chosen = of_row[batch, column] == path
-                    nats[column, batch[chosen], : losses.shape[1]] = losses[chosen]
-            source.forget(path)
-        first_rows = np.unique(windows.row_documents, return_index=True)[1]
-        prefix = nats[:, first_rows, : windows.prefix_tokens - 1].sum(axis=2, dtype=np.float64)
-        columns = prefix.argmin(axis=0)[windows.row_documents]
-        for start in range(0, rows, _ROWS_AT_ONCE):
-            batch = np.arange(start, min(start + _ROWS_AT_ONCE, rows))
-            found = nats[:, batch]
-            mixed = mixed_losses(torch.from_numpy(found)).numpy()
-            chosen = found[columns[batch], np.arange(len(batch))]
-            for name, losses in (("routed", found[0]), ("mixed", mixed), ("chosen", chosen)):
-                _add_up(totals[name], windows, batch, losses)
+    paths = ranked[windows.row_documents]
+    nats = nats_of_paths(source, windows, paths, file, device, progress)
+    first_rows = np.unique(windows.row_documents, return_index=True)[1]
+    prefix = nats[:mix, first_rows, : windows.prefix_tokens - 1].sum(axis=2, dtype=np.float64)
+    columns = prefix.argmin(axis=0)[windows.row_documents]
+    totals: dict[str, np.ndarray] = {}
+    for start in range(0, len(paths), _ROWS_AT_ONCE):
+        batch = np.arange(start, min(start + _ROWS_AT_ONCE, len(paths)))
+        found = nats[:, batch]
+        told = {"routed": found[0]}
+        if mix > 1:
+            told["mixed"] = mixed_losses(torch.from_numpy(found[:mix])).numpy()
+            told["chosen"] = found[columns[batch], np.arange(len(batch))]
+        if rerouting is not None:
+            told["rerouted"] = rerouted_nats(
+                rerouting.rerouter, windows, found, paths[batch], batch, rerouting.window
+            )
+        for name, losses in told.items():
+            _add_up(totals.setdefault(name, np.zeros(len(windows))), windows, batch, losses)
     return totals, tuple(sorted(set(windows.paths.tolist()) & set(missing)))
 
 

@@ -2,31 +2,37 @@
 
 dipaco-eval --initial-peers ADDR --data 'held-out/*.jsonl.gz' --label-field domain
 dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --baseline dense.safetensors
-dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --reroute 16,64,128 --mix 2
+dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --mix 2
+dipaco-eval --state-dir my-run-simulated --data other.jsonl --fit-rerouter rerouter.safetensors
+dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --reroute 32 \\
+    --rerouter rerouter.safetensors
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import Option
 
-from .options import CorpusSettings, RerouterSettings, check_paths, parse_windows
+from .options import CorpusSettings, InferenceSettings, check_paths
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from .evaluate import Evaluated, EvaluationReport
-    from .reroute_report import RerouteReport
+    from .sources import StateSource
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(CorpusSettings, RerouterSettings):
+class EvaluationSettings(CorpusSettings, InferenceSettings):
     """What `dipaco-eval` can be told."""
 
     group = "what is scored"
@@ -39,12 +45,24 @@ class EvaluationSettings(CorpusSettings, RerouterSettings):
         bool, Option("do not score the model that the run began with", flag="--no-base")
     ] = True
     reroute: Annotated[
-        str | None,
+        int | None,
         Option(
-            "also choose the path again every W tokens; every path scores every document",
-            "W[,W...]",
+            "also choose the path anew every W tokens, with --rerouter FILE; every path scores "
+            "every document",
+            "W",
+            least=1,
         ),
     ] = None
+    rerouter: Annotated[Path | None, Option("what --fit-rerouter wrote", "FILE")] = None
+    fit_rerouter: Annotated[
+        Path | None,
+        Option(
+            "score nothing: fit a rerouter to --data, texts that no path was trained on, and "
+            "write it there",
+            "FILE",
+        ),
+    ] = None
+    fit_steps: Annotated[int, Option("training steps of --fit-rerouter", "N", least=1)] = 1000
     mix: Annotated[
         int,
         Option(
@@ -54,6 +72,16 @@ class EvaluationSettings(CorpusSettings, RerouterSettings):
         ),
     ] = 1
     json: Annotated[bool, Option("print one JSON object")] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.reroute is None) != (self.rerouter is None):
+            raise ConfigurationError(
+                "give --reroute W together with --rerouter FILE; "
+                "'dipaco-eval --data TEXTS --fit-rerouter FILE' makes one"
+            )
+        if self.fit_rerouter is not None and self.reroute is not None:
+            raise ConfigurationError("give --fit-rerouter without --reroute: it scores nothing")
 
 
 def run(settings: EvaluationSettings) -> int:
@@ -65,17 +93,23 @@ def run(settings: EvaluationSettings) -> int:
     from dipaco.routing.corpus import iterate_documents
 
     from .evaluate import Rerouting, evaluate, load_baseline
+    from .rerouter import read_rerouter
 
     device = settings.prepare_process()
-    windows = parse_windows(settings.reroute, "--reroute")
     corpus = settings.corpus()
     notes = Console(stderr=True, highlight=False)
     say = notes.print if notes.is_terminal else seldom(notes.print)
+    progress = (lambda line: None) if settings.json else say
     with settings.open_source() as source:
         settings.check_labels(source.plan)
         check_paths("--mix", settings.mix, source)
+        if settings.fit_rerouter is not None:
+            return _fit(settings, source, settings.fit_rerouter, progress)
         baseline = load_baseline(settings.baseline, source.plan) if settings.baseline else None
-        rerouting = Rerouting(settings.read_rerouter(source.plan), windows) if windows else None
+        rerouting = None
+        if settings.reroute is not None and settings.rerouter is not None:
+            rerouter = read_rerouter(settings.rerouter, source.plan).to(device)
+            rerouting = Rerouting(rerouter, settings.reroute)
         report = evaluate(
             source,
             iterate_documents(corpus, "train"),
@@ -84,13 +118,40 @@ def run(settings: EvaluationSettings) -> int:
             baseline=baseline,
             rerouting=rerouting,
             mix=settings.mix,
-            folder=settings.scores_folder(),
-            progress=(lambda line: None) if settings.json else say,
+            progress=progress,
         )
     if settings.json:
         print(json.dumps(report.as_dict()))
     else:
         show(report, Console(highlight=False))
+    return 0
+
+
+def _fit(
+    settings: EvaluationSettings, source: StateSource, file: Path, progress: Callable[[str], None]
+) -> int:
+    """Fit a rerouter to the documents and write it."""
+    from dipaco.base.files import atomic_write
+    from dipaco.routing.corpus import iterate_documents
+
+    from .fit_rerouter import fit_to_documents
+    from .rerouter import rerouter_bytes
+
+    rerouter, report = fit_to_documents(
+        source,
+        iterate_documents(settings.corpus(), "train"),
+        steps=settings.fit_steps,
+        device=settings.prepare_process(),
+        progress=progress,
+    )
+    atomic_write(file, rerouter_bytes(rerouter, source.plan))
+    if settings.json:
+        print(json.dumps({"run": source.plan.run_id, "file": str(file), **asdict(report)}))
+    else:
+        print(
+            f"{file}: fitted to {report.documents} documents, with the parameters of step "
+            f"{report.kept_step} of {report.steps}"
+        )
     return 0
 
 
@@ -100,8 +161,6 @@ def show(report: EvaluationReport, console: Console) -> None:
     console.print(_table("path", {str(p): part for p, part in report.paths().items()}, overall))
     if report.labels():
         console.print(_table("label", report.labels(), overall))
-    if report.reroute is not None:
-        console.print(_reroute_table(report.reroute))
     if report.missing_paths:
         console.print(
             f"not scored: {report.unscored_documents} documents of paths "
@@ -119,6 +178,8 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
         headings.insert(2, "baseline")
     if overall.base is not None:
         headings.insert(2, "base model")
+    if overall.rerouted is not None:
+        headings.insert(2, "rerouted")
     if overall.mixed is not None:
         headings[2:2] = ["chosen", "mixed"]
     table = Table(*(Column(heading, overflow="fold") for heading in headings))
@@ -126,32 +187,16 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
     for name, part in {**parts, "all": overall}.items():
         if name == "all":
             table.add_section()
-        models = (part.routed, part.chosen, part.mixed, part.base, part.baseline)
+        models = (
+            part.routed,
+            part.chosen,
+            part.mixed,
+            part.rerouted,
+            part.base,
+            part.baseline,
+        )
         cells = [_perplexity(losses.perplexity) for losses in models if losses is not None]
         table.add_row(name, *cells, str(part.documents), str(part.routed.tokens))
-    return table
-
-
-def _reroute_table(report: RerouteReport) -> Table:
-    from rich.table import Table
-
-    table = Table("path chosen", "perplexity", "best path in hindsight", "switches", "decisions")
-    table.add_row(
-        "once a document",
-        _perplexity(report.routed.perplexity),
-        _perplexity(report.best_per_document.perplexity),
-    )
-    for window in report.windows:
-        table.add_row(
-            f"every {window.window} tokens",
-            _perplexity(window.rerouted.perplexity),
-            _perplexity(window.best.perplexity),
-            f"{100 * window.switches:.1f} %",
-            str(window.decisions),
-        )
-    table.add_section()
-    for path, losses in report.single_paths.items():
-        table.add_row(f"always {path}", _perplexity(losses.perplexity))
     return table
 
 

@@ -5,7 +5,6 @@ plan.json           the plan of the run, as its operator signed it
 paths/00000 ...     every path, a folder for transformers
 modules/            parameters that several paths have in common (hard links)
 router/             router.safetensors, base/, routing.json, how to route
-rerouter.safetensors   if there is one
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from .sources import StateSource
 
 # This much of the disk is left free: filling it to the last byte would harm others.
 _SPARE_BYTES = 2**26
-REROUTER_FILE = "rerouter.safetensors"
 # A tokenizer whose numbers in the files are not those of the run: routers see those of the run.
 _RUN_TOKENIZER = "tokenizer.dipaco"
 
@@ -51,7 +49,6 @@ def export_all(
     *,
     notes: CardNotes,
     evaluation: dict[str, Any] | None = None,
-    rerouter: bytes | None = None,
     exact_tokenizer: bool = True,
     gguf: str | None = None,
     say: Callable[[str], None] = lambda line: None,
@@ -87,8 +84,6 @@ def export_all(
             say(f"path {path} was there already")
     exporter.remove_unused_modules()
     _write_router(source, out / "router", exporter)
-    if rerouter is not None:
-        atomic_write(out / REROUTER_FILE, rerouter)
     atomic_write(out / "plan.json", json_bytes(plan.model_dump(mode="json")))
     atomic_write(out / "README.md", card().encode())
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
+from dipaco.base.settings import Option
 
-from .options import RerouterSettings
+from .options import InferenceSettings
 
 if TYPE_CHECKING:
     import torch
@@ -27,16 +28,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(RerouterSettings):
+class ExportSettings(InferenceSettings):
     """What `dipaco-export` can be told."""
 
-    path: Annotated[int | None, Option("export this path", "P", alternative_to="path or all")] = (
-        None
-    )
-    all: Annotated[
-        bool,
-        Option("export every path, the router and a model card", alternative_to="path or all"),
-    ] = False
+    path: Annotated[int | None, Option("export this path", "P")] = None
+    all: Annotated[bool, Option("export every path, the router and a model card")] = False
     out: Annotated[Path, Option("folder to write; with --format gguf also a file, x.gguf", "DIR")]
     format: Annotated[
         Literal["llama", "gguf"],
@@ -76,6 +72,8 @@ class ExportSettings(RerouterSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.path is not None) == self.all:
+            raise ConfigurationError("give --path P for one path, or --all for all of them")
         fits = ("float32", "float16", "q8_0" if self.format == "gguf" else "bfloat16")
         if self.dtype not in fits:
             raise ConfigurationError(
@@ -145,7 +143,6 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
         _dtype(settings),
         notes=notes,
         evaluation=_evaluation(settings, source),
-        rerouter=_rerouter(settings, source),
         exact_tokenizer=settings.tokenizer == "exact",
         gguf=_gguf_type(settings),
         say=_say,
@@ -169,16 +166,6 @@ def _dtype(settings: ExportSettings) -> torch.dtype:
     from .export import DTYPES
 
     return DTYPES["float16" if settings.dtype == "q8_0" else settings.dtype]
-
-
-def _rerouter(settings: ExportSettings, source: StateSource) -> bytes | None:
-    """Return the rerouter's file: the one that is named, or the one beside the states, if any."""
-    from .rerouter import REROUTER_FILE, rerouter_bytes
-
-    beside = settings.state_folder / REROUTER_FILE if settings.state_folder else None
-    if settings.rerouter is None and (beside is None or not beside.is_file()):
-        return None
-    return rerouter_bytes(settings.read_rerouter(source.plan), source.plan)
 
 
 def _notes(settings: ExportSettings) -> CardNotes:

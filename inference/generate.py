@@ -1,24 +1,18 @@
-"""Generating text: the prompt is routed once, and only its path runs.
-
-So the key-value cache stays valid; with rerouting every W tokens (`PathChooser`) it is computed
-again whenever the path changes (section 6).
-"""
+"""Generating text: the prompt is routed once, and only its path runs, so that its key-value cache
+stays valid."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-import numpy as np
 import torch
 
-from dipaco.base.errors import DipacoError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.device import autocast_for
 from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.routing.tokenizer import Tokenizer
 
 from .mixing import decoder_of
-from .rerouter import Rerouter
 from .sampling import Sampling
 from .sources import StateSource, assemble_path
 
@@ -37,14 +31,12 @@ def generate_tokens(
     model: PathModel,
     prompt: Sequence[int],
     sampling: Sampling,
-    reroute: Callable[[Sequence[int]], bool] | None = None,
     mixed_with: Sequence[PathModel] = (),
 ) -> Iterator[int]:
     """Yield the tokens with which `model` continues `prompt`, until the document ends.
 
     The context is at most the run's sequence length: when it is full, generation goes on from its
-    newer half. `reroute` is called with the context before every token and tells whether it has
-    put another path into `model`: then the context is read again. Other paths may be mixed in.
+    newer half. Other paths may be mixed in.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
     longest = model.config.sequence_length
@@ -53,8 +45,6 @@ def generate_tokens(
     for _ in range(sampling.max_tokens):
         if is_read and decoder.lengths[0] == longest:
             context, is_read = context[-(longest // 2) :], False
-        if reroute is not None and reroute(context):
-            decoder, is_read = decoder_of([model, *mixed_with], slots=1), False
         if is_read:
             logits = decoder.step(context[-1:])[0]
         else:
@@ -135,105 +125,3 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
             yield piece
     if piece := text.rest():
         yield piece
-
-
-class PathDecisions:
-    """Which path the next tokens are for, decided at the end of the prompt, but not before the
-    tokens that the run's router sees, and then after every `window` tokens.
-
-    `path` is the path in use, which begins as the rerouter's choice for the prompt. Whoever
-    generates asks `next_path` before every token, and says with `move` what came of it.
-    """
-
-    def __init__(
-        self,
-        rerouter: Rerouter,
-        routed: int,
-        prompt: Sequence[int],
-        window: int,
-        prefix_tokens: int,
-    ) -> None:
-        self.path = routed
-        self._rerouter = rerouter
-        self._routed = routed
-        self._window = window
-        self._allowed = np.ones(rerouter.path_count, dtype=bool)
-        self.tokens = len(prompt)
-        """How long the text is, prompt and what was generated."""
-        self._next = max(self.tokens, prefix_tokens)
-        if self.tokens == self._next:
-            self.path = self._choice(prompt)
-            self._next += window
-        self.tokens -= 1  # the first question is about the prompt
-
-    def next_path(self, context: Sequence[int]) -> int | None:
-        """Return another path that the tokens after `context` are for, None to stay."""
-        self.tokens += 1
-        if self.tokens < self._next:
-            return None
-        self._next = self.tokens + self._window
-        path = self._choice(context)
-        return path if path != self.path else None
-
-    def move(self, path: int) -> None:
-        """Note that `path` is in use."""
-        self.path = path
-
-    def refuse(self, path: int) -> None:
-        """Note that a path cannot be had: it is not chosen again."""
-        self._allowed[path] = False
-
-    def _choice(self, context: Sequence[int]) -> int:
-        return self._rerouter.next_path(
-            context, self._routed, self.path, self._window, self._allowed
-        )
-
-
-class PathChooser:
-    """Puts the paths of `PathDecisions` into the one model of `dipaco-generate`.
-
-    `say` gets a line for each change.
-    """
-
-    def __init__(
-        self,
-        source: StateSource,
-        rerouter: Rerouter,
-        routed: int,
-        prompt: Sequence[int],
-        window: int,
-        say: Callable[[str], None],
-    ) -> None:
-        self._source = source
-        self._say = say
-        self._decisions = PathDecisions(
-            rerouter, routed, prompt, window, source.plan.routing.prefix_tokens
-        )
-
-    @property
-    def path(self) -> int:
-        """The path in use."""
-        return self._decisions.path
-
-    def of(self, model: PathModel) -> Callable[[Sequence[int]], bool]:
-        """Return what `generate_tokens` asks before every token about `model`, which must hold the
-        present path: whether it was given another one."""
-
-        def reroute(context: Sequence[int]) -> bool:
-            path = self._decisions.next_path(context)
-            return path is not None and self._move(model, path)
-
-        return reroute
-
-    def _move(self, model: PathModel, path: int) -> bool:
-        """Put a path into the model if it can be fetched."""
-        decisions = self._decisions
-        try:
-            assemble_path(self._source, path, model=model)
-        except DipacoError as error:
-            decisions.refuse(path)
-            self._say(f"token {decisions.tokens}: staying on path {decisions.path}; {error}")
-            return False
-        self._say(f"token {decisions.tokens}: path {decisions.path} -> path {path}")
-        decisions.move(path)
-        return True

@@ -10,62 +10,37 @@ import sys
 from dataclasses import dataclass
 from typing import Annotated
 
-from dipaco.base.command_line import Command, Option
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import Option
 
-from .options import RerouterSettings, SamplingSettings, check_paths
+from .options import InferenceSettings, SamplingSettings, check_paths
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(SamplingSettings, RerouterSettings):
+class GenerationSettings(SamplingSettings, InferenceSettings):
     """What `dipaco-generate` can be told."""
 
     prompt: Annotated[
         str,
         Option("how the text begins; - reads it from standard input", "prompt", positional=True),
     ]
-    path: Annotated[
-        int | None,
-        Option(
-            "use this path, whatever the prompt (with --reroute: instead of the router's choice)",
-            "P",
-        ),
-    ] = None
+    path: Annotated[int | None, Option("use this path, whatever the prompt", "P")] = None
     mix: Annotated[int, Option("mix the N best paths, at N times the work", "N", least=1)] = 1
     choose: Annotated[
         int, Option("use the one of the N best paths to which the prompt costs least", "N", least=1)
     ] = 1
-    reroute: Annotated[
-        int | None,
-        Option("choose the path again every W tokens and say so on standard error", "W", least=1),
-    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.reroute is not None and self.mix > 1:
-            raise ConfigurationError("give --reroute or --mix, not both: a mixture moves by itself")
-        if self.choose > 1 and (self.mix > 1 or self.path is not None or self.reroute is not None):
-            raise ConfigurationError("give --choose without --mix, --path and --reroute")
-        if self.reroute is not None:
-            # Its home imports PyTorch.
-            from .rerouting import GREATEST_WINDOW
-
-            if self.reroute > GREATEST_WINDOW:
-                raise ConfigurationError(
-                    f"--reroute {self.reroute} must be 1 to {GREATEST_WINDOW}; 64 is usual"
-                )
+        if self.choose > 1 and (self.mix > 1 or self.path is not None):
+            raise ConfigurationError("give --choose without --mix and --path")
 
 
 def run(settings: GenerationSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from .generate import (
-        PathChooser,
-        cheapest_path,
-        generate_tokens,
-        prompt_tokens,
-        stream_text,
-    )
+    from .generate import cheapest_path, generate_tokens, prompt_tokens, stream_text
     from .sources import assemble_path
 
     device = settings.prepare_process()
@@ -83,18 +58,11 @@ def run(settings: GenerationSettings) -> int:
             paths = paths[: max(settings.mix, settings.choose)]
         if settings.choose > 1:
             paths = [cheapest_path(source, paths, tokens, device)]
-        path = paths[0]
-        chooser = None
-        if settings.reroute is not None:
-            rerouter = settings.read_rerouter(source.plan).to(device)
-            chooser = PathChooser(source, rerouter, path, tokens, settings.reroute, _say)
-            path = chooser.path
-        models = [assemble_path(source, one, device=device) for one in (path, *paths[1:])]
-        for one in (path, *paths[1:]):
-            _say(f"path {one} ({', '.join(source.grid.modules_of_path(one))})")
+        models = [assemble_path(source, path, device=device) for path in paths]
+        for path in paths:
+            _say(f"path {path} ({', '.join(source.grid.modules_of_path(path))})")
         print(prompt, end="", flush=True)
-        reroute = chooser.of(models[0]) if chooser else None
-        made = generate_tokens(models[0], tokens, settings.sampling(), reroute, models[1:])
+        made = generate_tokens(models[0], tokens, settings.sampling(), models[1:])
         for piece in stream_text(tokenizer, made):
             print(piece, end="", flush=True)
     print(flush=True)

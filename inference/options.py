@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from dipaco.base.command_line import ComputeSettings, Option, RunSettings, Settings
 from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings
 from dipaco.dht.addresses import check_given_peer
 
 from .sampling import Sampling
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dipaco.modules.plan import RunPlan
     from dipaco.routing.corpus import CorpusConfig
 
-    from .rerouter import Rerouter
     from .sources import StateSource
 
 
@@ -48,7 +47,7 @@ class InferenceSettings(ComputeSettings, RunSettings):
     cache_folder: Annotated[
         Path | None,
         Option(
-            "keep fetched files and scores here (default: a temporary folder); given alone, it is "
+            "keep fetched files here (default: a temporary folder); given alone, it is "
             "the cache of a peer, which is only read",
             "DIR",
             flag="--cache-dir",
@@ -77,10 +76,6 @@ class InferenceSettings(ComputeSettings, RunSettings):
             cache_folder=self.cache_folder,
             settings=SourceSettings(allow_genesis=self.allow_genesis, follow=follow),
         )
-
-    def scores_folder(self) -> Path | None:
-        """Return where scores are kept for later calls, if anywhere."""
-        return self.cache_folder / "scores" if self.cache_folder else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,26 +123,6 @@ class CorpusSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RerouterSettings(InferenceSettings):
-    """Which rerouter is used, where one is."""
-
-    rerouter: Annotated[
-        Path | None,
-        Option(
-            "what 'dipaco-reroute fit' wrote (default: rerouter.safetensors beside the states)",
-            "FILE",
-        ),
-    ] = None
-
-    def read_rerouter(self, plan: RunPlan) -> Rerouter:
-        """Read the rerouter. Raises StorageError, IntegrityError and ConfigurationError, saying
-        how to make one."""
-        from .rerouter import read_rerouter
-
-        return read_rerouter(self.rerouter, self.state_folder, plan)
-
-
-@dataclass(frozen=True, kw_only=True)
 class SamplingSettings(Settings):
     """How a text is continued."""
 
@@ -188,19 +163,3 @@ def check_paths(option: str, count: int, source: StateSource) -> None:
         raise ConfigurationError(
             f"{option} {count}: this run has {source.grid.path_count} paths; {option} 2 is usual"
         )
-
-
-def parse_windows(text: str | None, option: str) -> tuple[int, ...]:
-    """Read windows such as "16,64", none for None. Raises ConfigurationError, naming `option`."""
-    if text is None:
-        return ()
-    from .rerouting import GREATEST_WINDOW
-
-    windows = []
-    for part in text.split(","):
-        if not part.strip().isdecimal() or not 1 <= int(part) <= GREATEST_WINDOW:
-            raise ConfigurationError(
-                f"{option} '{text}': '{part}' is no number of tokens; write {option} 16,64,128"
-            )
-        windows.append(int(part))
-    return tuple(sorted(set(windows)))

@@ -11,24 +11,21 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from dipaco.base.command_line import Command, Option
-from dipaco.base.errors import ConfigurationError, DipacoError, StorageError
+from dipaco.base.command_line import Command
+from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import decoded
+from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
 
-from .options import RerouterSettings
-
-if TYPE_CHECKING:
-    from .rerouter import Rerouter
-    from .sources import StateSource
+from .options import InferenceSettings
 
 _KEY_VARIABLE = "DIPACO_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(RerouterSettings):
+class ServeSettings(InferenceSettings):
     """What `dipaco-serve` can be told."""
 
     group = "the service"
@@ -41,7 +38,6 @@ class ServeSettings(RerouterSettings):
         Option(
             f"what clients must send as their key (default: ${_KEY_VARIABLE}, if set)",
             "KEY",
-            secret=True,
         ),
     ] = None
     memory_gb: Annotated[
@@ -100,7 +96,6 @@ def run(settings: ServeSettings) -> int:
                 queue=settings.queue,
                 refresh_s=settings.refresh_s,
             ),
-            _rerouter(settings, source),
         )
         service = Service(
             engine,
@@ -129,17 +124,6 @@ def run(settings: ServeSettings) -> int:
         service.close()
         engine.close()
     return 0
-
-
-def _rerouter(settings: ServeSettings, source: StateSource) -> Rerouter | None:
-    """Return the rerouter: the one named, or the one beside the states if there is one."""
-    try:
-        rerouter = settings.read_rerouter(source.plan)
-    except DipacoError:
-        if settings.rerouter is not None:
-            raise
-        return None
-    return rerouter.to(settings.prepare_process())
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +33,6 @@ from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokenizer import Tokenizer
 from dipaco.training.scoring import LossSum
-
-from .document_windows import TokenDocument, shard_documents
 
 if TYPE_CHECKING:
     from dipaco.peer.client import ReadOnlyClient
@@ -122,12 +120,6 @@ class StateSource(ABC):
         """Return the model that the run began with, for comparison."""
         self._require_blob(self.plan.blobs.base)
         return self._run.base_model(self.plan).to(device)
-
-    def training_documents(self, count: int, seed: int) -> Iterator[TokenDocument]:
-        """Return up to `count` training documents drawn from the shards, which are fetched."""
-        for shard in self.shard_index().paths:
-            self._require_blob(shard.train_sha256)
-        return shard_documents(self._run, self.plan, count, seed)
 
     def blob(self, sha256: str) -> bytes:
         """Return the content of a blob of the run, fetched if need be. Raises IntegrityError."""

@@ -1,15 +1,8 @@
-"""The loss that every path gives every token: one pass, from which all perplexities come.
-
-Routed, rerouted and single-path perplexities, and the bounds in hindsight, are sums of the same
-numbers, so they are comparable to the last token (DiPaCo section 7.2.2: the array S_ijp).
-"""
+"""What a path's every target costs: the nats from which all perplexities come."""
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,99 +23,34 @@ _LOGITS_ON_CPU, _LOGITS_ON_GPU = 2**23, 2**27
 _MOST_ROWS = 256
 
 
-@dataclass(frozen=True)
-class TokenLosses:
-    """The negative log-likelihood in nats of every counted token under every path."""
-
-    documents: DocumentWindows
-    nll: Mapping[int, np.ndarray]
-    """Path to fp32 [tokens], a memory map, for the paths that could be assembled."""
-
-    @property
-    def paths(self) -> tuple[int, ...]:
-        """The paths whose losses are known, in order."""
-        return tuple(sorted(self.nll))
-
-    @property
-    def kept(self) -> np.ndarray:
-        """Documents that are reported, bool [N]: those whose routed path is among `paths`."""
-        return np.isin(self.documents.paths, self.paths)
-
-    def array(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return fp32 [stop - start, paths] in memory, columns in the order of `paths`."""
-        return np.stack([self.nll[path][start:stop] for path in self.paths], axis=1)
-
-
-def losses_of_paths(
+def nats_of_paths(
     source: StateSource,
     documents: DocumentWindows,
-    *,
-    folder: Path,
+    paths: np.ndarray,
+    file: Path,
     device: torch.device,
-    paths: Sequence[int] | None = None,
-    progress: Callable[[str], None] = lambda line: None,
-) -> TokenLosses:
-    """Return all documents' losses under each of `paths` (default: all with a state).
+    progress: Callable[[str], None],
+) -> np.ndarray:
+    """Return what every target of every row costs by `paths` [R, K] of its own, fp32
+    [K, R, L - 1], a memory map of `file`.
 
-    One path is in memory at a time.
-
-    A path's losses are a file of 4 bytes a token in `folder`, named by a hash of the documents
-    and of the path's parameters: a later call with the same folder reuses what is there, so an
-    interrupted one goes on with the path where it stopped. Every token has as much context as
-    the windows give it, whichever path it is.
-
-    Raises as `assemble_path` does for one of `paths` without a state, StorageError when the disk is
-    full, IntegrityError for a loss that is no number.
+    One path is in memory at a time. A path without a state costs 0, and so does what is behind a
+    row's end. Raises StorageError when the disk is full.
     """
-    found: dict[int, np.ndarray] = {}
-    model: PathModel | None = None
-    wanted = [*range(source.grid.path_count)] if paths is None else [*paths]
-    for path in each(wanted, progress, lambda path: f"scoring all documents with path {path}"):
-        if paths is None and source.missing_modules(path):
+    rows, length = documents.rows.shape
+    with storage_errors(file.parent):
+        nats = np.memmap(file, np.float32, "w+", shape=(paths.shape[1], rows, length - 1))
+        model: PathModel | None = None
+        used = [p for p in np.unique(paths).tolist() if not source.missing_modules(p)]
+        for path in each(used, progress, lambda path: f"scoring path {path}"):
+            model = assemble_path(source, path, model=model, device=device)
+            own = np.flatnonzero((paths == path).any(1))
+            for batch, losses in row_losses(model, documents, own):
+                for column in range(paths.shape[1]):
+                    chosen = paths[batch, column] == path
+                    nats[column, batch[chosen], : losses.shape[1]] = losses[chosen]
             source.forget(path)
-            continue
-        model = assemble_path(source, path, model=model, device=device)
-        found[path] = _losses_of_path(model, documents, folder)
-        source.forget(path)
-    return TokenLosses(documents, found)
-
-
-def _losses_of_path(model: PathModel, documents: DocumentWindows, folder: Path) -> np.ndarray:
-    """Return the losses of one model, fp32 [tokens], from their file if it is there."""
-    name = hashlib.sha256(
-        f"{documents.sha256} {documents.prefix_tokens} {parameters_sha256(model)}".encode()
-    ).hexdigest()
-    file = folder / f"scores-{name[:32]}.f32"
-    shape = (documents.tokens,)
-    with storage_errors(folder):
-        if not (file.is_file() and file.stat().st_size == 4 * documents.tokens):
-            folder.mkdir(parents=True, exist_ok=True)
-            unfinished = file.with_suffix(".tmp")
-            losses = np.memmap(unfinished, np.float32, "w+", shape=shape)
-            fill_token_losses(model, documents, losses)
-            losses.flush()
-            del losses
-            os.replace(unfinished, file)
-        return np.memmap(file, np.float32, "r", shape=shape)
-
-
-def parameters_sha256(model: PathModel) -> str:
-    """Return the SHA-256 of all parameters of a model, by name and in fp32."""
-    hasher = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
-        hasher.update(name.encode())
-        values = parameter.detach().to("cpu", torch.float32).contiguous()
-        hasher.update(values.view(-1).numpy().data)
-    return hasher.hexdigest()
-
-
-def fill_token_losses(model: PathModel, documents: DocumentWindows, filled: np.ndarray) -> None:
-    """Fill `filled`, fp32 [tokens], with the negative log-likelihood of every counted token."""
-    for rows, losses in row_losses(model, documents, np.arange(len(documents.rows))):
-        for row, values in zip(rows.tolist(), losses, strict=True):
-            start, stop = documents.prefix_tokens, int(documents.row_tokens[row])
-            first = int(documents.row_starts[row])
-            filled[first : first + stop - start] = values[start - 1 : stop - 1]
+    return nats
 
 
 def row_losses(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -232,7 +232,12 @@ CODECS: dict[str, Codec] = {
 
 
 def contribution_norm(codec: Codec, data: Data, values: int) -> float:
-    """Return the L2 norm of a file's values, the same bits on every machine.
+    """Return the L2 norm of a file's values, the same bits on every machine."""
+    return exact_norm(lambda begin, end: codec.decode(data, values, begin, end), values)
+
+
+def exact_norm(read: Callable[[int, int], torch.Tensor], values: int) -> float:
+    """Return the L2 norm of fp32 numbers that are read a piece at a time, the same bits everywhere.
 
     Squares of fp32 numbers are exact in fp64. Of each chunk they are added in halves, so that the
     order is the same however wide a machine's vectors are; the chunks are added exactly.
@@ -241,7 +246,7 @@ def contribution_norm(codec: Codec, data: Data, values: int) -> float:
     memory = torch.empty(_PIECE_VALUES, dtype=torch.float64)
     for begin, end in pieces(values):
         flat = memory[: end - begin + -end % CHUNK_VALUES]
-        flat[: end - begin] = codec.decode(data, values, begin, end)
+        flat[: end - begin] = read(begin, end)
         flat[end - begin :] = 0.0
         chunks = flat.mul_(flat).view(-1, CHUNK_VALUES)
         half = CHUNK_VALUES // 2

@@ -51,7 +51,14 @@ def choose_device(name: str) -> tuple[torch.device, str]:
         reason = why_it_does_not_compute(device)
         if reason:
             raise ConfigurationError(f"--device {name}: {reason}; give another, or --device cpu")
-    return device, "asked for by --device"
+    return numbered(device), "asked for by --device"
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Return a GPU by its number; `cuda` is the first. PyTorch wants it where memory is limited."""
+    if device.type in ("cuda", "xpu") and device.index is None:
+        return torch.device(device.type, 0)
+    return device
 
 
 def _first_that_computes() -> tuple[torch.device, str]:
@@ -154,6 +161,28 @@ def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tokens.to(device, non_blocking=True)
 
 
+class Fetched:
+    """Numbers that come from a device to the CPU. Who reads them waits for what was computed before
+    `Fetched` was made; `Tensor.item` would wait for all that the device was given since."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        device = numbers.device
+        self._numbers, self._are_here = numbers, None
+        if device.type in ("cuda", "xpu"):
+            module = torch.get_device_module(device)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._are_here = module.Event()
+            self._are_here.record(module.current_stream(device))
+
+    def read(self) -> list[float]:
+        """Return the numbers, once they are here."""
+        if self._are_here is not None:
+            self._are_here.synchronize()
+        found: list[float] = self._numbers.tolist()
+        return found
+
+
 def load_bitsandbytes() -> None:
     """Import bitsandbytes without its advice to install more, which would clutter our output.
 
@@ -218,7 +247,8 @@ def limit_memory(device: torch.device, vram_gb: float | None) -> None:
     if not hasattr(module, "mem_get_info"):
         raise ConfigurationError(f"--vram-gb {vram_gb:g} is for a GPU, not for {device}")
     _, total = module.mem_get_info(device)
-    module.set_per_process_memory_fraction(min(1.0, vram_gb * 2**30 / total), device)
+    share = min(1.0, vram_gb * 2**30 / total)
+    module.set_per_process_memory_fraction(share, numbered(device))
 
 
 def be_nice(nice: int | None, device: torch.device) -> int:

@@ -14,8 +14,8 @@ import torch
 from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig
-from .device import free_and_total_bytes
-from .transformer import LOGITS_AT_ONCE, PathModel
+from .device import free_and_total_bytes, numbered
+from .transformer import LOGITS_AT_ONCE_ON_GPU, PathModel
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ def free_bytes(device: torch.device) -> int | None:
     free, total = found
     if not hasattr(module, "get_per_process_memory_fraction"):
         return free
-    share = module.get_per_process_memory_fraction(device)
+    share = module.get_per_process_memory_fraction(numbered(device))
     return min(free, int(share * total) - int(module.memory_reserved(device)))
 
 
@@ -173,7 +173,7 @@ def least_pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
 
 
 def head_bytes(config: ModelConfig, batch: int) -> int:
-    """Return what the head takes for a batch of sequences: logits of one piece, their
+    """Return what the head takes on a GPU for a batch of sequences: logits of one piece, their
     log-likelihoods and the gradients of these, in fp32."""
     logits = batch * config.sequence_length * config.vocabulary_size
-    return 3 * FP32_BYTES * min(LOGITS_AT_ONCE, logits)
+    return 3 * FP32_BYTES * min(LOGITS_AT_ONCE_ON_GPU, logits)

@@ -18,7 +18,15 @@ from dipaco.base.errors import IntegrityError
 
 from . import trimmed_mean
 from .config import ContributionsConfig, OuterConfig
-from .contributions import CHUNK_VALUES, CODECS, Codec, Data, contribution_norm, pieces
+from .contributions import (
+    CHUNK_VALUES,
+    CODECS,
+    Codec,
+    Data,
+    contribution_norm,
+    exact_norm,
+    pieces,
+)
 from .device import all_finite, own_pages
 from .grid import PRIVATE_LEVEL, ModuleLayout
 from .plan import RunPlan, ShardIndex
@@ -122,12 +130,13 @@ class OuterGradient:
         return self.anchor[part] - self.local[part]
 
 
-def publish(gradient: OuterGradient, codec: Codec) -> bytearray:
-    """Return the file of an outer gradient, and make `gradient.local` what the file says it is.
+def encode_in_place(gradient: OuterGradient, codec: Codec) -> bytearray:
+    """Return the file of an outer gradient, and overwrite `gradient.local` with what it says.
 
     A trainer goes on from `new anchor + (parameters - gradient.local)`: what the encoding loses
     stays in the parameters, and so in the next outer gradient. Nobody is told a part twice, and
-    there is no other memory of it.
+    there is no other memory of it. `local` changes piece by piece, so nobody may read it meanwhile
+    (`training.trainer.Snapshot.encode` sees to that).
     """
     values = gradient.numel()
     data = codec.encode(gradient)
@@ -212,16 +221,18 @@ class OuterRule:
             for row, tokens in zip(table, counted, strict=True)
         )
 
-    def scales(self, norms: Sequence[float]) -> tuple[float, ...]:
+    def scales(self, norms: Sequence[float], usual: float = 0.0) -> tuple[float, ...]:
         """Return what each contribution of a step is multiplied by; 1 for at least half of them.
 
-        What is longer than the median is shortened to it. The median is the lower one of the norms
-        above 0: of two contributions the smaller is the measure.
+        What is longer than the median is shortened to it: the lower one of the norms above 0. Of
+        two contributions neither can be told to be the wrong one, so the module's last steps are a
+        third voice, if there were any: `usual`. Otherwise a contribution of next to nothing would
+        make nothing of the other's work.
         """
         above = [norm for norm in norms if norm > 0.0]
         if not self.contributions.shorten or len(above) < 2:
             return (1.0,) * len(norms)
-        most = _lower_median(above)
+        most = _lower_median([*above, usual] if len(above) == 2 and usual > 0.0 else above)
         return tuple(1.0 if norm <= most else most / norm for norm in norms)
 
     def step(
@@ -280,7 +291,12 @@ class OuterRule:
         norms = [0.0] * len(files)
         if self.contributions.shorten and len(files) > 1:
             norms = [contribution_norm(codec, data, values) for data in files]
-        scales = self.scales(norms)
+        usual = 0.0
+        if len(norms) == 2 and all(norms):
+            # Of momentum mu, as many steps as it remembers add up to 1 / (1 - mu) of one.
+            kept = exact_norm(lambda begin, end: state.momentum[begin:end], values)
+            usual = (1.0 - self.outer_of(state.module).momentum) * kept
+        scales = self.scales(norms, usual)
         trims = self._is_trimmed and len(files) >= trimmed_mean.LEAST_VOTERS
         paths, share = [row.path for row in rows], self.contributions.trim_share
         sums = torch.empty(min(values, self.piece_values))

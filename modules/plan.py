@@ -31,7 +31,7 @@ from .config import (
 )
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 def protocol_remedy(theirs: int, ours: int = PROTOCOL_VERSION) -> str:

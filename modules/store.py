@@ -132,6 +132,14 @@ class StateStore:
             logger.warning("damaged state of %s (%s); %s", module, "; ".join(damaged), instead)
         return found
 
+    def load(self, module: str, layout: ModuleLayout, digest: str) -> ModuleState:
+        """Return the state of `module` with this digest. Raises `IntegrityError` if it is not here,
+        or damaged."""
+        for entry in self._entries(module):
+            if entry.digest == digest:
+                return read_state(entry.path, layout, digest, module=module)
+        raise IntegrityError(f"{self.folder} has no state {digest[:16]} of {module}")
+
     def remove(self, module: str) -> None:
         """Delete all states of a module."""
         with storage_errors(self.folder):

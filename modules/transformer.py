@@ -24,6 +24,8 @@ HEAD = "lm_head.weight"
 
 # Logits that are held at once, tokens times vocabulary: 128 MiB in fp32. More tokens go in pieces.
 LOGITS_AT_ONCE = 2**25
+# The head's weights, and their gradient, go through memory once a piece, which a GPU feels.
+LOGITS_AT_ONCE_ON_GPU = 2**27
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,7 +52,11 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm computed in fp32 whatever the autocast."""
+    """Root-mean-square norm computed in fp32 whatever the autocast.
+
+    It returns what the products behind it compute in: they would change the format themselves, each
+    for itself, and send their gradients back in fp32.
+    """
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -60,6 +66,9 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of [..., size]."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.epsilon)
+        kind = hidden.device.type
+        if torch.is_autocast_enabled(kind):
+            return normed.to(torch.get_autocast_dtype(kind))
         return normed.to(hidden.dtype)
 
 
@@ -269,7 +278,8 @@ def head_pieces(
     """
     # The last position gets padding for a target: cutting it off would copy all others.
     targets = F.pad(tokens[:, 1:], (0, 1), value=PAD_TOKEN).flatten()
-    count = math.ceil(len(targets) * config.vocabulary_size / LOGITS_AT_ONCE)
+    at_once = LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE_ON_GPU
+    count = math.ceil(len(targets) * config.vocabulary_size / at_once)
     size = math.ceil(len(targets) / count)
     return zip(hidden.flatten(0, 1).split(size), targets.split(size), strict=True)
 

@@ -1,1 +1,1 @@
-"""The running peer: session, outer rounds, publisher, exchange, display, command line."""
+"""The running peer: session, outer rounds, refresher, exchange, display, command line."""

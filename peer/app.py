@@ -41,10 +41,11 @@ from dipaco.protocol.records import Reachability
 from dipaco.training.trainer import PathTrainer
 
 from .background import Background
+from .blob_keeper import BlobKeeper
 from .guests import RevocationList, given_invitation
-from .keeper import Keeper
 from .node import Node, join_run, visible_addresses
-from .publisher import PeerStatus, Publisher
+from .own_status import PeerStatus
+from .refresher import Refresher
 from .session import Session
 from .settings import NodeSettings, PeerSettings
 
@@ -160,10 +161,10 @@ def _train(
     display.say(f"device: {device} ({reason})")
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
-    publisher, keeper = start_background(node, status, background, events)
-    metrics.follow(node, publisher, status)
+    refresher, blob_keeper = start_background(node, status, background, events)
+    metrics.follow(node, refresher, status, lambda: len(node.held.all()))
     metrics.serve(settings, display.say)
-    display.start(node, publisher, status)
+    display.start(node, refresher, status)
     trainer = PathTrainer(
         node.plan,
         node.grid,
@@ -173,7 +174,7 @@ def _train(
         compile_model=settings.compile_model and device.type == "cuda",
     )
     session = Session(
-        settings, node, trainer, status, publisher, background, events, stopping, pauses
+        settings, node, trainer, status, refresher, background, events, stopping, pauses
     )
     # Later than the other processes and what answers others: these have to be quick.
     be_nice(settings.nice, device)
@@ -181,7 +182,7 @@ def _train(
     try:
         successor = session.run()
     finally:
-        keeper.stop()
+        blob_keeper.stop()
         pauses.close()
     if successor is None:
         return settings, None
@@ -205,7 +206,7 @@ def _settings_in_successor(
 
 def start_background(
     node: Node, status: PeerStatus, background: Background, events: EventLog
-) -> tuple[Publisher, Keeper]:
+) -> tuple[Refresher, BlobKeeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
     # Which run the events that follow are of, and who tells them: so a log alone is enough.
     events.emit(
@@ -221,20 +222,24 @@ def start_background(
     node.held.load_from_disk()
     node.serve_run()
     status.addresses = visible_addresses(node.dht)
-    publisher = Publisher(node, status, background)
-    keeper = Keeper(node, publisher, background)
-    publisher.add_annex(RevocationList(node.gate, node.folder))
-    _watch_reachability(node, status, publisher, background, events)
+    refresher = Refresher(node, status, background)
+    blob_keeper = BlobKeeper(node, refresher, background)
+    refresher.refresh_too(RevocationList(node.gate, node.folder))
+    _watch_reachability(node, status, refresher, background, events)
     known = KnownPeers(node.cache_folder)
-    publisher.on_view(lambda view: known.note(node.run_id, node.initial_peers, view, node.me))
-    publisher.start()
-    publisher.refresh()
-    keeper.start()
-    return publisher, keeper
+    refresher.on_view(
+        lambda view: known.note(
+            node.run_id, node.initial_peers, view, node.me, node.contributors.all()
+        )
+    )
+    refresher.start()
+    refresher.refresh()
+    blob_keeper.start()
+    return refresher, blob_keeper
 
 
 def _watch_reachability(
-    node: Node, status: PeerStatus, publisher: Publisher, background: Background, events: EventLog
+    node: Node, status: PeerStatus, refresher: Refresher, background: Background, events: EventLog
 ) -> None:
     """Find out how others call this node, and tell them."""
 
@@ -243,8 +248,8 @@ def _watch_reachability(
             be_client(node.dht, reachable in ("relayed", "outgoing"))
             events.emit("reachable", how=reachable, addresses=list(addresses))
         status.addresses, status.reachable = addresses, reachable
-        publisher.announce()
-        publisher.look_often()
+        refresher.announce()
+        refresher.look_often()
 
     watch = ReachabilityWatch(
         node.exchange,
@@ -253,7 +258,7 @@ def _watch_reachability(
         background.thread,
         tell,
     )
-    publisher.on_view(watch.on_view)
+    refresher.on_view(watch.on_view)
 
 
 def write_address_file(settings: NodeSettings, addresses: Sequence[str]) -> None:

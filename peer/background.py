@@ -22,7 +22,7 @@ class BackgroundError(DipacoError):
 class Background:
     """Starts background work and keeps its first failure, for the main thread to raise.
 
-    A publisher that ended unnoticed would let the claim expire while the peer trains on. The
+    A refresher that ended unnoticed would let the claim expire while the peer trains on. The
     session and the bootstrap node call `check` in every turn. Thread-safe.
     """
 

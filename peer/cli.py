@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from dipaco.base.command_line import Command
-from dipaco.peer.owner.control_cli import COMMANDS as CONTROL_COMMANDS
+from dipaco.peer.control_cli import COMMANDS as CONTROL_COMMANDS
 
 from .settings import PeerSettings
 from .trainers import run_trainers, trainer_settings

@@ -91,7 +91,7 @@ def admit(
             f"({manifest.operator_fingerprint}) for one and give it with --invitation"
         )
     try:
-        gate.check(identity.peer_id, kept)
+        gate.check_own(identity.peer_id, kept)
     except RecordError as error:
         raise AdmissionError(
             f"this peer is not in: {error}; ask the operator for another invitation and give it "
@@ -103,14 +103,14 @@ def admit(
 def _is_of(admission: bytes, identity: Identity, gate: Gate) -> bool:
     """Tell whether an admission is of this identity: folders are copied to other machines."""
     try:
-        gate.check(identity.peer_id, admission)
+        gate.verify(identity.peer_id, admission)
     except RecordError:
         return False
     return True
 
 
 class RevocationList:
-    """An annex of the publisher: the operator's newest list, stored again and kept on the disk.
+    """The operator's newest list, stored again at every refresh, and kept on the disk.
 
     The operator may put a newer one there while the node runs (`dipaco-bootstrap revoke`).
     """

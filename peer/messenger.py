@@ -20,7 +20,8 @@ from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 
 from .handlers import Handlers
-from .publisher import Activity, PeerStatus, Publisher
+from .own_status import Activity, PeerStatus
+from .refresher import Refresher
 
 logger = logging.getLogger("dipaco.peer.messenger")
 
@@ -33,14 +34,14 @@ class Messenger:
 
     def __init__(
         self,
-        publisher: Publisher,
+        refresher: Refresher,
         others: Exchange,
         chains: ChainStore,
         files: ContributionFiles,
         status: PeerStatus,
         report: Callable[[e.Event], None],
     ) -> None:
-        self._publisher, self._others = publisher, others
+        self._refresher, self._others = refresher, others
         self._chains, self._files = chains, files
         self._status, self._report = status, report
         self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="messenger")
@@ -85,16 +86,16 @@ class Messenger:
             reason=action.reason,
             pinned=action.pinned,
         )
-        self._publisher.announce()
+        self._refresher.announce()
 
     def _warn(self, action: a.Warn) -> None:
         logger.warning("%s", action.text)
 
     def _watch(self, action: a.Watch) -> None:
-        self._publisher.watch(action.scope)
+        self._refresher.watch(action.scope)
 
     def _look(self, action: a.Look) -> None:
-        self._report(e.Viewed(self._publisher.refresh(action.further), is_answer=True))
+        self._report(e.Viewed(self._refresher.refresh(action.further), is_answer=True))
 
     def _tell(self, action: a.Tell) -> None:
         self._chains.note_rows(action.rows)

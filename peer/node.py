@@ -37,6 +37,7 @@ from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.clock import Clock, measure_clock
 from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.exchange.contributors import Contributors
 from dipaco.peer.exchange.diagnosis import diagnose
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
@@ -47,10 +48,11 @@ from dipaco.peer.exchange.transport import HivemindTransport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.chain import MARK_BYTES, genesis_name
+from dipaco.protocol.chain import MARK_BYTES, Step, genesis_name
 from dipaco.protocol.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.protocol.manifest import SignedManifest, verify_manifest
 from dipaco.protocol.member.rounds import RoundSchedule
+from dipaco.protocol.record_errors import RecordError
 from dipaco.routing.run_folder import RunFolder
 
 from .guests import admit, open_gate
@@ -60,6 +62,8 @@ logger = logging.getLogger("dipaco.peer.node")
 
 MANIFEST_WAIT_S = 20.0
 ADDRESSES_LIMIT_S = 15.0
+# Of a chain on the disk, the steps whose peers are known from the start.
+REMEMBERED_STEPS = 3
 # Of the addresses given, when there are several runs to choose from.
 MOST_ASKED = 4
 
@@ -101,6 +105,7 @@ class Node(Membership):
     contributions: ContributionFiles
     check: RowCheck
     fetcher: ContentFetcher
+    contributors: Contributors
     cache_folder: Path
     earlier: Node | None = None
     """The run that this process worked on before, whose content it still serves."""
@@ -119,7 +124,8 @@ class Node(Membership):
     def admit(self, invitation: str | None = None) -> None:
         """Be in: with an invitation, or in an open run with its own; see `guests.admit`."""
         now_s = self.clock.now()
-        self.directory.admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
+        admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
+        self.directory.be_admitted(admission)
         self.serve_run()
 
     @property
@@ -204,6 +210,7 @@ class Node(Membership):
                 self.contributions if self.directory.admission is not None else None,
                 self.directory.admission,
                 lambda module: module in self.trained_modules,
+                self.contributors.has_contributed,
             )
         )
 
@@ -358,6 +365,7 @@ def _open_run(
         blobs, states = files.blobs, files.states
         gate = open_gate(manifest, path)
         directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
+        directory.manifest = manifest
         directory.serve(grid)
         incoming = BlobStore(path / "incoming")
         given = map(peer_of, membership.initial_peers)
@@ -370,6 +378,7 @@ def _open_run(
             greatest_bytes=functools.cache(functools.partial(greatest_row_bytes, plan, grid)),
             now=membership.clock.now,
         )
+        contributors = _follow_contributors(directory, chains, membership)
         return Node(
             identity=membership.identity,
             dht=membership.dht,
@@ -389,6 +398,7 @@ def _open_run(
             contributions=ContributionFiles(path / "contributions"),
             check=check,
             fetcher=fetcher,
+            contributors=contributors,
             cache_folder=cache_folder,
             earlier=earlier,
             _lock_file=lock_file,
@@ -396,6 +406,37 @@ def _open_run(
     except BaseException:
         let_go(lock_file)
         raise
+
+
+def _follow_contributors(
+    directory: Directory, chains: ChainStore, membership: Membership
+) -> Contributors:
+    """Keep those known who contribute, from what lies on the disk on.
+
+    They have their places first, are asked themselves when the DHT does not show them, and have
+    room in it before others. Until somebody is known so, those are whose addresses were given.
+    """
+    contributors, gate = Contributors(), directory.gate
+    given: dict[str, tuple[str, ...]] = {}
+    for address in membership.initial_peers:
+        given[peer_of(address)] = (*given.get(peer_of(address), ()), address)
+
+    def served(step: Step) -> None:
+        contributors.step_taken(step)
+        admissions = chains.admissions_of(step.peers)
+        for peer, admission in admissions.items():
+            with contextlib.suppress(RecordError):
+                if gate is not None:
+                    gate.verify(peer, admission)
+                    gate.contributed(peer, step.round_index)
+
+    for module in chains.modules:
+        for step in chains.chain(module)[-REMEMBERED_STEPS:]:
+            served(step)
+    chains.on_served, chains.has_contributed = served, contributors.has_contributed
+    directory.known_directly = lambda modules: contributors.of_modules(modules) or given
+    directory.on_called = membership.exchange.on_called = contributors.called
+    return contributors
 
 
 def greatest_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:

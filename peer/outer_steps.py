@@ -36,7 +36,6 @@ from dipaco.base.errors import (
 )
 from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
-from dipaco.modules.outer import publish
 from dipaco.modules.state import ModuleState
 from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
@@ -137,7 +136,7 @@ class OuterSteps:
             reason = "the local parameters are no longer numbers"
             self._report(e.Failed(action, reason, is_final=True))
             return
-        data = publish(gradient, node.rule.codec_of(module))
+        data = snapshot.encode(node.rule.codec_of(module))
         unnamed = Row(
             module,
             action.round_index,

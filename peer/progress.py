@@ -17,8 +17,9 @@ from dipaco.training.scoring import LossSum
 from dipaco.training.trainer import PathTrainer
 
 from .node import Node
+from .own_status import PeerStatus
 from .path_files import PathFiles
-from .publisher import PeerStatus, Publisher
+from .refresher import Refresher
 
 logger = logging.getLogger("dipaco.peer.progress")
 
@@ -57,13 +58,13 @@ class ProgressReports:
     def __init__(
         self,
         node: Node,
-        publisher: Publisher,
+        refresher: Refresher,
         trainer: PathTrainer,
         files: PathFiles,
         status: PeerStatus,
         events: EventLog,
     ) -> None:
-        self._node, self._publisher, self._trainer = node, publisher, trainer
+        self._node, self._refresher, self._trainer = node, refresher, trainer
         self._files, self._status, self._events = files, status, events
         # With fixed steps the others wait, and what is told must not depend on the machine.
         share = math.inf if node.schedule.fixed_steps else SCORING_SHARE
@@ -106,4 +107,4 @@ class ProgressReports:
             shard_sequences=self._node.load_shard_index().paths[path].train_sequences,
             train_loss=train_loss if plain else MAX_LOSS,
         )
-        self._publisher.announce()
+        self._refresher.announce()

@@ -1,7 +1,7 @@
 """A training peer's shell: it does what its member decides (`dipaco.protocol.member`), and reports.
 
 The main thread owns the model. It takes inner steps, and between two of them `shell` applies what
-the messenger, the outer steps and the publisher have brought. Nothing is decided here.
+the messenger, the outer steps and the refresher have brought. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from dipaco.training.trainer import PathTrainer, RateMeter
 from .background import Background
 from .handlers import Handlers
 from .node import Node
+from .own_status import PeerStatus
 from .path_files import OptimizerFiles, PathFiles
 from .progress import ProgressReports
-from .publisher import PeerStatus, Publisher
+from .refresher import Refresher
 from .settings import PeerSettings
 from .shell import Shell
 from .successor import SuccessorWatch
@@ -43,7 +44,7 @@ class Session:
         node: Node,
         trainer: PathTrainer,
         status: PeerStatus,
-        publisher: Publisher,
+        refresher: Refresher,
         background: Background,
         events: EventLog,
         stopping: threading.Event,
@@ -53,7 +54,7 @@ class Session:
         self.status = status
         self.events = events
         self._pauses = pauses
-        self._publisher = publisher
+        self._refresher = refresher
         self._background = background
         self._trainer = trainer
         self._meter = RateMeter()
@@ -72,7 +73,7 @@ class Session:
                 follows=not settings.stay,
             ),
             status,
-            publisher,
+            refresher,
             background,
             events,
             stopping,
@@ -81,11 +82,11 @@ class Session:
             handlers=self._handlers(),
             next_turn=self._next_turn,
         )
-        self._progress = ProgressReports(node, publisher, trainer, self._files, status, events)
+        self._progress = ProgressReports(node, refresher, trainer, self._files, status, events)
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
         self._is_successor_told = False
         self._successor: Node | None = None
-        publisher.add_annex(self._watch)
+        refresher.refresh_too(self._watch)
 
     # -- life cycle
 
@@ -166,7 +167,7 @@ class Session:
         if instruction.what:
             self._set_waiting(instruction.what, instruction.limit_s)
             if self.node.schedule.fixed_steps:
-                self._publisher.look_often()
+                self._refresher.look_often()
 
     def _set_waiting(self, what: str, limit_s: float = 0.0) -> None:
         limit = f", at most {limit_s:.0f} s more" if limit_s else ""
@@ -270,7 +271,7 @@ class Session:
         self.status.round_index = action.next_round
         if self.node.schedule.fixed_steps:
             # Peers that wait for this one in the round that has ended need not.
-            self._publisher.announce()
+            self._refresher.announce()
 
     # -- leaving
 
@@ -293,4 +294,4 @@ class Session:
         """Stop what was started, whatever ended the session; bounded."""
         self._watch.stop()
         self._saver.shutdown(wait=False, cancel_futures=True)
-        self._publisher.stop(withdraw=True)
+        self._refresher.stop(withdraw=True)

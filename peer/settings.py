@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dipaco.base.command_line import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.base.files import home_folder
+from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, check_listen_address
 from dipaco.peer.owner.pauses import Hours
 

@@ -25,8 +25,9 @@ from .handlers import Handlers
 from .messenger import Messenger
 from .node import Node
 from .outer_steps import OuterSteps
+from .own_status import PeerStatus
 from .path_files import PathFiles
-from .publisher import PeerStatus, Publisher
+from .refresher import Refresher
 
 # What a member says once a turn, after everything else was done.
 Instruction = TakeStep | Wait | Left
@@ -54,7 +55,7 @@ class Shell:
         node: Node,
         settings: MemberSettings,
         status: PeerStatus,
-        publisher: Publisher,
+        refresher: Refresher,
         background: Background,
         events: EventLog,
         stopping: threading.Event,
@@ -69,14 +70,14 @@ class Shell:
         self._next_turn = next_turn
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.messenger = Messenger(
-            publisher, node.exchange, node.chains, node.contributions, status, self.report
+            refresher, node.exchange, node.chains, node.contributions, status, self.report
         )
         self.outer_steps = OuterSteps(
             node,
             files or PathFiles(node),
             events,
             self.report,
-            announce=publisher.announce,
+            announce=refresher.announce,
             trainer=trainer,
             fail=background.fail,
         )
@@ -87,7 +88,7 @@ class Shell:
             **(handlers or {}),
         }
         background.on_failure(self._wake)
-        publisher.on_view(lambda view: self.report(Viewed(view)))
+        refresher.on_view(lambda view: self.report(Viewed(view)))
         node.exchange.listen(self.report)
 
     def run(self) -> Left:

@@ -23,7 +23,7 @@ RETRY_AFTER_S = 5.0
 
 
 class SuccessorWatch:
-    """An annex of the publisher: reads the manifests, and opens the newest run of the chain.
+    """Reads the manifests at every refresh, and opens the newest run of the chain.
 
     With `follow` False a successor is only told, once.
     """
@@ -43,7 +43,7 @@ class SuccessorWatch:
         self._told: set[str] = set()
 
     def read(self, directory: Directory) -> None:
-        """Look for a successor of the run. On the publisher's thread."""
+        """Look for a successor of the run. On the refresher's thread."""
         newest = newest_run(self._node.manifest, directory.list_manifests())
         for envelope in directory.foreign_manifests:
             self._tell_of_upgrade(envelope)

@@ -162,7 +162,7 @@ def _train(settings: PeerSettings, output: Connection) -> None:
     os.dup2(output.fileno(), 2)
     output.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    from dipaco.base.command_line import configure_logging, run_command
+    from dipaco.base.running import configure_logging, run_command
     from dipaco.dht.guarded_dht import die_with_parent
 
     from .app import run_peer

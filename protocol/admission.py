@@ -2,11 +2,15 @@
 
 Signatures and bounds; nothing is sent here.
 
-The operator signs an *invitation*: for how many peers, and a key of its own, whose private half is
-in the text that a volunteer is given. With it each of these peers makes its *admission*: its public
-key and the time, signed. An admission goes wherever its peer's word is to count, and anybody can
-check it with the operator's key alone. Of an invitation no more than its number of peers count with
-any reader, however many were admitted with it. The operator ends one by a signed list.
+The operator signs an *invitation*: for how many peers, until when, and a key of its own, whose
+private half is in the text that a volunteer is given. With it each of these peers makes its
+*admission*: its public key, signed. An admission goes wherever its peer's word is to count, and
+anybody can check it with the operator's key alone. Of an invitation no more than its number of
+peers count with any reader, however many were admitted with it: first those whose rows came first
+into the chain, then those that the reader saw first. What a peer says of when it came says nothing.
+
+An invitation ends when it expires, or by a signed list of the operator's. Then the rows of later
+rounds do not count, and all who read a chain agree on which these are (`Gate.counts`).
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ import base64
 import binascii
 import hashlib
 import json
+import math
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,18 +51,19 @@ MOST_PLACES = 10_000
 _GRANT_PREFIX, _ADMISSION_PREFIX = b"dipaco-invitation/1\n", b"dipaco-admission/1\n"
 _LIST_PREFIX = b"dipaco-revocations/1\n"
 LIST_FORMAT = "dipaco-revocations/1"
-MOST_REVOKED = 3000
+MOST_REVOKED = 2000
 GREATEST_LIST_VERSION = 10**8 - 1
 # Run id, places, and the Unix second after which nobody is admitted; 0 for never.
 _TERMS = struct.Struct(">8sHQ")
 _GRANT_BYTES = _TERMS.size + PUBLIC_KEY_BYTES + SIGNATURE_BYTES
-_TIME = struct.Struct(">Q")
-ADMISSION_BYTES = _GRANT_BYTES + _TIME.size + SIGNATURE_BYTES
+ADMISSION_BYTES = _GRANT_BYTES + SIGNATURE_BYTES
 _CHECK_BYTES = 4
 _INVITATION_BYTES = _TERMS.size + 32 + SIGNATURE_BYTES + _CHECK_BYTES
-# Identities that one place may have had, one after the other: machines are set up anew. Whoever
-# changes its identity to be believed once more runs out of them.
-IDENTITIES_PER_PLACE = 4
+# A place is free again when its peer was not seen for so long.
+AWAY_S = 900.0
+# Admissions whose signatures were checked, of peers with a place and of peers in old steps.
+MOST_VERIFIED = 2**15
+_NEVER = 2**63
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ class Terms:
     places: int
     """How many peers count at a time."""
     expires_s: int
-    """Unix second after which it admits nobody; 0 for never. A peer that is in stays in."""
+    """Unix second after which nobody counts by it; 0 for never."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +114,7 @@ class Invitation:
                 "another one"
             )
         grant = _pack(self.terms) + raw_public_key(self._key) + self.signature
-        body = grant + _TIME.pack(int(now_s))
-        return body + self._key.sign(_ADMISSION_PREFIX + body + public_key)
+        return grant + self._key.sign(_ADMISSION_PREFIX + grant + public_key)
 
 
 def make_invitation(terms: Terms, operator: Ed25519PrivateKey) -> Invitation:
@@ -180,25 +187,28 @@ def _unpack(data: bytes) -> Terms:
 
 @dataclass(frozen=True)
 class Admission:
-    """Somebody is in: by which invitation, and since when it says so."""
+    """Somebody is in: by which invitation, of how many places and until when (0: for good)."""
 
     invitation: str
     places: int
-    admitted_s: int
+    expires_s: int = 0
 
 
-def counted(admissions: Iterable[tuple[str, Admission]]) -> frozenset[str]:
-    """Return which of some admitted peers count: those of an invitation that came first.
+@dataclass
+class _Place:
+    """A place of an invitation that is taken."""
 
-    A peer says itself when it came; one that lies takes a place of others of its invitation.
-    """
-    by_invitation: dict[tuple[str, int], list[tuple[int, str]]] = {}
-    for peer, found in admissions:
-        came = by_invitation.setdefault((found.invitation, found.places), [])
-        came.append((found.admitted_s, peer))
-    return frozenset(
-        peer for (_, places), came in by_invitation.items() for _, peer in sorted(came)[:places]
-    )
+    admission: Admission
+    came: int
+    """Counts those that were seen for the first time."""
+    seen_s: float
+    first_round: int = _NEVER
+    """Of its rows in the chain."""
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Those with lower ones have their places before others."""
+        return self.first_round, self.came
 
 
 class Gate:
@@ -207,103 +217,100 @@ class Gate:
     :param run_id: the run that invitations are for, `RunPlan.invitations_of` or the run itself
     :param operator_key: the operator's public key, 32 bytes
     :param envelope: the operator's list of what is revoked, if there is one
+    :param start_s: Unix second of round 0
+    :param round_s: seconds of a round
     """
 
-    def __init__(self, run_id: str, operator_key: bytes, envelope: bytes | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        operator_key: bytes,
+        envelope: bytes | None = None,
+        *,
+        start_s: float = 0.0,
+        round_s: float = 1.0,
+        now: Callable[[], float] = time.time,
+    ) -> None:
         self.run_id, self._operator_key = run_id, operator_key
+        self._start_s, self._round_s, self._now = start_s, round_s, now
         self.envelope: bytes | None = None
         """The newest list of the operator, to be stored again."""
         self._version = 0
-        self._revoked: frozenset[str] = frozenset()
-        self._lock = threading.Lock()
+        self._revoked: Mapping[str, int] = {}
+        self._lock = threading.RLock()
         self._grants: dict[bytes, Terms] = {}
-        self._admitted: dict[str, dict[str, tuple[bytes, Admission]]] = {}
-        self._on_admitted: Callable[[str, Admission], None] | None = None
-        self._on_revoked: Callable[[frozenset[str]], None] | None = None
+        self._verified: OrderedDict[str, tuple[bytes, Admission]] = OrderedDict()
+        """The last admission of each peer whose signature was right."""
+        self._places: dict[str, dict[str, _Place]] = {}
+        self._came = 0
+        self._own_rank: tuple[int, int] | None = None
         if envelope is not None:
             self.revoke(envelope)
 
     @classmethod
     def of(cls, manifest: SignedManifest) -> Gate:
         """Return the gate of a run."""
-        return cls(manifest.plan.admission_scope, manifest.operator_key)
+        plan = manifest.plan
+        return cls(
+            plan.admission_scope,
+            manifest.operator_key,
+            start_s=plan.start_s,
+            round_s=plan.rounds.duration_s,
+        )
 
-    def __getstate__(self) -> tuple[str, bytes, bytes | None]:
-        return self.run_id, self._operator_key, self.envelope
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.run_id, self._operator_key, self.envelope, self._start_s, self._round_s
 
-    def __setstate__(self, state: tuple[str, bytes, bytes | None]) -> None:
-        Gate.__init__(self, *state)
-
-    def listen(
-        self,
-        on_admitted: Callable[[str, Admission], None],
-        on_revoked: Callable[[frozenset[str]], None],
-    ) -> None:
-        """Tell who is known to be in, now and as more are, and which invitations are revoked.
-
-        Called on the thread that learns of it, before anything else is made of what it read.
-        """
-        self._on_admitted, self._on_revoked = on_admitted, on_revoked
-        for peer, admission in self.admitted().items():
-            on_admitted(peer, admission)
-        on_revoked(self._revoked)
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        *first, start_s, round_s = state
+        Gate.__init__(self, *first, start_s=start_s, round_s=round_s)
 
     def learn_from(self, other: Gate) -> None:
         """Take over what another gate of the same run has checked."""
-        with other._lock:
-            grants = dict(other._grants)
-            admitted = {name: dict(known) for name, known in other._admitted.items()}
-        with self._lock:
-            self._grants, self._admitted = grants, admitted
+        with other._lock, self._lock:
+            self._grants, self._verified = dict(other._grants), other._verified.copy()
+            self._places = {name: dict(places) for name, places in other._places.items()}
+            self._came = other._came
 
-    # -- who is in
+    # -- whose signature is right
 
-    def check(self, peer: str, data: Any, *, even_revoked: bool = False) -> Admission:
+    def verify(self, peer: str, data: Any) -> Admission:
         """Return what the admission of a peer says. Raises `RecordError`.
 
-        What was signed before its signer was revoked stays signed: `even_revoked` is for readers
-        of that.
+        It says nothing of whether the peer has a place, or the invitation was revoked.
         """
         if type(data) is not bytes or len(data) != ADMISSION_BYTES:
             raise RecordError("it has no admission to this run")
-        name = invitation_of(data)
-        if name in self._revoked and not even_revoked:
-            raise RecordError(f"the invitation {name} was revoked by the operator")
-        known = self._admitted.get(name, {}).get(peer)
-        if known is not None and known[0] == data:
-            return known[1]
-        admission = self._verify(peer, data, name)
         with self._lock:
-            others = self._admitted.setdefault(name, {})
-            is_used_up = len(others.keys() | {peer}) > IDENTITIES_PER_PLACE * admission.places
-            if not is_used_up:
-                others[peer] = data, admission
-        if is_used_up and even_revoked:
-            return admission
-        if is_used_up:
-            raise RecordError(
-                f"{IDENTITIES_PER_PLACE} times as many peers used the invitation {name} as it has "
-                f"places: {admission.places}"
-            )
-        if self._on_admitted is not None and name not in self._revoked:
-            self._on_admitted(peer, admission)
+            known = self._verified.get(peer)
+            if known is not None and known[0] == data:
+                self._verified.move_to_end(peer)
+                return known[1]
+        admission = self._verify(peer, data)
+        with self._lock:
+            self._verified[peer] = data, admission
+            while len(self._verified) > MOST_VERIFIED:
+                self._verified.popitem(last=False)
         return admission
 
-    def _verify(self, peer: str, data: bytes, name: str) -> Admission:
-        grant, body = data[:_GRANT_BYTES], data[:-SIGNATURE_BYTES]
+    def data_of(self, peer: str) -> bytes | None:
+        """Return the admission of a peer as it was checked last, if it was."""
+        with self._lock:
+            known = self._verified.get(peer)
+        return None if known is None else known[0]
+
+    def _verify(self, peer: str, data: bytes) -> Admission:
+        grant, name = data[:_GRANT_BYTES], invitation_of(data)
         key_end = _TERMS.size + PUBLIC_KEY_BYTES
         terms = self._grants.get(grant)
         if terms is None:
             terms = self._read_grant(grant[:key_end], grant[key_end:])
             with self._lock:
                 self._grants[grant] = terms
-        (admitted_s,) = _TIME.unpack(body[_GRANT_BYTES:])
-        if terms.expires_s and admitted_s > terms.expires_s:
-            raise RecordError(f"it was admitted after the invitation {name} had expired")
-        signed = _ADMISSION_PREFIX + body + public_key_of_peer_id(peer)
-        if not is_signed(signed, data[-SIGNATURE_BYTES:], grant[_TERMS.size : key_end]):
+        signed = _ADMISSION_PREFIX + grant + public_key_of_peer_id(peer)
+        if not is_signed(signed, data[_GRANT_BYTES:], grant[_TERMS.size : key_end]):
             raise RecordError(f"its admission by the invitation {name} is not for it")
-        return Admission(name, terms.places, admitted_s)
+        return Admission(name, terms.places, terms.expires_s)
 
     def _read_grant(self, said: bytes, signature: bytes) -> Terms:
         terms = _unpack(said[: _TERMS.size])
@@ -315,56 +322,149 @@ class Gate:
             raise RecordError("its invitation is not signed by the operator of the run")
         return terms
 
-    def admission_of(self, peer: str) -> Admission | None:
-        """Return the admission of a peer that is known to be in and was not revoked."""
+    # -- whose rows count, which all who read a chain agree on
+
+    def last_round(self, admission: Admission) -> int | None:
+        """Return the last round whose rows count by an admission; None: all do."""
+        ends = [self._revoked.get(admission.invitation), admission.expires_s or None]
+        end_s = min((end for end in ends if end is not None), default=None)
+        return None if end_s is None else math.floor((end_s - self._start_s) / self._round_s)
+
+    def counts(self, peer: str, data: Any, round_index: int) -> bool:
+        """Tell whether a row of a round counts in a step, by its peer's admission.
+
+        It depends on the admission, the round and the operator's newest list alone.
+        """
+        try:
+            last = self.last_round(self.verify(peer, data))
+        except (RecordError, ValueError):
+            return False
+        return last is None or round_index <= last
+
+    # -- who is in now
+
+    def check(self, peer: str, data: Any) -> Admission:
+        """Return what the admission of a peer says, which is in now and has a place.
+
+        Raises `RecordError`.
+        """
+        admission = self.verify(peer, data)
+        self._check_present(admission)
         with self._lock:
-            for name, known in self._admitted.items():
-                if peer in known and name not in self._revoked:
-                    return known[peer][1]
-        return None
+            if not self._has_place(peer, admission):
+                raise RecordError(
+                    f"all places of the invitation {admission.invitation} are taken, by "
+                    f"{admission.places} that came before it"
+                )
+        return admission
+
+    def check_own(self, peer: str, data: Any) -> Admission:
+        """Return what this peer's own admission says, which is in now. Raises `RecordError`.
+
+        Whether it has a place others see, see `counted_of`.
+        """
+        admission = self.verify(peer, data)
+        self._check_present(admission)
+        return admission
+
+    def _check_present(self, admission: Admission) -> None:
+        name = admission.invitation
+        if name in self._revoked:
+            raise RecordError(f"the invitation {name} was revoked by the operator")
+        if admission.expires_s and self._now() > admission.expires_s:
+            raise RecordError(f"the invitation {name} has expired")
+
+    def _has_place(self, peer: str, admission: Admission, first_round: int = _NEVER) -> bool:
+        """Note that a peer was seen; returns whether it has a place."""
+        places, now_s = self._places.setdefault(admission.invitation, {}), self._now()
+        place = places.get(peer)
+        if place is not None:
+            place.admission, place.seen_s = admission, now_s
+            place.first_round = min(first_round, place.first_round)
+            return True
+        self._came += 1
+        mine = _Place(admission, self._came, now_s, first_round)
+        if len(places) >= admission.places:
+            away = [name for name, other in places.items() if other.seen_s < now_s - AWAY_S]
+            last = max(away or places, key=lambda name: places[name].rank)
+            if not away and places[last].rank < mine.rank:
+                return False
+            del places[last]
+        places[peer] = mine
+        return True
+
+    def contributed(self, peer: str, round_index: int) -> None:
+        """Note that rows of a peer came into the chain: it has its place before those without."""
+        with self._lock:
+            known = self._verified.get(peer)
+            if known is None:
+                return
+            admission = known[1]
+            last = self.last_round(admission)
+            if last is None or round_index <= last:
+                self._has_place(peer, admission, round_index)
+
+    def admission_of(self, peer: str) -> Admission | None:
+        """Return the admission of a peer that is in now and has a place."""
+        with self._lock:
+            known = self._verified.get(peer)
+            if known is None or peer not in self._places.get(known[1].invitation, ()):
+                return None
+            try:
+                self._check_present(known[1])
+            except RecordError:
+                return None
+            return known[1]
 
     def admitted(self) -> dict[str, Admission]:
-        """Return all that are known to be in, also those beyond the places of an invitation."""
+        """Return all that are in now and have a place."""
         with self._lock:
-            return {
-                peer: admission
-                for name, known in self._admitted.items()
-                if name not in self._revoked
-                for peer, (_, admission) in known.items()
-            }
+            peers = [peer for places in self._places.values() for peer in places]
+        found = {peer: self.admission_of(peer) for peer in peers}
+        return {peer: admission for peer, admission in found.items() if admission is not None}
 
     def counted_of(
         self, seen: Collection[str], own: tuple[str, bytes] | None = None
     ) -> frozenset[str]:
         """Return which of the peers that were seen count. `own`: a peer's id and admission.
 
-        Raises `AdmissionError` when that peer is out: more peers use its invitation than it is for,
-        or the operator has revoked it.
+        Raises `AdmissionError` when that peer is out: more peers that came before it use its
+        invitation than it is for, or it has ended.
         """
-        if own is not None:
-            try:
-                self.check(*own)
-            except RecordError as error:
-                raise AdmissionError(f"this peer is out: {error}") from None
-            seen = {*seen, own[0]}
-        known = self.admitted()
-        admitted = {peer: known[peer] for peer in seen if peer in known}
-        found = counted(admitted.items())
-        if own is not None and own[0] not in found:
-            name = invitation_of(own[1])
-            places = admitted[own[0]].places
+        found = {peer for peer in seen if self.admission_of(peer) is not None}
+        if own is None:
+            return frozenset(found)
+        try:
+            admission = self.check_own(*own)
+        except RecordError as error:
+            raise AdmissionError(f"this peer is out: {error}") from None
+        with self._lock:
+            places = self._places.get(admission.invitation, {})
+            if self._own_rank is None:
+                # Those that were here when it came were here before it.
+                self._came += 1
+                self._own_rank = _NEVER, self._came
+            mine = places[own[0]].first_round if own[0] in places else _NEVER
+            self._own_rank = min(mine, self._own_rank[0]), self._own_rank[1]
+            before = [
+                peer
+                for peer in found - {own[0]}
+                if peer in places and places[peer].rank < self._own_rank
+            ]
+        if len(before) >= admission.places:
             raise AdmissionError(
-                f"all places of the invitation {name} are taken, by {places} that came before this "
-                "peer; ask the operator for another one, or wait until one of them has left"
+                f"all places of the invitation {admission.invitation} are taken, by "
+                f"{admission.places} that came before this peer; ask the operator for another "
+                "one, or wait until one of them has left"
             )
-        return found
+        return frozenset(found | {own[0]})
 
     # -- what the operator has revoked
 
     @property
     def revoked(self) -> frozenset[str]:
         """The invitations that the operator has ended."""
-        return self._revoked
+        return frozenset(self._revoked)
 
     def revoke(self, envelope: bytes) -> bool:
         """Take a list of the operator's; returns whether it is newer than what was known.
@@ -381,8 +481,6 @@ class Gate:
                 return False
             self._version, self._revoked = found.version, found.revoked
             self.envelope = envelope
-        if self._on_revoked is not None:
-            self._on_revoked(found.revoked)
         return True
 
     def check_invitation(self, invitation: Invitation) -> None:
@@ -413,19 +511,20 @@ class Revocations:
     run_id: str
     version: int
     """Rises with every list; the greatest counts."""
-    revoked: frozenset[str]
+    revoked: Mapping[str, int]
+    """By id of an invitation, the Unix second in whose round the last rows by it count."""
     operator_key: bytes
 
 
 def sign_revocations(
-    run_id: str, version: int, revoked: Iterable[str], key: Ed25519PrivateKey
+    run_id: str, version: int, revoked: Mapping[str, int], key: Ed25519PrivateKey
 ) -> bytes:
-    """Return the JSON envelope of a list."""
+    """Return the JSON envelope of a list, with the second at which each invitation ended."""
     said = {
         "format": LIST_FORMAT,
         "run": run_id,
         "version": version,
-        "revoked": sorted(set(revoked)),
+        "revoked": dict(revoked),
     }
     signature = key.sign(_LIST_PREFIX + canonical_json(said))
     envelope = {
@@ -452,9 +551,10 @@ def read_revocations(envelope: Any) -> Revocations:
             and _is_id(run_id)
             and type(version) is int
             and 0 < version <= GREATEST_LIST_VERSION
-            and type(revoked) is list
+            and type(revoked) is dict
             and len(revoked) <= MOST_REVOKED
             and all(map(_is_id, revoked))
+            and all(type(end_s) is int and 0 <= end_s < _NEVER for end_s in revoked.values())
         )
     except (ValueError, KeyError, TypeError, RecursionError):
         is_whole = False
@@ -462,7 +562,7 @@ def read_revocations(envelope: Any) -> Revocations:
         raise RecordError("a list of revoked invitations cannot be read")
     if not is_signed(signed, signature, operator_key):
         raise RecordError("a list of revoked invitations is badly signed")
-    return Revocations(run_id, version, frozenset(revoked), operator_key)
+    return Revocations(run_id, version, revoked, operator_key)
 
 
 def _is_id(value: Any) -> bool:

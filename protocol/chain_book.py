@@ -241,9 +241,9 @@ class ChainBook:
         near = [link for link in near if link.step is not None]
         if not near:
             return Vouched(self._links[name], "", ())
-        newest = next((link for link in near if self.is_vouched_by_most(link)), near[0])
-        if near[-1].version == 1:
-            newest = near[-1]  # A genesis is known to all.
+        # A genesis is known to all; anything else but that of most is the newest that is named.
+        otherwise = near[-1] if near[-1].version == 1 else near[0]
+        newest = next((link for link in near if self.is_vouched_by_most(link)), otherwise)
         before = self._links[newest.parent]
         steps = self.steps_between(before.name, name)
         return Vouched(before, steps[0].state if before.step is not None else "", steps)

@@ -226,6 +226,17 @@ def current_runs(manifests: Iterable[SignedManifest]) -> list[SignedManifest]:
     return [m for m in manifests if m.plan.run_id in current]
 
 
+def chain_of_runs(
+    manifest: SignedManifest, others: Iterable[SignedManifest]
+) -> list[SignedManifest]:
+    """Return the runs that succeed a run, directly or not, those that it succeeds, and itself."""
+    chain, left = [manifest], list(others)
+    while found := [m for m in left if any(_succeeds(m, n) or _succeeds(n, m) for n in chain)]:
+        chain += found
+        left = [m for m in left if m not in found]
+    return chain
+
+
 def _succeeds(new: SignedManifest, old: SignedManifest) -> bool:
     return (
         new.plan.successor_of == old.plan.run_id

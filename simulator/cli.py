@@ -3,7 +3,6 @@
 dipaco-simulate my-run --rounds 20
 dipaco-simulate my-run --rounds 20 --out my-run-simulated --dense-steps 2000
 dipaco-simulate my-run --rounds 20 --out my-run-simulated --resume
-dipaco-simulate my-256-paths --rounds 20 --out my-256-paths-simulated
 """
 
 from __future__ import annotations

@@ -1,46 +1,56 @@
 """One round of DiPaCo on one page: start reading here.
 
-A run has a grid of *levels*, each with some *modules*; a *path* takes one module from every level
-and is itself a small transformer. Every path has a *shard*, the training sequences that were routed
-to it. `ReferenceSwarm` is a whole swarm in one process, a worker for each peer, and does what the
-peers do, in the order of DiPaCo's Algorithm 1 (Douillard et al., 2024):
+A run has a grid of *levels*, each with some *modules*. A *path* takes one module from every level
+and is itself a small transformer. Every path has a *shard*: the training sequences that were routed
+to it. `ReferenceSwarm` is a whole swarm in one process. It has a trainer for each peer and does
+what the peers do, in the order of DiPaCo's Algorithm 1 (Douillard et al., 2024):
 
-1. Inner steps. Every worker trains its path on its shard; a round is a number of such steps.
+1. Inner steps. Every trainer trains its path on its shard. A round is a number of such steps.
 2. The boundary of a level. Levels end one after another while training continues, so that the
    traffic of a swarm is spread over the round.
-3. The outer step of each module of that level, in `_step_module`. *Publish*: a worker's outer
-   gradient, the module's *anchor* minus its local parameters, becomes a file. *Gather*: here all
-   files are at hand. *Step*: contributions are shortened to the median norm, weighted by shard
-   (Eq. 2 and 3), averaged, scaled by the root of the paths (section 2.7), and one Nesterov step
-   makes the new anchor. Workers go on from it. A private module has one path and takes the same
-   step (section 2.6.1).
+3. The outer step of each module of that level, in `_step_module`. *Publish*: each trainer's outer
+   gradient, the *anchor* minus its local parameters, becomes a file. *Gather*: in a swarm files
+   are fetched and some come too late; here all are at hand. *Step*: the files give the next anchor,
+   and every trainer of the module goes on from it.
 4. The report: digests of all anchors, and their loss on held-out sequences.
 
-The arithmetic is in `dipaco.modules.outer`, `contributions` and `inner`, the code that peers run.
+Three things are on other pages, and are those that peers run:
+
+* `PathTrainer` (`training/trainer.py`) is a model, its inner optimizer, and for each of its modules
+  the anchor from which it trains. `inner_step` trains one batch. `snapshot` copies a module at a
+  boundary, and `encode` makes a contribution of that. `adopt` makes a new state the anchor and puts
+  on it what the trainer has learned since the snapshot.
+* `ModuleState` (`modules/state.py`) is what can be an anchor: parameters, outer momentum, and how
+  many tokens each path has contributed. Its digest is the SHA-256 of all that.
+* `OuterRule.step` (`modules/outer.py`) is the arithmetic. Contributions are shortened to the median
+  norm, weighted by shard (Eq. 2 and 3), averaged and scaled by the root of the number of paths
+  (section 2.7). One Nesterov step with that average makes the new anchor. The module of a single
+  path takes the same step (section 2.6.1).
+
 There are no messages and no faults here: everybody is always on time. A swarm with fixed steps
 (`RoundsConfig.inner_steps`) has the same digests, bit for bit, if its inner steps have the same
-bits, which takes the same type of device, build of PyTorch and number of threads.
+bits. That takes the same type of device, build of PyTorch and number of threads.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.outer import OuterRule, canonical_table
+from dipaco.modules.outer import Contribution, OuterRule, canonical_table
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
-from .path_worker import Workbench, open_workers
-from .report import Reporter, RoundReport
+from .report import Reporter, RoundNotes, RoundReport
 from .settings import SimulatedPeer, SimulatorSettings, checked_peers
-from .storage import KeptStates, open_storage
+from .setup import first_states, new_trainers
 
 
 class ReferenceSwarm:
-    """All peers of a run in one process.
+    """All peers of a run in one process, and in its memory.
+
+    With AdamW that is 12 bytes for each parameter of each peer's path, and 8 for each parameter of
+    each module.
 
     :param run: an opened run folder with every blob that its plan names
     :param steps_per_round: inner steps of a round; by default what the plan says
@@ -62,34 +72,20 @@ class ReferenceSwarm:
         states: Mapping[str, ModuleState] | None = None,
         settings: SimulatorSettings | None = None,
     ) -> None:
-        settings = settings or SimulatorSettings()
+        self.settings = settings or SimulatorSettings()
         self.plan = run.plan()
         self.grid = run.grid(self.plan)
         self.steps_per_round = _steps_per_round(steps_per_round, self.plan.rounds.inner_steps)
         self.peers = checked_peers(peers, self.grid.path_count)
-        self.identity: dict[str, Any] = {
-            "run": self.plan.run_id,
-            "steps_per_round": self.steps_per_round,
-            "optimizer": settings.optimizer,
-            "peers": [[peer.path, peer.replica, peer.peer] for peer in self.peers],
-        }
-        """What must be the same when a simulation goes on from what is on disk."""
-        self._rule = OuterRule.of(self.plan, run.shard_index(self.plan))
-        self._storage = open_storage(run, settings, self.identity, states or {})
-        self.states: KeptStates = self._storage.states
+        self.states = first_states(run, states or {})
         """The anchors: the newest state of every module."""
-        self.workers = open_workers(run, self.peers, Workbench(self.plan, settings), self._storage)
-        """One for each of `peers`, in their order."""
-        self._reporter = Reporter(run, settings)
+        self.trainers = new_trainers(run, self.peers, self.states, self.settings)
+        """Of each peer."""
+        self.next_round = first_round
         self.on_steps: Callable[[int], None] = lambda steps: None
         """Called with a number of inner steps that were done, for whoever watches."""
-        self._stepped: set[str] = set()
-        """The modules that have taken their outer step in this round."""
-        self.next_round = first_round
-        if self._storage.found_round is None:
-            self._storage.note_next_round(first_round)
-        else:
-            self.go_on_in(self._storage.found_round)
+        self._rule = OuterRule.of(self.plan, run.shard_index(self.plan))
+        self._reporter = Reporter(run, self.settings)
 
     def rounds(self, count: int) -> Iterator[RoundReport]:
         """Run `count` rounds and yield the report of each."""
@@ -109,81 +105,62 @@ class ReferenceSwarm:
                 "simulation does not have; say how many inner steps a round has with "
                 "--steps-per-round 100"
             )
-        started_s = time.monotonic()
-        for worker in self.workers:
-            worker.begin_round(self.next_round)
+        notes = RoundNotes()
+        steps_done = 0
         for level in self.grid.levels_in_time_order():
-            self._train_until(self.grid.steps_before(level, self.steps_per_round))
+            boundary = self.grid.steps_before(level, self.steps_per_round)
+            self._train(boundary - steps_done, notes)
+            steps_done = boundary
             for module in self.grid.modules():
-                if self.grid.level_of(module) == level and module not in self._stepped:
-                    self._step_module(module)
-                    self._stepped.add(module)
-        self._train_until(self.steps_per_round)
-        report = self._reporter.report(
-            self.next_round,
-            self.workers,
-            self.states,
-            trained=True,
-            started_s=started_s,
-            sent_bytes=sum(
-                self._rule.codec_of(module).file_bytes(self.grid.layout(module).size)
-                for worker in self.workers
-                for module in worker.modules
-            ),
-        )
+                if self.grid.level_of(module) == level:
+                    self._step_module(module, notes)
+        self._train(self.steps_per_round - steps_done, notes)
+        report = self._reporter.report(self.next_round, self.trainers, self.states, notes)
         self.next_round += 1
-        self._stepped.clear()
-        self._storage.note_next_round(self.next_round)
         return report
 
-    def _train_until(self, steps: int) -> None:
-        """Let every worker train until it has done this many of the round's inner steps."""
-        for worker in self.workers:
-            missing = steps - len(worker.round_losses)
-            worker.train(missing)
-            if missing > 0:
-                self.on_steps(missing)
+    def _train(self, steps: int, notes: RoundNotes) -> None:
+        """Let every trainer do so many inner steps."""
+        for peer, trainer in self.trainers.items():
+            for _ in range(steps):
+                notes.losses[peer].append(trainer.inner_step())
+            if steps:
+                self.on_steps(steps)
 
-    def _step_module(self, module: str) -> None:
+    def _step_module(self, module: str, notes: RoundNotes) -> None:
         """Publish, gather and step. A module that nobody has trained since is left alone."""
-        contributors = {
-            worker.peer.peer: worker
-            for worker in self.workers
-            if worker.unmerged_tokens.get(module, 0) > 0
-        }
-        if not contributors:
+        paths = self.grid.paths_of_module(module)
+        trainers = {p: trainer for p, trainer in self.trainers.items() if p.path in paths}
+
+        # Publish: a row says whose contribution it is, and of how many tokens.
+        rows: list[Contribution] = []
+        files: dict[str, bytearray] = {}
+        for peer, trainer in trainers.items():
+            snapshot = trainer.snapshot(module)
+            if snapshot.tokens:
+                rows.append(Contribution(peer.path, peer.peer_id, snapshot.tokens))
+                files[peer.peer_id] = snapshot.encode(self._rule.codec_of(module))
+        notes.sent_bytes += sum(map(len, files.values()))
+
+        rows = self._gather(module, rows)
+        if not rows:
             return
-        table = canonical_table(worker.contribution(module) for worker in contributors.values())
-        codec = self._rule.codec_of(module)
-        files = [contributors[row.peer].publish(module, codec) for row in table]
-        self.states.put(self._rule.step(self.states[module], files, table, self.next_round))
-        for worker in self.workers:
-            if module in worker.modules:
-                worker.commit(module)
+
+        # Step: sums depend on their order, so everybody adds up in one.
+        table = canonical_table(rows)
+        in_order = [files[row.peer] for row in table]
+        state = self._rule.step(self.states[module], in_order, table, self.next_round)
+        self.states[module] = state
+        for trainer in trainers.values():
+            trainer.adopt(module, state)
+
+    def _gather(self, module: str, rows: list[Contribution]) -> list[Contribution]:
+        """Return which of the published contributions are in the step: here all of them."""
+        return rows
 
     def report(self) -> RoundReport:
         """Report the present states without training: the line before the first round."""
-        before, now_s = self.next_round - 1, time.monotonic()
-        return self._reporter.report(
-            before, self.workers, self.states, trained=False, started_s=now_s
-        )
-
-    def go_on_in(self, round_index: int) -> None:
-        """Continue a round that another process began, from the workers and states it left.
-
-        A level's boundary has passed when somebody has trained beyond it; if nobody has, a module
-        whose state names the round was stepped, and the others are still to be.
-        """
-        self.next_round = round_index
-        done = max(
-            (len(w.round_losses) for w in self.workers if w.round_index == round_index), default=0
-        )
-        self._stepped.clear()
-        for module in self.states:
-            boundary = self.grid.steps_before(self.grid.level_of(module), self.steps_per_round)
-            progress = self.states.summary(module).progress.values()
-            if done > boundary or any(entry.last_round >= round_index for entry in progress):
-                self._stepped.add(module)
+        return self._reporter.report(self.next_round - 1, self.trainers, self.states, RoundNotes())
 
 
 def _steps_per_round(given: int | None, planned: int) -> int:

@@ -1,28 +1,29 @@
 """The report of a round: losses, the score of every path, digests of all modules.
 
 Scores are those of the *committed* states, which readers of a swarm would fetch, on held-out
-sequences. They do not include what workers have trained since.
+sequences. They do not include what trainers have learned since.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from dipaco.modules.compose import load_path
+from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import even_sample
 from dipaco.training.scoring import LossSum, sum_losses
+from dipaco.training.trainer import PathTrainer
 
-from .path_worker import PathWorker
-from .settings import SimulatorSettings
-from .storage import KeptStates
+from .settings import SimulatedPeer, SimulatorSettings
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,17 @@ class RoundReport:
         }
 
 
+@dataclass
+class RoundNotes:
+    """What is noted while a round goes on."""
+
+    started_s: float = field(default_factory=time.monotonic)
+    losses: dict[SimulatedPeer, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of each peer's inner steps, nats a token."""
+    sent_bytes: int = 0
+    """Of the contributions that peers published."""
+
+
 class Reporter:
     """Scores committed states, and makes the report of a round."""
 
@@ -105,34 +117,35 @@ class Reporter:
     def report(
         self,
         round_index: int,
-        workers: Sequence[PathWorker],
-        states: KeptStates,
-        *,
-        trained: bool,
-        started_s: float,
-        sent_bytes: int = 0,
+        trainers: Mapping[SimulatedPeer, PathTrainer],
+        states: Mapping[str, ModuleState],
+        notes: RoundNotes,
     ) -> RoundReport:
-        """Report a round that began at `started_s` of `time.monotonic`.
-
-        Without `trained` there was no round: the states are only scored.
-        """
-        steps = sum(len(worker.round_losses) for worker in workers) if trained else 0
-        paths = sorted({worker.peer.path for worker in workers})
-        scores = {path: self._score(path, states) for path in paths}
+        """Report a round that has just ended; without any losses in `notes` there was none."""
+        steps = sum(map(len, notes.losses.values()))
+        paths = []
+        for path in sorted({peer.path for peer in trainers}):
+            replicas = {peer: trainer for peer, trainer in trainers.items() if peer.path == path}
+            losses = [loss for peer in replicas for loss in notes.losses.get(peer, ())]
+            paths.append(
+                PathReport(
+                    path=path,
+                    step=max(trainer.path_step for trainer in replicas.values()),
+                    train_loss=sum(losses) / len(losses) if losses else None,
+                    validation=self._score(path, states),
+                )
+            )
         return RoundReport(
             round_index=round_index,
-            paths=tuple(
-                _path_report([w for w in workers if w.peer.path == path], scores[path], trained)
-                for path in paths
-            ),
-            digests={m: states.digest(m) for m in states},
-            versions={module: states.summary(module).version for module in states},
+            paths=tuple(paths),
+            digests={module: state.digest for module, state in states.items()},
+            versions={module: state.version for module, state in states.items()},
             tokens=steps * self._plan.inner.batch_sequences * self._plan.model.sequence_length,
-            bytes=sent_bytes,
-            seconds=time.monotonic() - started_s,
+            bytes=notes.sent_bytes,
+            seconds=time.monotonic() - notes.started_s,
         )
 
-    def _score(self, path: int, states: KeptStates) -> LossSum:
+    def _score(self, path: int, states: Mapping[str, ModuleState]) -> LossSum:
         """Score the states of a path on its held-out sequences."""
         if self._sequences == 0:
             return LossSum()
@@ -144,16 +157,5 @@ class Reporter:
 
     @cached_property
     def _model(self) -> PathModel:
-        """A model of its own, so that scoring never disturbs the workers."""
+        """A model of its own, so that scoring never disturbs the trainers."""
         return PathModel(self._plan.model).to(self._device)
-
-
-def _path_report(workers: Sequence[PathWorker], score: LossSum, trained: bool) -> PathReport:
-    """Report a path; `workers` are its replicas."""
-    losses = [loss for worker in workers for loss in worker.round_losses] if trained else []
-    return PathReport(
-        path=workers[0].peer.path,
-        step=max(worker.path_step for worker in workers),
-        train_loss=sum(losses) / len(losses) if losses else None,
-        validation=score,
-    )

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from dipaco.base.command_line import ComputeSettings, Option
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import ComputeSettings, Option
 
 if TYPE_CHECKING:
     import torch
@@ -48,13 +48,12 @@ class CommandSettings(ComputeSettings):
     out: Annotated[
         Path | None,
         Option(
-            "write a run folder with the trained states; paths that wait for their turn are there "
-            "too, and not in memory",
+            "write a run folder with the trained states, and what --resume needs beside them",
             "DIR",
         ),
     ] = None
     resume: Annotated[
-        bool, Option("go on from what an earlier call left in --out, also within a round")
+        bool, Option("go on from the last round that an earlier call saved in --out")
     ] = False
     dense_steps: Annotated[
         int,
@@ -109,9 +108,6 @@ class SimulatorSettings:
     """Sequences that go through the model at once; None is the whole batch. Can change bits."""
     validation_sequences: int | None = None
     """Held-out sequences to score per path after each round, at most; None is all, 0 none."""
-    folder: Path | None = None
-    """Where workers and states are while nobody uses them; None is main memory. A simulation that
-    is in the folder already, even one killed within a round, goes on with its states and round."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ class SimulatedPeer:
     """Peer ID in the swarm that is simulated; decides the order of summation among replicas."""
 
     @property
-    def peer(self) -> str:
+    def peer_id(self) -> str:
         """The name in contribution tables, unique within a swarm."""
         return self.name or f"{self.path}/{self.replica:06d}"
 
@@ -148,6 +144,6 @@ def checked_peers(
             )
     if len({(peer.path, peer.replica) for peer in peers}) < len(peers):
         raise ConfigurationError("a path is given twice; its replicas must differ in number")
-    if len({peer.peer for peer in peers}) < len(peers):
+    if len({peer.peer_id for peer in peers}) < len(peers):
         raise ConfigurationError("two simulated peers have the same name")
-    return tuple(sorted(peers, key=lambda peer: (peer.path, peer.peer)))
+    return tuple(sorted(peers, key=lambda peer: (peer.path, peer.peer_id)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,14 @@ from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder, link_run
 
 from .dense import DenseResult, train_dense
-from .live_folder import LiveFolder
 from .record import RoundRecord
 from .reference import ReferenceSwarm
 from .report import RoundReport
+from .saved import resumed_simulation, save_simulation, simulation_file
 from .settings import CommandSettings, SimulatedPeer, SimulatorSettings
 
 logger = logging.getLogger(__name__)
 
-# Where a simulation with --out works.
-WORK_FOLDER = "checkpoint"
 # Steps of the dense baseline between two lines, at least, and lines in all, about.
 _DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 
@@ -54,8 +52,7 @@ def run(settings: CommandSettings) -> int:
         for done in range(1, settings.rounds + 1):
             last = swarm.run_round()
             if output is not None and _is_due(swarm, done, settings.rounds):
-                for state in swarm.states.values():
-                    output.states.save(state)
+                save_simulation(swarm, output)
             record.add(last)
             emit(last)
     finally:
@@ -70,29 +67,27 @@ def run(settings: CommandSettings) -> int:
 def open_swarm(
     settings: CommandSettings, source: RunFolder, output: RunFolder | None
 ) -> ReferenceSwarm:
-    """Make the swarm, from the genesis or, with --resume, from where an earlier call stopped."""
-    states: dict[str, ModuleState] = {}
-    folder = output.path / WORK_FOLDER if output else None
-    if output and folder and settings.resume and not LiveFolder(folder).exists:
-        grid = source.grid(source.plan())
-        found = {m: output.states.load_latest(m, grid.layout(m)) for m in grid.modules()}
-        states = {module: state for module, state in found.items() if state is not None}
-        logger.warning(
-            "%s has no %s: %s", output.path, WORK_FOLDER, _states_note(len(states), len(found))
+    """Make the swarm, from the genesis or, with --resume, from the last round that was saved."""
+
+    def begin(first_round: int, states: Mapping[str, ModuleState]) -> ReferenceSwarm:
+        return ReferenceSwarm(
+            source,
+            peers=parse_paths(settings.paths),
+            steps_per_round=settings.steps_per_round,
+            first_round=first_round,
+            states=states,
+            settings=SimulatorSettings(
+                device=choose_device(settings.device)[0],
+                optimizer=settings.optimizer,
+                validation_sequences=settings.validation_sequences,
+            ),
         )
-    return ReferenceSwarm(
-        source,
-        peers=parse_paths(settings.paths),
-        steps_per_round=settings.steps_per_round,
-        first_round=max(settings.first_round, _round_after(states)),
-        states=states,
-        settings=SimulatorSettings(
-            device=choose_device(settings.device)[0],
-            optimizer=settings.optimizer,
-            validation_sequences=settings.validation_sequences,
-            folder=folder,
-        ),
-    )
+
+    if output and settings.resume:
+        if simulation_file(output).exists():
+            return resumed_simulation(output, begin)
+        logger.warning("no round has been saved in %s: starting from the genesis", output.path)
+    return begin(settings.first_round, {})
 
 
 def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
@@ -111,23 +106,11 @@ def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
 def _check_output(settings: CommandSettings) -> None:
     if settings.out is None or settings.resume or not settings.rounds:
         return
-    if LiveFolder(settings.out / WORK_FOLDER).exists:
+    if simulation_file(RunFolder(settings.out)).exists():
         raise ConfigurationError(
             f"--out {settings.out} already holds a simulation; continue it with --resume, or give "
             f"another folder"
         )
-
-
-def _round_after(states: dict[str, ModuleState]) -> int:
-    """Return the round that follows the newest one that these states have seen."""
-    rounds = [p.last_round for state in states.values() for p in state.progress.values()]
-    return max(rounds, default=-1) + 1
-
-
-def _states_note(found: int, modules: int) -> str:
-    if not found:
-        return "starting from the genesis"
-    return f"starting from {found} of {modules} saved module states, with fresh optimizer states"
 
 
 def _is_due(swarm: ReferenceSwarm, done: int, rounds: int) -> bool:
@@ -189,7 +172,7 @@ class RoundPrinter:
     def steps(self, swarm: ReferenceSwarm, rounds: int) -> Callable[[int], None]:
         """Return a callback for steps that were done; it prints a line now and then."""
         stage = StageProgress("training", self._console.print)
-        total, done = rounds * len(swarm.workers) * swarm.steps_per_round, 0
+        total, done = rounds * len(swarm.peers) * swarm.steps_per_round, 0
         stage.update(0, total)
 
         def show(steps: int) -> None:

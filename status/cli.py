@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from dipaco.base.command_line import Command, Option, RunSettings
+from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, RunSelectionError
+from dipaco.base.settings import Option, RunSettings
 from dipaco.dht.addresses import PROXY_NAME, check_given_peer
 
 if TYPE_CHECKING:

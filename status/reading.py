@@ -27,6 +27,9 @@ class RunReader:
     def _open(self, manifest: SignedManifest) -> None:
         self._manifest, gate = manifest, Gate.of(manifest)
         self._directory = Directory(self._dht, self._identity, manifest.plan.run_id, gate)
+        self._directory.manifest = manifest
+        plan = manifest.plan
+        self._directory.serve(Grid(plan.model, plan.grid, plan.rounds.level_offsets))
 
     def read(self) -> dict[str, Any]:
         """Read everything once and return the status. Raises `NetworkError`."""

@@ -43,14 +43,14 @@ class Answer:
         return cls(body, gzip.compress(body, 5, mtime=0), f'"{tag}"')
 
 
-class Board:
+class PageContent:
     """What the page shows, and what is wrong with reading it.
 
     Each answer is written by one thread and read by many; replacing it is one assignment.
     """
 
     def __init__(self, interval_s: float) -> None:
-        """Make a board that is written every `interval_s` seconds."""
+        """Tell the page that there is a new status every `interval_s` seconds."""
         self._interval_s = interval_s
         self.status: dict[str, Any] | None = None
         """The newest status."""
@@ -81,8 +81,8 @@ class Board:
 class StatusService:
     """The endpoints."""
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, content: PageContent) -> None:
+        self._content = content
         self._page = PAGE.read_text(encoding="utf-8")
         self._policy = _policy(self._page)
 
@@ -114,23 +114,23 @@ class StatusService:
 
     async def status(self, request: Request) -> Response:
         """Return the swarm as it was read last."""
-        return _hand_out(request, self._board.newest)
+        return _hand_out(request, self._content.newest)
 
     async def series(self, request: Request) -> Response:
         """Return the figures of the swarm over time, by column."""
-        return _hand_out(request, self._board.series)
+        return _hand_out(request, self._content.series)
 
     async def ledger(self, request: Request) -> Response:
         """Return what `dipaco-status --ledger --json` prints."""
-        if self._board.ledger is None:
+        if self._content.ledger is None:
             raise HTTPException(404, "there is no ledger here, or not yet; start it with --ledger")
-        return _hand_out(request, self._board.ledger)
+        return _hand_out(request, self._content.ledger)
 
     async def metrics(self, request: Request) -> Response:
         """Return the newest status as Prometheus reads it."""
-        if self._board.status is None:
+        if self._content.status is None:
             raise HTTPException(503, "nothing has been read yet; ask again later")
-        text = swarm_text(self._board.status)
+        text = swarm_text(self._content.status)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
 

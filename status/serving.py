@@ -17,7 +17,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.protocol.records import refresh_period_s
 
 from .history import History, default_history_file
-from .service import Board, StatusService
+from .service import PageContent, StatusService
 from .summary import with_what_was_known
 
 logger = logging.getLogger("dipaco.status.serving")
@@ -60,43 +60,43 @@ class Repeated:
 
 
 class Sampler:
-    """Reads the swarm and writes the board. Looking at the page makes no work for others."""
+    """Reads the swarm and writes what the page shows. Looking at it makes no work for others."""
 
     def __init__(
         self,
         read: Callable[[], dict[str, Any]],
         history: History,
-        board: Board,
+        content: PageContent,
         read_ledger: Callable[[str], dict[str, Any]] | None = None,
     ) -> None:
         """`read` returns a status, `read_ledger` the ledger of a run."""
-        self._read, self._history, self._board = read, history, board
+        self._read, self._history, self._content = read, history, content
         self._read_ledger = read_ledger
 
     def sample(self) -> None:
         """Read once. What fails is said on the page, and is tried again the next time."""
         try:
             status = self._read()
-            before = self._board.status
+            before = self._content.status
             if before is not None and before["run"] == status["run"]:
                 status = with_what_was_known(status, before)
-            self._board.put(status)
+            self._content.put(status)
             self._history.write(status)
-            self._board.put_series(self._history.series(status["run"]["id"]))
+            self._content.put_series(self._history.series(status["run"]["id"]))
         except DipacoError as error:
             logger.warning("%s", error)
-            self._board.fail(str(error))
+            self._content.fail(str(error))
         except Exception as error:
             # The page must not go on showing old values as if they were new.
             logger.exception("reading the swarm failed")
-            self._board.fail(f"reading the swarm failed: {type(error).__name__}")
+            self._content.fail(f"reading the swarm failed: {type(error).__name__}")
 
     def sample_ledger(self, run: str) -> None:
         """Read the ledger of the run that is shown, of `run` before the first reading."""
         assert self._read_ledger is not None
-        shown = self._board.status["run"]["id"] if self._board.status else run
+        shown = self._content.status["run"]["id"] if self._content.status else run
         try:
-            self._board.put_ledger(self._read_ledger(shown))
+            self._content.put_ledger(self._read_ledger(shown))
         except DipacoError as error:
             logger.warning("the ledger cannot be read, tries again later: %s", error)
         except Exception:
@@ -114,8 +114,8 @@ def serve_swarm(
     """Serve the page of a swarm that runs until told to end. Returns the exit code."""
     file = history_file or default_history_file()
     history, every_s = History(file), interval_s(plan)
-    board = Board(every_s)
-    sampler = Sampler(read, history, board, read_ledger)
+    content = PageContent(every_s)
+    sampler = Sampler(read, history, content, read_ledger)
     say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; history in {file}")
     with ExitStack() as stack:
         stack.callback(history.close)
@@ -124,7 +124,7 @@ def serve_swarm(
             stack.enter_context(
                 Repeated(lambda: sampler.sample_ledger(plan.run_id), LEDGER_EVERY_S)
             )
-        _serve(StatusService(board), listening, names)
+        _serve(StatusService(content), listening, names)
     return 0
 
 

@@ -10,7 +10,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,13 @@ from torch import nn
 
 from dipaco.base.errors import ConfigurationError, DipacoError, nearest_name
 from dipaco.modules.config import InnerConfig
-from dipaco.modules.device import autocast_for, load_bitsandbytes, sent, training_format
+from dipaco.modules.device import (
+    Fetched,
+    autocast_for,
+    load_bitsandbytes,
+    sent,
+    training_format,
+)
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
@@ -38,15 +43,6 @@ logger = logging.getLogger(__name__)
 OPTIMIZERS = ("adamw", "adamw8bit")
 
 Passes = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class KeptOptimizer:
-    """An optimizer put aside with its state in place; to be given back to the loop it came from."""
-
-    parts: Mapping[str, torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler
-    steps_since_fresh: int
 
 
 def learning_rate_at(
@@ -106,7 +102,7 @@ class InnerLoop:
         self.kind = optimizer if config.optimizer == "adamw" else f"{config.optimizer}+{optimizer}"
         self.steps_since_fresh = 0
         self.skipped_steps = 0
-        self._unread: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self._unread: deque[tuple[int, Fetched]] = deque()
         self._newest_loss = math.nan
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self.dtype = training_format(device, exact=exact)
@@ -166,15 +162,15 @@ class InnerLoop:
         self._scaler.update()
         self._forget_gradients()
         self.steps_since_fresh += 1
-        self._unread.append((path_step, loss, finite))
+        self._unread.append((path_step, Fetched(torch.stack((loss, finite.to(loss.dtype))))))
         return self._read(later=1 if on_device else 0)
 
     def _read(self, later: int = 0) -> float:
         """Wait for all steps but the last `later` ones; return the newest loss that is known."""
         while len(self._unread) > later or (self._unread and math.isnan(self._newest_loss)):
-            path_step, loss, finite = self._unread.popleft()
-            self._newest_loss = loss.item()
-            if not finite:
+            path_step, numbers = self._unread.popleft()
+            self._newest_loss, is_finite = numbers.read()
+            if not is_finite:
                 self.steps_since_fresh -= 1
                 self._report_skipped(path_step, self._newest_loss)
         return self._newest_loss
@@ -314,21 +310,6 @@ class InnerLoop:
         self._unread.clear()
         self._newest_loss = math.nan
         self.steps_since_fresh = 0
-
-    def exchange_optimizer(self, other: KeptOptimizer | None = None) -> KeptOptimizer:
-        """Switch to an optimizer that was put aside, or a fresh one, and return the present one.
-
-        Nothing is copied; the simulator uses this to train many paths in turn on one model.
-        """
-        self._read()
-        kept = KeptOptimizer(self._optimizers, self._scaler, self.steps_since_fresh)
-        if other is None:
-            self.reset()
-        else:
-            self._optimizers, self._scaler = dict(other.parts), other.scaler
-            self._newest_loss = math.nan
-            self.steps_since_fresh = other.steps_since_fresh
-        return kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy on the CPU of all that `load_state_dict` needs to go on bit for bit."""

@@ -3,7 +3,7 @@
 No network here. The session calls `inner_step` between boundaries, `snapshot` at a boundary, and
 `adopt` when there is a new state: the step of the round, or what others made. Nothing is kept by
 name (design 4.5, lost): what was trained before the snapshot is in the new state or lost, and local
-becomes `new anchor + (local - snapshot)`. A snapshot that was published is what its file says, so
+becomes `new anchor + (local - snapshot)`. A snapshot that was encoded is what its file says, so
 the difference is what was trained since and what the encoding lost. Where a round brought no state,
 nothing is called, and the next snapshot holds everything since the anchor.
 
@@ -14,13 +14,16 @@ its round has ended.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from dipaco.base.errors import IntegrityError
 from dipaco.modules.compose import (
     add_to_module,
     gather_module,
@@ -28,10 +31,11 @@ from dipaco.modules.compose import (
     load_path,
     scatter_module,
 )
+from dipaco.modules.contributions import Codec
 from dipaco.modules.device import return_freed_memory
 from dipaco.modules.grid import Grid
 from dipaco.modules.memory import release_memory
-from dipaco.modules.outer import OuterGradient
+from dipaco.modules.outer import OuterGradient, encode_in_place
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
@@ -50,13 +54,24 @@ class Snapshot:
     path: int
     anchor: ModuleState
     local: torch.Tensor
-    """As trained; once it is published, as its contribution says."""
+    """As trained; once it is encoded, as its contribution says."""
     tokens: int
     """Trained since the last snapshot that a state was adopted for, or since the anchor."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Held by whoever overwrites `local`, and by whoever reads it as the base of what follows."""
 
     def outer_gradient(self) -> OuterGradient:
         """Return anchor minus local. What is not finite there is not finite here."""
         return OuterGradient(self.anchor.parameters, self.local)
+
+    def encode(self, codec: Codec) -> bytearray:
+        """Return the file of the contribution; from then on `local` is what the file says.
+
+        Any thread may call it. A state that came in another way can be adopted at any time: that
+        waits until the file is made, so `local` is never half of one and half of the other.
+        """
+        with self.lock:
+            return encode_in_place(self.outer_gradient(), codec)
 
 
 @dataclass
@@ -81,12 +96,16 @@ class PathTrainer:
         optimizer: str = "adamw",
         micro_batch_size: int | None = None,
         compile_model: bool = False,
+        exact: bool | None = None,
     ) -> None:
+        """Make the model. `exact` is for all who must get the same bits; by default that is so
+        in a run with fixed steps."""
         self.plan = plan
         self.grid = grid
         self.device = device
         self._optimizer, self._compile_model = optimizer, compile_model
         self._micro_batch_size = micro_batch_size
+        self._exact = bool(plan.rounds.inner_steps) if exact is None else exact
         self._scoring = scoring_at_once(device)
         self._make_model()
         self.path: int | None = None
@@ -104,8 +123,7 @@ class PathTrainer:
             optimizer=self._optimizer,
             micro_batch_size=self._micro_batch_size,
             compile_model=self._compile_model,
-            # With fixed steps all must get the same bits.
-            exact=bool(self.plan.rounds.inner_steps),
+            exact=self._exact,
         )
         self._is_released = False
 
@@ -190,9 +208,12 @@ class PathTrainer:
         Without a snapshot since the last one was adopted, under all that was trained since then.
         """
         progress, taken = self._modules[module], self._modules[module].snapshot
-        base = progress.anchor.parameters if taken is None else taken.local
-        add_to_module(self.model, self.grid, module, state.parameters, base)
-        if taken is not None:
+        if taken is None:
+            base = progress.anchor.parameters
+            add_to_module(self.model, self.grid, module, state.parameters, base)
+        else:
+            with taken.lock:
+                add_to_module(self.model, self.grid, module, state.parameters, taken.local)
             progress.tokens -= taken.tokens
         progress.anchor, progress.snapshot = state, None
         # The schedule follows what all replicas of the path trained together.
@@ -224,6 +245,39 @@ class PathTrainer:
 
         # For the copies; the rows are halved in `sum_losses`.
         return LossSum(*self._scoring.attempt(score, rows.shape[1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` needs to go on, to be written before the next step.
+
+        Anchors are not in it, nor snapshots: it is for a moment at which no step is awaited.
+        """
+        return {
+            "path_step": self.path_step,
+            "tokens": {module: progress.tokens for module, progress in self._modules.items()},
+            "parameters": {name: p.detach() for name, p in self.model.named_parameters()},
+            "optimizer": self.inner.lent_state_dict(),
+        }
+
+    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
+        """Go on bit for bit where `kept` was taken. `start_path` has given path and anchors.
+
+        Raises IntegrityError if it is of another path or optimizer.
+        """
+        parameters = dict(self.model.named_parameters())
+        shapes = {name: p.shape for name, p in parameters.items()}
+        is_of_this_path = (
+            kept["tokens"].keys() == self._modules.keys()
+            and {name: p.shape for name, p in kept["parameters"].items()} == shapes
+            and self.inner.load_state_dict(kept["optimizer"])
+        )
+        if not is_of_this_path:
+            raise IntegrityError(f"the kept training of path {self.path} does not fit this run")
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(kept["parameters"][name])
+        for module, progress in self._modules.items():
+            progress.tokens = int(kept["tokens"][module])
+        self.path_step = int(kept["path_step"])
 
     def optimizer_state(self) -> dict[str, object]:
         """Return the AdamW state, which the next step changes, to be kept on disk."""

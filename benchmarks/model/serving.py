@@ -1,8 +1,9 @@
 """Tokens a second and time to the first token: the service under load, beside llama.cpp and
-transformers on the same exported path in fp32.
+transformers on the same exported path: in fp32 on a CPU, in the number format of a GPU.
 
     pip install llama-cpp-python
     python benchmarks/model/serving.py [--json] [--clients 1,8] [--tokens 48] [--threads 1]
+    python benchmarks/model/serving.py --device cuda --paper --beside transformers
 
 A run of random parameters is made for it; all compute greedy tokens of one path, on as many
 threads: one, as several wait for each other where other programs run. They take turns: as many
@@ -33,16 +34,19 @@ import torch
 from support.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.inference import export_cli
+from dipaco.modules.device import number_format
 
 SHAPE = {"block_count": 8, "hidden_size": 256, "head_count": 4, "feed_forward_size": 704}
+# The blocks of examples/paper; the tokenizer stays a tiny one.
+PAPER = {"block_count": 12, "hidden_size": 896, "head_count": 14, "feed_forward_size": 2560}
 LEAST_TURNS = 2
 
 
 @contextmanager
-def serving(run: Path, threads: int) -> Iterator[int]:
+def serving(run: Path, threads: int, device: str) -> Iterator[int]:
     """Start `dipaco-serve` and yield its port."""
     command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(run)]
-    options = ["--allow-genesis", "--port", "0", "--threads", str(threads)]
+    options = ["--allow-genesis", "--port", "0", "--threads", str(threads), "--device", device]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
@@ -113,15 +117,17 @@ def _figures(firsts: list[float], tokens: int, wall_s: float) -> dict[str, float
 class Transformers:
     """The exported path in transformers, in this process: one prompt after the other."""
 
-    def __init__(self, exported: Path) -> None:
+    def __init__(self, exported: Path, device: str) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self._model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+        dtype = number_format(torch.device(device))
+        model = AutoModelForCausalLM.from_pretrained(exported, dtype=dtype)
+        self._model = model.eval().to(device)
         self._tokenizer = AutoTokenizer.from_pretrained(exported)
 
     def generate(self, prompt: str, count: int) -> float:
         """Continue a prompt; return the seconds to the first token."""
-        rows = self._tokenizer(prompt, return_tensors="pt")
+        rows = self._tokenizer(prompt, return_tensors="pt").to(self._model.device)
         options: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
         began = time.monotonic()
         self._model.generate(**rows, **options, max_new_tokens=1, min_new_tokens=1)
@@ -179,26 +185,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--beside", default="llama.cpp,transformers")
+    parser.add_argument("--device", default="cpu", help="of the service and transformers (cpu)")
+    parser.add_argument("--paper", action="store_true", help="a path of examples/paper's blocks")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     prompts = [text[:40] for text in tiny_documents(4, -(-options.requests // 4), 5)]
     prompts = prompts[: options.requests]
     with tempfile.TemporaryDirectory() as name:
         run, exported, file = (Path(name) / part for part in ("run", "exported", "it.gguf"))
-        make_tiny_run(run, sequence_length=128, **SHAPE)
+        make_tiny_run(run, sequence_length=128, **(PAPER if options.paper else SHAPE))
         words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out"]
         with redirect_stdout(sys.stderr):
             assert export_cli.main([*words, str(exported)]) == 0
-            assert export_cli.main([*words, str(file), "--format", "gguf"]) == 0
+            if "llama.cpp" in options.beside:
+                assert export_cli.main([*words, str(file), "--format", "gguf"]) == 0
         others: dict[str, Transformers | LlamaCpp] = {}
         if "transformers" in options.beside:
-            others["transformers"] = Transformers(exported)
+            others["transformers"] = Transformers(exported, options.device)
         if "llama.cpp" in options.beside:
             others["llama.cpp"] = LlamaCpp(file, options.threads)
         for model in others.values():
             alone(model, prompts[:2], 4)
         turns: dict[int, list[Turn]] = {int(count): [] for count in options.clients.split(",")}
-        with serving(run, options.threads) as port:
+        with serving(run, options.threads, options.device) as port:
             load(port, prompts[:8], 4, 8)
             end_s = time.monotonic() + options.seconds
             for clients, found in list(turns.items()) * options.rounds:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dipaco.modules.device import keep_freed_memory
+from dipaco.modules.device import keep_freed_memory, limit_memory
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.inner import InnerLoop
@@ -35,6 +35,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=3, help="steps before that (3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--vram-gb", type=float, help="GPU memory at most, in GiB (all)")
     parser.add_argument("--idle", action="store_true", help="load, say so, wait for end of input")
     return parser.parse_args()
 
@@ -44,6 +45,7 @@ def main() -> int:
     keep_freed_memory()
     torch.set_num_threads(chosen.threads)
     device = torch.device(chosen.device)
+    limit_memory(device, chosen.vram_gb)
     run = RunFolder(chosen.run)
     plan = run.plan()
     model = run.base_model(plan).to(device)

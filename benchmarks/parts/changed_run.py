@@ -15,7 +15,7 @@ import numpy as np
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import parse_config
-from dipaco.modules.outer import canonical_table
+from dipaco.modules.outer import Contribution
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
@@ -146,18 +146,6 @@ class LossyReference(ReferenceSwarm):
 
     dropped = 0.0
 
-    def _step_module(self, module: str) -> None:
-        workers = [w for w in self.workers if w.unmerged_tokens.get(module, 0) > 0]
+    def _gather(self, module: str, rows: list[Contribution]) -> list[Contribution]:
         chance = random.Random(f"{self.next_round}/{module}/{self.plan.seed}")
-        taken = [worker for worker in workers if chance.random() >= self.dropped]
-        if not taken:
-            return
-        codec = self._rule.codec_of(module)
-        # A peer that is missed has published all the same.
-        files = {worker.peer.peer: worker.publish(module, codec) for worker in workers}
-        table = canonical_table(worker.contribution(module) for worker in taken)
-        chosen = [files[row.peer] for row in table]
-        self.states.put(self._rule.step(self.states[module], chosen, table, self.next_round))
-        for worker in self.workers:
-            if module in worker.modules:
-                worker.commit(module)
+        return [row for row in rows if chance.random() >= self.dropped]

@@ -102,7 +102,7 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
     invitation = admission.make_invitation(admission.Terms(plan.run_id, 3, 0), operator)
     guest = raw_public_key(operator)
     admitted = invitation.admit(guest, 1.5e9)
-    revoked = admission.sign_revocations(plan.run_id, 1, [invitation.id], operator)
+    revoked = admission.sign_revocations(plan.run_id, 1, {invitation.id: 0}, operator)
     # What does not unpack to these fields never reaches the validator.
     unread = (ValueError, TypeError, msgpack.UnpackException)
     return [

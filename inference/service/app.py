@@ -152,7 +152,6 @@ class Service:
                 "run": plan.run_id,
                 "paths": self._engine.grid.path_count,
                 "chat": self._reader.has_template,
-                "reroute": self._engine.has_rerouter,
             },
         }
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from dipaco.inference.decoder import decoder_bytes
-from dipaco.inference.generate import PathDecisions
-from dipaco.inference.rerouter import Rerouter
 from dipaco.inference.sources import StateSource
 from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.routing.document_routing import DocumentRouter
@@ -61,15 +59,12 @@ class Engine:
         source: StateSource,
         device: torch.device,
         limits: EngineLimits,
-        rerouter: Rerouter | None = None,
     ) -> None:
         self.plan = source.plan
         self.grid = source.grid
         self.tokenizer = source.tokenizer()
         self.limits = limits
-        self.has_rerouter = rerouter is not None
         self._router: DocumentRouter = source.document_router(device)
-        self._rerouter = rerouter
         parameters = sum(p.numel() for p in self._router.base_model.parameters())
         self.path_bytes = decoder_bytes(self.plan.model, parameters, limits.slots)
         self.capacity = max(1, limits.memory_bytes // self.path_bytes)
@@ -266,18 +261,8 @@ class Engine:
         first = work.path if work.path is not None else work.ranking[0]
         for index in range(work.answers):
             paths: tuple[int, ...] = (first,)
-            decisions = None
             if work.mix > 1:
                 paths = tuple(sorted(work.ranking[: work.mix]))
-            if work.reroute is not None and self._rerouter is not None:
-                decisions = PathDecisions(
-                    self._rerouter,
-                    first,
-                    work.tokens,
-                    work.reroute,
-                    self.plan.routing.prefix_tokens,
-                )
-                paths = (decisions.path,)
             answer = Answer(
                 work=work,
                 index=index,
@@ -286,7 +271,6 @@ class Engine:
                 text=AnswerText(self.tokenizer, work.stop),
                 paths=paths,
                 waiting_since_s=time.monotonic(),
-                decisions=decisions,
             )
             self._wait_for(answer)
 
@@ -346,21 +330,15 @@ class Engine:
         """Find another path for an answer whose path cannot be had."""
         work = answer.work
         missing = next(path for path in answer.paths if path in self.unavailable)
-        reason, decisions = self.unavailable[missing], answer.decisions
-        if decisions is not None and missing != decisions.path:
-            decisions.refuse(missing)
-            answer.paths = (decisions.path,)
-            self._wait_for(answer)
-            return
         others = [path for path in work.ranking if path not in self.unavailable]
-        if others and answer.came_from is None and work.path not in self.unavailable:
+        if others and work.path not in self.unavailable:
             answer.paths = tuple(sorted(others[: work.mix]))
-            if decisions is not None:
-                decisions.refuse(missing)
-                decisions.move(others[0])
             self._wait_for(answer)
             return
-        self._fail(work, ApiError(503, reason, code="path_unavailable", parameter="model"))
+        self._fail(
+            work,
+            ApiError(503, self.unavailable[missing], code="path_unavailable", parameter="model"),
+        )
         self._finished(1)
 
     def _advance(self, batch: PathBatch) -> None:
@@ -379,11 +357,7 @@ class Engine:
         for answer, reason in failed:
             logger.error("an answer by path %s failed", _named(batch), exc_info=reason)
             self._fail(answer.work, _path_failed(batch, reason))
-        moved, batch.moved = batch.moved, []
-        self._finished(before - len(batch.answers()) - len(moved))
-        for answer in moved:
-            answer.waiting_since_s = time.monotonic()
-            self._wait_for(answer)
+        self._finished(before - len(batch.answers()))
         if before:
             batch.used_s = time.monotonic()
 
@@ -400,8 +374,6 @@ class Engine:
                 break
             answer = waiting.popleft()
             begun += 1
-            if answer.decisions is not None:
-                answer.decisions.move(batch.paths[0])
             read += self._start(batch, answer)
         return begun
 

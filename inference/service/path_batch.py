@@ -29,8 +29,6 @@ class PathBatch:
         """It takes no more answers: its room is wanted for another path."""
         self.again: deque[Answer] = deque()
         """Answers whose context is to be read again by this path."""
-        self.moved: list[Answer] = []
-        """Answers that go on with another path, for the engine to take away."""
         self.failed: list[tuple[Answer, Exception]] = []
         """Answers that went wrong, for the engine to take away."""
         self._rows: list[Answer | None] = [None] * len(loaded.decoder.lengths)
@@ -61,8 +59,6 @@ class PathBatch:
             answer.started = True
             if answer.index == 0:
                 work.emit(Began(self.paths, self.states, work.routed))
-            if answer.decisions is not None:
-                answer.decisions.next_path(answer.context)  # decided already: it counts tokens
         slot, goes_on = self._rows.index(None), False
         try:
             logits, read = self._prompted(slot, answer, first)
@@ -158,13 +154,6 @@ class PathBatch:
                 self._end(answer, "length")
                 return False
             answer.context = answer.context[-(self._longest // 2) :]
-        if answer.decisions is not None:
-            path = answer.decisions.next_path(answer.context)
-            if path is not None:
-                answer.came_from, answer.paths = self.paths[0], (path,)
-                self.moved.append(answer)
-                return False
-        if reads_again:
             self.again.append(answer)
         return not reads_again
 

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.inference.generate import prompt_tokens
-from dipaco.inference.rerouting import GREATEST_WINDOW
 from dipaco.inference.sampling import Sampling
 from dipaco.modules.config import BEGIN_TOKEN
 
@@ -60,7 +59,6 @@ class Body(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    reroute: Annotated[int, Field(ge=1, le=GREATEST_WINDOW)] | None = None
     mix: Annotated[int, Field(ge=1, le=_MOST_MIXED)] | None = None
     context_shift: bool | None = None
     # Taken when they change nothing: clients send them with their defaults.
@@ -346,14 +344,6 @@ class RequestReader:
     ) -> list[Work]:
         """Return the work on some prompts; `usual` tokens are made where nothing is said."""
         path = self.path_of(body.model)
-        if body.reroute is not None and not self._engine.has_rerouter:
-            raise ApiError(
-                400,
-                "reroute: this service has no rerouter; fit one with 'dipaco-reroute fit' and "
-                "start dipaco-serve with --rerouter FILE",
-                parameter="reroute",
-                code="no_rerouter",
-            )
         self._check_mix(body)
         context, slide = self._engine.plan.model.sequence_length, bool(body.context_shift)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
@@ -390,7 +380,6 @@ class RequestReader:
                     answers=body.n or 1,
                     stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
                     logprobs=logprobs,
-                    reroute=body.reroute,
                     mix=body.mix or 1,
                     slide=slide,
                 )
@@ -402,14 +391,13 @@ class RequestReader:
         if (body.mix or 1) == 1:
             return
         most = min(self._engine.grid.path_count, self._engine.capacity)
-        reason = None
-        if body.reroute is not None:
-            reason = "leave out reroute, or mix"
-        elif body.mix is not None and body.mix > most:
-            reason = f"this run has {self._engine.grid.path_count} paths, and --memory-gb is for "
-            reason += f"{self._engine.capacity}; at most {most} can be mixed"
-        if reason is not None:
-            raise ApiError(400, f"mix: {reason}", parameter="mix")
+        if body.mix is not None and body.mix > most:
+            raise ApiError(
+                400,
+                f"mix: this run has {self._engine.grid.path_count} paths, and --memory-gb is for "
+                f"{self._engine.capacity}; at most {most} can be mixed",
+                parameter="mix",
+            )
 
 
 def path_name(path: int) -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from dipaco.inference.generate import PathDecisions
 from dipaco.inference.sampling import Sampling
 
 from .errors import ApiError
@@ -24,7 +23,7 @@ class Began:
     paths: tuple[int, ...]
     states: PathStates
     routed: int | None
-    """The router's choice, which may be another one: it could not be had, or was rerouted."""
+    """The router's choice, which may be another one, if it could not be had."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,6 @@ class Work:
     logprobs: int | None = None
     """How many likely tokens are shown beside each; None is no log-probabilities."""
     score_prompt: bool = False
-    reroute: int | None = None
     mix: int = 1
     """So many of the likeliest paths give each token together."""
     slide: bool = False
@@ -127,8 +125,6 @@ class Answer:
     text: AnswerText
     paths: tuple[int, ...]
     waiting_since_s: float
-    decisions: PathDecisions | None = None
-    came_from: int | None = None
     started: bool = False
     tokens: int = 0
     unsent: list[ScoredToken] = field(default_factory=list)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import (
     AddressError,
     ClockError,
@@ -17,6 +16,7 @@ from dipaco.base.errors import (
     StorageError,
     UnreachableError,
 )
+from dipaco.base.progress import shown_bytes
 from dipaco.modules.memory import USABLE_SHARE
 
 from .machine import Disk, Gpu, Memory, System, Versions

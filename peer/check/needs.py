@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from dipaco.base.command_line import shown_bytes
+from dipaco.base.progress import shown_bytes
 from dipaco.modules.config import (
     ContributionsConfig,
     GridConfig,
@@ -91,7 +91,7 @@ def device_bytes(
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
-        LOGITS: head_bytes(run.model, run.inner.batch_sequences),
+        LOGITS: head_bytes(run.model, 1),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 

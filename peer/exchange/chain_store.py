@@ -12,7 +12,7 @@ import os
 import threading
 import zlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,10 @@ class ChainStore:
         self._book = ChainBook(run_id, names)
         self._modules = {name: _Module(self._book.genesis(name)) for name in names}
         self._admissions: OrderedDict[str, bytes] = OrderedDict()
+        self.on_served: Callable[[Step], None] = lambda step: None
+        """Hears which step stands at the end of a served chain, each time that another does."""
+        self.has_contributed: Callable[[str], bool] = lambda peer: False
+        """Tells whose rows have room before those of others."""
         if folder is not None:
             with storage_errors(folder):
                 if not only_reads:
@@ -84,6 +88,11 @@ class ChainStore:
                 for name in names:
                     if self._path(name).exists():
                         self._load(name)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """All of the run."""
+        return tuple(self._modules)
 
     # -- what is learned
 
@@ -112,8 +121,9 @@ class ChainStore:
                 for other in own[: max(0, len(own) - MOST_ROWS_OF_A_PEER + 1)]:
                     del kept.rows[other]
                 kept.rows[key] = row
-                while len(kept.rows) > MOST_ROWS:
-                    kept.rows.popitem(last=False)
+                if len(kept.rows) > MOST_ROWS:
+                    others = (k for k in kept.rows if not self.has_contributed(k[0]))
+                    del kept.rows[next(others, next(iter(kept.rows)))]
 
     def note_admissions(self, admissions: Mapping[str, bytes]) -> None:
         """Keep checked admissions of peers whose rows are here: they travel with the rows."""
@@ -134,9 +144,13 @@ class ChainStore:
             kept = self._modules[module]
             if self._book.link(step).module != module:
                 raise KeyError(step)
+            is_new = kept.served != step
             self._save(module, step, head)
             self._set_served(kept, step, head)
             self._book.prune(module, step, FORK_DEPTH)
+            newest = self._book.link(step).step
+        if is_new and newest is not None:
+            self.on_served(newest)
 
     def _set_served(self, kept: _Module, step: str, head: Head | None) -> None:
         kept.served, kept.held = step, head

@@ -167,18 +167,23 @@ class Clock:
                 )
             return system_s
 
-    def measure(self, neighbours: Neighbours, peers: Sequence[str] = ()) -> int:
-        """Correct the clock by `peers`, whose addresses were given, and by some at random of those
-        that this node is connected to.
+    def measure(
+        self,
+        neighbours: Neighbours,
+        given: Sequence[str] = (),
+        is_in: Callable[[str], bool] = lambda peer: False,
+    ) -> int:
+        """Correct the clock by peers whose addresses were given, and by some at random of those
+        that this node is connected to and that are admitted (`is_in`).
 
         Returns how many answered; without an answer nothing changes. Raises `ClockError`, and
         changes nothing, when the others' clocks are more than `MAX_CLOCK_OFFSET_S` away. Called
         on joining and every few rounds; takes `MEASURE_TIMEOUT_S` at most.
         """
         self._look()
-        given = draw(peers, MAX_GIVEN)
-        others = set(neighbours.connected_peers()) - set(given)
-        asked = (*given, *draw(others, MAX_NEIGHBOURS - len(given)))
+        first = draw(given, MAX_GIVEN)
+        others = {peer for peer in neighbours.connected_peers() if is_in(peer)} - set(given)
+        asked = (*first, *draw(others, MAX_NEIGHBOURS - len(first)))
         samples = neighbours.clock_samples(asked, SAMPLES, MEASURE_TIMEOUT_S)
         best = {peer: best_sample(taken) for peer, taken in samples.items()}
         offsets = [sample.offset_s for sample in best.values() if sample is not None]

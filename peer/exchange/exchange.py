@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from dipaco.protocol.member.events import Answered, Told
 from .calls import PROTOCOL_NAME, begin, call
 from .clock import ClockSample
 from .contribution_files import check_is_of
+from .download_slots import DownloadSlots
 from .hello import Greeting, Hello, clock_samples, say_hello
 from .loop_thread import LoopThread, run_blocking
 from .messages import (
@@ -42,6 +44,7 @@ from .messages import (
     decode,
     read_frame,
 )
+from .pages import Pages
 from .responder import Responder
 from .served_run import ServedRun, peers_of
 from .transfer import (
@@ -62,8 +65,10 @@ logger = logging.getLogger("dipaco.peer.exchange")
 
 CALL_TIMEOUT_S, TELL_TIMEOUT_S, CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
 STOP_TIMEOUT_S = 1.0
-# Downloads at once: of contributions and what is wanted now, and of everything.
+# Downloads at once: of contributions and what is wanted now, and of everything; and of these from
+# one peer.
 URGENT_AT_ONCE, AT_ONCE = 8, 6
+URGENT_FROM_ONE, FROM_ONE = 2, 4
 TELLS_AT_ONCE = 64
 CHUNK_BYTES = 2**17
 # A contribution that nobody has yet is asked for again so soon, and then less and less often.
@@ -77,10 +82,13 @@ class Exchange:
         self._transport, self._me = transport, me
         self.uplink = transport.uplink
         """Counts what is sent and received."""
+        self.on_called: Callable[[str, bool], None] = lambda peer, has_answered: None
+        """Hears, for every peer that is told something, whether it was there. Returns at once."""
         self._responder = Responder(transport, me)
         self._thread = LoopThread("exchange", transport.check)
-        self._slots = asyncio.Semaphore(AT_ONCE)
-        self._urgent_slots = asyncio.Semaphore(URGENT_AT_ONCE)
+        self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
+        self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
+        self._pages = Pages()
         self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
@@ -208,7 +216,9 @@ class Exchange:
         try:
             async with self._tells:
                 await call(self._transport, peer, request, TellReply, TELL_TIMEOUT_S)
+            self.on_called(peer, True)
         except (NetworkError, ProtocolVersionError) as error:
+            self.on_called(peer, False)
             logger.debug("%s was not told of %s: %s", peer, request.module, error)
 
     def ask(
@@ -225,7 +235,11 @@ class Exchange:
 
         async def ask() -> Answered:
             reply = await call(self._transport, peer, request, AskReply, timeout_s)
-            return await run_blocking(run.answered, peer, module, reply)
+            answer = await run_blocking(run.answered, peer, module, reply)
+            has_more = answer.has_more and self._pages.is_worth_more(
+                peer, module, locator[:1], answer.steps
+            )
+            return dataclasses.replace(answer, has_more=has_more)
 
         try:
             return self._thread.call(ask(), timeout_s + 5.0)

@@ -9,9 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
-from dipaco.base.progress import StageProgress
+from dipaco.base.progress import StageProgress, shown_bytes
 from dipaco.dht.directory import Directory
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.grid import Grid

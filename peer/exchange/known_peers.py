@@ -6,8 +6,9 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from dipaco.base.errors import AddressError, DipacoError
 from dipaco.base.files import atomic_write
@@ -52,15 +53,28 @@ class KnownPeers:
             if ids & {peer_of(address) for address in addresses}
         }
 
-    def note(self, run_id: str, given: Sequence[str], view: SwarmView, me: str) -> None:
-        """Remember whom a view shows and others can call; seldom more often than once a minute."""
+    def note(
+        self,
+        run_id: str,
+        given: Sequence[str],
+        view: SwarmView,
+        me: str,
+        contributors: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+    ) -> None:
+        """Remember whom a view shows and others can call, and before them who contributed lately,
+        with their addresses; seldom more often than once a minute."""
         if time.monotonic() < self._written_s + REMEMBER_EVERY_S:
             return
+        places = {
+            peer: record.addresses
+            for peer, record in sorted(view.peers.items())
+            if record.reachable == "direct"
+        }
         direct = [
             address
-            for peer, record in sorted(view.peers.items())
-            if peer != me and record.reachable == "direct"
-            for address in record.addresses
+            for peer, addresses in {**contributors, **places}.items()
+            if peer != me
+            for address in addresses
             if peer_of(address) == peer and "/p2p-circuit" not in address
         ]
         # Loopback addresses are worth something where there are no others.

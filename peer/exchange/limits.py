@@ -1,20 +1,27 @@
 """How many streams a peer may have at a time, and how many bytes in which time (design 4.10, wire).
 
 Anybody who can make keys can have many identities. So those who are not admitted share few places,
-and nobody holds one for nothing: when all are taken, somebody who has several gives one to somebody
-who has fewer, and who takes bytes too slowly gives its place to anybody. That is no loss to a slow
-but honest peer: it goes on later where it was broken off.
+and where an open run lets everybody in, those who contributed lately take places from those who did
+not, down to a quarter. Nobody holds one for nothing: when all are taken, somebody who has several
+gives one to somebody who has fewer, and who takes bytes too slowly gives its place to anybody. That
+is no loss to a slow but honest peer: it goes on later where it was broken off.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 
-REMEMBERED_PEERS = 4096
+
+class Standing(IntEnum):
+    """What is known of a peer."""
+
+    STRANGER = 0
+    ADMITTED = 1
+    CONTRIBUTOR = 2
 
 
 @dataclass(eq=False)
@@ -22,7 +29,7 @@ class Slot:
     """One place that is taken."""
 
     peer: str
-    is_stranger: bool
+    standing: Standing
     began_s: float
     stop: Callable[[], None]
     """Breaks off what it is for, also while that waits for the other side."""
@@ -63,24 +70,35 @@ class Slots:
         self._bounds, self._monotonic = bounds, monotonic
         self._taken: list[Slot] = []
 
-    def take(self, peer: str, is_stranger: bool, stop: Callable[[], None]) -> Slot | None:
+    def take(self, peer: str, standing: Standing, stop: Callable[[], None]) -> Slot | None:
         """Return a place, if need be that of another; None when there is none."""
-        bounds = self._bounds
+        bounds, is_stranger = self._bounds, standing is Standing.STRANGER
         own = sum(slot.peer == peer for slot in self._taken)
         if own >= (bounds.most_of_a_stranger if is_stranger else bounds.most_of_a_peer):
             return None
-        strangers = [slot for slot in self._taken if slot.is_stranger]
+        strangers = [slot for slot in self._taken if slot.standing is Standing.STRANGER]
         if is_stranger and len(strangers) >= bounds.most_of_strangers:
             if not self._make_room(strangers, own):
                 return None
-        elif len(self._taken) >= bounds.most:
-            # Strangers come last: an admitted peer has a claim on their places.
-            others = strangers if is_stranger else self._taken
-            if not (self._make_room(strangers, own) or self._make_room(others, own)):
-                return None
-        slot = Slot(peer, is_stranger, self._monotonic(), stop)
+        elif len(self._taken) >= bounds.most and not self._make_room_for(standing, strangers, own):
+            return None
+        slot = Slot(peer, standing, self._monotonic(), stop)
         self._taken.append(slot)
         return slot
+
+    def _make_room_for(self, standing: Standing, strangers: list[Slot], own: int) -> bool:
+        # Strangers come last: an admitted peer has a claim on their places.
+        if self._make_room(strangers, own):
+            return True
+        if standing is Standing.STRANGER:
+            return False
+        if self._make_room(self._taken, own):
+            return True
+        others = [slot for slot in self._taken if slot.standing is not Standing.CONTRIBUTOR]
+        if standing is not Standing.CONTRIBUTOR or len(others) <= self._bounds.most // 4:
+            return False
+        self._take_from(others)
+        return True
 
     def give_back(self, slot: Slot) -> None:
         """Free a place; nothing when it was taken away."""
@@ -97,40 +115,12 @@ class Slots:
         slow = [s for s in among if s.is_slow(now_s, bounds.grace_s, bounds.wanted_rate_bytes_s)]
         if not slow and not crowd:
             return False
-        victim = min(slow or crowd, key=lambda s: s.moved_bytes / max(1e-9, now_s - s.began_s))
-        self.give_back(victim)
-        victim.stop()
+        self._take_from(slow or crowd)
         return True
 
-
-class ByteBuckets:
-    """For each peer so many bytes at once and so many a second. Used on one event loop."""
-
-    def __init__(
-        self,
-        burst_bytes: float,
-        rate_bytes_s: float,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.burst_bytes = burst_bytes
-        self._rate = rate_bytes_s
-        self._monotonic = monotonic
-        self._empty_at: OrderedDict[str, float] = OrderedDict()
-        """When each bucket would be full again, if nothing more were taken; the latest last."""
-
-    def take(self, peer: str, count: int) -> float:
-        """Take bytes out of a peer's bucket; return after how many seconds they are there."""
+    def _take_from(self, slots: list[Slot]) -> None:
+        """Take the place of whom it serves least."""
         now_s = self._monotonic()
-        full_s = max(now_s, self._empty_at.pop(peer, now_s)) + count / self._rate
-        self._empty_at[peer] = full_s
-        while len(self._empty_at) > REMEMBERED_PEERS:
-            self._empty_at.popitem(last=False)
-        return max(0.0, full_s - now_s - self.burst_bytes / self._rate)
-
-    async def pay(self, peer: str, count: int, longest_s: float) -> None:
-        """Wait for the bytes. Raises `TimeoutError` at once when that takes too long."""
-        wait_s = self.take(peer, count)
-        if wait_s > longest_s:
-            raise TimeoutError("it asks for too much")
-        if wait_s > 0:
-            await asyncio.sleep(wait_s)
+        victim = min(slots, key=lambda s: s.moved_bytes / max(1e-9, now_s - s.began_s))
+        self.give_back(victim)
+        victim.stop()

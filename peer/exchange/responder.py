@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.base.errors import IntegrityError
 from dipaco.base.repetition import Complaints
 from dipaco.protocol.chain import Row
@@ -26,7 +27,7 @@ from dipaco.protocol.member.events import Told
 from .content import OpenContent, opened
 from .contribution_files import PUT_PREFIX, ContributionFiles
 from .hello import Greeting
-from .limits import Bounds, ByteBuckets, Slot, Slots
+from .limits import Bounds, Slot, Slots, Standing
 from .loop_thread import run_blocking
 from .messages import (
     MAX_REQUEST_BYTES,
@@ -95,12 +96,15 @@ class Responder:
         """Answer about this run from now on."""
         self.run = run
 
-    def _is_stranger(self, peer: str) -> bool:
-        return self.run is None or not self.run.check.is_in(peer)
+    def _standing(self, peer: str) -> Standing:
+        if self.run is None or not self.run.check.is_in(peer):
+            return Standing.STRANGER
+        is_contributor = self.run.has_contributed(peer)
+        return Standing.CONTRIBUTOR if is_contributor else Standing.ADMITTED
 
     async def handle(self, stream: Stream) -> None:
         """Answer one stream."""
-        slot = self._streams.take(stream.peer, self._is_stranger(stream.peer), stream.abort)
+        slot = self._streams.take(stream.peer, self._standing(stream.peer), stream.abort)
         if slot is None:
             stream.abort()
             return
@@ -128,7 +132,7 @@ class Responder:
     async def _pay(self, buckets: ByteBuckets, peer: str, count: int) -> None:
         """Wait until a peer may have so much. Raises `TimeoutError` when that takes too long."""
         await buckets.pay(peer, count, LONGEST_WAIT_S)
-        if self._is_stranger(peer):
+        if self._standing(peer) is Standing.STRANGER:
             await buckets.pay(STRANGERS, count, LONGEST_WAIT_S)
 
     async def _answer(
@@ -180,7 +184,7 @@ class Responder:
     async def _get(self, stream: Stream, request: GetRequest, slot: Slot) -> None:
         upload = None
         if self._transport.uplink.serves:
-            upload = self._uploads.take(stream.peer, self._is_stranger(stream.peer), stream.abort)
+            upload = self._uploads.take(stream.peer, self._standing(stream.peer), stream.abort)
         if upload is None:
             await self._reply(stream, GetReply(status="busy", retry_after_s=RETRY_AFTER_S))
             return

@@ -43,6 +43,8 @@ class ServedRun:
     """This peer's own; None for a process that only reads."""
     trains: Callable[[str], bool] = lambda module: False
     """Whether this peer trains a module."""
+    has_contributed: Callable[[str], bool] = lambda peer: False
+    """Tells who has rows in the last steps, and so has room before others."""
 
     # -- what others are answered
 

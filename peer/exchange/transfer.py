@@ -17,10 +17,10 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Protocol
+from typing import BinaryIO, NoReturn, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import fsspec
@@ -29,6 +29,7 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.plan import check_mirror
 
+from .download_slots import DownloadSlots
 from .loop_thread import run_blocking
 from .partial_file import PartialFile
 from .reasons import short_reason
@@ -39,10 +40,12 @@ logger = logging.getLogger("dipaco.peer.exchange.transfer")
 BLOCK_BYTES = 2**20
 BLOCK_TIMEOUT_S = 30.0
 OPEN_TIMEOUT_S = 15.0
-# A holder is left when others can be asked and a block is not here after this, and the time that it
-# takes at this rate: who sends half a block every 29 s would else hold the download to its end.
-SLOW_GRACE_S = 5.0
+# A holder is left when others can be asked, or others want its slot, and it has sent less of a
+# block than this rate makes after the grace: who drips would else hold the slot to the end.
+SLOW_GRACE_S = 3.0
 LEAST_RATE_BYTES_S = 2**16
+# How often that is looked at.
+LOOK_S = 0.25
 # A holder that has said nothing but "busy" for so long is given up.
 BUSY_LIMIT_S = 300.0
 # Failures of one holder in a row without this much progress in between: then it is given up. A
@@ -54,6 +57,7 @@ LONGEST_PAUSE_S = 10.0
 # How often a download that somebody else has begun is looked at.
 POLL_S = 0.1
 
+ResultT = TypeVar("ResultT")
 # Stands for bytes that an earlier process or download left in the partial file.
 _EARLIER = "an earlier download"
 
@@ -128,14 +132,14 @@ async def download(
     *,
     max_bytes: int,
     timeout_s: float,
-    slots: asyncio.Semaphore,
+    slots: DownloadSlots,
     on_progress: OnProgress = no_progress,
 ) -> Path:
     """Fetch content into `destination` and return its file; at once when it is there.
 
     `sources` are asked in their order. Content larger than `max_bytes` is refused before it is
-    sent. One of the `slots` is taken while a source sends, not while all are busy. While all are
-    taken, a slow source is given up.
+    sent. One of the `slots` is taken while a source sends, not while all are busy. A slow source
+    gives it up when others wait.
     Raises `NetworkError` when no source can give the content within `timeout_s`, however fast it
     sends, `IntegrityError` when those that could gave another, and `StorageError` when it cannot
     be written. What has arrived is kept for the next attempt.
@@ -184,7 +188,7 @@ class _Download:
         partial: PartialFile,
         max_bytes: int,
         deadline: float,
-        slots: asyncio.Semaphore,
+        slots: DownloadSlots,
         on_progress: OnProgress,
     ) -> None:
         self._sha256, self._holders, self._partial = sha256, holders, partial
@@ -197,24 +201,32 @@ class _Download:
     async def run(self) -> Path:
         """Ask one holder after the other until the content is here."""
         while True:
-            for holder in sorted(self._holders, key=lambda holder: holder.slow_times):
+            for holder in sorted(self._holders, key=self._reluctance):
                 if holder.gone or holder.retry_at > time.monotonic():
                     continue
-                await self._take_slot()
+                name = holder.source.name
+                await self._take_slot(name)
                 try:
                     path = await self._attempt(holder)
+                    if path is not None:
+                        self._slots.delivered(name)
                 finally:
-                    self._slots.release()
+                    self._slots.release(name)
                 if path is not None:
                     return path
                 if time.monotonic() > self._deadline:
                     raise self._failure("in time")
             await self._pause()
 
-    async def _take_slot(self) -> None:
+    def _reluctance(self, holder: _Holder) -> tuple[int, bool]:
+        """Those that were slow come last, then those that have all of their slots already."""
+        return holder.slow_times, not self._slots.has_room(holder.source.name)
+
+    async def _take_slot(self, source: str) -> None:
         try:
             left_s = max(0.1, self._deadline - time.monotonic())
-            await asyncio.wait_for(self._slots.acquire(), left_s)
+            async with asyncio.timeout(left_s):
+                await self._slots.acquire(source)
         except TimeoutError:
             what = f"{self._sha256[:12]}: other downloads took all the time"
             raise NetworkError(what) from None
@@ -264,7 +276,7 @@ class _Download:
         except _TooSlow as error:
             self._note_failure(holder, error, self._partial.size_bytes - before)
             holder.slow_times += 1
-            holder.gone = holder.gone or self._slots.locked()
+            self._slots.was_slow(holder.source.name)
         except _Refused as refusal:
             holder.gone = holder.refused = True
             holder.reason = str(refusal)
@@ -293,8 +305,9 @@ class _Download:
         offset = 0 if alone else self._partial.size_bytes
         remaining = max(0.1, self._deadline - time.monotonic())
         opening = holder.source.open(self._sha256, offset)
+        limit_s = min(OPEN_TIMEOUT_S, remaining)
         try:
-            stream, total_bytes = await asyncio.wait_for(opening, min(OPEN_TIMEOUT_S, remaining))
+            stream, total_bytes = await self._unless_slow(opening, holder, limit_s, bytearray())
         except OffsetBeyondEnd:
             await self._disagree(holder, "it has fewer bytes than it sent before")
         if total_bytes > self._max_bytes:
@@ -316,22 +329,47 @@ class _Download:
             if left_s <= 0:
                 holder.reason = "it was still sending"
                 raise self._failure("in time")
-            is_hurried = self._slots.locked() or self._can_ask_others(holder)
-            slow_s = SLOW_GRACE_S + wanted / LEAST_RATE_BYTES_S
-            limit_s = min(BLOCK_TIMEOUT_S, slow_s) if is_hurried else BLOCK_TIMEOUT_S
             block = bytearray()
+            filling, limit_s = _fill(block, stream, wanted), min(BLOCK_TIMEOUT_S, left_s)
             try:
-                await asyncio.wait_for(_fill(block, stream, wanted), min(limit_s, left_s))
-            except TimeoutError:
-                if is_hurried and limit_s < left_s:
-                    raise _TooSlow("it sent too slowly") from None
-                raise
+                await self._unless_slow(filling, holder, limit_s, block)
             finally:
                 # Also what arrived before the stream broke: the next holder goes on from there.
                 if block:
                     self._senders.add(holder.source.name)
                     holder.busy_since = None
                     await run_blocking(self._partial.append, block)
+
+    async def _unless_slow(
+        self,
+        doing: Coroutine[object, object, ResultT],
+        holder: _Holder,
+        limit_s: float,
+        block: bytearray,
+    ) -> ResultT:
+        """Return what a source gives. Raises `TimeoutError` after `limit_s`, and `_TooSlow` sooner
+        when somebody waits whom another source, or this slot, would serve better.
+
+        :param block: what has come, which grows meanwhile
+        """
+        task, began_s, waited_s = asyncio.ensure_future(doing), time.monotonic(), 0.0
+        try:
+            while waited_s < limit_s:
+                done, _ = await asyncio.wait({task}, timeout=min(LOOK_S, limit_s - waited_s))
+                if done:
+                    return task.result()
+                waited_s = time.monotonic() - began_s
+                is_slow = waited_s > SLOW_GRACE_S + len(block) / LEAST_RATE_BYTES_S
+                if is_slow and self._is_hurried(holder):
+                    raise _TooSlow("it sent too slowly")
+            raise TimeoutError
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    def _is_hurried(self, holder: _Holder) -> bool:
+        return self._slots.is_wanted(holder.source.name) or self._can_ask_others(holder)
 
     def _can_ask_others(self, holder: _Holder) -> bool:
         now = time.monotonic()

@@ -2,7 +2,8 @@
 
 A row counts when its peer is admitted and has signed it, and when so much work can have been done
 by now. In a step the peers of an invitation are no more than it has places, so that nobody makes a
-chain heavy with identities of its own. A row stays good when its peer is revoked: chains stand.
+chain heavy with identities of its own. Rows of rounds before an invitation ended stay good, so
+chains stand; those of later rounds are none, whoever tells them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RowCheck:
     def admit(self, peer: str, admission: bytes) -> bool:
         """Take note of an admission that came with a message; returns whether it is good."""
         try:
-            self._gate.check(peer, admission, even_revoked=True)
+            self._gate.check(peer, admission)
         except (RecordError, ValueError) as error:
             logger.debug("the admission of %s: %s", peer, error)
             return False
@@ -72,7 +73,8 @@ class RowCheck:
         for row in rows:
             try:
                 self._check(row, module)
-                found = self._admission(row.peer, admissions, even_revoked=False)
+                self._check_admission(row, admissions)
+                found = self._gate.check(row.peer, self._data_of(row.peer, admissions))
                 self._check_places(row, found)
             except RecordError as error:
                 logger.debug("a row is left out: %s", error)
@@ -90,7 +92,7 @@ class RowCheck:
                 count: Counter[tuple[str, int]] = Counter()
                 for row in step.rows:
                     self._check(row, module)
-                    found = self._admission(row.peer, admissions, even_revoked=True)
+                    found = self._check_admission(row, admissions)
                     count[found.invitation, found.places] += 1
                 if any(number > places for (_, places), number in count.items()):
                     raise RecordError("more peers of an invitation in a step than it is for")
@@ -121,16 +123,21 @@ class RowCheck:
             while len(self._signed) > REMEMBERED_ROWS:
                 self._signed.popitem(last=False)
 
-    def _admission(
-        self, peer: str, admissions: Mapping[str, bytes], *, even_revoked: bool
-    ) -> Admission:
-        data = admissions.get(peer)
-        if data is not None:
-            return self._gate.check(peer, data, even_revoked=even_revoked)
-        found = self._gate.admission_of(peer)
-        if found is None:
-            raise RecordError(f"{peer} is not known to be admitted")
+    def _check_admission(self, row: Row, admissions: Mapping[str, bytes]) -> Admission:
+        """Return the admission of a row's peer, by which the row counts. Raises `RecordError`."""
+        data = self._data_of(row.peer, admissions)
+        found = self._gate.verify(row.peer, data)
+        if not self._gate.counts(row.peer, data, row.round_index):
+            raise RecordError(
+                f"the invitation {found.invitation} had ended before round {row.round_index}"
+            )
         return found
+
+    def _data_of(self, peer: str, admissions: Mapping[str, bytes]) -> bytes:
+        data = admissions.get(peer) or self._gate.data_of(peer)
+        if data is None:
+            raise RecordError(f"{peer} is not known to be admitted")
+        return data
 
     def _check_places(self, row: Row, found: Admission) -> None:
         """Let through so many rows of an invitation's peers as it has places."""

@@ -6,6 +6,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +15,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from dipaco.base.command_line import shown_bytes
 from dipaco.base.errors import DipacoError, printable
+from dipaco.base.progress import shown_bytes
 from dipaco.peer.credit import own_tokens
+from dipaco.peer.joined_run import JoinedRun, SeenSwarm
 from dipaco.peer.node import Node
-from dipaco.peer.publisher import PeerStatus, Publisher
+from dipaco.peer.own_status import PeerStatus
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.refresher import Refresher
 from dipaco.peer.settings import default_cache_folder
 
 # Plain lines for inner steps appear at most this often.
@@ -75,12 +79,13 @@ class Display:
         """Print one line above the panel."""
         self.console.print(printable(line), markup=False, soft_wrap=True)
 
-    def start(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+    def start(self, node: Node, refresher: Refresher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
         if self.console.is_terminal:
             if self._given.before is None:
                 self._given.before = own_tokens(node)
-            panel = LivePanel(node, publisher, status, self._given)
+            uplink, folder = node.exchange.uplink, node.cache_folder
+            panel = LivePanel(node, refresher, status, self._given, uplink, folder)
             self._live = Live(panel, console=self.console, refresh_per_second=2, transient=True)
             self._live.start()
 
@@ -171,11 +176,17 @@ class LivePanel:
     Drawn again by rich on every refresh.
     """
 
-    def __init__(self, node: Node, publisher: Publisher, status: PeerStatus, given: Given) -> None:
-        self._node = node
-        self._publisher = publisher
-        self._status = status
-        self._given = given
+    def __init__(
+        self,
+        run: JoinedRun,
+        swarm: SeenSwarm,
+        status: PeerStatus,
+        given: Given,
+        uplink: Uplink,
+        cache_folder: Path,
+    ) -> None:
+        self._run, self._swarm, self._status, self._given = run, swarm, status, given
+        self._uplink, self._cache_folder = uplink, cache_folder
 
     def __rich__(self) -> Panel:
         status = self._status
@@ -192,12 +203,12 @@ class LivePanel:
             f"{_loss(self._given.loss)}; {_loss(status.validation_loss)} on texts that it does not "
             "train on",
         )
-        rows.add_row("round", self._round_text(self._node.clock.now()))
-        line = self._node.exchange.uplink
+        rows.add_row("round", self._round_text(self._run.clock.now()))
+        line = self._uplink
         moved = f"sent {shown_bytes(line.sent_bytes)}, received {shown_bytes(line.received_bytes)}"
         rows.add_row("line", moved)
         rows.add_row("keys", Text(self._keys_text()))
-        title = Text(f"dipaco: run {self._node.plan.name}")
+        title = Text(f"dipaco: run {self._run.plan.name}")
         return Panel(rows, title=title, title_align="left")
 
     def _now_text(self) -> str:
@@ -206,7 +217,7 @@ class LivePanel:
             return f"paused: {claim.reason}"
         if claim.path is None:
             return claim.state
-        which = f"path {claim.path} of 0 to {self._node.grid.path_count - 1}"
+        which = f"path {claim.path} of 0 to {self._run.grid.path_count - 1}"
         if claim.state != "training":
             return f"{claim.state} {which}"
         speed = "" if status.waiting_for else f", {status.tokens_per_s:,.0f} tokens/s"
@@ -214,13 +225,13 @@ class LivePanel:
 
     def _others_text(self) -> str:
         try:
-            view = self._publisher.view
+            view = self._swarm.view
         except DipacoError:
             return "not seen yet"
-        others = {*view.present, *view.from_elsewhere} - {self._node.me}
+        others = {*view.present, *view.from_elsewhere} - {self._run.me}
         if not others:
             return "nobody else is here at the moment"
-        whole = len(view.paths(self._node.grid)) == self._node.grid.path_count
+        whole = len(view.paths(self._run.grid)) == self._run.grid.path_count
         count = f"{'' if whole else 'at least '}{len(others)} other"
         return (
             f"{count}{'s are' if len(others) > 1 else ' is'} here; "
@@ -228,7 +239,7 @@ class LivePanel:
         )
 
     def _round_text(self, now: float) -> str:
-        schedule, status = self._node.schedule, self._status
+        schedule, status = self._run.schedule, self._status
         if now < schedule.start_s:
             return f"the run starts in {schedule.start_s - now:.0f} s"
         if schedule.fixed_steps:
@@ -238,7 +249,7 @@ class LivePanel:
         return f"{schedule.round_at(now)}; work is put together in {upcoming - now:.0f} s"
 
     def _keys_text(self) -> str:
-        folder = self._node.cache_folder
+        folder = self._cache_folder
         where = "" if folder == default_cache_folder() else f" --cache-dir {folder}"
         if self._status.claim.state == "paused":
             return f"to go on: dipaco-peer resume{where}; to stop: Ctrl+C"

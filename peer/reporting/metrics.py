@@ -18,9 +18,9 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.metrics import Metric
 from dipaco.peer.exchange.hello import SOFTWARE
-from dipaco.peer.node import Node
+from dipaco.peer.joined_run import JoinedRun, SeenSwarm
+from dipaco.peer.own_status import PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import PeerStatus, Publisher
 from dipaco.peer.settings import NodeSettings
 from dipaco.protocol.records import ClaimState, Reachability
 
@@ -73,16 +73,24 @@ class PeerMetrics(Collector):
         self._lock = threading.Lock()
         self._values: dict[str, dict[str, float]] = {}
         self._is_served = False
-        self._node: Node | None = None
-        self._publisher: Publisher | None = None
+        self._run: JoinedRun | None = None
+        self._swarm: SeenSwarm | None = None
         self._status = PeerStatus()
+        self._count_states: Callable[[], int] = lambda: 0
 
-    def follow(self, node: Node, publisher: Publisher, status: PeerStatus) -> None:
+    def follow(
+        self,
+        run: JoinedRun,
+        swarm: SeenSwarm,
+        status: PeerStatus,
+        count_states: Callable[[], int],
+    ) -> None:
         """Read gauges from this run's parts from now on."""
         with self._lock:
-            self._node, self._publisher, self._status = node, publisher, status
+            self._run, self._swarm, self._status = run, swarm, status
+            self._count_states = count_states
             # From 0 on: of a series that begins with its first event, `increase` misses that one.
-            for level in {level_of(module) for module in node.grid.modules()}:
+            for level in {level_of(module) for module in run.grid.modules()}:
                 for metric in PEER_METRICS:
                     if metric.kind == "counter" and metric.label:
                         name = metric.name.removeprefix("dipaco_").removesuffix("_total")
@@ -142,12 +150,14 @@ class PeerMetrics(Collector):
         """Return all metrics. On the threads of Prometheus' server."""
         with self._lock:
             counted = {name: dict(found) for name, found in self._values.items()}
-            node, publisher, status = self._node, self._publisher, self._status
-        moved = {
+            run, swarm, status = self._run, self._swarm, self._status
+            count_states = self._count_states
+        others = {
             "dipaco_sent_bytes_total": {"": float(self._uplink.sent_bytes)},
             "dipaco_received_bytes_total": {"": float(self._uplink.received_bytes)},
+            "dipaco_states_held": {"": float(count_states())},
         }
-        values = {**counted, **_gauges(node, publisher, status), **moved}
+        values = {**counted, **_gauges(run, swarm, status), **others}
         return [_family(metric, values.get(metric.name)) for metric in PEER_METRICS]
 
 
@@ -160,7 +170,7 @@ def _family(metric: Metric, values: Mapping[str, float] | None) -> Family:
 
 
 def _gauges(
-    node: Node | None, publisher: Publisher | None, status: PeerStatus
+    run: JoinedRun | None, swarm: SeenSwarm | None, status: PeerStatus
 ) -> dict[str, Mapping[str, float]]:
     """Return what is read when it is asked for."""
     claim = status.claim
@@ -171,13 +181,11 @@ def _gauges(
         "path": -1.0 if claim.path is None else float(claim.path),
         "waiting": float(bool(status.waiting_for)),
     }
-    if node is not None:
-        plain["states_held"] = len(node.held.all())
-        if not node.schedule.fixed_steps:
-            plain["round"] = max(0, node.schedule.round_at(node.clock.now()))
-    if publisher is not None:
+    if run is not None and not run.schedule.fixed_steps:
+        plain["round"] = max(0, run.schedule.round_at(run.clock.now()))
+    if swarm is not None:
         try:
-            plain["peers_seen"] = len(publisher.view.present)
+            plain["peers_seen"] = len(swarm.view.present)
         except DipacoError:
             plain["peers_seen"] = 0
     return {

@@ -1,9 +1,9 @@
-"""Who contributed lately stays known, whatever the DHT says, until a call to it fails (design 4.8).
+"""Who contributed lately stays known, whatever the DHT says, until a call to it fails.
 
-The DHT finds peers; it does not decide who there is. A peer whose row is in the last steps, and
-that the view does not show, is called. It counts as a trainer of the module until that call fails
-or it answers that it trains the module no more: then whoever hides it from the others gains
-nothing.
+See design 4.8, address. The DHT finds peers; it does not decide who there is. A peer whose row is in
+the last steps, and that the view does not show, is called. It counts as a trainer of the module
+until that call fails or it answers that it trains the module no more: then whoever hides it from
+the others gains nothing.
 """
 
 from __future__ import annotations

@@ -393,8 +393,8 @@ class FollowedModule:
         taking, best = self._taking, self._heaviest_here()
         if taking.stage is not Stage.IDLE:
             target = self.chain.book.link(taking.target)
-            is_heavier = best.rank < target.rank
-            if not is_heavier or self.chain.book.stands_on(best.name, target.name):
+            is_on_top = target.version > 0 and self.chain.book.stands_on(best.name, target.name)
+            if best.rank >= target.rank or is_on_top:
                 return
             if not self.is_wanted and not self._proposing.is_time(best):
                 return

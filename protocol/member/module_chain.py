@@ -1,6 +1,6 @@
 """What a peer knows of the chain of one module: where it stands, and what it does not take.
 
-Of all steps that can be had the heaviest chain wins (design 4.4). A step is passed over
+Of all steps that can be had the heaviest chain wins (design 4.4, chain). A step is passed over
 
     refused   for good, with what stands on it: a file in it is no contribution, or it names another
               state than the one that was computed here

@@ -1,4 +1,4 @@
-"""Who makes the step of a round, when, and when it is taken (design 4.3).
+"""Who makes the step of a round, when, and when it is taken (design 4.3, gather).
 
     from the boundary    the first mailbox, once it has the files of all who are awaited, also where
                          a step with fewer rows was proposed

@@ -1,4 +1,6 @@
-"""Who is enough: all counting of heads that a member does (design 4.3, 4.4). Pure.
+"""Who is enough: all counting of heads that a member does.
+
+See design 4.3, gather, and design 4.4, chain. Pure.
 
                                        enough
     to propose a step                  more than half of the voters, or no voter, or two rounds

@@ -1,4 +1,6 @@
-"""How a step is taken (design 4.4): its files, the state before it, the state after it, and a look.
+"""How a step is taken: its files, the state before it, the state after it, and a look.
+
+See design 4.4, chain.
 
     stage        what happens             next
     IDLE         a heavier step           GETTING
@@ -146,7 +148,8 @@ class Taking:
                 continue
             steps = book.steps_between(base.step, target.name)
             plan = self._plan_of(target, base, steps)
-            if steps[0].state == base.digest and not self._is_costly(plan):
+            can_be_had = not any(step.name in chain.absent for step in steps[:-1])
+            if can_be_had and steps[0].state == base.digest and not self._is_costly(plan):
                 return plan
         return None
 

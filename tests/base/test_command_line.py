@@ -8,20 +8,23 @@ After a change that is meant, write the golden text anew and read its difference
 from __future__ import annotations
 
 import argparse
+import io
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from dataclasses import MISSING
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 from support.commands import SCRIPTS as COMMANDS
-from support.commands import parsers, program_of
+from support.commands import commands, parsers
 
+from dipaco.base.command_line import Command
+from dipaco.base.settings import Argument, Settings, arguments_of
 from dipaco.peer import cli
-from dipaco.peer.owner import control_cli
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden" / "command_line.txt"
@@ -33,23 +36,14 @@ def describe_all() -> str:
     """Return the command line of all commands as text: one line an option."""
     os.environ["XDG_CACHE_HOME"] = CACHE_HOME
     lines: list[str] = []
-    for name, module in COMMANDS.items():
-        parser = program_of(module).parser()
-        lines += [name, *(f"  {line}" for line in describe(parser)), ""]
-    for command in control_cli.COMMANDS.values():
-        lines += [command.name, *(f"  {line}" for line in describe(command.parser())), ""]
+    for name, command, _ in commands():
+        arguments = {argument.name: argument for argument in arguments_of(command.settings)}
+        lines += [name]
+        for action in parsers()[name]._actions:
+            nature = _nature(action, arguments.get(action.dest))
+            lines += [f"  {_usage(action)}  [{nature}]"]
+        lines += [""]
     return "\n".join(lines)
-
-
-def describe(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield a line for every argument of a parser, and those of its sub-commands."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, command in action.choices.items():
-                yield name
-                yield from (f"  {line}" for line in describe(command))
-            continue
-        yield f"{_usage(action)}  [{_nature(action)}]"
 
 
 def _usage(action: argparse.Action) -> str:
@@ -65,26 +59,18 @@ def _usage(action: argparse.Action) -> str:
     return f"{names} {metavar}{many}".strip()
 
 
-def _nature(action: argparse.Action) -> str:
+def _nature(action: argparse.Action, argument: Argument | None) -> str:
     if isinstance(action, argparse._HelpAction | argparse._VersionAction):
         return "ends"
     if action.nargs == 0:
         return "switch"
-    parts = [getattr(action.type, "__name__", "str")]
-    parts.append("required" if action.required else f"default {action.default!r}")
-    return ", ".join(parts)
+    kind, default = getattr(action.type, "__name__", "str"), argument and argument.default
+    return f"{kind}, required" if default is MISSING else f"{kind}, default {default!r}"
 
 
-def test_the_command_line_is_frozen() -> None:
-    found = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=280,
-    )
-    assert found.stdout == GOLDEN.read_text(), f"if that is meant, see {__file__}"
+def test_the_command_line_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", CACHE_HOME)
+    assert describe_all() == GOLDEN.read_text(), f"if that is meant, see {__file__}"
 
 
 def test_every_command_is_installed_and_frozen() -> None:
@@ -96,87 +82,102 @@ def test_every_command_is_installed_and_frozen() -> None:
     assert installed == {name: f"{module}:main" for name, module in COMMANDS.items()}
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *([name] for name in COMMANDS),
-        ["dipaco-bootstrap", "prepare"],
-        ["dipaco-bootstrap", "plan"],
-        ["dipaco-bootstrap", "serve"],
-        ["dipaco-reroute", "fit"],
-    ],
-    ids=" ".join,
-)
-def test_help_reads_well(command: list[str]) -> None:
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / command[0]), *command[1:], "--help"],
-        env={**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"usage: {' '.join(command)} ")
-    lines = done.stdout.splitlines()
+# -- what is answered at once: all of it in one process, because starting Python takes a second
+
+ANSWER = """
+import contextlib, importlib, io, json, os, sys
+said = []
+for module, words, columns in json.load(sys.stdin):
+    os.environ["COLUMNS"] = str(columns)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = importlib.import_module(module).main(words)
+        except SystemExit as end:
+            code = end.code
+    said.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps((said, sorted({"torch", "hivemind", "datasets"} & set(sys.modules)))))
+"""
+ALL = [name for name, _, _ in commands()]
+PAGES = ["dipaco-peer --help", "dipaco-peer --help-all"]
+REFUSED: list[tuple[list[str], int, str]] = [
+    ([], 3, "no address is given"),
+    (["203.0.113.5:31337"], 4, "is not a multiaddress"),
+    (["/ip4/203.0.113.5/tcp/31337"], 4, "paste the whole address"),
+    (["--initial-peers", f"{ADDRESS}/operator/12"], 4, "no fingerprint"),
+    ([ADDRESS, "--announce-maddrs", "/ip4/192.0.2.1"], 4, "--announce-maddrs"),
+    ([ADDRESS, "--hours", "night"], 3, "--hours"),
+]
+
+
+class Answers:
+    """What commands say, and which large packages all of them imported."""
+
+    def __init__(self) -> None:
+        lines = [f"{name} {word}" for name in ALL for word in ("--help", "--no-such-option")]
+        lines += [" ".join(["dipaco-peer", *words]) for words, _, _ in REFUSED]
+        asked = [(COMMANDS[line.split()[0]], line.split()[1:], 100) for line in lines]
+        asked += [(COMMANDS["dipaco-peer"], page.split()[1:], 80) for page in PAGES]
+        done = subprocess.run(
+            [sys.executable, "-c", ANSWER],
+            input=json.dumps(asked),
+            env={**os.environ, "XDG_CACHE_HOME": "/var/cache", "XDG_CONFIG_HOME": "/nowhere"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=True,
+        )
+        said, self.imported = json.loads(done.stdout)
+        self.of: dict[str, tuple[int, str, str]] = dict(zip(lines, said, strict=False))
+        self.pages: list[str] = [out for _, out, _ in said[len(lines) :]]
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    return Answers()
+
+
+def test_help_and_mistakes_wait_for_no_large_import(answers: Answers) -> None:
+    """Importing PyTorch and Hivemind takes seconds."""
+    assert answers.imported == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_help_reads_well(answers: Answers, name: str) -> None:
+    code, out, err = answers.of[f"{name} --help"]
+    assert (code, err) == (0, "")
+    assert out.startswith(f"usage: {name} ")
     # A help without white space at line ends, too long lines, or words cut at a hyphen.
-    assert [line for line in lines if len(line) > 100 or line != line.rstrip()] == []
+    assert [line for line in out.splitlines() if len(line) > 100 or line != line.rstrip()] == []
 
 
-def test_a_terminal_that_lacks_a_character_gets_its_number() -> None:
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "dipaco-peer"), "--show-config", "--name", "Zo\u00eb"],
-        env={**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        timeout=200,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b'name = "Zo\\xeb"' in done.stdout
+@pytest.mark.parametrize("name", ALL)
+def test_a_mistyped_option_is_one_line_after_the_usage(answers: Answers, name: str) -> None:
+    code, out, err = answers.of[f"{name} --no-such-option"]
+    assert (code, out) == (2, "")
+    last = err.splitlines()[-1]
+    assert last.startswith(name.split()[0])
+    assert ": error: " in last
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_does_not_wait_for_large_imports(name: str) -> None:
-    """Importing PyTorch and Hivemind takes seconds; help and mistakes should come at once."""
-    program = (
-        "import contextlib, importlib, sys\n"
-        f"main = importlib.import_module({COMMANDS[name]!r}).main\n"
-        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None):\n"
-        "    main(['--help'])\n"
-        "print(sorted({'torch', 'hivemind', 'datasets'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("words", "exit_code", "message"),
-    [
-        ([], 3, "no address is given"),
-        (["203.0.113.5:31337"], 4, "is not a multiaddress"),
-        (["/ip4/203.0.113.5/tcp/31337"], 4, "paste the whole address"),
-        (["--initial-peers", f"{ADDRESS}/operator/12"], 4, "no fingerprint"),
-        ([ADDRESS, "--announce-maddrs", "/ip4/192.0.2.1"], 4, "--announce-maddrs"),
-        ([ADDRESS, "--hours", "night"], 3, "--hours"),
-    ],
-)
-def test_a_peer_refuses_what_cannot_be_before_it_imports_anything_large(
-    words: list[str], exit_code: int, message: str
+@pytest.mark.parametrize(("words", "exit_code", "message"), REFUSED)
+def test_a_peer_refuses_what_cannot_be(
+    answers: Answers, words: list[str], exit_code: int, message: str
 ) -> None:
-    program = (
-        "import sys\n"
-        "from dipaco.peer.cli import main\n"
-        f"code = main({words!r})\n"
-        "print(code, sorted({'torch', 'hivemind', 'datasets'} & set(sys.modules)))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True
-    )
-    assert done.stdout == f"{exit_code} []\n"
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    code, out, err = answers.of[" ".join(["dipaco-peer", *words])]
+    assert (code, out, len(err.splitlines())) == (exit_code, "", 1)
+    assert message in err
+
+
+def test_what_a_volunteer_needs_is_on_one_page(answers: Answers) -> None:
+    page, everything = answers.pages
+    assert len(page.splitlines()) <= 28
+    assert "--name" in page
+    assert "--micro-batch-size" not in page
+    assert "--micro-batch-size" in everything
+
+
+# -- in this process
 
 
 def test_an_address_needs_no_flag() -> None:
@@ -189,51 +190,41 @@ def test_an_address_needs_no_flag() -> None:
     assert cli.COMMAND.read(twice).initial_peers == (ADDRESS, other)
 
 
-def test_what_a_volunteer_needs_is_on_one_page() -> None:
-    pages = []
-    for flag in ("--help", "--help-all"):
-        done = subprocess.run(
-            [str(Path(sys.executable).parent / "dipaco-peer"), flag],
-            env={**os.environ, "COLUMNS": "80", "XDG_CACHE_HOME": "/var/cache"},
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=True,
-        )
-        pages.append(done.stdout)
-    assert len(pages[0].splitlines()) <= 28
-    assert "--name" in pages[0]
-    assert "--micro-batch-size" not in pages[0]
-    assert "--micro-batch-size" in pages[1]
+def test_a_terminal_that_lacks_a_character_gets_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii"))
+
+    def run(settings: Settings) -> int:
+        print("Zo\u00eb")
+        return 0
+
+    assert Command("dipaco-test", Settings, run, "").main([]) == 0
+    sys.stdout.flush()
+    assert content.getvalue() == b"Zo\\xeb\n"
 
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
 )
 def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
-    given: dict[str, str], found: str
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: str | None
 ) -> None:
-    """What is set once PyTorch is imported comes too late."""
-    program = (
-        "import os, sys\n"
-        "from dipaco.base.command_line import Command, Settings\n"
-        "def run(settings):\n"
-        "    print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))\n"
-        "    return 0\n"
-        "sys.exit(Command('dipaco-test', Settings, run, 'Nothing.').main([]))\n"
-    )
-    ours = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {k: v for k, v in os.environ.items() if k not in ours} | given
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    )
-    assert done.stdout.split() == ["False", found]
+    """Set before a command runs: once PyTorch is imported it comes too late."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    seen = []
+
+    def run(settings: Settings) -> int:
+        seen.append(os.environ.get("GOMP_SPINCOUNT"))
+        return 0
+
+    assert Command("dipaco-test", Settings, run, "").main([]) == 0
+    assert seen == [found]
 
 
 def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everything(
@@ -247,7 +238,8 @@ def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everyth
     script = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # These tests may run where it is ignored.
-from dipaco.base.command_line import Command, Settings
+from dipaco.base.command_line import Command
+from dipaco.base.settings import Settings
 def run(settings):
     import large
     return 0
@@ -269,30 +261,12 @@ raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main())
 
 def test_every_option_says_what_it_is_for() -> None:
     found = [(name, action) for name, parser in parsers().items() for action in parser._actions]
-    words = [
-        (name, action.dest, (action.help or "").partition("[DIPACO_")[0]) for name, action in found
-    ]
-    assert [word for word in words if not word[2].strip() and word[1] != "version"] == []
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_mistyped_option_is_one_line_after_the_usage(name: str) -> None:
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / name), "--no-such-option"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert [line for line in done.stderr.splitlines() if line.startswith(f"{name}: error: ")]
-    assert "Traceback" not in done.stderr
+    assert [(name, a.dest) for name, a in found if not (a.help or "").strip()] == []
 
 
 SAY_FOR_EVER = """
 import sys
-from dipaco.base.command_line import run_command
+from dipaco.base.running import run_command
 def main():
     while True:
         print("a line", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -71,6 +72,27 @@ def test_half_a_request_holds_no_place_for_ever(port: int) -> None:
     # Nor does one after a whole one.
     answer = said(port, asked("localhost", "accept: text/plain"), "GET / HTTP/1.1\r\nhost: ")
     assert answer.count("hello, 0 bytes") == 1
+
+
+def test_half_requests_that_are_renewed_keep_nobody_out(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", LIMIT_S)
+    monkeypatch.setattr(http_server, "MOST_WAITING", 4)
+    with contextlib.ExitStack() as held:
+        halves = []
+        for _ in range(3 * 4):
+            connecting = socket.create_connection(("127.0.0.1", port), LIMIT_S)
+            halves.append(held.enter_context(connecting))
+            halves[-1].sendall(b"GET / HT")
+            assert "hello, 0 bytes" in said(port, asked("localhost"))
+        with contextlib.suppress(ConnectionResetError):
+            assert halves[0].recv(1) == b"", "the oldest is closed"
+
+
+def test_half_a_body_holds_no_place_for_ever(port: int) -> None:
+    head = "POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
+    assert "hello" not in said(port, head, "1234")
 
 
 def test_a_request_that_can_be_read_in_two_ways_gets_no_answer(port: int) -> None:

@@ -70,7 +70,7 @@ def test_what_is_missing_is_named(
         # Help and mistakes do not wait for what takes seconds to import.
         (
             ["bootstrap.cli", *(f"inference.{name}_cli" for name in (
-                "evaluate", "export", "generate", "reroute", "serve",
+                "evaluate", "export", "generate", "serve",
             ))],
             ["torch", "hivemind", "datasets", "numpy", "pydantic"],
         ),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dipaco.base.command_line import shown_bytes
+from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap.cli import main
 from dipaco.bootstrap.plan_figures import Expected, PlanFigures, plan_figures
 from dipaco.bootstrap.run_config import load_run_config

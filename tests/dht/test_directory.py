@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import dht_pair
 from support.dht_pair import (
     GRID,
     LOOPBACK,
@@ -34,6 +35,7 @@ from dipaco.base.errors import (
     RunSelectionError,
     UnreachableError,
 )
+from dipaco.dht import quotas
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import CALL_LIMIT_S
@@ -62,8 +64,10 @@ LIFE_S = 60.0
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestNode, TestNode]]:
-    with node_pair(tmp_path_factory.mktemp("pair")) as nodes:
-        yield nodes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quotas, "SERVED_RUNS", 64)
+        with node_pair(tmp_path_factory.mktemp("pair")) as nodes:
+            yield nodes
 
 
 def claim(node: TestNode, path: int) -> PeerRecord:
@@ -84,7 +88,7 @@ def holding(node: TestNode, module: str) -> ModuleRecord:
 
 def directory_of(node: TestNode, number: int) -> Directory:
     """Return a directory of a run that no other test uses."""
-    return Directory(node.dht, node.identity, f"{number:016x}")
+    return dht_pair.directory_of(node, f"{number:016x}")
 
 
 def test_what_one_publishes_the_other_reads(pair: tuple[TestNode, TestNode]) -> None:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.swarm
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
-    started = start_node(tmp_path_factory.mktemp("node"))
+    started = start_node(tmp_path_factory.mktemp("node"), run_id=None)
     with contextlib.closing(started):
         yield started
 

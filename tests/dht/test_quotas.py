@@ -20,17 +20,19 @@ from support.dht_pair import RUN_ID, peer_record
 from support.make_plan import make_plan
 from support.peers import OpenGate
 
+from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.dht import bounded_protocol, quotas
+from dipaco.dht.company import Company
 from dipaco.dht.quotas import (
     KEY_BYTES,
     KEY_RECORDS,
     OTHER_MANIFESTS,
     QUOTAS,
-    SENDER_RECORDS,
     HeldRecords,
     ServedRun,
 )
 from dipaco.dht.record_validator import RecordValidator
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
 from dipaco.protocol.manifest import sign_manifest
 from dipaco.protocol.record_keys import MANIFESTS_KEY, record_key, record_subkey
@@ -41,13 +43,12 @@ RUN = ServedRun(RUN_ID, (2, 3), 4, 2, OpenGate(RUN_ID))
 FRIEND = PEER_ID_PREFIX + b"f" * 32
 NOW = 1_000.0
 # Small, so that floods are short.
-KEY_SIZE, SENDER_SIZE = 32, 24
+KEY_SIZE = 32
 
 
 @pytest.fixture(autouse=True)
 def small_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quotas, "KEY_RECORDS", KEY_SIZE)
-    monkeypatch.setattr(quotas, "SENDER_RECORDS", SENDER_SIZE)
 
 
 class Clock:
@@ -67,15 +68,13 @@ def store(
     item: str,
     number: int,
     *,
-    sender: bytes | None = b"",
     run_id: str = RUN_ID,
     expires_s: float = NOW + 60,
     value: bytes = MSGPackSerializer.dumps({"admission": bytes(11)}) + bytes(64),
 ) -> bool:
-    """Store a record of owner `number`; `sender` is the owner unless it is given."""
+    """Store a record of owner `number`."""
     key, subkey = record_key(kind, run_id, item), record_subkey(kind, run_id, item, owner(number))
-    sent_by = PEER_ID_PREFIX + owner(number) if sender == b"" else sender
-    return records.store_subkey(DHTID.generate(key), subkey, value, expires_s, sent_by)
+    return records.store_subkey(DHTID.generate(key), subkey, value, expires_s)
 
 
 def owners(records: HeldRecords, kind: str, item: str) -> list[int]:
@@ -101,13 +100,11 @@ def test_only_what_belongs_to_a_served_run_is_stored(records: HeldRecords) -> No
     assert records.record_count == 3
 
 
-def test_what_came_before_the_run_was_known_stays_if_it_belongs() -> None:
+def test_before_the_run_is_known_nothing_of_a_run_is_stored() -> None:
     records = HeldRecords(Clock())
-    assert store(records, "peers", "0", 1, sender=FRIEND)
-    assert store(records, "peers", "0", 2, run_id=OTHER_RUN)
+    assert not store(records, "peers", "0", 1)
     records.serve(RUN)
-    assert records.record_count == 1
-    assert owners(records, "peers", "0") == [1]
+    assert store(records, "peers", "0", 1)
 
 
 def test_a_flood_of_one_key_does_not_push_out_who_was_there(records: HeldRecords) -> None:
@@ -122,31 +119,39 @@ def test_a_flood_of_one_key_does_not_push_out_who_was_there(records: HeldRecords
     assert records.record_count == KEY_SIZE
 
 
-def test_who_comes_itself_takes_the_place_of_what_was_passed_on(records: HeldRecords) -> None:
-    passed = [store(records, "peers", "0", 1000 + n, sender=FRIEND) for n in range(KEY_SIZE)]
-    assert sum(passed) == KEY_SIZE // 2, "at most half of a key"
+def contributor(number: int) -> str:
+    return peer_id_of_public_key(owner(number))
+
+
+def test_who_contributed_has_room_before_others_and_comes_first(records: HeldRecords) -> None:
     assert all(store(records, "peers", "0", number) for number in range(KEY_SIZE))
-    assert sorted(owners(records, "peers", "0")) == list(range(KEY_SIZE))
-    assert not store(records, "peers", "0", 2000, sender=FRIEND)
-    # A friend may renew what the owner itself had said; that stays first-hand.
-    assert store(records, "peers", "0", 3, sender=FRIEND, expires_s=NOW + 90)
-    assert not store(records, "peers", "0", 2001)
+    assert not store(records, "peers", "0", 100)
+    records.contributors = frozenset(map(contributor, (3, 100, 101)))
+    assert store(records, "peers", "0", 100)
+    assert owners(records, "peers", "0")[:2] == [3, 100]
+    assert KEY_SIZE - 1 not in owners(records, "peers", "0"), "the newest of others has gone"
+    assert store(records, "peers", "0", 101)
+    assert records.record_count == KEY_SIZE
+    # One contributor does not push out another.
+    records.contributors = frozenset(map(contributor, range(200)))
+    assert not store(records, "peers", "0", 150)
 
 
-def test_records_that_owners_sent_come_first_in_an_answer(records: HeldRecords) -> None:
-    store(records, "peers", "0", 7, sender=FRIEND)
-    store(records, "peers", "0", 8)
-    assert owners(records, "peers", "0") == [8, 7]
+def test_who_contributed_has_room_also_where_a_kind_is_full(
+    records: HeldRecords, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records._kinds["peers"].records = 4
+    assert [store(records, "peers", "01"[n % 2], n) for n in range(6)] == [True] * 4 + [False] * 2
+    records.contributors = frozenset({contributor(9)})
+    assert store(records, "peers", "0", 9)
+    assert records.record_count == 4
+    assert owners(records, "peers", "0")[0] == 9
 
 
-def test_an_owner_and_a_sender_have_so_many_records(records: HeldRecords) -> None:
+def test_an_owner_has_so_many_records(records: HeldRecords) -> None:
     quota = QUOTAS["blobs"].of_owner
     taken = [store(records, "blobs", f"{n:064x}", 1) for n in range(quota + 5)]
     assert taken == [True] * quota + [False] * 5
-    passed = [
-        store(records, "blobs", f"{n:064x}", 100 + n, sender=FRIEND) for n in range(SENDER_SIZE + 5)
-    ]
-    assert passed == [True] * SENDER_SIZE + [False] * 5
     assert store(records, "blobs", f"{9:064x}", 9)
 
 
@@ -194,7 +199,7 @@ def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
         plan = make_plan(seed=number)
         value = MSGPackSerializer.dumps(sign_manifest(plan, key))
         subkey = record_subkey("manifests", plan.run_id, None, b"")
-        return records.store_subkey(where, subkey, value, NOW + 60, FRIEND)
+        return records.store_subkey(where, subkey, value, NOW + 60)
 
     assert sum(announce(number) for number in range(1, 40)) == OTHER_MANIFESTS
     records.serve(ServedRun(make_plan(seed=0).run_id, (2,), 0, 1, OpenGate()))
@@ -219,6 +224,8 @@ class Node:
         self.validator = RecordValidator()
         self.checked = 0
         self.routing_table = RoutingTable(DHTID.generate(), 20, 5)
+        self.company = Company()
+        self.company.open((RUN.gate,))
 
     async def rpc_ping(self, *_: Any) -> None:
         pass
@@ -277,15 +284,45 @@ def claim_of(signer: Ed25519PrivateKey, bucket: str = "0") -> DHTRecord:
 
 def test_what_finds_no_room_is_refused_before_its_signature_is_checked() -> None:
     node = Node()
-    signers = [Ed25519PrivateKey.generate() for _ in range(KEY_SIZE)]
+    signers = [Ed25519PrivateKey.generate() for _ in range(KEY_SIZE + 5)]
     rows = [claim_of(signer) for signer in signers]
-    assert sum(node.store(FRIEND, request_of(*rows))) == KEY_SIZE // 2
-    assert node.checked == KEY_SIZE // 2
+    assert sum(node.store(FRIEND, request_of(*rows))) == KEY_SIZE
+    assert node.checked == KEY_SIZE
     assert node.store(FRIEND, request_of(claim_of(signers[0], "7"))) == [False]
-    assert node.checked == KEY_SIZE // 2
-    # Its owner itself is let in.
-    last = PEER_ID_PREFIX + raw_public_key(signers[-1])
-    assert node.store(last, request_of(rows[-1])) == [True]
+    assert node.checked == KEY_SIZE
+
+
+def test_who_is_not_in_stores_nothing_but_what_an_operator_signed() -> None:
+    node, key = Node(), Ed25519PrivateKey.generate()
+    node.company.open((Gate(RUN_ID, bytes(32)),))
+    assert node.store(FRIEND, request_of(claim_of(Ed25519PrivateKey.generate()))) == [False]
+    assert node.checked == 0
+    plan = make_plan()
+    manifest = DHTRecord(
+        DHTID.generate(MANIFESTS_KEY).to_bytes(),
+        MSGPackSerializer.dumps(record_subkey("manifests", plan.run_id, None, b"")),
+        MSGPackSerializer.dumps(sign_manifest(plan, key)),
+        time.time() + 60,
+    )
+    assert node.store(FRIEND, request_of(manifest)) == [True]
+
+
+def test_all_strangers_together_are_answered_so_much() -> None:
+    """One request of some bytes can ask for a megabyte."""
+    node, late = Node(), time.time() + 60
+    value = MSGPackSerializer.dumps({"admission": bytes(10_000)}) + bytes(64)
+    for number in range(20):
+        assert store(node.storage, "progress", "0", number, value=value, expires_s=late)
+    key = record_key("progress", RUN_ID, "0")
+    assert len(node.find(key).popitem()[1].data) == 20
+    node.company.open((Gate(RUN_ID, bytes(32)),))
+    node.company._of_strangers = ByteBuckets(3e5, 1.0)
+    assert len(node.find(key).popitem()[1].data) == 20
+    assert len(node.find(key).popitem()[1].data) == 20
+    with pytest.raises(ValueError, match="answered enough"):
+        node.find(key)
+    node.company.open((RUN.gate,))
+    assert len(node.find(key).popitem()[1].data) == 20
 
 
 def test_one_record_that_is_refused_does_not_keep_out_the_others_with_it() -> None:
@@ -308,19 +345,18 @@ def test_nobody_writes_into_the_cache_of_a_node() -> None:
     assert not node.cache.data
 
 
-def test_answers_fit_into_a_message_and_say_what_owners_sent_first(
+def test_answers_fit_into_a_message_and_say_first_what_contributors_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quotas, "KEY_RECORDS", KEY_RECORDS)
-    monkeypatch.setattr(quotas, "SENDER_RECORDS", SENDER_RECORDS)
     node, late = Node(), time.time() + 60
     for item in "01":
         for number in range(200):
-            sender = FRIEND if number < 150 else b""
             for kind in ("peers", "progress"):
                 filler = bytes(2_200 if kind == "peers" else 3_400)
                 value = MSGPackSerializer.dumps({"admission": filler}) + bytes(64)
-                store(node.storage, kind, item, number, sender=sender, value=value, expires_s=late)
+                store(node.storage, kind, item, number, value=value, expires_s=late)
+    node.storage.contributors = frozenset(map(contributor, range(150, 200)))
     keys = [record_key(kind, RUN_ID, item) for kind in ("peers", "progress") for item in "01"]
     found = node.find(*keys, "dipaco/refresh/1")
     assert [len(found[key].data) > 90 for key in keys] == [True] * 4
@@ -354,7 +390,8 @@ def test_a_node_under_another_id_than_its_own_is_not_known(
         updated.append(node_id)
 
     monkeypatch.setattr(bounded_protocol, "_update", update)
-    peer, protocol = PeerID(FRIEND), SimpleNamespace()
+    peer = PeerID(FRIEND)
+    protocol = SimpleNamespace(company=Company([peer.to_base58()]))
     own = bounded_protocol.node_id_of(peer)
     for node_id, responded in ((own, True), (DHTID.generate(), True), (own, False)):
         asyncio.run(
@@ -366,6 +403,11 @@ def test_a_node_under_another_id_than_its_own_is_not_known(
             )
         )
     assert updated == [own, own]
+    protocol.company = Company()
+    asyncio.run(
+        bounded_protocol.update_routing_table(protocol, own, peer, True)  # type: ignore[arg-type]
+    )
+    assert updated == [own, own], "nor one that is not in"
 
 
 def test_what_is_handed_to_a_new_node_is_divided_into_messages(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,10 +22,11 @@ from dipaco.base.errors import (
     NetworkError,
     StorageError,
 )
-from dipaco.inference import evaluate_cli, reroute_cli, token_losses
+from dipaco.inference import evaluate_cli
 from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
+from dipaco.inference.fit_rerouter import fit_to_documents
 from dipaco.inference.mixing import mixed_losses
-from dipaco.inference.rerouter import REROUTER_FILE, load_rerouter
+from dipaco.inference.rerouter import read_rerouter
 from dipaco.inference.sources import (
     DiskSource,
     SourceSettings,
@@ -190,16 +189,17 @@ def rerouter(trained: tuple[Path, list[dict]], tmp_path_factory: pytest.TempPath
     """A rerouter fitted to documents of two languages each, with the command."""
     folder = tmp_path_factory.mktemp("rerouter")
     data = write_jsonl(folder / "mixed.jsonl", mixed_documents(20, HELD_OUT_SEED + 1))
-    arguments = ["fit", "--state-dir", str(trained[0]), "--data", str(data), "--json"]
-    options = ["--windows", "4,16", "--steps", "40", "--learning-rate", "0.01", "--threads", "1"]
-    out = folder / REROUTER_FILE
+    out = folder / "rerouter.safetensors"
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--threads", "1", "--json"]
     with pytest.MonkeyPatch.context() as patch:
         lines: list[str] = []
         patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
-        assert reroute_cli.main([*arguments, *options, "--out", str(out)]) == 0
+        fit = ["--fit-rerouter", str(out), "--fit-steps", "150"]
+        assert evaluate_cli.main([*arguments, *fit]) == 0
     said = json.loads(lines[0])
-    assert said["sha256"] == hashlib.sha256(out.read_bytes()).hexdigest()
-    assert said["documents"] == 40
+    assert said["file"] == str(out)
+    assert (said["documents"], said["steps"]) == (40, 150)
+    assert 0 < said["kept_step"] <= 150
     return out
 
 
@@ -214,80 +214,37 @@ def mixed_documents(count: int, seed: int) -> list[Document]:
 
 
 def test_rerouting_helps_where_documents_change(
-    trained: tuple[Path, list[dict]], rerouter: Path, tmp_path: Path
+    trained: tuple[Path, list[dict]], rerouter: Path
 ) -> None:
-    source = DiskSource(trained[0])
-    loaded = load_rerouter(rerouter.read_bytes(), source.plan)
-    documents = mixed_documents(4, HELD_OUT_SEED)
-    rerouting = Rerouting(loaded, [4, 16, 10_000])
-    report = evaluate(
-        source, documents, device=CPU, base=False, rerouting=rerouting, folder=tmp_path
-    )
-    plain = evaluate(source, documents, device=CPU, base=False)
-    assert report.overall.base is None
-    assert report.overall.routed.nll == pytest.approx(plain.overall.routed.nll, rel=1e-6)
-    reroute = report.as_dict()["reroute"]
-    assert reroute["routed_perplexity"] == pytest.approx(report.overall.routed.perplexity)
-    every_4, every_16, never = reroute["windows"]
-    assert every_4["perplexity"] < 0.9 * reroute["routed_perplexity"]
-    assert every_16["perplexity"] < 0.9 * reroute["routed_perplexity"]
-    for window in (every_4, every_16, never):
-        assert window["best_path_per_window_perplexity"] <= window["perplexity"] * (1 + 1e-9)
-    assert never["decisions"] == len(documents)
-    assert never["best_path_per_window_perplexity"] == pytest.approx(
-        reroute["best_path_per_document_perplexity"]
-    )
-    assert len(list(tmp_path.glob("scores-*.f32"))) == 4
-
-
-def test_interrupted_scoring_goes_on_with_the_path_that_it_stopped_at(
-    trained: tuple[Path, list[dict]],
-    rerouter: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    source = DiskSource(trained[0])
-    rerouting = Rerouting(load_rerouter(rerouter.read_bytes(), source.plan), [16])
-    scored: list[int] = []
-    score = token_losses.fill_token_losses
-
-    def interrupted(*arguments: Any) -> None:
-        if len(scored) == 2:
-            raise KeyboardInterrupt
-        scored.append(1)
-        score(*arguments)
-
-    def run() -> dict[str, Any]:
-        return evaluate(
-            source, held_out(2), device=CPU, rerouting=rerouting, folder=tmp_path
-        ).as_dict()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(token_losses, "fill_token_losses", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run()
-    counting: list[int] = []
-    monkeypatch.setattr(
-        token_losses, "fill_token_losses", lambda *given: (counting.append(1), score(*given))
-    )
-    report = run()
-    assert len(counting) == 2
-    assert run() == report
-    assert len(counting) == 2
-    assert report["reroute"]["routed_perplexity"] == pytest.approx(report["perplexity"])
+    source, documents = DiskSource(trained[0]), mixed_documents(4, HELD_OUT_SEED)
+    plain = evaluate(source, documents, device=CPU, base=False).overall
+    loaded = read_rerouter(rerouter, source.plan)
+    found = {}
+    for window in (8, 10_000):
+        report = evaluate(
+            source, documents, device=CPU, base=False, rerouting=Rerouting(loaded, window)
+        ).overall
+        assert report.routed.nll == pytest.approx(plain.routed.nll, rel=1e-6)
+        assert report.rerouted is not None
+        assert report.rerouted.tokens == plain.routed.tokens
+        found[window] = report.rerouted.nll
+    assert found[8] < 0.97 * plain.routed.nll
+    assert found[8] < found[10_000]
 
 
 def test_rerouting_leaves_out_paths_without_a_state(
     damaged: Callable[..., Path], rerouter: Path
 ) -> None:
     source = DiskSource(damaged("P2"))
-    rerouting = Rerouting(load_rerouter(rerouter.read_bytes(), source.plan), [4])
-    report = evaluate(source, held_out(), device=CPU, rerouting=rerouting)
+    rerouting = Rerouting(read_rerouter(rerouter, source.plan), 4)
+    report = evaluate(source, held_out(), device=CPU, rerouting=rerouting, mix=2)
     assert report.missing_paths == (2,)
-    assert report.reroute is not None
-    assert set(report.reroute.single_paths) == {0, 1, 3}
-    assert report.reroute.routed.tokens == report.overall.routed.tokens
-    assert report == evaluate(source, held_out(), device=CPU, rerouting=rerouting)
+    assert report.overall.rerouted is not None
+    # A path that is not there would cost nothing.
+    assert report.overall.rerouted.nll > 0.9 * report.overall.routed.nll
+    alone = evaluate(source, held_out(), device=CPU, mix=2)
+    assert report.overall.mixed == alone.overall.mixed
+    assert report.overall.chosen == alone.overall.chosen
 
 
 def test_a_swarm_gives_the_same_as_a_directory(
@@ -417,53 +374,36 @@ def test_the_command_reroutes(
 ) -> None:
     data = write_jsonl(tmp_path / "held-out.jsonl", mixed_documents(1, 3))
     arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base"]
-    reroute = ["--reroute", "16,4", "--rerouter", str(rerouter)]
+    reroute = ["--reroute", "8", "--rerouter", str(rerouter)]
     assert evaluate_cli.main([*arguments, *reroute, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
+    assert report["rerouted_perplexity"] > 1
     assert "base_perplexity" not in report
-    assert [window["window"] for window in report["reroute"]["windows"]] == [4, 16]
     assert evaluate_cli.main([*arguments, *reroute]) == 0
-    text = capsys.readouterr().out
-    for word in ("every 16 tokens", "once a document", "always 3", "hindsight"):
-        assert word in " ".join(text.split())
-    assert "base model" not in text
+    assert "rerouted" in capsys.readouterr().out
 
 
-def test_a_rerouter_is_fitted_to_the_shards(
+def test_the_same_documents_give_the_same_rerouter(
     trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["fit", "--state-dir", str(trained[0]), "--documents", "24", "--steps", "2"]
+    data = write_jsonl(tmp_path / "mixed.jsonl", mixed_documents(10, 5))
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--fit-steps", "2"]
     files = [tmp_path / name for name in ("first", "second")]
     for file in files:
-        assert reroute_cli.main([*arguments, "--windows", "8", "--out", str(file)]) == 0
-        text = " ".join(capsys.readouterr().out.split())
-        assert "every 8 tokens" in text
-        assert "of 24 documents" in text
+        assert evaluate_cli.main([*arguments, "--fit-rerouter", str(file)]) == 0
+        assert "fitted to 20 documents" in capsys.readouterr().out
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["--documents", "0"], ConfigurationError.exit_code, "--documents 0"),
-        (["--windows", "16,x"], ConfigurationError.exit_code, "'x' is no number"),
-        (["--steps", "0"], ConfigurationError.exit_code, "steps"),
-        (["--blocks", "9"], ConfigurationError.exit_code, "9 blocks"),
-        (["--documents", "3"], CorpusError.exit_code, "3 documents"),
-    ],
-)
-def test_impossible_fits_are_refused(
-    trained: tuple[Path, list[dict]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    code: int,
-    words: str,
+def test_fitting_takes_enough_documents_and_every_path(
+    damaged: Callable[..., Path], tmp_path: Path
 ) -> None:
-    command = ["fit", "--state-dir", str(trained[0]), "--documents", "20", "--json", *arguments]
-    assert reroute_cli.main([*command, "--out", str(tmp_path / "out")]) == code
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    source = DiskSource(damaged())
+    with pytest.raises(CorpusError, match="16 documents"):
+        fit_to_documents(source, held_out(), steps=2, device=CPU)
+    shutil.rmtree(tmp_path / "copy" / "states" / "P2")
+    with pytest.raises(StorageError, match="P2"):
+        fit_to_documents(DiskSource(tmp_path / "copy"), held_out(), steps=2, device=CPU)
 
 
 @pytest.mark.parametrize(
@@ -475,9 +415,15 @@ def test_impossible_fits_are_refused(
         (["--initial-peers", ADDRESS], ConfigurationError.exit_code, "--state-dir"),
         (["--initial-peers", "/ip4/1.2.3.4"], AddressError.exit_code, "the whole address"),
         (["--threads", "0"], ConfigurationError.exit_code, "--threads 0"),
-        (["--reroute", "16,"], ConfigurationError.exit_code, "--reroute 16,64,128"),
-        (["--reroute", "0"], ConfigurationError.exit_code, "--reroute 16,64,128"),
-        (["--reroute", "16"], StorageError.exit_code, "dipaco-reroute fit"),
+        (["--reroute", "0"], ConfigurationError.exit_code, "--reroute 0"),
+        (["--reroute", "16"], ConfigurationError.exit_code, "together with --rerouter FILE"),
+        (["--rerouter", "a"], ConfigurationError.exit_code, "--fit-rerouter FILE"),
+        (["--reroute", "16", "--rerouter", "a"], StorageError.exit_code, "--fit-rerouter a"),
+        (
+            ["--reroute", "16", "--rerouter", "a", "--fit-rerouter", "b"],
+            ConfigurationError.exit_code,
+            "without --reroute",
+        ),
     ],
 )
 def test_errors_say_what_to_type(

@@ -14,11 +14,10 @@ from support.fake_client import FakeClient
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
-from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
+from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.inference import export_all, export_cli
 from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_folder
 from dipaco.inference.export_card import CardNotes, model_card
-from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sources import DiskSource, SwarmSource, assemble_path
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.simulator import cli as simulator_cli
@@ -303,18 +302,6 @@ def test_another_tokenizer_flag_is_another_export(trained: Path, tmp_path: Path)
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     assert run(*arguments) == 0
     assert (tmp_path / "out" / "tokenizer.json").is_file()
-
-
-def test_a_rerouter_goes_with_the_run(trained: Path, tmp_path: Path) -> None:
-    plan = DiskSource(trained).plan
-    rerouter = Rerouter(plan.model, blocks=1, windows=(16,), path_count=4)
-    (tmp_path / "mine").write_bytes(rerouter_bytes(rerouter, plan))
-    arguments = ["--state-dir", trained, "--all", "--rerouter", tmp_path / "mine"]
-    assert run(*arguments, "--out", tmp_path / "out") == 0
-    written = (tmp_path / "out" / "rerouter.safetensors").read_bytes()
-    assert written == (tmp_path / "mine").read_bytes()
-    (tmp_path / "mine").write_bytes(b"no rerouter")
-    assert run(*arguments, "--out", tmp_path / "other") == IntegrityError.exit_code
 
 
 def test_without_hard_links_shared_modules_are_copied(

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tiny_run import make_tiny_run, tiny_documents
 
-from dipaco.base.errors import ConfigurationError, StorageError
+from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate, generate_cli
 from dipaco.inference.generate import (
-    PathChooser,
     choose_token,
     generate_tokens,
     prompt_tokens,
     stream_text,
 )
 from dipaco.inference.options import SamplingSettings
-from dipaco.inference.rerouter import Rerouter, rerouter_bytes
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
@@ -208,107 +204,6 @@ def test_the_command_routes_the_prompt_and_loads_one_path(
     assert capsys.readouterr().out == first.out
 
 
-class Wanderer(Rerouter):
-    """A rerouter that wants another path at every decision."""
-
-    asked: list[int]
-
-    def next_path(
-        self, tokens: Sequence[int], routed: int, current: int, window: int, allowed: np.ndarray
-    ) -> int:
-        self.asked.append(len(tokens))
-        choices = np.flatnonzero(allowed)
-        return int(choices[len(self.asked) % len(choices)])
-
-
-def wanderer(source: DiskSource) -> Wanderer:
-    made = Wanderer(source.plan.model, blocks=1, windows=(8,), path_count=source.grid.path_count)
-    made.asked = []
-    return made
-
-
-def test_chooser_recomputes_the_cache(out: Path) -> None:
-    """Each token is the likeliest one by the path in use, of the whole text so far."""
-    source = DiskSource(out)
-    said: list[str] = []
-    prompt = [BEGIN_TOKEN, *range(40, 52)]
-    chooser = PathChooser(source, wanderer(source), 0, prompt, 3, said.append)
-    used = [chooser.path]
-    model = assemble_path(source, chooser.path)
-    reroute = chooser.of(model)
-    generated = []
-    for token in generate_tokens(model, prompt, GREEDY, reroute):
-        used.append(chooser.path)
-        with torch.no_grad():
-            fresh = assemble_path(source, chooser.path)
-            logits = fresh(torch.tensor([[*prompt, *generated]]))[0, -1]
-        logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = -torch.inf
-        assert logits[token] >= logits.max() - 1e-4
-        generated.append(token)
-        if len(prompt) + len(generated) == source.plan.model.sequence_length:
-            break
-    changes = [i for i in range(1, len(used) - 1) if used[i + 1] != used[i]]
-    assert changes == list(range(3, len(generated), 3))
-    assert said[0] == f"token {len(prompt) + 3}: path {used[0]} -> path {used[4]}"
-
-
-def test_nothing_is_decided_within_the_routing_prefix(out: Path) -> None:
-    source = DiskSource(out)
-    rerouter = wanderer(source)
-    prompt = [BEGIN_TOKEN, 40, 41]
-    chooser = PathChooser(source, rerouter, 2, prompt, 5, lambda line: None)
-    assert chooser.path == 2
-    model = assemble_path(source, 2)
-    list(generate_tokens(model, prompt, Sampling(max_tokens=11), chooser.of(model)))
-    prefix = source.plan.routing.prefix_tokens
-    assert rerouter.asked == [prefix, prefix + 5]
-
-
-def test_a_path_that_cannot_be_had_is_not_chosen_again(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = DiskSource(out)
-    rerouter = wanderer(source)
-    state = source.state
-    monkeypatch.setattr(source, "state", lambda m: None if m == "L0.E1" else state(m))
-    said: list[str] = []
-    prompt = [BEGIN_TOKEN, *range(40, 52)]
-    chooser = PathChooser(source, rerouter, 0, prompt, 1, said.append)
-    chooser._decisions.move(0)
-    model = assemble_path(source, 0)
-    text = list(generate_tokens(model, prompt, Sampling(max_tokens=10), chooser.of(model)))
-    assert text
-    refused = [line for line in said if "staying on path" in line]
-    assert len(refused) == 2
-    assert all("L0.E1" in line for line in refused)
-    assert chooser.path in (0, 1)
-
-
-def test_the_command_reroutes(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = DiskSource(out)
-    rerouter = Rerouter(source.plan.model, blocks=2, windows=(4, 16), path_count=4)
-    with torch.no_grad():
-        rerouter.prior[:, 2::4] = 9.0
-    file = tmp_path / "rerouter.safetensors"
-    file.write_bytes(rerouter_bytes(rerouter, source.plan))
-    prompt = tiny_documents(4, 1, 5)[2][:40]
-    arguments = ["--state-dir", str(out), prompt, "--max-tokens", "12", "--reroute", "4"]
-    assert generate_cli.main([*arguments, "--rerouter", str(file)]) == 0
-    first = capsys.readouterr()
-    assert "path 2 (L0.E1, L1.E0, P2" in first.err
-    assert first.out.startswith(prompt)
-    assert generate_cli.main([*arguments, "--rerouter", str(file)]) == 0
-    assert capsys.readouterr().out == first.out
-    assert generate_cli.main(arguments) == StorageError.exit_code
-    assert "dipaco-reroute fit" in capsys.readouterr().err
-    assert generate_cli.main([*arguments, "--reroute", "0"]) == ConfigurationError.exit_code
-    assert "--reroute 0" in capsys.readouterr().err
-    assert generate_cli.main([*arguments, "--rerouter", str(file), "--path", "1"]) == 0
-    assert "path 2 (L0.E1" in capsys.readouterr().err
-
-
 def test_the_command_mixes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--state-dir", str(out), "ba du", "--temperature", "0", "--max-tokens", "9"]
     assert generate_cli.main([*arguments, "--path", "1", "--mix", "2"]) == 0
@@ -377,9 +272,8 @@ def test_a_chosen_path_needs_no_router(
         ["--temperature", "nan"],
         ["--top-k", "-1"],
         ["--max-tokens", "-1"],
-        ["--reroute", "4", "--mix", "2"],
         ["--choose", "2", "--mix", "2"],
-        ["--choose", "2", "--reroute", "4"],
+        ["--choose", "2", "--path", "1"],
         ["--choose", "5"],
     ],
 )

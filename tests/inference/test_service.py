@@ -285,7 +285,6 @@ def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
         ({"prompt": {"text": "a"}}, 400, "prompt: give a text"),
         ({}, 400, "prompt is missing"),
         ({"prompt": "a", "suffix": "b"}, 400, "suffix is not supported"),
-        ({"prompt": "a", "reroute": 8}, 400, "dipaco-reroute fit"),
         ({"prompt": ["a"] * 30, "n": 2}, 400, "60 answers at once, and this service takes 40"),
         ({"prompt": ["a"] * 1025}, 400, "at most 1024"),
         ({"prompt": "a\ud800"}, 400, "half of a surrogate pair"),

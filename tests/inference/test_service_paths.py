@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from dipaco.base.errors import (
 )
 from dipaco.base.http_server import listen, server_of
 from dipaco.inference import serve_cli
-from dipaco.inference.generate import PathChooser, generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.mixing import mixed_losses
-from dipaco.inference.rerouter import Rerouter
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.service import engine as engine_module
 from dipaco.inference.service import path_batch
@@ -61,11 +60,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def engine_of(
-    source: StateSource, rerouter: Rerouter | None = None, memory_bytes: int = 10**9
-) -> Iterator[Engine]:
+def engine_of(source: StateSource, memory_bytes: int = 10**9) -> Iterator[Engine]:
     limits = EngineLimits(memory_bytes=memory_bytes, slots=2, queue=40, refresh_s=0)
-    engine = Engine(source, CPU, limits, rerouter)
+    engine = Engine(source, CPU, limits)
     engine.start()
     try:
         yield engine
@@ -242,41 +239,6 @@ def test_a_swarm_that_has_gone_is_a_trouble_also_where_nothing_is_in_memory(out:
     assert source.troubles() == ("no peer of the run is in sight: the last good states are used",)
 
 
-class Wanderer(Rerouter):
-    """Goes from path to path."""
-
-    def next_path(
-        self, tokens: Sequence[int], routed: int, current: int, window: int, allowed: Any
-    ) -> int:
-        path = (current + 1 + tokens[-1] % 3) % 4
-        return path if allowed[path] else current
-
-
-def test_rerouting_says_what_generate_says(out: Path) -> None:
-    source = DiskSource(out)
-    rerouter = Wanderer(source.plan.model, blocks=1, windows=(4, 16), path_count=4)
-    tokenizer = source.tokenizer()
-    prompt = tiny_documents(4, 1, 6)[3][:30]
-    tokens = prompt_tokens(tokenizer, prompt)
-    said: list[str] = []
-    chooser = PathChooser(source, rerouter, 0, tokens, 3, said.append)
-    model = assemble_path(source, chooser.path)
-    sampling = Sampling(temperature=0, max_tokens=60)
-    tokens_made = generate_tokens(model, tokens, sampling, chooser.of(model))
-    text = "".join(stream_text(tokenizer, tokens_made))
-    assert len(said) > 10
-    with (
-        engine_of(DiskSource(out), rerouter) as engine,
-        TestClient(Service(engine).application()) as client,
-    ):
-        body = {"prompt": prompt, "model": "path-0", "max_tokens": 60, "context_shift": True}
-        choice = ask(client, reroute=3, **body)["choices"][0]
-    assert choice["text"] == text
-    moves = [int(line.rpartition(" ")[2]) for line in said]
-    assert choice["dipaco"]["paths"][-1] == moves[-1]
-    assert len(choice["dipaco"]["paths"]) > 1
-
-
 def test_a_mixture_says_what_generate_says(out: Path) -> None:
     source = DiskSource(out)
     prompt = tiny_documents(4, 1, 6)[3][:30]
@@ -304,7 +266,7 @@ def test_a_mixture_says_what_generate_says(out: Path) -> None:
             logprobs = [model(row)[0, :-1].log_softmax(-1) for model in models]
             nats = -torch.stack([found.gather(1, targets) for found in logprobs])[:, None, :, 0]
         assert np.allclose(listed[1:], -mixed_losses(nats)[0].numpy(), atol=1e-4)
-        for wrong in ({"mix": 5}, {"mix": 0}, {"mix": 2, "reroute": 4}):
+        for wrong in ({"mix": 5}, {"mix": 0}):
             answer = client.post("/v1/completions", json={"prompt": "ba", **wrong})
             assert answer.status_code == 400, answer.text
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dipaco.base.command_line import check_device
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.settings import check_device
 from dipaco.modules import device as devices
 from dipaco.modules.device import (
     autocast_for,
@@ -49,6 +49,7 @@ def test_the_first_card_that_computes(two_cards: dict[str, str]) -> None:
 
 def test_a_card_that_was_asked_for(two_cards: dict[str, str]) -> None:
     assert choose_device("cuda:1")[0] == torch.device("cuda", 1)
+    assert choose_device("cuda")[0] == CUDA
     two_cards["cuda:1"] = NO_KERNELS
     with pytest.raises(ConfigurationError, match=f"--device cuda:1: {NO_KERNELS}; give another"):
         choose_device("cuda:1")

@@ -185,6 +185,9 @@ def test_free_memory_is_what_the_owner_leaves(monkeypatch: pytest.MonkeyPatch) -
 
         @staticmethod
         def get_per_process_memory_fraction(device: torch.device) -> float:
+            # As PyTorch does it.
+            if device.type == "cuda" and device.index is None:
+                raise ValueError("Expected a torch.device with a specified index")
             return 0.5
 
         @staticmethod
@@ -193,6 +196,7 @@ def test_free_memory_is_what_the_owner_leaves(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Accelerator)
     assert free_bytes(CPU) == 400
+    assert free_bytes(torch.device("cuda")) == 400
     monkeypatch.undo()
     assert free_bytes(CPU) is None
 

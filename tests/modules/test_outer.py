@@ -27,8 +27,8 @@ from dipaco.modules.outer import (
     advanced_progress,
     bounded_table,
     canonical_table,
+    encode_in_place,
     greatest_contribution_bytes,
-    publish,
 )
 from dipaco.modules.state import ModuleState, PathProgress
 
@@ -218,6 +218,15 @@ def test_of_two_the_shorter_is_the_measure_and_one_alone_is_never_shortened() ->
     assert PLAIN.scales([1000.0]) == (1.0,)
 
 
+def test_of_two_contributions_the_last_steps_are_the_third_voice() -> None:
+    """One of next to nothing would otherwise bring the other's work to nothing."""
+    tiny, usual = 1e-38, 0.8
+    assert PLAIN.scales([1.0, tiny], usual) == (0.8, 1.0)
+    assert PLAIN.scales([0.5, tiny], usual) == (1.0, 1.0)
+    assert PLAIN.scales([1.0, 1000.0], usual) == (1.0, 0.001)
+    assert PLAIN.scales([1.0, 1.0, tiny], usual) == (1.0, 1.0, 1.0)
+
+
 def test_a_thousandfold_contribution_is_an_ordinary_one() -> None:
     table = canonical_table([Contribution(path, str(path), 100) for path in range(5)])
     tensors = [drawn(path) for path in range(5)]
@@ -307,7 +316,7 @@ def test_what_an_encoding_loses_comes_with_the_next(codec: Codec) -> None:
     for _ in range(60):
         parameters = parameters - trained
         local = parameters.clone()
-        data = publish(OuterGradient(anchor, local), codec)
+        data = encode_in_place(OuterGradient(anchor, local), codec)
         stepped = anchor - codec.decode(data, SIZE)
         anchor, parameters = stepped, stepped + (parameters - local)
     assert torch.allclose(parameters, -60 * trained, atol=1e-4)

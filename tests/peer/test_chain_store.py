@@ -117,6 +117,12 @@ def test_of_a_peers_rows_of_a_round_the_first_counts_and_few_are_remembered() ->
     assert [row.round_index for row in rows_in(chains, MODULE)] == [47, 48, 49]
     chains.note_rows(row_of(number, 50) for number in range(1, 400))
     assert len(rows_in(chains, MODULE)) == chain_store.MOST_ROWS
+    # Rows of those who contributed lately have room before others.
+    good = rows_in(chains, MODULE)[0]
+    chains.has_contributed = lambda who: who == good.peer
+    chains.note_rows(row_of(number, 900) for number in range(2 * chain_store.MOST_ROWS))
+    assert good in rows_in(chains, MODULE)
+    assert len(rows_in(chains, MODULE)) == chain_store.MOST_ROWS
     assert len(chains.answer(MODULE, [GENESIS]).rows) == chain_store.ANSWERED_ROWS
 
 

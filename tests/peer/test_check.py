@@ -283,7 +283,7 @@ def test_main_memory() -> None:
 def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     plan = make_tiny_run(tmp_path / "run", inner={"optimizer": "adamw"}).plan()
     need = doctor.memory_need(plan, settings, None)
-    logits = head_bytes(plan.model, plan.inner.batch_sequences)
+    logits = head_bytes(plan.model, 1)
     assert need.fixed_bytes == 16 * need.path_parameters + logits
     assert need.batch == plan.inner.batch_sequences
     assert (

@@ -77,15 +77,31 @@ def test_peers_that_see_the_same_clocks_agree_on_the_time(clocks: list[float]) -
     assert times == pytest.approx([statistics.median(clocks)] * len(clocks))
 
 
+def measured(clock: Clock, neighbours: FakeNeighbours, given: Sequence[str] = ()) -> int:
+    """Measure where all are admitted."""
+    return clock.measure(neighbours, given, lambda peer: True)
+
+
+@pytest.mark.parametrize("lie_s", [4.9, -4.9, 60.0, -1e6])
+def test_who_is_not_admitted_moves_no_clock_and_ends_nothing(lie_s: float) -> None:
+    neighbours = FakeNeighbours({"given": 0.25, "friend": 0.25})
+    neighbours.ahead_s.update({f"liar {number}": lie_s for number in range(14)})
+    clock = Clock(system_time=lambda: 100.0)
+    for _ in range(2):
+        assert clock.measure(neighbours, ["given"], lambda peer: peer == "friend") == 2
+        assert clock.offset_s == pytest.approx(0.25)
+    assert measure_clock(neighbours, ["/ip4/127.0.0.1/tcp/1/p2p/given"]).offset_s == 0.125
+
+
 def test_one_wrong_clock_moves_nothing() -> None:
     clock = Clock(system_time=lambda: 100.0)
-    assert clock.measure(FakeNeighbours({"a": 0.0, "b": 0.0, "liar": 1e6})) == 3
+    assert measured(clock, FakeNeighbours({"a": 0.0, "b": 0.0, "liar": 1e6})) == 3
     assert clock.now() == 100.0
 
 
 def test_the_wrong_one_corrects_itself() -> None:
     clock = Clock(system_time=lambda: 100.0)
-    clock.measure(FakeNeighbours({"a": 2.0, "b": 2.1, "c": 1.9}))
+    measured(clock, FakeNeighbours({"a": 2.0, "b": 2.1, "c": 1.9}))
     assert clock.now() == pytest.approx(101.95)
     assert clock.offset_s == pytest.approx(1.95)
 
@@ -94,7 +110,7 @@ def test_the_wrong_one_corrects_itself() -> None:
 def test_a_clock_that_is_far_off_is_an_error_with_its_remedy(ahead_s: float, word: str) -> None:
     clock = Clock(offset_s=0.5)
     with pytest.raises(ClockError, match=rf"7\.2 s {word}.*timedatectl set-ntp true"):
-        clock.measure(FakeNeighbours({"a": ahead_s, "b": ahead_s}))
+        measured(clock, FakeNeighbours({"a": ahead_s, "b": ahead_s}))
     assert clock.offset_s == 0.5
 
 
@@ -129,7 +145,7 @@ def test_liars_with_the_smallest_ids_are_drawn_like_others(lie_s: float) -> None
     drawn = set()
     for _ in range(40):
         clock = Clock(system_time=lambda: 100.0)
-        clock.measure(neighbours)
+        measured(clock, neighbours)
         assert abs(clock.offset_s) < MAX_DOUBTFUL_S + 0.1
         drawn.add(neighbours.asked)
     assert len(drawn) > 1
@@ -141,7 +157,7 @@ def test_a_small_majority_of_liars_moves_a_newcomer_little_and_keeps_nobody_out(
     lie_s: float, honest: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = Clock(system_time=lambda: 100.0)
-    clock.measure(crowd(honest, dict.fromkeys(LIARS, lie_s)))
+    measured(clock, crowd(honest, dict.fromkeys(LIARS, lie_s)))
     assert abs(clock.offset_s) <= MAX_DOUBTFUL_S
     assert "timedatectl set-ntp true" in caplog.text
 
@@ -149,17 +165,17 @@ def test_a_small_majority_of_liars_moves_a_newcomer_little_and_keeps_nobody_out(
 def test_most_in_one_voice_correct_a_wrong_clock() -> None:
     clock = Clock(system_time=lambda: 100.0)
     ahead = {f"Qm{n}": 3.0 for n in range(10)}
-    clock.measure(FakeNeighbours({**ahead, "QmLiar1": -4.9, "QmLiar2": 900.0}))
+    measured(clock, FakeNeighbours({**ahead, "QmLiar1": -4.9, "QmLiar2": 900.0}))
     assert clock.offset_s == pytest.approx(3.0)
 
 
 def test_a_clock_that_was_set_moves_step_by_step() -> None:
     clock = Clock(system_time=lambda: 100.0)
-    clock.measure(FakeNeighbours({"a": 0.0, "b": 0.0}))
+    measured(clock, FakeNeighbours({"a": 0.0, "b": 0.0}))
     neighbours = FakeNeighbours(dict.fromkeys("abcd", 2.0))
     moved = []
     for _ in range(5):
-        clock.measure(neighbours)
+        measured(clock, neighbours)
         moved.append(clock.offset_s)
     assert moved == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
@@ -167,7 +183,7 @@ def test_a_clock_that_was_set_moves_step_by_step() -> None:
 def test_given_peers_are_asked_but_do_not_fill_the_sample() -> None:
     neighbours = crowd(40, {})
     given = [f"QmGiven{n}" for n in range(9)]
-    Clock().measure(neighbours, given)
+    measured(Clock(), neighbours, given)
     assert len(neighbours.asked) == MAX_NEIGHBOURS
     assert len(set(given) & set(neighbours.asked)) == MAX_GIVEN
 
@@ -198,7 +214,7 @@ def test_a_clock_that_is_set_wrongly_while_it_runs_is_refused_and_nobody_sees_th
     jump_s: float,
 ) -> None:
     machine = Machine()
-    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.0)))
+    measured(machine.clock, FakeNeighbours(dict.fromkeys("abc", 0.0)))
     machine.wait(10.0)
     machine.system_s += jump_s
     machine.wait(10.0)
@@ -206,7 +222,7 @@ def test_a_clock_that_is_set_wrongly_while_it_runs_is_refused_and_nobody_sees_th
     assert machine.clock.offset_s == pytest.approx(-jump_s, abs=0.1)
     assert machine.clock.has_jumped
     with pytest.raises(ClockError, match="ahead of" if jump_s > 0 else "behind"):
-        machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", -jump_s)))
+        measured(machine.clock, FakeNeighbours(dict.fromkeys("abc", -jump_s)))
     assert machine.clock.has_jumped
     assert machine.clock.now() == pytest.approx(1020.0, abs=0.1)
 
@@ -214,11 +230,11 @@ def test_a_clock_that_is_set_wrongly_while_it_runs_is_refused_and_nobody_sees_th
 def test_a_clock_that_is_set_right_while_it_runs_is_followed() -> None:
     """A machine that was asleep may learn the time only after it wakes."""
     machine = Machine()
-    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.0)))
+    measured(machine.clock, FakeNeighbours(dict.fromkeys("abc", 0.0)))
     machine.system_s += 3600.0
-    assert machine.clock.measure(FakeNeighbours({})) == 0
+    assert measured(machine.clock, FakeNeighbours({})) == 0
     assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
-    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.25)))
+    measured(machine.clock, FakeNeighbours(dict.fromkeys("abc", 0.25)))
     assert machine.clock.now() == pytest.approx(4600.25, abs=0.1)
     assert not machine.clock.has_jumped
 
@@ -228,7 +244,7 @@ def test_a_clock_that_is_set_back_to_what_it_was_is_followed() -> None:
     for jump_s in (3600.0, -3600.0):
         machine.system_s += jump_s
         assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
-    machine.clock.measure(FakeNeighbours(dict.fromkeys("abc", 0.0)))
+    measured(machine.clock, FakeNeighbours(dict.fromkeys("abc", 0.0)))
     assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
 
 

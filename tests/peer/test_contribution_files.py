@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.exchanges import MODULE, row_of
+from support.exchanges import MODULE, file_of, row_of
 
+from dipaco.base.errors import IntegrityError
 from dipaco.peer.exchange import contribution_files
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.protocol.chain import Row
@@ -18,7 +19,7 @@ def put(files: ContributionFiles, row: Row, data: bytes, folder: Path) -> Path |
     if not files.promise(row):
         return None
     came = folder / "came"
-    came.write_bytes(data)
+    came.write_bytes(file_of(row, data))
     path = files.install(row, came, is_mail=True)
     files.release(row)
     return path
@@ -31,9 +32,9 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     files.listen(arrived.append)
     rows = [row_of(0, round_index, data=b"%d" % round_index) for round_index in range(5)]
     for row in rows[:4]:
-        files.add(row, b"%d" % row.round_index)
+        files.add(row, (row.mark, b"%d" % row.round_index))
     fetched = tmp_path / "fetched"
-    fetched.write_bytes(b"4")
+    fetched.write_bytes(file_of(rows[4], b"4"))
     files.install(rows[4], fetched)
     assert arrived == [row.file for row in rows]
     assert files.is_checked(rows[0].file)
@@ -42,7 +43,7 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     again = ContributionFiles(tmp_path / "files")
     path = again.find(rows[4].file)
     assert path is not None
-    assert path.read_bytes() == b"4"
+    assert path.read_bytes() == file_of(rows[4], b"4")
     assert not (tmp_path / "files" / ".put-left").exists()
     again.prune(MODULE, 5)
     assert [again.find(row.file) is not None for row in rows] == [False] * 3 + [True] * 2
@@ -51,56 +52,61 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     assert not list((tmp_path / "files" / MODULE).iterdir())
 
 
-def test_the_same_bytes_in_two_rounds_are_one_file_that_stays_for_the_later(
-    tmp_path: Path,
-) -> None:
-    files = ContributionFiles(tmp_path)
-    for round_index in (0, 4, 2):
-        files.add(row_of(0, round_index, data=b"same"), b"same")
-    files.prune(MODULE, 5)
-    path = files.find(row_of(0, data=b"same").file)
+def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path: Path) -> None:
+    """Whoever names another's file in a row of its own gains nothing, and takes nothing away."""
+    files = ContributionFiles(tmp_path / "files")
+    own = row_of(0, data=b"work")
+    files.add(own, (file_of(own, b"work"),))
+    copies = (
+        row_of(1, file=own.file, bytes=own.bytes),
+        row_of(0, 1, file=own.file, bytes=own.bytes),
+        row_of(0, file=own.file, bytes=own.bytes + 1),
+    )
+    for copy in copies:
+        fetched = tmp_path / "fetched"
+        fetched.write_bytes(file_of(own, b"work"))
+        with pytest.raises(IntegrityError):
+            files.install(copy, fetched)
+        assert not fetched.exists()
+    path = files.find(own.file)
     assert path is not None
-    assert path.read_bytes() == b"same"
-    assert len(list((tmp_path / MODULE).iterdir())) == 1
-    files.prune(MODULE, 7)
-    assert files.find(row_of(0, data=b"same").file) is None
-    assert not list((tmp_path / MODULE).iterdir())
+    assert path.read_bytes() == file_of(own, b"work")
 
 
 def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
     files = ContributionFiles(tmp_path, most_bytes=3000)
-    rows = [row_of(0, n, data=bytes([n]) * 1000) for n in range(5)]
+    rows = [row_of(0, n, data=bytes([n]) * 968) for n in range(5)]
     for row in rows:
-        files.add(row, bytes([row.round_index]) * 1000)
+        files.add(row, (row.mark, bytes([row.round_index]) * 968))
     assert [files.find(row.file) is not None for row in rows] == [False, False, True, True, True]
 
 
 def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path: Path) -> None:
     files = ContributionFiles(tmp_path / "files", most_bytes=16_000)
-    one = [row_of(1, n, data=bytes([n]) * 400) for n in range(3)]
-    assert put(files, one[0], bytes(400), tmp_path)
+    one = [row_of(1, n, data=bytes([n]) * 368) for n in range(3)]
+    assert put(files, one[0], bytes(368), tmp_path)
     assert not files.promise(row_of(1, 9, data=bytes(700)))
     # A file that is on its way has its place, and comes once.
     assert files.promise(one[1])
     assert not files.promise(one[1])
     assert not files.promise(one[2])
     files.release(one[1])
-    assert put(files, one[1], bytes([1]) * 400, tmp_path)
+    assert put(files, one[1], bytes([1]) * 368, tmp_path)
     stored = [
-        put(files, row_of(n, data=bytes([n]) * 1000), bytes([n]) * 1000, tmp_path)
+        put(files, row_of(n, data=bytes([n]) * 968), bytes([n]) * 968, tmp_path)
         for n in range(2, 20)
     ]
     assert sum(path is not None for path in stored) == 7
     # The own work has room all the same.
     own = row_of(0, data=bytes(5000))
-    assert files.add(own, bytes(5000)).exists()
+    assert files.add(own, (own.mark, bytes(5000))).exists()
 
 
 def test_what_others_put_leaves_the_disk_its_reserve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, row = ContributionFiles(tmp_path / "files"), row_of(0, data=b"1234")
-    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 3)
+    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 35)
     assert put(files, row, b"1234", tmp_path) is None
-    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 4)
+    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 36)
     assert put(files, row, b"1234", tmp_path) is not None

@@ -6,21 +6,19 @@ import io
 import logging
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.console import Console
+from support.fake_swarm import FakeRun, FakeSwarm, FakeTime
 from support.make_plan import make_plan
 from support.swarm_views import record
 
-from dipaco.base import command_line
+from dipaco.base import running
 from dipaco.base.errors import NetworkError
-from dipaco.modules.grid import Grid
+from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import Activity, PeerStatus
 from dipaco.peer.reporting.display import Display, Given, LivePanel
-from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.view import SwarmView
 
 
@@ -33,24 +31,16 @@ def lines_of(
 ) -> list[str]:
     """Return the panel's lines in the middle of round 5, after some events."""
     plan = make_plan(name="a-run-with-a-rather-long-name")
-    grid = Grid(plan.model, plan.grid)
     uplink = Uplink()
     uplink.sent_bytes = sent_bytes
-    node = SimpleNamespace(
-        exchange=SimpleNamespace(uplink=uplink),
-        plan=plan,
-        me="me",
-        grid=grid,
-        clock=SimpleNamespace(now=lambda: plan.start_s + 5.7 * plan.rounds.duration_s),
-        schedule=RoundSchedule(plan.rounds, grid, plan.start_s),
-        cache_folder=Path("/data/dipaco"),
-    )
+    time = FakeTime(plan.start_s + 5.7 * plan.rounds.duration_s)
+    run = FakeRun(plan, time.clock, me="me")
     peers = {name: record(name) for name in ("me", *"abcdef"[:others])}
     given = Given()
     for kind, values in events:
         given.on_event(kind, values)
-    publisher = SimpleNamespace(view=SwarmView(0.0, peers=peers))
-    panel = LivePanel(node, publisher, status, given)  # type: ignore[arg-type]
+    swarm = FakeSwarm(SwarmView(0.0, peers=peers))
+    panel = LivePanel(run, swarm, status, given, uplink, Path("/data/dipaco"))
     console = Console(width=width, height=40, legacy_windows=False, color_system=None)
     with console.capture() as capture:
         console.print(panel)
@@ -154,11 +144,11 @@ def test_no_text_of_others_commands_a_terminal(
     def fail() -> int:
         raise NetworkError(HOSTILE)
 
-    assert command_line.run_command(fail, debug=False) == NetworkError.exit_code
+    assert running.run_command(fail, debug=False) == NetworkError.exit_code
     logger = logging.getLogger("dipaco")
     before = logger.handlers, logger.level
     try:
-        command_line.configure_logging(debug=False)
+        running.configure_logging(debug=False)
         logger.warning("a peer says %s", HOSTILE)
     finally:
         logger.handlers, logger.level = before[0], before[1]

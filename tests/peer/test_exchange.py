@@ -25,6 +25,7 @@ from support.exchanges import (
     Peers,
     admission,
     chain_of,
+    file_of,
     knows,
     meet,
     row_of,
@@ -104,7 +105,7 @@ def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
     wait_for(lambda: other.told)
     assert [told.peer for told in other.told] == [one.peer]
     assert not knows(other.chains, step.name)
-    other.gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
+    other.gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: 0}, OPERATOR))
     one.exchange.tell([other.peer], MODULE, [row_of(0, 1)])
     assert one.exchange.ask(other.peer, MODULE, [GENESIS]) is not None
     assert len(other.told) == 1
@@ -224,7 +225,7 @@ class Done:
 
 def gather(node: Node, *rows: Row, check: Any = lambda row, path: None, **options: Any) -> Done:
     done = Done()
-    options = {"others": {}, "timeout_s": LIMIT_S, **options}
+    options = {"others": (), "timeout_s": LIMIT_S, **options}
     node.exchange.gather(rows, options.pop("others"), check=check, on_done=done, **options)
     return done
 
@@ -234,15 +235,15 @@ def test_a_file_that_is_put_is_served_to_who_gathers(peers: Peers) -> None:
     row = row_of(0, data=CONTENT)
     peers.network.kill(owner.peer)  # nobody can call it
     waiting = gather(mailbox, row)
-    assert owner.exchange.put(mailbox.peer, row, CONTENT)
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
     wait_for(lambda: waiting.calls == [(row, "", False)])
     assert mailbox.told == []
-    assert owner.exchange.put(mailbox.peer, row, CONTENT)  # it has it already
-    done = gather(other, row, others={row.file: (mailbox.peer,)})
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))  # it has it already
+    done = gather(other, row, others=(mailbox.peer,))
     wait_for(lambda: done.calls == [(row, "", False)])
     path = other.files.find(row.file)
     assert path is not None
-    assert path.read_bytes() == CONTENT
+    assert path.read_bytes() == file_of(row, CONTENT)
 
 
 def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(
@@ -250,24 +251,28 @@ def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(
 ) -> None:
     owner, mailbox, stranger = peers(), peers(), peers(is_in=False)
     row = row_of(0, data=CONTENT)
-    assert not owner.exchange.put(mailbox.peer, row, CONTENT[:-1] + b"?")
-    assert not owner.exchange.put(mailbox.peer, row, CONTENT[:-1], timeout_s=3.0)
-    assert not owner.exchange.put(mailbox.peer, dataclasses.replace(row, tokens=5), CONTENT)
-    assert not stranger.exchange.put(mailbox.peer, row_of(2, data=CONTENT), CONTENT)
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT[:-1] + b"?"))
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT[:-1]), timeout_s=3.0)
+    assert not owner.exchange.put(
+        mailbox.peer, dataclasses.replace(row, tokens=5), file_of(row, CONTENT)
+    )
+    strange = row_of(2, data=CONTENT)
+    assert not stranger.exchange.put(mailbox.peer, strange, file_of(strange, CONTENT))
     stranger.chains.note_admissions({owner.peer: admission(0)})
-    assert not stranger.exchange.put(mailbox.peer, row, CONTENT)
+    assert not stranger.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
     # More than one peer may have here.
     large = bytes(2**23 + 1)
-    assert not owner.exchange.put(mailbox.peer, row_of(0, 1, data=large), large)
+    huge = row_of(0, 1, data=large)
+    assert not owner.exchange.put(mailbox.peer, huge, file_of(huge, large))
     assert mailbox.files.find(row.file) is None
     wait_for(lambda: not list(mailbox.files.folder.glob(".put-*")))
-    assert owner.exchange.put(mailbox.peer, row, CONTENT)
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
 
 
 def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers: Peers) -> None:
     owner, one = peers(), peers()
     row = row_of(0, data=CONTENT)
-    owner.files.add(row, CONTENT)
+    owner.files.add(row, (row.mark, CONTENT))
 
     def refuse(row: Row, path: Path) -> None:
         raise IntegrityError("it is not finite")
@@ -275,10 +280,11 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers: Peers) ->
     done = gather(one, row, check=refuse)
     wait_for(lambda: done.calls == [(row, "it is not finite", True)])
     assert one.files.find(row.file) is None
-    longer = dataclasses.replace(row_of(0, 1, data=CONTENT), bytes=len(CONTENT) + 1)
-    said = gather(one, longer)
-    wait_for(lambda: said.calls)
-    assert said.calls[0][2]
+    longer = dataclasses.replace(row, bytes=row.bytes + 1)
+    said, good = gather(one, longer), gather(one, row)
+    wait_for(lambda: said.calls and good.calls)
+    # A row that names another's file, with one byte more, takes nothing from that.
+    assert (said.calls[0][2], good.calls[0][1:]) == (True, ("", False))
     missing = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)
     wait_for(lambda: missing.calls)
     assert not missing.calls[0][2]

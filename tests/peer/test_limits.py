@@ -7,7 +7,8 @@ import itertools
 
 import pytest
 
-from dipaco.peer.exchange.limits import REMEMBERED_PEERS, Bounds, ByteBuckets, Slot, Slots
+from dipaco.base.byte_buckets import REMEMBERED_PEERS, ByteBuckets
+from dipaco.peer.exchange.limits import Bounds, Slot, Slots, Standing
 from dipaco.peer.owner.uplink import Uplink
 
 BOUNDS = Bounds(
@@ -37,8 +38,12 @@ class Places:
         self.time, self.stopped = Time(), list[str]()
         self.slots = Slots(bounds, self.time)
 
-    def take(self, peer: str, *, is_stranger: bool = False) -> Slot | None:
-        return self.slots.take(peer, is_stranger, lambda: self.stopped.append(peer))
+    def take(
+        self, peer: str, *, is_stranger: bool = False, is_contributor: bool = False
+    ) -> Slot | None:
+        standing = Standing.CONTRIBUTOR if is_contributor else Standing.ADMITTED
+        standing = Standing.STRANGER if is_stranger else standing
+        return self.slots.take(peer, standing, lambda: self.stopped.append(peer))
 
 
 def test_one_peer_and_strangers_have_so_many_places() -> None:
@@ -82,6 +87,17 @@ def test_who_takes_bytes_too_slowly_gives_its_place_and_who_waited_for_us_does_n
     held_up.time.s += 60.0
     slot.excuse(55.0)
     assert held_up.take("b") is None
+
+
+def test_who_contributed_has_room_before_those_that_an_open_run_lets_in() -> None:
+    places = Places()
+    for number in range(8):
+        assert places.take(f"identity {number}")
+    assert places.take("new") is None
+    assert all(places.take(f"good {number}", is_contributor=True) for number in range(6))
+    assert len(places.stopped) == 6
+    # A quarter is for the others, who may become contributors.
+    assert places.take("good 7", is_contributor=True) is None
 
 
 def test_a_place_that_was_taken_away_is_given_back_without_harm() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.states import States, head_of
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.routing.run_folder import RunFolder
@@ -42,7 +43,7 @@ def swarm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer
 def lost(peer: Peer, row: Row, trained: torch.Tensor) -> torch.Tensor:
     """Return what the encoding of a first contribution lost."""
     anchor = peer.genesis[MODULE].parameters
-    data = peer.node.contributions.find(row.file).read_bytes()
+    data = peer.node.contributions.find(row.file).read_bytes()[MARK_BYTES:]
     told = anchor - peer.node.rule.codec_of(MODULE).decode(data, anchor.numel())
     return trained - told
 
@@ -60,7 +61,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
         heads.append(peer.compute(step.parent, step))
     assert len(set(heads)) == 1
     assert (heads[0].version, heads[0].weight, heads[0].round_index) == (1, 2, 0)
-    files = [one.node.contributions.find(row.file).read_bytes() for row in step.rows]
+    files = [one.node.contributions.find(r.file).read_bytes()[MARK_BYTES:] for r in step.rows]
     paths = one.grid.paths_of_module(MODULE)
     expected = one.node.rule.step(one.genesis[MODULE], files, step.table, 0, paths)
     assert heads[0].digest == expected.digest
@@ -78,6 +79,10 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert content is not None
     data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
     assert hashlib.sha256(data).hexdigest() == heads[0].digest
+    # Whoever names another state than comes out of the files is not followed.
+    liar = Step.of([replace(one.publish(1), state="0" * 64)])
+    failed = keeper.do(a.Compute(MODULE, step.name, (liar,)))
+    assert isinstance(failed, e.Failed)
     # The next step stands on what is kept, in memory or on disk.
     second = Step.of([one.publish(1)])
     keeper.gather(*second.rows)
@@ -95,7 +100,7 @@ def test_what_is_missing_or_bad_is_reported(swarm: tuple[Peer, Peer, Peer]) -> N
     assert isinstance(failed, e.Failed)
 
     bad = ContributionFiles(one.node.contributions.folder / "bad")
-    bad.add(row, b"\xff" * row.bytes)
+    bad.add(row, (b"\xff" * row.bytes,))
     one.node.exchange.others = [bad]
     (found,) = one.gather(row)
     assert isinstance(found, e.Failed)
@@ -126,7 +131,7 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     # What was trained before the boundary is not in it, and is lost, but for what was not told.
     state = one.node.held.find(MODULE, step.name)
     assert torch.equal(one.local(), lost(one, row, trained) + state.parameters)
-    assert isinstance(one.do(a.Publish(MODULE, 1, step.name, 0.0)), e.Failed)
+    assert isinstance(one.do(a.Publish(MODULE, 1, step.name, state.digest, 0.0)), e.Failed)
 
 
 def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
@@ -158,8 +163,8 @@ def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer])
     with torch.no_grad():
         next(iter(one.trainer.model.parameters())).fill_(float("nan"))
     module = next(m for m in (MODULE, OTHER) if not bool(torch.isfinite(one.local(m)).all()))
-    parent = one.node.held.get(module).step
-    failed = one.do(a.Publish(module, 0, parent, 0.0))
+    held = one.node.held.get(module)
+    failed = one.do(a.Publish(module, 0, held.step, held.digest, 0.0))
     assert isinstance(failed, e.Failed)
     assert failed.is_final
 

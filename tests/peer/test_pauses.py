@@ -14,8 +14,8 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.modules.device import be_nice, limit_memory
-from dipaco.peer import cli
-from dipaco.peer.owner import control_cli, pauses
+from dipaco.peer import cli, control_cli
+from dipaco.peer.owner import pauses
 from dipaco.peer.owner.pauses import Hours, Pauses, activity_file, ask_to_pause, ask_to_resume
 from dipaco.peer.settings import PeerSettings
 

@@ -9,8 +9,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from dipaco.peer import progress
+from dipaco.peer.own_status import PeerStatus
 from dipaco.peer.progress import ProgressReports, ScoringBudget
-from dipaco.peer.publisher import PeerStatus
 from dipaco.training.scoring import LossSum
 
 
@@ -57,12 +57,12 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
         return LossSum(2.0, 1)
 
     trainer.loss_of = score
-    status, publisher = PeerStatus(), MagicMock()
+    status, refresher = PeerStatus(), MagicMock()
     # Another peer's figure, which this one does not repeat.
-    publisher.view.progress = {0: SimpleNamespace(validation_nll=9.0, validation_tokens=9)}
+    refresher.view.progress = {0: SimpleNamespace(validation_nll=9.0, validation_tokens=9)}
     node.load_shard_index = lambda: SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)])
     files: Any = MagicMock()
-    reports = ProgressReports(node, publisher, trainer, files, status, MagicMock())  # type: ignore[arg-type]
+    reports = ProgressReports(node, refresher, trainer, files, status, MagicMock())  # type: ignore[arg-type]
     rounds.validation_every_rounds = 2
     reports.end_round(0, 1.0)
     assert status.progress[0].validation_tokens == 0
@@ -77,4 +77,4 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
         assert known == (2.0, 7), "the last score stands for the path until there is another"
     assert scored_in == scored
     assert status.validation_loss == 2.0
-    assert publisher.announce.call_count == 13
+    assert refresher.announce.call_count == 13

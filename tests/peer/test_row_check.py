@@ -21,6 +21,7 @@ from support.peers import RUN, key, peer
 
 from dipaco.protocol.admission import Gate, Terms, make_invitation, sign_revocations
 from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.identity import raw_public_key
 
 
 def test_rows_that_are_good_and_all_that_are_not() -> None:
@@ -73,23 +74,23 @@ def test_an_invitation_counts_for_its_places_however_many_keys_were_made_with_it
     check = new_check()
     rows = [row_of(n) for n in range(6)]
     assert check.good_rows(MODULE, rows, known) == tuple(rows[:2])
-    # It is the same two when they are told again, and others in another round.
+    # It is the same two when they are told again, and in other rounds.
     assert check.good_rows(MODULE, rows[::-1], known) == (rows[1], rows[0])
-    later = [row_of(n, 1) for n in (4, 5)]
-    assert check.good_rows(MODULE, later, known) == tuple(later)
+    assert check.good_rows(MODULE, [row_of(n, 1) for n in (4, 1, 5)], known) == (row_of(1, 1),)
     assert check.good_steps(MODULE, chain_of(1, (0, 1)), known)
     assert check.good_steps(MODULE, chain_of(1, (0, 1, 2)), known) == ()
 
 
-def test_who_is_revoked_stays_in_chains_and_makes_no_more_of_them() -> None:
-    gate: Gate = new_gate()
+def test_who_is_revoked_stays_in_chains_up_to_the_round_in_which_it_ended() -> None:
+    gate = Gate(RUN, raw_public_key(OPERATOR), start_s=PLAN.start_s, round_s=100.0)
     check = new_check(gate)
-    known = {peer(0): admission(0)}
     other = make_invitation(Terms(RUN, 2, 0), OPERATOR)
-    known[peer(1)] = admission(1, other)
-    gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
+    known = {peer(0): admission(0), peer(1): admission(1, other)}
+    ended_s = int(PLAN.start_s) + 250
+    gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: ended_s}, OPERATOR))
     assert check.good_rows(MODULE, [row_of(0), row_of(1)], known) == (row_of(1),)
-    assert check.good_steps(MODULE, chain_of(1, (0, 1)), known)
+    steps = chain_of(5, (0, 1))
+    assert check.good_steps(MODULE, steps, known) == tuple(steps[:3]), "round 3 is after its end"
     assert not check.is_in(peer(0))
 
 

@@ -15,7 +15,7 @@ from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer import trainers
-from dipaco.peer.owner.control_cli import ControlSettings, _peers
+from dipaco.peer.control_cli import ControlSettings, _peers
 from dipaco.peer.settings import PeerSettings
 from dipaco.peer.trainers import trainer_settings
 from dipaco.protocol.identity import load_or_create_identity

@@ -16,7 +16,7 @@ from dipaco.base.errors import NetworkError
 from dipaco.peer.background import Background
 from dipaco.peer.messenger import Messenger
 from dipaco.peer.outer_steps import OuterSteps
-from dipaco.peer.publisher import PeerStatus
+from dipaco.peer.own_status import PeerStatus
 from dipaco.peer.session import Session
 from dipaco.peer.shell import Shell
 from dipaco.protocol.member import actions as a

@@ -21,15 +21,18 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.commands import ROOT, commands, options_of, parsers
+from support.commands import ROOT, options_of, parsers
 
-from dipaco.base.command_line import arguments_of
-from dipaco.base.setting_sources import CONFIG_VARIABLE, from_file
+from dipaco.base.command_line import Command, Program
+from dipaco.base.settings_file import CONFIG_VARIABLE
 from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.peer import cli as peer_cli
 
-PACKAGES = ("base", "modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
+# dipaco/ has a link to each room.
+PACKAGES = tuple(sorted(link.name for link in (ROOT / "dipaco").iterdir() if link.is_symlink()))
 DEPLOY = ROOT / "examples" / "deploy"
+LOCKS = ROOT / "requirements"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 NOTEBOOKS = sorted((ROOT / "examples" / "notebook").glob("*.ipynb"))
 FILES = [*sorted(file for file in DEPLOY.iterdir() if file.is_file()), *NOTEBOOKS]
 UNITS = sorted(DEPLOY.glob("*.service"))
@@ -46,12 +49,15 @@ def files_of(root: Path, folders: tuple[str, ...]) -> set[str]:
 
 
 def test_the_archives_hold_everything(tmp_path: Path) -> None:
-    """The source archive what tests and README need, and the wheel, made from it, every module
-    and what else lies in their folders."""
+    """The source archive holds the sources, tests and pages. The wheel, which is made from it,
+    holds every module and what else lies in their folders.
+
+    An archive has no links: in it the rooms are folders in dipaco/.
+    """
     others = ("docs", "examples", "tests", "benchmarks")
     tree = tmp_path / "tree"
-    for folder in (*PACKAGES, *others):
-        shutil.copytree(ROOT / folder, tree / folder, ignore=LEFT_OUT)
+    for folder in ("dipaco", *PACKAGES, *others):
+        shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=LEFT_OUT)
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile"):
         shutil.copy(ROOT / name, tree)
     _build(tree, "sdist", tmp_path)
@@ -60,7 +66,8 @@ def test_the_archives_hold_everything(tmp_path: Path) -> None:
         source.extractall(tmp_path / "unpacked", filter="data")
     [unpacked] = (tmp_path / "unpacked").iterdir()
     names = {"pyproject.toml", "README.md", "LICENSE", "Makefile"}
-    wanted = files_of(tree, (*PACKAGES, *others)) | names
+    modules = {f"dipaco/{name}" for name in files_of(tree, PACKAGES)}
+    wanted = modules | files_of(tree, others) | names
     assert wanted <= files_of(unpacked, (".",))
 
     _build(unpacked, "wheel", tmp_path)
@@ -69,7 +76,7 @@ def test_the_archives_hold_everything(tmp_path: Path) -> None:
         held = {name for name in found.namelist() if ".dist-info/" not in name}
         [entries] = [name for name in found.namelist() if name.endswith("entry_points.txt")]
         scripts = found.read(entries).decode()
-    assert held == {f"dipaco/{name}" for name in files_of(unpacked, PACKAGES)}
+    assert held == modules
     assert {f"dipaco/{folder}/py.typed" for folder in PACKAGES} <= held
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name, target in project["scripts"].items():
@@ -112,27 +119,27 @@ def test_commands_and_flags_in_the_files_exist(file: Path) -> None:
                 assert flags <= options_of(known[name]), line
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_variables_in_the_files_are_read_by_a_command(file: Path) -> None:
-    known = {CONFIG_VARIABLE} | {
-        place.variable(argument.key)
-        for _, command, place in commands()
-        for argument in arguments_of(command.settings)
-    }
-    assert set(re.findall(r"\bDIPACO_\w+", text_of(file))) <= known
+def test_no_settings_are_in_variables() -> None:
+    named = {name for file in FILES for name in re.findall(r"\bDIPACO_\w+", text_of(file))}
+    assert named == {CONFIG_VARIABLE}
 
 
-def test_the_settings_file_is_one() -> None:
-    serve = next(c for c in bootstrap_cli.COMMAND.commands if c.name == "serve")
-    for command, place in (
-        (peer_cli.COMMAND, peer_cli.COMMAND.place()),
-        (serve, serve.place(bootstrap_cli.COMMAND.name)),
-    ):
-        found = from_file(arguments_of(command.settings), place, DEPLOY / "config.toml")
-        values = {name: given.value for name, given in found.items()}
-        assert values["port"] == 31337
-        defaults = {"folder": Path("run")} if "folder" in command.settings.__annotations__ else {}
-        command.settings(**{**defaults, **values})
+def test_the_settings_files_are_ones(tmp_path: Path) -> None:
+    def read(command: Command[Any] | Program, words: list[str], file: Path) -> Any:
+        parsed = command.parse([*words, "--config", str(file)])
+        return parsed._command.read(parsed)
+
+    for command, words in ((peer_cli.COMMAND, []), (bootstrap_cli.COMMAND, ["serve", "run"])):
+        assert read(command, words, DEPLOY / "config.toml").port == 31337
+    image, notebook = tmp_path / "image.toml", tmp_path / "notebook.toml"
+    [of_image] = re.findall(r"printf '(.*)' >", (DEPLOY / "Dockerfile").read_text())
+    image.write_text(of_image.replace("\\n", "\n"))
+    assert read(peer_cli.COMMAND, ["--check"], image).cache_folder == Path("/data")
+    cells = json.loads((ROOT / "examples" / "notebook" / "peer.ipynb").read_text())["cells"]
+    [settings] = [cell["source"] for cell in cells if cell["id"] == "settings"]
+    assert settings[0] == "%%writefile dipaco.toml\n"
+    notebook.write_text("".join(settings[1:]))
+    assert read(peer_cli.COMMAND, [], notebook).cache_folder == tmp_path / "dipaco-cache"
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda file: file.name)
@@ -171,7 +178,7 @@ def test_the_image_has_what_its_build_needs() -> None:
     """Whatever is left out of the build is nothing that the package is made of."""
     left_out = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    needed = {*PACKAGES, "pyproject.toml", "README.md", "LICENSE", "requirements.lock"}
+    needed = {"dipaco", *PACKAGES, "pyproject.toml", "README.md", "LICENSE", "requirements"}
     assert not needed & set(left_out)
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     [torch] = [d for d in project["project"]["dependencies"] if d.startswith("torch")]
@@ -181,17 +188,30 @@ def test_the_image_has_what_its_build_needs() -> None:
 
 @pytest.mark.parametrize(
     ("lock", "extras"),
-    [("requirements.lock", ["mirrors"]), ("requirements-dev.lock", ["mirrors", "serve", "dev"])],
+    [("dipaco.lock", ["mirrors"]), ("dev.lock", ["mirrors", "serve", "gguf", "dask", "dev"])],
 )
 def test_the_locks_hold_what_the_project_asks_for(lock: str, extras: list[str]) -> None:
     """After a change of dependencies: make lock."""
-    pinned = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (ROOT / lock).read_text(), re.M))
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (LOCKS / lock).read_text(), re.M))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     for text in [*project["dependencies"], *(line for name in extras for line in optional[name])]:
         wanted = Requirement(text)
         if wanted.name not in {"torch", "dipaco"}:
             assert pinned[canonicalize_name(wanted.name)] in wanted.specifier, text
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
+def test_a_workflow_calls_targets_of_the_makefile(file: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    jobs: dict[str, Any] = yaml.safe_load(file.read_text())["jobs"]
+    called = set()
+    for job in jobs.values():
+        assert job["timeout-minutes"] <= 360, "no job has longer"
+        for step in job["steps"]:
+            called.update(re.findall(r"\bmake ([a-z-]+)", step.get("run", "")))
+    assert called
+    assert called <= targets
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)

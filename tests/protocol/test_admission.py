@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pickle
@@ -19,9 +20,10 @@ from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.bootstrap.invite import invite, keep_revocations, revoke
 from dipaco.dht.quotas import HeldRecords, ServedRun
 from dipaco.peer.guests import admit, given_invitation
+from dipaco.protocol import admission as admission_module
 from dipaco.protocol.admission import (
     ADMISSION_BYTES,
-    IDENTITIES_PER_PLACE,
+    AWAY_S,
     Admission,
     Gate,
     Terms,
@@ -45,8 +47,8 @@ def public(number: int) -> bytes:
     return raw_public_key(key(number))
 
 
-def admission(number: int, after_s: float = 0.0, invitation: Any = INVITATION) -> bytes:
-    return invitation.admit(public(number), NOW_S + after_s)
+def admission(number: int, invitation: Any = INVITATION) -> bytes:
+    return invitation.admit(public(number), NOW_S)
 
 
 @pytest.fixture
@@ -100,28 +102,32 @@ def test_an_invitation_of_another_run_or_operator_or_one_that_was_changed(gate: 
             gate.check(peer(0), forged.admit(public(0), NOW_S))
 
 
-def test_an_expired_invitation_lets_nobody_in_and_who_is_in_stays(gate: Gate) -> None:
+def test_an_expired_invitation_lets_nobody_in_and_ends_who_is_in() -> None:
     brief = make_invitation(Terms(RUN, 2, int(NOW_S) + 10), OPERATOR)
-    in_time = brief.admit(public(0), NOW_S)
     with pytest.raises(AdmissionError, match="expired 2.0 days ago"):
         brief.admit(public(1), NOW_S + 10 + 2 * 86_400)
-    assert gate.check(peer(0), in_time).admitted_s == NOW_S
+    now = [NOW_S]
+    gate = Gate(RUN, raw_public_key(OPERATOR), now=lambda: now[0])
+    mine = brief.admit(public(0), NOW_S)
+    assert gate.check(peer(0), mine).expires_s == NOW_S + 10
+    assert gate.admission_of(peer(0)) is not None
+    now[0] += 11
+    assert gate.admission_of(peer(0)) is None
+    with pytest.raises(RecordError, match="has expired"):
+        gate.check(peer(0), mine)
+    with pytest.raises(AdmissionError, match="this peer is out: .*expired"):
+        gate.counted_of((), (peer(0), mine))
     # Somebody whose software does not care.
     patient = dataclasses.replace(brief, terms=Terms(RUN, 2, 0))
-    forged = patient.admit(public(1), NOW_S + 11)
     with pytest.raises(RecordError, match="not signed"):
-        gate.check(peer(1), forged)
-    late = brief.admit(public(1), NOW_S)[:-72]
-    late += (int(NOW_S) + 11).to_bytes(8, "big") + bytes(64)
-    with pytest.raises(RecordError, match="after the invitation"):
-        gate.check(peer(1), late)
+        gate.check(peer(1), patient.admit(public(1), NOW_S + 11))
 
 
 # -- admissions
 
 
 def test_an_admission_is_of_one_peer(gate: Gate) -> None:
-    assert gate.check(peer(0), admission(0)) == Admission(INVITATION.id, 2, int(NOW_S))
+    assert gate.check(peer(0), admission(0)) == Admission(INVITATION.id, 2)
     with pytest.raises(RecordError, match="not for it"):
         gate.check(peer(1), admission(0))
     assert gate.admission_of(peer(1)) is None
@@ -129,7 +135,7 @@ def test_an_admission_is_of_one_peer(gate: Gate) -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [None, b"", 7, "text", b"x" * 10_000, admission(0)[:-1], admission(0) + b"x", bytes(186)],
+    [None, b"", 7, "text", b"x" * 10_000, admission(0)[:-1], admission(0) + b"x", bytes(178)],
 )
 def test_what_is_no_admission_is_refused(gate: Gate, data: Any) -> None:
     with pytest.raises(RecordError):
@@ -145,35 +151,104 @@ def test_any_changed_byte_is_refused(gate: Gate) -> None:
             gate.check(peer(0), bad)
 
 
-def test_of_an_invitation_so_many_count_as_it_is_for_and_those_that_came_first(gate: Gate) -> None:
-    for number in range(5):
-        gate.check(peer(number), admission(number, after_s=10 - number))
-    seen = {peer(number) for number in range(5)}
-    assert gate.counted_of(seen) == {peer(4), peer(3)}
-    assert gate.counted_of(seen - {peer(4)}) == {peer(3), peer(2)}
-    alone = admission(9, after_s=20)
-    assert peer(9) in gate.counted_of({peer(0)}, (peer(9), alone))
+class Time:
+    s = NOW_S
+
+    def __call__(self) -> float:
+        return self.s
+
+
+def gate_at(clock: Time) -> Gate:
+    return Gate(RUN, raw_public_key(OPERATOR), now=clock)
+
+
+def let_in(gate: Gate, *numbers: int) -> list[int]:
+    """Show the admissions of peers; return who has a place."""
+    found = []
+    for number in numbers:
+        with contextlib.suppress(RecordError):
+            gate.check(peer(number), admission(number))
+            found.append(number)
+    return found
+
+
+def test_of_an_invitation_so_many_count_as_it_is_for_and_those_that_were_seen_first(
+    gate: Gate,
+) -> None:
+    assert let_in(gate, 4, 3, 2, 1) == [4, 3]
+    assert gate.counted_of({peer(number) for number in range(5)}) == {peer(4), peer(3)}
+    assert let_in(gate, 1, 3, 4) == [3, 4]
+
+
+def test_four_keys_have_no_more_places_than_one_and_take_none_from_who_is_there() -> None:
+    """Of an open run too: whoever makes keys does not keep out those to come, when they go."""
+    clock = Time()
+    gate = gate_at(clock)
+    assert let_in(gate, *range(100)) == [0, 1]
+    clock.s += AWAY_S / 2
+    assert let_in(gate, 0, 50) == [0]
+    clock.s += AWAY_S / 2 + 1
+    # The second was not seen for so long: its place is free.
+    assert let_in(gate, 50, 0, 1) == [50, 0]
+
+
+def test_rows_in_the_chain_come_before_who_was_seen_first(gate: Gate) -> None:
+    assert let_in(gate, 0, 1) == [0, 1]
+    for number in (2, 3, 4):
+        gate.verify(peer(number), admission(number))
+    gate.contributed(peer(2), 7)
+    assert gate.admitted().keys() == {peer(0), peer(2)}
+    gate.contributed(peer(3), 5)
+    assert gate.admitted().keys() == {peer(2), peer(3)}
+    gate.contributed(peer(4), 9)
+    assert gate.admitted().keys() == {peer(2), peer(3)}, "its rows came later"
+    gate.contributed(peer(0), 4)
+    assert gate.admitted().keys() == {peer(0), peer(3)}
+
+
+def test_who_came_later_than_there_are_places_is_told_and_who_was_here_goes_on() -> None:
+    first, late = gate_at(Time()), gate_at(Time())
+    seen = {peer(number) for number in range(3)}
+    assert first.counted_of((), (peer(0), admission(0))) == {peer(0)}
+    let_in(first, 1, 2)
+    assert peer(0) in first.counted_of(seen, (peer(0), admission(0)))
+    let_in(late, 0, 1)
     with pytest.raises(AdmissionError, match="all places .* by 2 that came before this peer"):
-        gate.counted_of(seen, (peer(9), alone))
+        late.counted_of(seen, (peer(2), admission(2)))
+    # It was here in an earlier life.
+    late.verify(peer(2), admission(2))
+    late.contributed(peer(2), 3)
+    assert peer(2) in late.counted_of(seen, (peer(2), admission(2)))
 
 
-def test_whoever_makes_new_identities_all_the_time_runs_out_of_them(gate: Gate) -> None:
-    other = make_invitation(Terms(RUN, 1, 0), OPERATOR)
-    gate.check(peer(99), other.admit(public(99), NOW_S))
-    for number in range(IDENTITIES_PER_PLACE * 2):
-        gate.check(peer(number), admission(number))
-    with pytest.raises(RecordError, match="4 times as many peers used .* as it has places: 2"):
-        gate.check(peer(50), admission(50))
-    # A peer that is in stays in, and others are none the worse.
-    gate.check(peer(0), admission(0))
-    assert gate.admission_of(peer(99)) is not None
-    # What such a one has signed with others can still be read.
-    assert gate.check(peer(50), admission(50), even_revoked=True).places == 2
-    assert gate.admission_of(peer(50)) is None
+def test_memory_for_admissions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission_module, "MOST_VERIFIED", 8)
+    gate = gate_at(Time())
+    for number in range(20):
+        gate.verify(peer(number), admission(number))
+    assert len(gate._verified) == 8
+    assert gate.data_of(peer(19)) == admission(19)
+    assert gate.data_of(peer(0)) is None
+
+
+def test_rows_count_up_to_the_round_in_which_an_invitation_ended() -> None:
+    gate = Gate(RUN, raw_public_key(OPERATOR), start_s=NOW_S, round_s=100.0)
+    brief = make_invitation(Terms(RUN, 2, int(NOW_S) + 450), OPERATOR)
+    for_good, until_4 = admission(0), admission(0, brief)
+    assert all(gate.counts(peer(0), for_good, number) for number in (0, 4, 10**6))
+    assert [gate.counts(peer(0), until_4, number) for number in (0, 4, 5)] == [True, True, False]
+    assert not gate.counts(peer(1), for_good, 0)
+    assert not gate.counts(peer(0), b"", 0)
+    ended = {INVITATION.id: int(NOW_S) + 250, brief.id: int(NOW_S) + 999}
+    for other in (gate, pickle.loads(pickle.dumps(gate))):
+        other.revoke(sign_revocations(RUN, 1, ended, OPERATOR))
+        assert [other.counts(peer(0), for_good, n) for n in (2, 3)] == [True, False]
+        assert [other.counts(peer(0), until_4, n) for n in (4, 5)] == [True, False]
+        assert let_in(other, 0) == [], "it is out all the same"
 
 
 def test_a_gate_goes_to_other_processes_with_what_is_revoked(gate: Gate) -> None:
-    gate.revoke(sign_revocations(RUN, 1, [INVITATION.id], OPERATOR))
+    gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: 0}, OPERATOR))
     copy = pickle.loads(pickle.dumps(gate))
     with pytest.raises(RecordError, match="revoked"):
         copy.check(peer(0), admission(0))
@@ -183,35 +258,31 @@ def test_a_gate_goes_to_other_processes_with_what_is_revoked(gate: Gate) -> None
 
 
 def test_who_is_revoked_is_out_and_what_it_signed_can_still_be_read(gate: Gate) -> None:
-    heard: list[object] = []
     gate.check(peer(0), admission(0))
-    gate.listen(lambda who, found: heard.append(who), lambda revoked: heard.append(set(revoked)))
-    assert heard == [peer(0), set()]
-    assert gate.revoke(sign_revocations(RUN, 2, [INVITATION.id], OPERATOR))
-    assert heard[2:] == [{INVITATION.id}]
+    assert gate.revoke(sign_revocations(RUN, 2, {INVITATION.id: 0}, OPERATOR))
     with pytest.raises(RecordError, match="was revoked by the operator"):
         gate.check(peer(0), admission(0))
     with pytest.raises(AdmissionError, match="has revoked the invitation"):
         gate.check_invitation(INVITATION)
     with pytest.raises(AdmissionError, match="this peer is out: .*revoked"):
         gate.counted_of((), (peer(0), admission(0)))
-    assert gate.check(peer(0), admission(0), even_revoked=True)
+    assert gate.verify(peer(0), admission(0))
     assert gate.admitted() == {}
     # An older list, or the same again, changes nothing.
-    assert not gate.revoke(sign_revocations(RUN, 1, [], OPERATOR))
+    assert not gate.revoke(sign_revocations(RUN, 1, {}, OPERATOR))
     assert gate.revoked == {INVITATION.id}
 
 
 @pytest.mark.parametrize(
     "envelope",
     [
-        sign_revocations(RUN, 1, [], STRANGER),
-        sign_revocations("f" * 16, 1, [], OPERATOR),
-        sign_revocations(RUN, 1, ["no id"], OPERATOR),
-        sign_revocations(RUN, 0, [], OPERATOR),
-        sign_revocations(RUN, 1, [f"{n:016x}" for n in range(5000)], OPERATOR),
-        sign_revocations(RUN, 1, [], OPERATOR).replace(b'"version":1', b'"version":2'),
-        sign_revocations(RUN, 1, [], OPERATOR)[:-5],
+        sign_revocations(RUN, 1, {}, STRANGER),
+        sign_revocations("f" * 16, 1, {}, OPERATOR),
+        sign_revocations(RUN, 1, {"no id": 1}, OPERATOR),
+        sign_revocations(RUN, 0, {}, OPERATOR),
+        sign_revocations(RUN, 1, {f"{n:016x}": 1 for n in range(5000)}, OPERATOR),
+        sign_revocations(RUN, 1, {}, OPERATOR).replace(b'"version":1', b'"version":2'),
+        sign_revocations(RUN, 1, {}, OPERATOR)[:-5],
         b"[" * 60_000,
         b"{}",
         b"",
@@ -242,7 +313,7 @@ def store(held: HeldRecords, number: int, content: Any, item: str = "0") -> bool
     )
     value = MSGPackSerializer.dumps(content) + bytes(64)
     expires_s = NOW_S + 60 + held.record_count
-    return held.store_subkey(DHTID.generate(key_name), subkey, value, expires_s, b"sender")
+    return held.store_subkey(DHTID.generate(key_name), subkey, value, expires_s)
 
 
 def test_a_node_stores_records_of_the_invited_alone(gate: Gate) -> None:
@@ -260,13 +331,15 @@ def test_a_node_stores_records_of_the_invited_alone(gate: Gate) -> None:
 def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> None:
     held = served(gate)
     assert store(held, 0, {"admission": admission(0)})
-    lists = [sign_revocations(RUN, n, [INVITATION.id] * (n > 1), OPERATOR) for n in (1, 2, 3)]
-    foreign = sign_revocations(RUN, 9, [], STRANGER)
+    lists = [
+        sign_revocations(RUN, n, {INVITATION.id: 0} if n > 1 else {}, OPERATOR) for n in (1, 2, 3)
+    ]
+    foreign = sign_revocations(RUN, 9, {}, STRANGER)
 
     def keep(version: int, envelope: bytes) -> bool:
         subkey = record_subkey("revocations", RUN, f"{version:08d}", b"")
         where = DHTID.generate(record_key("revocations", RUN))
-        return held.store_subkey(where, subkey, MSGPackSerializer.dumps(envelope), NOW_S + 9, b"s")
+        return held.store_subkey(where, subkey, MSGPackSerializer.dumps(envelope), NOW_S + 9)
 
     assert keep(2, lists[1])
     assert not keep(1, lists[0])
@@ -298,7 +371,7 @@ def test_a_node_is_let_in_once_and_remembers_it(gate: Gate, tmp_path: Path) -> N
     assert admit(gate, other, manifest, NOW_S, text) == admission(1)
     own = make_invitation(Terms(RUN, 1, 0), OPERATOR)
     assert gate.check(peer(1), admit(gate, other, manifest, NOW_S, own.to_text())).places == 1
-    gate.revoke(sign_revocations(RUN, 1, [own.id], OPERATOR))
+    gate.revoke(sign_revocations(RUN, 1, {own.id: 0}, OPERATOR))
     with pytest.raises(AdmissionError, match="was revoked by the operator"):
         admit(gate, other, manifest, NOW_S, None)
 
@@ -362,11 +435,11 @@ def test_a_successor_s_folder_has_the_list_and_goes_on_from_it(tmp_path: Path) -
     assert list(new.iterdir()) == []
     for version, revoked in ((1, "a"), (2, "b")):
         (old / "revocations.json").write_bytes(
-            sign_revocations(RUN, version, [revoked * 16], OPERATOR)
+            sign_revocations(RUN, version, {revoked * 16: 9}, OPERATOR)
         )
         keep_revocations(old, new)
     kept = read_revocations((new / "revocations.json").read_bytes())
-    assert (kept.version, kept.revoked) == (1, {"a" * 16}), "what it has is left alone"
+    assert (kept.version, kept.revoked) == (1, {"a" * 16: 9}), "what it has is left alone"
 
 
 # -- plans
@@ -396,8 +469,8 @@ def test_who_is_in_stays_in_when_a_run_by_invitation_has_a_successor() -> None:
 
 
 def test_a_list_is_read_as_it_was_signed() -> None:
-    found = read_revocations(sign_revocations(RUN, 3, ["a" * 16, "b" * 16, "a" * 16], OPERATOR))
+    found = read_revocations(sign_revocations(RUN, 3, {"b" * 16: 1, "a" * 16: 2}, OPERATOR))
     assert (found.run_id, found.version) == (RUN, 3)
-    assert found.revoked == {"a" * 16, "b" * 16}
+    assert found.revoked == {"a" * 16: 2, "b" * 16: 1}
     assert peer_id_of_public_key(found.operator_key)
     assert isinstance(OPERATOR, Ed25519PrivateKey)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,21 +13,22 @@ import torch
 from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import canonical_json
+from dipaco.modules import device
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import InnerConfig
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.outer import Contribution, OuterRule, publish
+from dipaco.modules.state import write_state
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.dense import MixedBatches, baseline_inner, score_dense, train_dense
-from dipaco.simulator.path_worker import Workbench
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.report import RoundReport
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 from dipaco.training.inner import InnerLoop, learning_rate_at
 from dipaco.training.scoring import LossSum, sum_losses
-from dipaco.training.trainer import PathTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,13 +37,6 @@ UNSCORED = SimulatorSettings(validation_sequences=0)
 
 def last_report(swarm: ReferenceSwarm, rounds: int) -> RoundReport:
     return list(swarm.rounds(rounds))[-1]
-
-
-def with_a_bench_each(swarm: ReferenceSwarm, settings: SimulatorSettings) -> ReferenceSwarm:
-    """Give every worker a model of its own, so that none has to make room for another."""
-    for worker in swarm.workers:
-        worker._bench = Workbench(swarm.plan, settings)
-    return swarm
 
 
 def test_a_tiny_run_is_the_same_every_time(tmp_path: Path, shared_run: RunFolder) -> None:
@@ -61,24 +57,14 @@ def test_digests_are_deterministic(run_name: str, request: pytest.FixtureRequest
     )
 
 
-@pytest.mark.parametrize("run_name", ["shared_run", "private_run"])
-def test_taking_turns_on_one_model_changes_no_bit(
-    run_name: str, request: pytest.FixtureRequest
+def test_a_run_by_the_clock_is_simulated_in_fp32_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = request.getfixturevalue(run_name)
-    swapped = last_report(ReferenceSwarm(run), 3)
-    dedicated = last_report(with_a_bench_each(ReferenceSwarm(run), SimulatorSettings()), 3)
-    assert swapped.digests == dedicated.digests
-    assert [p.train_loss for p in swapped.paths] == [p.train_loss for p in dedicated.paths]
-    assert swapped.validation == dedicated.validation
-
-
-def test_taking_turns_changes_no_bit_with_8_bit_adamw(shared_run: RunFolder) -> None:
-    settings = SimulatorSettings(optimizer="adamw8bit")
-    swapped = last_report(ReferenceSwarm(shared_run, settings=settings), 2)
-    swarm = ReferenceSwarm(shared_run, settings=settings)
-    dedicated = last_report(with_a_bench_each(swarm, settings), 2)
-    assert swapped.digests == dedicated.digests
+    """Its peers may train in bf16; a simulation is to have the same bits on every processor."""
+    monkeypatch.setattr(device, "cpu_has_bf16", lambda: True)
+    run = make_tiny_run(tmp_path / "run", inner_steps=0)
+    swarm = ReferenceSwarm(run, steps_per_round=2, settings=UNSCORED)
+    assert {trainer.inner.dtype for trainer in swarm.trainers.values()} == {torch.float32}
 
 
 def test_scoring_does_not_disturb_training(shared_run: RunFolder) -> None:
@@ -131,70 +117,13 @@ def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
             torch.testing.assert_close(views[name], parameter.detach(), rtol=1e-5, atol=1e-7)
 
 
-def _train_peers(run: RunFolder, peers: list[SimulatedPeer], rounds: int) -> dict[str, str]:
-    """What real peers do in the fixed-steps mode, with the peers' own trainer and no network."""
-    plan = run.plan()
-    grid = run.grid(plan)
-    states = {module: run.genesis_state(plan, module) for module in grid.modules()}
-    rule = OuterRule.of(plan, run.shard_index(plan))
-    trainers: dict[str, PathTrainer] = {}
-    for peer in peers:
-        tokens = run.train_tokens(plan, peer.path)
-        stream = BatchStream(tokens, seed=plan.seed, path=peer.path, batch_sequences=2)
-        trainer = trainers[peer.peer] = PathTrainer(plan, grid, torch.device("cpu"))
-        own = {module: states[module] for module in grid.modules_of_path(peer.path)}
-        trainer.start_path(peer.path, own, stream)
-        trainer.replica = peer.replica
-    for round_index in range(rounds):
-        done = 0
-        for level in grid.level_names:
-            target = grid.steps_before(level, plan.rounds.inner_steps)
-            for trainer in trainers.values():
-                for _ in range(target - done):
-                    trainer.inner_step()
-            done = target
-            for module in [m for m in grid.modules() if grid.level_of(m) == level]:
-                members = sorted(
-                    (p for p in peers if p.path in grid.paths_of_module(module)),
-                    key=lambda p: (p.path, p.peer),
-                )
-                if not members:
-                    continue
-                files, table = [], []
-                for member in members:
-                    snapshot = trainers[member.peer].snapshot(module)
-                    files.append(publish(snapshot.outer_gradient(), rule.codec_of(module)))
-                    table.append(Contribution(member.path, member.peer, snapshot.tokens))
-                states[module] = rule.step(states[module], files, table, round_index)
-                for member in members:
-                    trainers[member.peer].adopt(module, states[module])
-    return {module: state.digest for module, state in states.items()}
-
-
-@pytest.mark.parametrize(
-    "peers",
-    [
-        [SimulatedPeer(0)],
-        [SimulatedPeer(path) for path in range(4)],
-        [SimulatedPeer(0, 0, "Qb"), SimulatedPeer(0, 12345, "Qa"), SimulatedPeer(3)],
-    ],
-    ids=["one peer", "a peer a path", "replicas"],
-)
-@pytest.mark.parametrize("run_name", ["shared_run", "private_run"])
-def test_the_trainer_of_the_peers_computes_the_same(
-    run_name: str, peers: list[SimulatedPeer], request: pytest.FixtureRequest
-) -> None:
-    run = request.getfixturevalue(run_name)
-    simulated = last_report(ReferenceSwarm(run, peers=peers), 3)
-    assert simulated.digests == _train_peers(run, peers, 3)
-
-
 def test_replicas_share_a_path_but_no_batches(shared_run: RunFolder) -> None:
     swarm = ReferenceSwarm(shared_run, peers=[SimulatedPeer(1), SimulatedPeer(1, replica=1)])
     report = last_report(swarm, 1)
     assert [path.step for path in report.paths] == [8]
     assert swarm.states["L1.E1"].progress[1].tokens == 2 * 4 * 2 * 32
-    gradients = [worker.outer_gradient("L0.E0")[:] for worker in swarm.workers]
+    trainers = swarm.trainers.values()
+    gradients = [trainer.snapshot("L0.E0").outer_gradient()[:] for trainer in trainers]
     assert (
         report.digests
         != last_report(ReferenceSwarm(shared_run, peers=[SimulatedPeer(1)]), 1).digests
@@ -245,14 +174,11 @@ def test_a_level_without_new_steps_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_codec_trains_and_the_peers_compute_the_same(tmp_path: Path, codec: str) -> None:
-    """Each codec has bits of its own."""
+def test_every_codec_trains_with_bits_of_its_own(tmp_path: Path, codec: str) -> None:
     run = make_tiny_run(tmp_path / "run", codec=codec, outer={"momentum": 0.0})
     exact = make_tiny_run(tmp_path / "exact", codec="float32", outer={"momentum": 0.0})
     swarm = ReferenceSwarm(run)
     before, report = swarm.report().validation, last_report(swarm, 3)
-    peers = [SimulatedPeer(path) for path in range(4)]
-    assert report.digests == _train_peers(run, peers, 3)
     assert report.validation.nll < before.nll
     others = last_report(ReferenceSwarm(exact, settings=UNSCORED), 3).digests
     assert (report.digests == others) == (codec == "float32")
@@ -289,7 +215,7 @@ def test_states_from_elsewhere_continue_the_schedule(shared_run: RunFolder) -> N
     first = ReferenceSwarm(shared_run)
     first.run_round()
     later = ReferenceSwarm(shared_run, states=first.states, first_round=1)
-    assert [worker.path_step for worker in later.workers] == [4] * 4
+    assert [trainer.path_step for trainer in later.trainers.values()] == [4] * 4
     assert last_report(later, 1).versions == dict.fromkeys(first.states, 2)
 
 
@@ -305,6 +231,33 @@ def test_states_from_elsewhere_continue_the_schedule(shared_run: RunFolder) -> N
 def test_impossible_peers_are_refused(shared_run: RunFolder, peers: list[SimulatedPeer]) -> None:
     with pytest.raises(ConfigurationError):
         ReferenceSwarm(shared_run, peers=peers)
+
+
+def test_a_successor_run_starts_from_its_genesis_states(
+    tmp_path: Path, private_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = ReferenceSwarm(private_run, settings=UNSCORED)
+    trained.run_round()
+    plan, run = private_run.plan(), RunFolder(tmp_path / "run")
+    shutil.copytree(private_run.path / "blobs", run.path / "blobs")
+    begun = {
+        module: replace(state, version=0, progress={}) for module, state in trained.states.items()
+    }
+    for module, state in begun.items():
+        write_state(state, tmp_path / module)
+        assert run.blobs.add_file(tmp_path / module) == state.digest
+    index = run.blobs.add_bytes(
+        canonical_json({module: state.digest for module, state in begun.items()})
+    )
+    blobs = plan.blobs.model_copy(update={"genesis": index})
+    successor = plan.model_copy(update={"blobs": blobs, "successor_of": plan.run_id})
+    key = load_or_create_operator_key(tmp_path / "operator.pem")
+    run.manifest_path.write_bytes(sign_manifest(successor, key))
+    read, original = [], run.blobs.read
+    monkeypatch.setattr(run.blobs, "read", lambda sha256: read.append(sha256) or original(sha256))
+    swarm = ReferenceSwarm(run, settings=UNSCORED)
+    assert read.count(index) == 1  # once for all modules, of which there may be thousands
+    assert {m: s.digest for m, s in swarm.states.items()} == {m: s.digest for m, s in begun.items()}
 
 
 # Dense baseline
@@ -347,3 +300,21 @@ def test_the_rate_of_the_dense_baseline_falls_to_its_end_unless_the_plan_says_ho
     assert learning_rate_at(baseline_inner(kept, 20, 8e-3), 4) == pytest.approx(8e-3)
     planned = InnerConfig(decay_steps=100)
     assert baseline_inner(planned, 20) == planned
+
+
+def test_a_dense_training_that_was_killed_goes_on(tmp_path: Path, shared_run: RunFolder) -> None:
+    straight = train_dense(shared_run, 6)
+    file = tmp_path / "dense.pt"
+    done: list[int] = []
+
+    def stop(step: int, loss: float) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_dense(shared_run, 6, checkpoint=file, save_every_s=0.0, on_step=stop)
+    resumed = train_dense(shared_run, 6, checkpoint=file, on_step=lambda step, _: done.append(step))
+    assert done == [4, 5]
+    assert not file.exists()
+    assert resumed.validation == straight.validation
+    assert all(torch.equal(straight.parameters[n], p) for n, p in resumed.parameters.items())

@@ -8,18 +8,21 @@ import socket
 import urllib.request
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_record
+from support.make_plan import make_plan
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.metrics import Metric, text_of
+from dipaco.modules.config import GridConfig
+from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.publisher import Activity, PeerStatus
 from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics
 from dipaco.peer.settings import PeerSettings
+from dipaco.protocol.view import SwarmView
 from dipaco.status.metrics import PATH_STATES, SWARM_METRICS, swarm_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,16 +84,12 @@ def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], 
     uplink = Uplink()
     uplink.received_bytes = 7
     metrics = PeerMetrics(uplink)
-    node = SimpleNamespace(
-        grid=SimpleNamespace(modules=lambda: ("L0.E0", "L0.E1", "L1.E0", "P3")),
-        held=SimpleNamespace(all=lambda: ("one", "two")),
-        schedule=SimpleNamespace(fixed_steps=0, round_at=lambda now_s: 5),
-        clock=SimpleNamespace(now=lambda: 0.0),
-    )
-    publisher = SimpleNamespace(view=SimpleNamespace(present=["A"]))
+    plan = make_plan(grid=GridConfig(private_head=True))
+    time = FakeTime(plan.start_s + 5.5 * plan.rounds.duration_s)
+    swarm = FakeSwarm(SwarmView(0.0, peers={ME: peer_record(ME)}))
     claim = Activity("training", 3)
     status = PeerStatus(claim, waiting_for="others", reachable="direct", validation_loss=2.5)
-    metrics.follow(node, publisher, status)  # type: ignore[arg-type]
+    metrics.follow(FakeRun(plan, time.clock), swarm, status, lambda: 2)
     for kind, values in events:
         metrics.on_event(kind, values)
     return samples(text_of(metrics.collect()))

@@ -291,6 +291,7 @@ def test_the_command_on_a_real_swarm(tmp_path: Path, grid: Grid) -> None:
 
         me = node.peer_id
         # Without an admission nobody is seen.
+        node.directory.admission = None
         node.directory.publish_peer(peer(me, 0), 0, 300.0)
         asked = status("--initial-peers", node.address, "--json")
         assert json.loads(asked.stdout)["peers"] == []

@@ -21,7 +21,7 @@ from dipaco.base.http_server import listen
 from dipaco.protocol.ledger import Credit, exported
 from dipaco.status import cli
 from dipaco.status.history import History
-from dipaco.status.service import PAGE, Board, StatusService
+from dipaco.status.service import PAGE, PageContent, StatusService
 from dipaco.status.serving import Repeated, Sampler, interval_s, serve_swarm
 
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
@@ -39,12 +39,12 @@ def statuses() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def client(statuses: list[dict[str, Any]]) -> Iterator[TestClient]:
-    history, board = History(None), Board(15.0)
+    history, content = History(None), PageContent(15.0)
     for status in statuses:
         history.write(status)
-    board.put(statuses[-1])
-    board.put_series(history.series(statuses[-1]["run"]["id"]))
-    with TestClient(StatusService(board).application()) as client:
+    content.put(statuses[-1])
+    content.put_series(history.series(statuses[-1]["run"]["id"]))
+    with TestClient(StatusService(content).application()) as client:
         yield client
     history.close()
 
@@ -111,9 +111,9 @@ def test_who_contributed_is_shown(statuses: list[dict[str, Any]]) -> None:
         found: dict[str, Any] = ledgers.pop(run)
         return found
 
-    board = Board(15.0)
-    sampler = Sampler(lambda: statuses[0], History(None), board, read_ledger)
-    with TestClient(StatusService(board).application()) as client:
+    content = PageContent(15.0)
+    sampler = Sampler(lambda: statuses[0], History(None), content, read_ledger)
+    with TestClient(StatusService(content).application()) as client:
         sampler.sample_ledger("another")
         assert client.get("/api/ledger").status_code == 404
         sampler.sample()
@@ -129,7 +129,7 @@ def test_metrics_of_the_newest_status(client: TestClient) -> None:
 
 
 def test_before_the_first_reading_there_is_nothing() -> None:
-    with TestClient(StatusService(Board(15.0)).application()) as client:
+    with TestClient(StatusService(PageContent(15.0)).application()) as client:
         assert client.get("/metrics").status_code == 503
         assert client.get("/api/status").json()["status"] is None
         assert client.get("/api/series").json()["time_s"] == []
@@ -153,9 +153,9 @@ def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> Non
             raise found
         return found
 
-    history, board = History(None), Board(5.0)
-    sampler = Sampler(read, history, board)
-    with TestClient(StatusService(board).application()) as client:
+    history, content = History(None), PageContent(5.0)
+    sampler = Sampler(read, history, content)
+    with TestClient(StatusService(content).application()) as client:
         assert client.get("/api/status").json()["status"] is None
         assert reads == 0
         said = []
@@ -176,10 +176,10 @@ def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> Non
 
 def test_the_page_follows_a_run_into_its_successor(statuses: list[dict[str, Any]]) -> None:
     first, then = statuses[0], {**statuses[1], "run": {**statuses[1]["run"], "id": "b" * 64}}
-    history, board = History(None), Board(5.0)
+    history, content = History(None), PageContent(5.0)
     reads = iter((first, then))
-    sampler = Sampler(lambda: next(reads), history, board)
-    with TestClient(StatusService(board).application()) as client:
+    sampler = Sampler(lambda: next(reads), history, content)
+    with TestClient(StatusService(content).application()) as client:
         for status in (first, then):
             sampler.sample()
             assert client.get("/api/status").json()["status"]["run"] == status["run"]
@@ -187,10 +187,10 @@ def test_the_page_follows_a_run_into_its_successor(statuses: list[dict[str, Any]
 
 
 def test_a_full_disk_hides_no_status(statuses: list[dict[str, Any]], tmp_path: Path) -> None:
-    history, board = History(tmp_path / "kept.sqlite"), Board(5.0)
+    history, content = History(tmp_path / "kept.sqlite"), PageContent(5.0)
     history._file.execute("DROP TABLE figures")
-    Sampler(lambda: statuses[0], history, board).sample()
-    newest = json.loads(board.newest.body)
+    Sampler(lambda: statuses[0], history, content).sample()
+    newest = json.loads(content.newest.body)
     assert newest["status"] == statuses[0]
     assert "--history" in newest["error"]
 
@@ -242,11 +242,11 @@ def test_how_often_a_swarm_is_read() -> None:
 def test_answers_about_a_large_swarm_are_bounded() -> None:
     status = status_at(spoiled_records())
     assert (len(status["paths"]), len(status["peers"])) == (256, 500)
-    board = Board(60.0)
-    board.put(status)
-    assert len(board.newest.body) < 500_000
-    assert len(board.newest.packed) < 120_000
-    assert json.loads(board.newest.body)["status"] == status
+    content = PageContent(60.0)
+    content.put(status)
+    assert len(content.newest.body) < 500_000
+    assert len(content.newest.packed) < 120_000
+    assert json.loads(content.newest.body)["status"] == status
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.command_line import Command, Program
-from dipaco.base.setting_sources import Place
-from dipaco.peer.owner import control_cli
+from dipaco.peer import control_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 # Name to module.
@@ -28,25 +27,20 @@ def program_of(module: str) -> Command[Any] | Program:
     return program
 
 
-def commands() -> Iterator[tuple[str, Command[Any], Place]]:
-    """Yield every command: what is typed, the command, and where its settings are."""
+def commands() -> Iterator[tuple[str, Command[Any], tuple[str, ...]]]:
+    """Yield every command: what is typed, the command, and the table of its settings."""
     programs = [program_of(module) for module in SCRIPTS.values()]
     for program in [*programs, *control_cli.COMMANDS.values()]:
         if isinstance(program, Command):
-            yield program.name, program, program.place()
+            yield program.name, program, program.table()
             continue
         for command in program.commands:
-            yield f"{program.name} {command.name}", command, command.place(program.name)
+            yield f"{program.name} {command.name}", command, command.table(program.name)
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of every command, those with subcommands as `program subcommand`."""
-    found = {}
-    for name, command, place in commands():
-        found[name] = argparse.ArgumentParser(prog=name)
-        found[name].add_argument("--version", action="store_true")
-        command.add_to(found[name], place.words[0] if len(place.words) > 1 else "")
-    return found
+    """Return the parser of every command, by what is typed."""
+    return {name: command.parser() for name, command, _ in commands()}
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

@@ -14,18 +14,22 @@ from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.node import join_dht
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
+from dipaco.protocol.admission import ADMISSION_BYTES
 from dipaco.protocol.coverage import Scope, whole_scope
 from dipaco.protocol.identity import Identity, load_or_create_identity
 from dipaco.protocol.records import PeerRecord
 from dipaco.protocol.view import SwarmView
 
 from .make_plan import make_plan
+from .peers import OpenGate
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 RUN_ID = "0123456789abcdef"
 # Of the run that the views of these tests are of: 64 paths, one bucket.
 PLAN = make_plan(grid=GridConfig(modules_per_level=(8, 8)))
 GRID = Grid(PLAN.model, PLAN.grid)
+
+ADMISSION = bytes(ADMISSION_BYTES)
 
 Found = TypeVar("Found")
 
@@ -62,7 +66,20 @@ def start_node(
     dht = join_dht(
         initial_peers, identity=identity, host_maddrs=(LOOPBACK,), client_mode=client_mode
     )
-    return TestNode(identity, dht, Directory(dht, identity, run_id))
+    node = TestNode(identity, dht, Directory(dht, identity, None))
+    if run_id is not None:
+        node.directory = directory_of(node, run_id)
+        if not client_mode:
+            node.directory.be_admitted(ADMISSION)
+    return node
+
+
+def directory_of(node: TestNode, run_id: str) -> Directory:
+    """Return a directory of another run in which everybody is in."""
+    directory = Directory(node.dht, node.identity, run_id, OpenGate(run_id))
+    directory.serve(GRID)
+    directory.admission = ADMISSION
+    return directory
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from dipaco.peer.exchange.transport import Transport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate, Terms, make_invitation
-from dipaco.protocol.chain import Row, Step, genesis_name, sign_row
+from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, sign_row
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.member.events import Told
 
@@ -66,18 +67,27 @@ def row_of(
     signer: Any = None,
     **fields: Any,
 ) -> Row:
+    """Return a row of the file that has its mark and then `data`."""
     values = {
         "module": MODULE,
         "round_index": round_index,
         "parent": parent,
+        "state": hashlib.sha256(parent.encode()).hexdigest(),
         "path": PATH,
         "peer": peer(number),
         "tokens": 100,
-        "file": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
+        "file": "",
+        "bytes": MARK_BYTES + len(data),
         **fields,
     }
-    return sign_row(Row(**values), signer or key(number))
+    row = Row(**values)
+    file = fields.get("file", hashlib.sha256(file_of(row, data)).hexdigest())
+    return sign_row(dataclasses.replace(row, file=file), signer or key(number))
+
+
+def file_of(row: Row, data: bytes) -> bytes:
+    """Return the file of a row."""
+    return row.mark + data
 
 
 def chain_of(

@@ -14,6 +14,7 @@ from dipaco.peer.exchange.clock import Clock
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.chain import Head
 from dipaco.protocol.coverage import Scope
+from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.protocol.view import SwarmView
 
@@ -39,6 +40,15 @@ class FakeTime:
         return self.now_s
 
 
+class FakeRun:
+    """A run that was joined: what a reader of a node needs (`JoinedRun`)."""
+
+    def __init__(self, plan: RunPlan, clock: Clock, me: str = ME) -> None:
+        self.me, self.plan, self.clock = me, plan, clock
+        self.grid = Grid(plan.model, plan.grid)
+        self.schedule = RoundSchedule(plan.rounds, self.grid, plan.start_s)
+
+
 class FakeEvents:
     """Remembers what was emitted."""
 
@@ -53,7 +63,7 @@ class FakeEvents:
 
 
 class FakeDirectory:
-    """The DHT as one publisher uses it: what it published, and what others did.
+    """The DHT as one peer uses it: what it published, and what others did.
 
     `error` is raised by the next read, and by all that follow.
     """
@@ -145,7 +155,7 @@ class FakeExchange:
 
 
 class FakeSwarm:
-    """A view that a test sets, and a count of what was announced: the publisher for others."""
+    """A view that a test sets, and a count of what was announced: the refresher for others."""
 
     period_s = 500.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.outer_steps import OuterSteps
 from dipaco.peer.states import States
-from dipaco.protocol.chain import Head, Row, Step, genesis_name, sign_row
+from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step, genesis_name, sign_row
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -45,7 +45,7 @@ class FakeExchange:
     def gather(
         self,
         rows: Sequence[Row],
-        others: Mapping[str, tuple[str, ...]],
+        others: Sequence[str],
         *,
         check: Callable[[Row, Path], None],
         on_done: Callable[[Row, str, bool], None],
@@ -62,7 +62,7 @@ class FakeExchange:
             except IntegrityError as error:
                 on_done(row, str(error), True)
                 continue
-            self._own.add(row, file.read_bytes())
+            self._own.add(row, (file.read_bytes(),))
             on_done(row, "", False)
 
 
@@ -142,8 +142,8 @@ class Peer:
         assert self.trainer is not None
         for _ in range(steps):
             self.trainer.inner_step()
-        parent = self.node.held.get(module).step
-        event = self.do(a.Publish(module, round_index, parent, 0.0))
+        held = self.node.held.get(module)
+        event = self.do(a.Publish(module, round_index, held.step, held.digest, 0.0))
         assert isinstance(event, e.Published), event
         return event.row
 
@@ -151,10 +151,10 @@ class Peer:
         """Return the row of an unknown peer beside an own one, whose file lies in `files` now."""
         key = Ed25519PrivateKey.generate()
         peer = peer_id_of_public_key(raw_public_key(key))
-        file = hashlib.sha256(data).hexdigest()
-        row = sign_row(replace(own, peer=peer, file=file, bytes=len(data), signature=b""), key)
-        files.add(row, data)
-        return row
+        row = replace(own, peer=peer, bytes=MARK_BYTES + len(data), signature=b"")
+        row = replace(row, file=hashlib.sha256(row.mark + data).hexdigest())
+        files.add(row, (row.mark, data))
+        return sign_row(row, key)
 
     def gather(self, *rows: Row) -> list[e.Event]:
         self.begin(a.Gather(rows[0].module, rows))

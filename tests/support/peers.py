@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,16 @@ class OpenGate(Gate):
     def __init__(self, run_id: str = RUN) -> None:
         super().__init__(run_id, bytes(32))
 
-    def check(self, peer: str, data: Any, *, even_revoked: bool = False) -> Admission:
-        return Admission("everybody", 10_000, 0)
+    def verify(self, peer: str, data: Any) -> Admission:
+        return Admission("everybody", 10_000)
+
+    def check(self, peer: str, data: Any) -> Admission:
+        return Admission("everybody", 10_000)
 
     def admission_of(self, peer: str) -> Admission | None:
-        return Admission("everybody", 10_000, 0)
+        return Admission("everybody", 10_000)
+
+    def counted_of(
+        self, seen: Collection[str], own: tuple[str, bytes] | None = None
+    ) -> frozenset[str]:
+        return frozenset(seen)

@@ -184,7 +184,7 @@ def test_losses_are_read_a_step_late(without_bf16: None) -> None:
 
 
 def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
-    """Also where losses are read late, and paths take turns on one model."""
+    """Also where losses are read late, and the loop goes on with another path."""
     loop = loop_of(exact=False)
     other = batch_of(7)
     expected = loop_of().step(other, 0)
@@ -192,10 +192,11 @@ def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
     kept = {name: value.clone() for name, value in start.items()}
     for step in range(20):
         loop.step(batch_of(), step)
-    aside = loop.exchange_optimizer()
+    kept_optimizer = loop.state_dict()
+    loop.reset()
     loop.model.load_state_dict(kept)
     assert loop.step(other, 0) == pytest.approx(expected, rel=1e-5)
-    loop.exchange_optimizer(aside)
+    loop.load_state_dict(kept_optimizer)
     loop.model.load_state_dict(kept)
     assert loop.step(other, 0) == pytest.approx(expected, rel=1e-5)
 
@@ -299,8 +300,6 @@ def test_the_scale_is_kept_bit_for_bit(fp16: None) -> None:
         loop.step(batch_of(step), step)
     other.model.load_state_dict(loop.model.state_dict())
     assert other.load_state_dict(loop.state_dict())
-    aside = other.exchange_optimizer()
-    other.exchange_optimizer(aside)
     for step in range(3, 7):
         assert loop.step(batch_of(step), step) == other.step(batch_of(step), step)
     assert loop.state_dict()["scaler"] == other.state_dict()["scaler"]
@@ -406,17 +405,3 @@ def test_a_state_that_does_not_fit_starts_afresh(caplog: pytest.LogCaptureFixtur
         assert "starting afresh" in caplog.text
         assert loop.steps_since_fresh == 0
         loop.step(batch_of(), 0)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_cuda_trains_compiled_in_mixed_precision(optimizer: str) -> None:
-    cuda = torch.device("cuda")
-    model = model_of().to(cuda)
-    loop = InnerLoop(model, config_of(), cuda, optimizer=optimizer, compile_model=True)
-    losses = [loop.step(batch_of(), step) for step in range(30)]
-    assert losses[-1] < 2.5
-    kept = loop.state_dict()
-    assert loop.load_state_dict(kept)
-    assert loop.step(batch_of(), 30) < 2.5
-    assert all(p.dtype == torch.float32 for p in model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
+from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.routing.run_folder import link_run
 from dipaco.simulator.dense import train_dense
 from dipaco.simulator.reference import ReferenceSwarm
-from dipaco.simulator.settings import SimulatorSettings
+from dipaco.simulator.saved import resumed_simulation, save_simulation
 from dipaco.training.dense import DenseCheckpoint
 from dipaco.training.inner import InnerLoop
 from dipaco.training.muon import Muon, is_for_muon, orthogonal
@@ -156,24 +159,6 @@ def test_a_state_of_the_other_optimizer_starts_afresh(caplog: pytest.LogCaptureF
         loop.step(batch_of(), 0)
 
 
-def test_two_paths_in_turn_equal_two_loops() -> None:
-    alone, shared = [loop_of(), loop_of()], loop_of()
-    kept: list[Any] = [None, None]
-    parameters = [flat(shared.model)] * 2
-    for step in range(4):
-        for number in range(2):
-            alone[number].step(batch_of(10 * number + step), step)
-            torch.nn.utils.vector_to_parameters(
-                parameters[number].clone(), shared.model.parameters()
-            )
-            shared.exchange_optimizer(kept[number])
-            shared.step(batch_of(10 * number + step), step)
-            kept[number] = shared.exchange_optimizer()
-            parameters[number] = flat(shared.model)
-    for number in range(2):
-        assert torch.equal(parameters[number], flat(alone[number].model))
-
-
 def test_micro_batches_change_rounding_only() -> None:
     whole, pieces = loop_of(), loop_of(micro_batch_size=1)
     for step in range(3):
@@ -210,14 +195,17 @@ def test_the_base_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(flat(train(6, "stopped")), flat(train(6, "whole")))
 
 
-def test_a_simulation_on_disk_and_a_dense_one_go_on_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_simulation_and_a_dense_training_go_on_bit_for_bit(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run", inner={"optimizer": "muon"}, **PRIVATE)
-    expected = [report.digests for report in ReferenceSwarm(run).rounds(2)]
-    settings = SimulatorSettings(folder=tmp_path / "live")
-    for digests in expected:  # each round in a process of its own, as it were
-        assert ReferenceSwarm(run, settings=settings).run_round().digests == digests
+    first, second = (report.digests for report in ReferenceSwarm(run).rounds(2))
+    swarm, output = ReferenceSwarm(run), link_run(run, tmp_path / "output")
+    assert swarm.run_round().digests == first
+    save_simulation(swarm, output)
+
+    def begin(first_round: int, states: Mapping[str, ModuleState]) -> ReferenceSwarm:
+        return ReferenceSwarm(run, first_round=first_round, states=states)
+
+    assert resumed_simulation(output, begin).run_round().digests == second
 
     def stop(step: int, loss: float) -> None:
         if step == 4:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.tiny_run import make_tiny_run
 
-from dipaco.base.errors import ConfigurationError
-from dipaco.modules import device
+from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.modules import device, outer
 from dipaco.modules.compose import gather_module, lent_parameters
-from dipaco.modules.contributions import CODECS
-from dipaco.modules.outer import publish
+from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Data, pieces
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.peer.check import needs
 from dipaco.routing.batches import BatchStream
 from dipaco.training.trainer import PathTrainer
 
 PATH, MODULE, OTHER = 1, "L0.E0", "L1.E1"
+LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -125,15 +127,67 @@ def test_what_the_encoding_loses_stays_once(trainer: PathTrainer) -> None:
     """Also where a round brought no step: its contribution is in the next one as a whole."""
     codec = CODECS["sign"]
     trainer.inner_step()
-    publish(trainer.snapshot(MODULE).outer_gradient(), codec)
+    trainer.snapshot(MODULE).encode(codec)
     snapshot = trainer.snapshot(MODULE)  # No step came.
     anchor, trained = snapshot.anchor.parameters, snapshot.local.clone()
     assert torch.equal(trained, local(trainer))
-    data = publish(snapshot.outer_gradient(), codec)
+    data = snapshot.encode(codec)
     told = anchor - codec.decode(data, anchor.numel())
     stepped = following(snapshot.anchor, 0.1)
     trainer.adopt(MODULE, stepped)
     assert torch.equal(local(trainer), stepped.parameters + (trained - told))
+
+
+def test_a_state_that_comes_while_a_contribution_is_encoded_waits_for_the_whole_of_it(
+    trainer: PathTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the snapshot as its file says and half as trained would be neither."""
+    codec, is_halfway, goes_on = CODECS["sign"], threading.Event(), threading.Event()
+
+    def decode(data: Data, values: int, begin: int, end: int) -> torch.Tensor:
+        if begin:
+            is_halfway.set()
+            assert goes_on.wait(LIMIT_S)
+        return codec.decode(data, values, begin, end)
+
+    slow: Any = SimpleNamespace(encode=codec.encode, decode=decode)
+    monkeypatch.setattr(outer, "pieces", lambda values: pieces(values, CHUNK_VALUES))
+    trainer.inner_step()
+    snapshot, trained = trainer.snapshot(MODULE), local(trainer)
+    state = following(snapshot.anchor, 0.1)
+    encoding = threading.Thread(target=snapshot.encode, args=(slow,))
+    adopting = threading.Thread(target=trainer.adopt, args=(MODULE, state))
+    encoding.start()
+    assert is_halfway.wait(LIMIT_S)
+    adopting.start()
+    adopting.join(0.3)  # It would be done by now if it did not wait.
+    goes_on.set()
+    for thread in (encoding, adopting):
+        thread.join(LIMIT_S)
+    assert torch.equal(local(trainer), state.parameters + (trained - snapshot.local))
+
+
+def test_a_kept_training_goes_on_bit_for_bit(trainer: PathTrainer, tmp_path: Path) -> None:
+    """With what was trained ahead of the anchor, and its tokens."""
+    trainer.inner_step()
+    trainer.adopt(MODULE, following(trainer.snapshot(MODULE).anchor, 0.1))
+    trainer.inner_step()
+    anchors = trainer.anchors()
+    torch.save(trainer.state_dict(), tmp_path / "kept")
+    kept = torch.load(tmp_path / "kept", weights_only=True)
+    expected = [trainer.inner_step() for _ in range(2)]
+    whole = {module: trainer.snapshot(module) for module in anchors}
+    stream = trainer._stream
+    assert stream is not None
+    trainer.start_path(PATH, anchors, stream)
+    trainer.load_state_dict(kept)
+    assert [trainer.inner_step() for _ in range(2)] == expected
+    for module, snapshot in whole.items():
+        again = trainer.snapshot(module)
+        assert again.tokens == snapshot.tokens
+        assert torch.equal(again.local, snapshot.local)
+    with pytest.raises(IntegrityError, match="path 1 does not fit"):
+        trainer.load_state_dict({**kept, "tokens": {MODULE: 1}})
 
 
 def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer: PathTrainer) -> None:

@@ -1,0 +1,144 @@
+"""Whom a node of the DHT takes for one: who is admitted, and whose addresses were given (4.8).
+
+Whoever makes keys until some are next to a key could else swallow what is stored there, and hide
+who there is. So:
+
+* The id of a node follows from its peer id. Every request and every answer therefore has, in the
+  place of the id, what says who its sender is: the id, if the sender wants to be asked, and its
+  admission.
+* A node asks, believes, stores at and has in its table only nodes whose admission it has checked,
+  and those whose addresses it was given. Names in an answer are asked for theirs first.
+* A node that does not know its run yet hears the given ones alone, and finds the manifest there.
+* Who is neither is answered within what all such have together, and stores nothing but what
+  certifies itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from hivemind.dht.routing import DHTID
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+
+from dipaco.base.byte_buckets import ByteBuckets
+from dipaco.protocol.admission import ADMISSION_BYTES, Gate
+from dipaco.protocol.record_errors import RecordError
+
+NODE_ID_BYTES = DHTID.HASH_NBYTES
+# What all who are not admitted are answered together, and each who is: at once, and a second.
+STRANGERS_BURST_BYTES, STRANGERS_BYTES_S = 2.0**22, 2.0**18
+MEMBER_BURST_BYTES, MEMBER_BYTES_S = 2.0**25, 2.0**21
+# Of those that were asked for their admission and had none, how many are not asked again, and
+# for how long.
+REMEMBERED_STRANGERS, STRANGER_S = 4096, 60.0
+_STRANGERS = "strangers"
+
+
+def node_id_of(peer_id: PeerID) -> DHTID:
+    """Return the one id that a peer may have as a node."""
+    return DHTID.generate(source=peer_id.to_bytes())
+
+
+class Company:
+    """Whom one node knows to be in. In the DHT process, on its loop.
+
+    :param given: ids of the peers whose addresses were given
+    """
+
+    def __init__(
+        self, given: Iterable[str] = (), monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._given = frozenset(given)
+        self._monotonic = monotonic
+        self._gates: dict[str, Gate] = {}
+        self._others: dict[str, Gate] = {}
+        self.admission = b""
+        """This node's own."""
+        self.is_client = False
+        """It asks others not to ask it: they cannot call it."""
+        self._strangers: OrderedDict[str, float] = OrderedDict()
+        self._of_strangers = ByteBuckets(STRANGERS_BURST_BYTES, STRANGERS_BYTES_S, monotonic)
+        self._of_members = ByteBuckets(MEMBER_BURST_BYTES, MEMBER_BYTES_S, monotonic)
+
+    # -- who is in
+
+    def open(self, gates: Iterable[Gate]) -> None:
+        """Let in who is admitted to any of the runs that this node serves."""
+        self._gates = {gate.run_id: gate for gate in gates}
+        self._strangers.clear()
+
+    def open_also(self, gates: Iterable[Gate]) -> None:
+        """Let in who is admitted to a run that succeeds one of these, or that one succeeds."""
+        for gate in gates:
+            before = self._others.get(gate.run_id)
+            if before is not None:
+                gate.learn_from(before)
+        self._others = {gate.run_id: gate for gate in gates}
+        self._strangers.clear()
+
+    def knows(self, peer_id: PeerID) -> bool:
+        """Tell whether a peer was given, or has shown its admission."""
+        peer = peer_id.to_base58()
+        gates = (*self._gates.values(), *self._others.values())
+        return peer in self._given or any(gate.admission_of(peer) is not None for gate in gates)
+
+    def hears(self, peer_id: PeerID, said: bytes) -> bool:
+        """Take note of what a peer says of itself; returns whether it is in."""
+        admission = said[len(said) % ADMISSION_BYTES :]
+        for gate in (*self._gates.values(), *self._others.values()) if admission else ():
+            try:
+                gate.check(peer_id.to_base58(), admission)
+                break
+            except (RecordError, ValueError):
+                continue
+        is_in = self.knows(peer_id)
+        if not is_in:
+            self._note_stranger(peer_id.to_base58())
+        return is_in
+
+    def was_strange(self, peer_id: PeerID) -> bool:
+        """Tell whether a peer has shown no good admission a moment ago."""
+        until_s = self._strangers.get(peer_id.to_base58())
+        return until_s is not None and self._monotonic() < until_s
+
+    def is_open(self) -> bool:
+        """Tell whether this node knows a run, so that it can tell who is in."""
+        return bool(self._gates)
+
+    def _note_stranger(self, peer: str) -> None:
+        self._strangers[peer] = self._monotonic() + STRANGER_S
+        self._strangers.move_to_end(peer)
+        while len(self._strangers) > REMEMBERED_STRANGERS:
+            self._strangers.popitem(last=False)
+
+    # -- what this node says of itself
+
+    def introduction(self, node_id: DHTID) -> dht_pb2.NodeInfo:
+        """Return what stands in this node's requests and answers."""
+        own = b"" if self.is_client else node_id.to_bytes()
+        return dht_pb2.NodeInfo(node_id=own + self.admission)
+
+    # -- what it answers
+
+    def may_be_answered(self, peer_id: PeerID) -> bool:
+        """Tell whether there is anything left of what a peer, or all strangers, may be answered."""
+        buckets, name = self._bucket_of(peer_id)
+        return buckets.wait_s(name, 0) == 0.0
+
+    def note_answer(self, peer_id: PeerID, size_bytes: int) -> None:
+        """Count an answer."""
+        buckets, name = self._bucket_of(peer_id)
+        buckets.take(name, size_bytes)
+
+    def _bucket_of(self, peer_id: PeerID) -> tuple[ByteBuckets, str]:
+        if self.knows(peer_id):
+            return self._of_members, peer_id.to_base58()
+        return self._of_strangers, _STRANGERS
+
+
+def wants_to_be_asked(said: bytes) -> bool:
+    """Tell whether what a peer says of itself has an id in it."""
+    return len(said) % ADMISSION_BYTES == NODE_ID_BYTES

@@ -1,0 +1,116 @@
+"""`dipaco-peer pause` and `dipaco-peer resume`: tell the peer on this machine to stop and go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated
+
+from dipaco.base.command_line import Command
+from dipaco.base.errors import NetworkError
+from dipaco.base.settings import Option, Settings
+from dipaco.protocol.identity import is_in_use
+
+from .owner.pauses import activity_file, ask_to_pause, ask_to_resume
+from .settings import default_cache_folder
+
+# Merging last work takes a few seconds, after the inner step under way.
+LIMIT_S = 60.0
+LOOK_S = 0.1
+ENDED = "the peer has ended"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlSettings(Settings):
+    """Which peer is meant: the one with this cache folder."""
+
+    cache_folder: Annotated[
+        Path, Option("the cache folder of the peer", "DIR", flag="--cache-dir")
+    ] = field(default_factory=default_cache_folder)
+    identity_path: Annotated[
+        Path | None, Option("its key, if it was started with another one", "FILE")
+    ] = None
+
+
+def pause(settings: ControlSettings) -> int:
+    """Let it train nothing, and wait until it does not."""
+    return max(_pause(one) for one in _peers(settings))
+
+
+def _pause(settings: ControlSettings) -> int:
+    ask_to_pause(settings.cache_folder)
+    if not _is_running(settings):
+        print(f"no peer is running with {settings.cache_folder}; the next one starts paused")
+        return 0
+    activity = _wait(settings, lambda activity: activity.startswith("paused"))
+    if activity == ENDED:
+        print(f"{ENDED}; the next one starts paused")
+    else:
+        print(f"{activity}; device and memory are free, its states are still served")
+    return 0
+
+
+def resume(settings: ControlSettings) -> int:
+    """Let it train again, and wait until it has begun to, or says why not."""
+    return max(_resume(one) for one in _peers(settings))
+
+
+def _resume(settings: ControlSettings) -> int:
+    ask_to_resume(settings.cache_folder)
+    if not _is_running(settings):
+        print(f"no peer is running with {settings.cache_folder}; the next one trains at once")
+        return 0
+    print(_wait(settings, lambda activity: "by dipaco-peer pause" not in activity))
+    return 0
+
+
+def _peers(settings: ControlSettings) -> list[ControlSettings]:
+    """Return the trainers of `--devices` that are running with this folder, or else the peer."""
+    folders = sorted(settings.cache_folder.glob("trainer-*"))
+    trainers = [replace(settings, cache_folder=folder) for folder in folders]
+    return [one for one in trainers if _is_running(one)] or [settings]
+
+
+def _is_running(settings: ControlSettings) -> bool:
+    return is_in_use(settings.identity_path or settings.cache_folder / "identity.key")
+
+
+def _wait(settings: ControlSettings, is_done: Callable[[str], bool]) -> str:
+    """Return what the peer says that it does, once it is what was asked for, or it has ended."""
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
+        try:
+            activity = activity_file(settings.cache_folder).read_text().strip()
+        except OSError:
+            activity = ""
+        if activity and is_done(activity):
+            return activity
+        if not _is_running(settings):
+            return ENDED
+        time.sleep(LOOK_S)
+    raise NetworkError(
+        f"the peer did not do so within {LIMIT_S:.0f} s; it may be joining still, or in a long "
+        "inner step, and does it then"
+    )
+
+
+COMMANDS = {
+    "pause": Command(
+        "dipaco-peer pause",
+        ControlSettings,
+        pause,
+        description="Let the running peer train nothing until it is told to go on: it merges its "
+        "last work, gives its path up and frees device and memory, and still serves its states.",
+        settings_of="dipaco-peer",
+        epilog="kill -USR1 and -USR2 with the peer's process id do the same.",
+    ),
+    "resume": Command(
+        "dipaco-peer resume",
+        ControlSettings,
+        resume,
+        description="Let a paused peer claim a path again.",
+        settings_of="dipaco-peer",
+    ),
+}

@@ -1,0 +1,41 @@
+"""What this peer does, as it tells others and the person at the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dipaco.protocol.records import ClaimState, ProgressEntry, Reachability
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What this peer does, and on which path. A value, replaced whole: it is signed on another
+    thread, and a new path must never go out with the state or the time of the old one."""
+
+    state: ClaimState = "joining"
+    path: int | None = None
+    since_s: float = 0.0
+    reason: str = ""
+    """Why this path, for the person at the machine."""
+    pinned: bool = False
+    """The path was asked for: this peer never moves."""
+
+
+@dataclass
+class PeerStatus:
+    """What this peer says of itself. Written by the session, read by who publishes or shows it."""
+
+    claim: Activity = field(default_factory=Activity)
+    device: str = "cpu"
+    name: str = ""
+    """What the owner calls this peer."""
+    team: str = ""
+    """Whom the owner trains for."""
+    tokens_per_s: float = 0.0
+    reachable: Reachability = "unknown"
+    addresses: tuple[str, ...] = ()
+    progress: dict[int, ProgressEntry] = field(default_factory=dict)
+    round_index: int = 0
+    """With fixed steps: the round that this peer is in."""
+    waiting_for: str = ""
+    validation_loss: float = float("nan")

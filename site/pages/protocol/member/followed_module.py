@@ -1,0 +1,1 @@
+../../../../protocol/member/followed_module.py

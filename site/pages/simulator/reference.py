@@ -1,0 +1,1 @@
+../../../simulator/reference.py

@@ -1,0 +1,312 @@
+"""The refresher: what it says of this peer, whom it calls, and what it does without the DHT."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.fake_swarm import (
+    ME,
+    FakeDirectory,
+    FakeEvents,
+    FakeExchange,
+    FakeRun,
+    FakeTime,
+    head,
+    peer_id,
+    peer_record,
+)
+from support.make_plan import make_plan
+
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import ClockError, NetworkError
+from dipaco.modules.config import GridConfig, RoundsConfig
+from dipaco.modules.grid import Grid
+from dipaco.peer.background import Background, BackgroundError
+from dipaco.peer.exchange.contributors import Contributors
+from dipaco.peer.own_status import Activity, PeerStatus
+from dipaco.peer.refresher import Refresher
+from dipaco.protocol.coverage import scope_of
+from dipaco.protocol.records import ProgressEntry
+from dipaco.protocol.view import SwarmView
+
+OTHER = peer_id(1)
+
+
+class Peer:
+    """A refresher that runs on its own thread against a directory in memory."""
+
+    def __init__(
+        self, folder: Path, sizes: tuple[int, ...] = (2, 2), *, inner_steps: int = 0
+    ) -> None:
+        # Nothing is read in these tests but what they wait for: it is due every ten minutes, or
+        # every 20 s when rounds have fixed steps.
+        self.plan = make_plan(
+            grid=GridConfig(modules_per_level=sizes),
+            rounds=RoundsConfig(duration_s=4000.0, inner_steps=inner_steps),
+        )
+        self.grid = Grid(self.plan.model, self.plan.grid)
+        self.time = FakeTime()
+        self.directory: Any = FakeDirectory()
+        self.events: Any = FakeEvents()
+        self.held = {"L0.E0": head("L0.E0")}
+        self.blobs = BlobStore(folder / "blobs")
+        self.status = PeerStatus()
+        self.background = Background()
+        exchange: Any = FakeExchange()
+        states: Any = SimpleNamespace(all=lambda: tuple(self.held.values()))
+        node: Any = SimpleNamespace(
+            **vars(FakeRun(self.plan, self.time.clock)),
+            directory=self.directory,
+            held=states,
+            blobs=self.blobs,
+            fetcher=SimpleNamespace(all_blobs=tuple),
+            manifest=SimpleNamespace(envelope=b"manifest", plan=self.plan),
+            earlier_manifests=tuple,
+            exchange=exchange,
+            initial_peers=(),
+            check=SimpleNamespace(is_in=lambda peer: True),
+            contributors=Contributors(),
+        )
+        self.refresher = Refresher(node, self.status, self.background)
+        self.refresher.start()
+        self.refresher.refresh()
+
+    def claim(self, path: int, *, pinned: bool = False) -> None:
+        """Claim a path now."""
+        self.status.claim = Activity("joining", path, self.time.clock.now(), pinned=pinned)
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Peer]:
+    peer = Peer(tmp_path)
+    yield peer
+    peer.refresher.stop(withdraw=False)
+
+
+def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
+    """A record is signed at every look at the clock while claims are made and moved."""
+    main, inside = threading.current_thread(), threading.Lock()
+
+    def publish_meanwhile() -> None:
+        if threading.current_thread() is main and inside.acquire(blocking=False):
+            peer.refresher.refresh()
+            inside.release()
+
+    peer.time.on_look = publish_meanwhile
+    for path, now_s in enumerate((1000.0, 2000.0, 3000.0)):
+        peer.time.now_s = now_s
+        peer.claim(path)
+    peer.time.now_s = 4000.0
+    peer.claim(1, pinned=True)
+    peer.time.now_s = 5000.0
+    peer.claim(2)
+    peer.refresher.refresh()
+    said = [(c.path, c.since_s, c.pinned) for c in peer.directory.claims if c is not None]
+    whole = [(0, 1000.0, False), (1, 2000.0, False), (2, 3000.0, False), (1, 4000.0, True)]
+    assert list(dict.fromkeys(said)) == [*whole, (2, 5000.0, False)]
+
+
+def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
+    peer.claim(1, pinned=True)
+    peer.status.waiting_for = "L0: have 1, need 2 [of L0.E0]" + " and more" * 20
+    view = peer.refresher.refresh()
+    assert view.claims[ME].path == 1
+    waits_for = peer.directory.peers[-1].waits_for
+    assert waits_for.startswith("L0: have 1, need 2 ?of L0.E0?")
+    assert len(waits_for) == 96
+    assert peer.directory.holdings["L0.E0"].head == head("L0.E0")
+    assert peer.directory.peers[-1].state == "joining"
+    assert peer.directory.manifests == [b"manifest"]
+    peer.status.claim = Activity("leaving", 1)
+    peer.refresher.refresh()
+    assert peer.directory.claims[-1] is None
+    peer.refresher.stop(withdraw=True)
+    assert peer.directory.holdings == {}
+
+
+def test_who_leaves_says_goodbye_and_does_not_vanish(peer: Peer) -> None:
+    """The last one left would believe itself cut off, and commit nothing for eight rounds."""
+    peer.claim(1)
+    peer.refresher.refresh()
+    peer.status.claim = Activity("leaving", 1)
+    peer.refresher.stop(withdraw=True)
+    said = [peer.directory.peers[-1], *peer.directory.modules.values()]
+    assert {(record.state, record.reachable) for record in said} == {("leaving", "outgoing")}
+    assert said[0].addresses == ()
+    assert {record.held for record in said[1:]} == {None}
+    assert set(peer.directory.modules) == {"L0.E0", "L1.E1"}
+
+
+@pytest.fixture
+def one_of_many(tmp_path: Path) -> Iterator[Peer]:
+    """A peer in a run of 128 paths, so of two buckets: even paths, and odd ones."""
+    peer = Peer(tmp_path, (8, 16))
+    yield peer
+    peer.refresher.stop(withdraw=False)
+
+
+def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many: Peer) -> None:
+    peer = one_of_many
+    peer.claim(17)
+    peer.refresher.refresh()
+    assert peer.directory.last(1).path == 17
+    # The modules of path 17, and one of which it serves a state.
+    said = peer.directory.modules
+    assert set(said) == {"L0.E1", "L1.E1", "L0.E0"}
+    assert {(record.path, record.state) for record in said.values()} == {(17, "joining")}
+    assert [m for m, record in said.items() if record.held is not None] == ["L0.E0"]
+
+
+def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many: Peer) -> None:
+    peer = one_of_many
+    peer.claim(17)
+    peer.refresher.refresh()
+    peer.claim(18)
+    peer.refresher.refresh()
+    assert (peer.directory.last(1).path, peer.directory.last(1).state) == (17, "leaving")
+    assert (peer.directory.last(0).path, peer.directory.last(0).state) == (18, "joining")
+    said = peer.directory.modules
+    assert (said["L1.E1"].path, said["L1.E1"].state) == (17, "leaving")
+    assert (said["L0.E1"].path, said["L1.E2"].path) == (18, 18)
+    peer.refresher.stop(withdraw=True)
+    last = peer.directory.last(0)
+    assert (last.path, last.state) == (18, "leaving")
+    # All goodbyes are left to expire.
+    assert {record.state for record in peer.directory.modules.values()} == {"leaving"}
+
+
+def test_progress_stands_in_the_bucket_of_its_path(one_of_many: Peer) -> None:
+    peer = one_of_many
+    for path in (3, 4, 5):
+        peer.status.progress[path] = ProgressEntry(
+            path=path,
+            last_round=path,
+            tokens=1,
+            validation_nll=1.0,
+            validation_tokens=1,
+            train_loss=1.0,
+        )
+    peer.refresher.refresh()
+    found = {
+        bucket: [entry.path for entry in record.entries]
+        for bucket, record in peer.directory.progress.items()
+    }
+    assert found == {0: [4], 1: [5, 3]}
+
+
+def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many: Peer) -> None:
+    peer = one_of_many
+    seen: list[SwarmView] = []
+    peer.refresher.on_view(seen.append)
+    far = peer_record(OTHER, "training").model_copy(update={"path": 3})
+    peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: far})
+    own = scope_of(("L0.E1",), (0,), peer.grid)
+    peer.refresher.watch(own)
+    wide = peer.refresher.refresh((1,))
+    assert wide.scope == own.with_buckets((1,))
+    assert set(wide.peers) == {OTHER}
+    assert peer.refresher.view.scope == seen[-1].scope == own
+    assert not peer.refresher.view.peers
+    assert peer.refresher.refresh().scope == own
+
+
+def test_what_changed_is_published_without_reading(peer: Peer) -> None:
+    reads = peer.directory.reads
+    published = threading.Event()
+    publish = peer.directory.publish_peer
+
+    def note(record: Any, bucket: int, life_s: float) -> None:
+        publish(record, bucket, life_s)
+        if record.path == 1:
+            published.set()
+
+    peer.directory.publish_peer = note
+    peer.claim(1)
+    peer.refresher.announce()
+    assert published.wait(60.0)
+    assert peer.directory.reads == reads
+
+
+def test_with_fixed_steps_every_change_is_a_reason_to_read(tmp_path: Path) -> None:
+    peer = Peer(tmp_path, inner_steps=3)
+    for round_index in (1, 2, 3):
+        reads = peer.directory.reads
+        peer.status.round_index = round_index
+        peer.refresher.announce()
+        deadline = time.monotonic() + 15.0
+        while peer.directory.reads == reads:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    peer.refresher.stop(withdraw=False)
+
+
+def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:
+    peer.directory.error = NetworkError("the DHT is slow")
+    before = peer.refresher.view
+    reads = peer.directory.reads
+    assert peer.refresher.refresh().now_s == before.now_s
+    assert peer.directory.reads > reads
+    peer.directory.error = None
+    peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: peer.directory.peers[-1]})
+    assert set(peer.refresher.refresh().peers) == {OTHER}
+    peer.background.check()
+
+
+def test_a_dht_that_died_ends_the_peer(peer: Peer) -> None:
+    peer.directory.error, peer.directory.failure = NetworkError("no answer"), "p2pd has ended"
+    with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
+        peer.refresher.refresh()
+    with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
+        peer.background.check()
+
+
+@pytest.mark.parametrize("has_jumped", [True, False])
+def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_does_not(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, has_jumped: bool
+) -> None:
+    measured = threading.Event()
+
+    def measure(*_: Any) -> int:
+        measured.set()
+        raise ClockError("an hour ahead")
+
+    monkeypatch.setattr(peer.time.clock, "measure", measure)
+    peer.time.clock.has_jumped = has_jumped
+    failed = threading.Event()
+    peer.background.on_failure(failed.set)
+    peer.refresher.refresh()
+    if not has_jumped:
+        peer.refresher._neighbours.measure_clock()
+        peer.background.check()
+        return
+    assert measured.wait(60.0)
+    assert failed.wait(60.0)
+    # It still says so, and not after the test.
+    for thread in [thread for thread in threading.enumerate() if thread.name == "clock"]:
+        thread.join(60.0)
+    with pytest.raises(ClockError, match="an hour ahead"):
+        peer.background.check()
+
+
+def test_an_unforeseen_exception_is_raised_by_who_waits(peer: Peer) -> None:
+    peer.directory.error = KeyError("x")
+    with pytest.raises(BackgroundError, match="the refresher thread failed: KeyError: 'x'"):
+        peer.refresher.refresh()
+    with pytest.raises(BackgroundError, match="report it"):
+        peer.background.check()
+
+
+def test_peers_that_went_missing_are_called(peer: Peer) -> None:
+    record = peer.directory.peers[-1]
+    peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: record})
+    peer.refresher.refresh()
+    peer.directory.others = SwarmView(now_s=0.0)
+    peer.refresher.refresh()
+    peer.refresher.refresh()
+    assert set(peer.directory.called) == {OTHER}

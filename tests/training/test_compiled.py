@@ -1,0 +1,79 @@
+"""What is compiled: one graph for the blocks, one for the head, and few of each over a run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.inner_loops import MODEL, batch_of, loop_of, model_of
+from torch._dynamo.testing import CompileCounter
+
+from dipaco.modules import transformer
+from dipaco.modules.transformer import RMSNorm, head_pieces
+
+PLAIN: dict[str, Any] = {}
+QWEN3 = {"family": "qwen3", "kv_head_count": 1}
+
+
+def whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compile without code being made; what cannot be one graph is an error."""
+    torch._dynamo.reset()
+    compiled: Callable[..., torch.Tensor] = torch.compile(
+        function, fullgraph=True, backend="aot_eager"
+    )
+    return compiled
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("changes", [PLAIN, QWEN3])
+def test_blocks_and_head_are_a_graph_each(changes: dict[str, Any], recomputes: bool) -> None:
+    loop = loop_of(model_of(MODEL.model_copy(update=changes)))
+    # As on a GPU.
+    loop.dtype = torch.bfloat16
+    loop.model.recomputes = recomputes
+    tokens = batch_of()
+    hidden = whole(loop._blocks)(tokens)
+    hidden.sum().backward()
+    torch.testing.assert_close(hidden, loop._blocks(tokens), rtol=0.05, atol=0.05)
+    [(part, targets)] = head_pieces(MODEL, hidden.detach(), tokens)
+    loss = whole(loop._head)(part.requires_grad_(), targets)
+    loss.backward()
+    torch.testing.assert_close(loss, loop._head(part, targets), rtol=0.01, atol=0.01)
+
+
+def test_a_run_compiles_each_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for the size of the first pieces, once for any, and once for a single sequence."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    # Pieces of three sizes, and pieces of logits of several.
+    monkeypatch.setattr(transformer, "LOGITS_AT_ONCE", 64 * 40)
+    loop = loop_of(compile_model=True, micro_batch_size=3, batch_sequences=8)
+    for step in range(8):
+        loop.model.train(step % 2 == 0)
+        loop.step(batch_of(step, rows=(8, 7, 5)[step % 3]), step)
+        if step == 4:
+            loop.load_state_dict(loop.state_dict())
+    assert counter.frame_count <= 6
+
+
+def test_norms_hand_on_what_products_compute_in() -> None:
+    norm, hidden = RMSNorm(16, 1e-5), torch.randn(2, 3, 16)
+    exact = norm(hidden)
+    assert exact.dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(norm(hidden), exact.bfloat16())
+        assert norm(hidden.bfloat16()).dtype == torch.bfloat16
+
+
+def test_the_head_has_larger_pieces_on_a_gpu() -> None:
+    model = MODEL.model_copy(update={"vocabulary_size": 2**20})
+
+    def pieces(device: str) -> int:
+        hidden = torch.empty(4, 64, 1, device=device)
+        return len(list(head_pieces(model, hidden, torch.ones(4, 64, dtype=torch.int64))))
+
+    assert (pieces("cpu"), pieces("meta")) == (8, 2)
