@@ -51,7 +51,18 @@ LEAST_KEPT = {
 GREATEST_FORKED = 0.003
 SPLITTING = ("split", "mixed")
 FIRST_SEEDS = 4
-COLUMNS = ("profile", "seeds", "failed", "kept", "bar", "lost", "gone", "forked", "copies short")
+COLUMNS = (
+    "profile",
+    "seeds",
+    "failed",
+    "kept",
+    "bar",
+    "lost",
+    "gone",
+    "forked",
+    "copies short",
+    "wait",
+)
 COSTS = ("tells", "requests", "kB")
 
 
@@ -62,6 +73,8 @@ class Found:
     seeds: int = 0
     failed: int = 0
     sums: Counter[str] = field(default_factory=Counter)
+    waits: list[float] = field(default_factory=list)
+    """The greatest wait of a path in each history, in rounds."""
     violated: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
     """By invariant: seeds, and what did not hold."""
 
@@ -69,7 +82,9 @@ class Found:
         """Count a history."""
         self.seeds += 1
         self.failed += bool(lived["violations"])
-        self.sums.update(lived["figures"])
+        figures = Counter(lived["figures"])
+        self.waits.append(figures.pop("greatest wait", 0.0))
+        self.sums.update(figures)
         for name, what in lived["violations"].items():
             self.violated.setdefault(name, []).append((lived["seed"], what))
 
@@ -195,8 +210,8 @@ def main() -> int:
 
 def _report(seeds: int, found: dict[str, Found], seconds: float) -> Report:
     report = Report(
-        f"{seeds} histories with faults; kept, lost and gone of the trained tokens; messages, "
-        "requests and kB a peer and round",
+        f"{seeds} histories with faults; kept, lost and gone of the trained tokens; greatest wait "
+        "of a path in rounds, in the mean and at most; messages, requests and kB a peer and round",
         (*COLUMNS, *COSTS),
     )
     for profile in [name for name in PROFILES if name in found]:
@@ -212,6 +227,7 @@ def _report(seeds: int, found: dict[str, Found], seconds: float) -> Report:
             f"{one.share('gone', 'trained'):.2%}",
             f"{one.forked:.2%}",
             f"{one.share('copies missing', 'copy samples'):.1%}",
+            f"{sum(one.waits) / max(1, one.seeds):.1f}, {max(one.waits, default=0.0):.1f}",
             *(f"{one.sums[name] / rounds:.0f}" for name in ("tells", "requests")),
             f"{one.sums['bytes'] / rounds / 1000:.0f}",
         )
@@ -220,6 +236,7 @@ def _report(seeds: int, found: dict[str, Found], seconds: float) -> Report:
             "failed": one.failed,
             "kept": round(one.kept, 5),
             "forked": round(one.forked, 5),
+            "greatest wait": max(one.waits, default=0.0),
             **one.sums,
         }
     for name in INVARIANTS:

@@ -256,6 +256,7 @@ class FollowedModule:
         """End the round here without a step: `anchor - local` still holds all work."""
         if self.round.is_open:
             self.round.is_open = False
+            self._pass_over_who_withholds()
             expected = len(self._proposing.awaited())
             self.known.do(a.CarryOn(self.module, self.round.index, reason, expected))
 
@@ -301,7 +302,10 @@ class FollowedModule:
             known.do(a.Gather(self.module, missing, others))
 
     def _gather_for_step(self, rows: Iterable[Row], step: str) -> None:
-        self._gather(rows, self._sources(self.chain.book.link(step)))
+        """Have files fetched that a step needs, also if they are on their way: who told of it has
+        them, while their owners may give them to a few only."""
+        sources = self._sources(self.chain.book.link(step))
+        self.known.do(a.Gather(self.module, tuple(rows), sources))
 
     def _gathered(self, row: Row) -> None:
         self._rows.here.add(row.name)
@@ -386,7 +390,7 @@ class FollowedModule:
 
     def consider(self) -> None:
         """Take the heaviest chain if it is not the own, nor on top of what is being taken."""
-        taking, best = self._taking, self.chain.heaviest()
+        taking, best = self._taking, self._heaviest_here()
         if taking.stage is not Stage.IDLE:
             target = self.chain.book.link(taking.target)
             is_on_top = target.version > 0 and self.chain.book.stands_on(best.name, target.name)
@@ -407,6 +411,17 @@ class FollowedModule:
             self._know(best)
             return
         taking.begin(best)
+
+    def _heaviest_here(self) -> Link:
+        """Return the heaviest chain; a next step counts as soon as its files are here, and until
+        then nobody waits for it: a file in it may be given to nobody."""
+        while True:
+            best = self.chain.heaviest()
+            missing = self._rows.missing(best.step) if best.parent == self.stand else ()
+            if not missing:
+                return best
+            self.chain.leave(best.name)
+            self._gather_for_step(missing, best.name)
 
     def _know(self, link: Link) -> None:
         """Of a mailbox: know the chain, without a state."""
@@ -429,10 +444,21 @@ class FollowedModule:
         is_round = round_.is_open and head.round_index >= round_.index
         round_.is_open = round_.is_open and not is_round
         is_own_in = any(known.me in step.peers for step in steps)
+        self._pass_over_who_withholds()
         known.do(a.Adopt(head, is_round, len(self._proposing.awaited()), is_own_in))
         self.chain.take(head)
         known.do(a.Serve(self.module, head.step))
         self._forget_gone()
+
+    def _pass_over_who_withholds(self) -> None:
+        """A round ends: whose files did not come, although they are in a step of it, is not waited
+        for in the next ones."""
+        book = self.chain.book
+        for name in self.chain.absent:
+            step = book.link(name).step
+            if step is not None and step.parent == self.stand:
+                for row in self._rows.missing(step):
+                    self._proposing.withheld(row.peer)
 
     def _forget_gone(self) -> None:
         for step in [step for step in self._tellers if step not in self.chain.book]:

@@ -1,6 +1,7 @@
 """Who makes the step of a round, when, and when it is taken (design 4.3, gather).
 
-    from the boundary    the first mailbox, once it has the files of all who are awaited
+    from the boundary    the first mailbox, once it has the files of all who are awaited, also where
+                         a step with fewer rows was proposed
     shortly before G     anybody who has more rows than what was proposed
     from G on            the first mailbox with what it has; the next one after each `grace_s`
 
@@ -158,8 +159,8 @@ class Proposing:
             return None
         is_proposed = best.parent == link.name and best.round_index == round_.index
         late_s = known.now_s - self.due_s(round_.index)
-        may_outbid = -OUTBID_GRACES * known.grace_s <= late_s < 0
-        if not (may_outbid if is_proposed else self._is_my_turn(late_s)):
+        may_outbid = is_proposed and late_s >= -OUTBID_GRACES * known.grace_s
+        if (is_proposed and late_s >= 0) or not (may_outbid or self._is_my_turn(late_s)):
             return None
         return Step.of(self._chosen(list(rows.values())))
 

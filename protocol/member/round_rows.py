@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Set
 
-from dipaco.protocol.chain import Row
+from dipaco.protocol.chain import Row, Step
 
 # Rounds that are remembered; peers behind a step, and rows of a peer: one can have a row behind
 # each of a few heads, while the chains of a split are compared.
@@ -95,6 +95,13 @@ class RoundRows:
         missing = [row for row in missing if self._wanted_s.get(row.name, -math.inf) < last]
         self._wanted_s.update((row.name, now_s) for row in missing)
         return tuple(missing)
+
+    def missing(self, step: Step | None) -> tuple[Row, ...]:
+        """Return the rows of a step whose files may still come; none where one is refused."""
+        rows = step.rows if step is not None else ()
+        if any(row.name in self.refused for row in rows):
+            return ()
+        return tuple(row for row in rows if row.name not in self.here)
 
     def gather_failed(self, row: Row, *, is_refused: bool) -> None:
         """Nobody gave a file, and it may be asked for again; or it is no contribution."""

@@ -17,6 +17,7 @@ from dipaco.protocol.member import actions, events
 from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import is_plausible_row
 
+from .downloads import Downloads
 from .network import STALL_S
 from .trace import name_of
 from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
@@ -42,6 +43,7 @@ class Carrying:
         """Files that are wanted, by row, with the peers that may have them."""
         self._gathered: set[str] = set()
         """Rows whose files the member was told are here."""
+        self._downloads = Downloads(*self._world.downloads_at_once)
 
     def do(self, action: actions.Action) -> None:
         """Carry an action out, or begin to: each has a method of its name, if it needs one."""
@@ -75,13 +77,14 @@ class Carrying:
     # -- the wire
 
     def _tell(self, action: actions.Tell) -> None:
-        self._take(action.rows, action.steps)
+        self.take(action.rows, action.steps)
         size = ROW_BYTES * (len(action.rows) + sum(len(step.rows) for step in action.steps))
         for peer in action.peers:
             if peer != self._machine.peer:
                 self._network.tell(self._machine.peer, peer, action, size)
 
-    def _take(self, rows: Iterable[Row], steps: Iterable[Step]) -> None:
+    def take(self, rows: Iterable[Row], steps: Iterable[Step]) -> None:
+        """Take rows and steps into the store."""
         self._machine.store.add_rows(rows)
         self._machine.store.add_steps(steps)
         for step in steps:
@@ -92,13 +95,18 @@ class Carrying:
     ) -> tuple[tuple[Row, ...], tuple[Step, ...]]:
         """Return what can be, and take it in: the shell checks what others say."""
         plan, now_s = self._world.plan, self._machine.believed_s
-        kept = tuple(row for row in rows if is_plausible_row(row, plan, now_s))
+        revoked = self._world.revoked
+
+        def counts(row: Row) -> bool:
+            return is_plausible_row(row, plan, now_s) and row.peer not in revoked
+
+        kept = tuple(filter(counts, rows))
         found: list[Step] = []
         for step in steps:
-            if not all(is_plausible_row(row, plan, now_s) for row in step.rows):
+            if not all(map(counts, step.rows)):
                 break
             found.append(step)
-        self._take(kept, found)
+        self.take(kept, found)
         return kept, tuple(found)
 
     def _hear(self, sender: str, said: actions.Tell) -> None:
@@ -179,6 +187,11 @@ class Carrying:
         def next_one(answer: Any) -> None:
             if answer is not None or not left:
                 done(answer)
+            elif verb == "get":
+                # As in a real peer, sources with room come first.
+                source = next(filter(self._downloads.has_room, left), left[0])
+                left.remove(source)
+                self._downloads.begin(source, partial(self._download, content, next_one))
             else:
                 self._call(left.pop(0), verb, content, next_one)
 
@@ -186,6 +199,13 @@ class Carrying:
             next_one(None)
         else:
             self._machine.later(0.1, done, None)
+
+    def _download(self, content: Any, done: Callable[[Any], None], source: str) -> None:
+        def ended(answer: Any) -> None:
+            self._downloads.end(source)
+            done(answer)
+
+        self._call(source, "get", content, ended)
 
     def _serve(self, action: actions.Serve) -> None:
         if action.step in self._machine.store.book:
@@ -236,8 +256,12 @@ class Carrying:
                 self._wrong(f"starts from a state of {head.module} that is not here")
             machine.start_work(head.module, head.step)
             machine.store.hold(head, save=False)
+            self._world.watch.holds(machine, head)
         self._world.watch.started(machine)
         machine.publishing.publish()
+
+    def _carry_on(self, action: actions.CarryOn) -> None:
+        self._world.watch.carried_on(self._machine)
 
     def _pause(self, action: actions.Pause) -> None:
         self._machine.lose_all("pause")
@@ -285,7 +309,7 @@ class Carrying:
         elif not all(file in store.files for file in files):
             reason = "a file has expired"
         else:
-            self._take((), action.steps)
+            self.take((), action.steps)
             delay_s = self._between(0.05, 0.4) * len(action.steps)
             machine.later(delay_s, self._computed, self._world.head_after(last.name, base))
             return
@@ -296,7 +320,7 @@ class Carrying:
         for step in action.steps:
             if step.state != base.digest:
                 return False
-            self._take((), (step,))
+            self.take((), (step,))
             base = self._machine.seen_digest(self._world.head_after(step.name, base))
         return True
 
@@ -333,12 +357,13 @@ class Carrying:
     def _check(self, action: actions.Check) -> None:
         machine, world = self._machine, self._world
         losses: tuple[float | None, float | None] = (None, None)
-        if machine.store.find(action.module, action.step) is None:
+        checked = machine.store.find(action.module, action.step)
+        if checked is None:
             self._wrong(f"checks a state of {action.module} that is not here")
         elif machine.trains:
-            work = machine.works.get(action.module)
-            before = SOUND_LOSS if work is None else world.loss(work.anchor)
-            losses = (before, world.loss(action.step))
+            held = machine.store.held.get(action.module)
+            is_anchor = action.module in machine.works and held is not None
+            losses = (world.loss(held) if is_anchor else SOUND_LOSS, world.loss(checked))
         machine.answers.append(events.Checked(action.module, action.step, *losses))
 
     def _adopt(self, action: actions.Adopt) -> None:
@@ -349,6 +374,7 @@ class Carrying:
             return
         is_due = head.version % self._world.plan.rounds.save_every_rounds == 0
         machine.store.hold(head, save=work is None or is_due)
+        self._world.watch.holds(machine, head)
         if work is not None:
             before, work.anchor, work.base = work.anchor, head.step, work.snapshot
             self._world.watch.adopted(machine, action, before)

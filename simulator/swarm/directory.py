@@ -12,6 +12,7 @@ the `NODES_STORED` of them that store a key return all of it; a record is then s
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +111,8 @@ class SimulatedDirectory:
         self._engine, self._network = engine, network
         self._plan, self._grid = plan, grid
         self._keys: dict[str, _Key] = {}
+        self.shows: dict[str, Collection[str]] = {}
+        """Readers that nodes which lie show the records of a few owners only."""
 
     def write(self, owner: str, key: str, record: Any, life_s: float) -> None:
         """Store a record under the owner's name; None withdraws it."""
@@ -156,6 +159,8 @@ class SimulatedDirectory:
         if stored is None:
             return ()
         found = stored.seen(self._engine.now_s, self._network.split, link.side)
+        if reader in self.shows:
+            found = tuple(one for one in found if one.peer_id in self.shows[reader])
         chance, missed = self._engine.chance, self._network.conditions.records_missed
         if not missed:
             return found

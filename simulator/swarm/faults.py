@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+
+from dipaco.protocol.member.actions import Tell
 
 from .machine import Machine
 from .network import Conditions
@@ -159,6 +162,22 @@ class Faults:
         machine.step_clock(seconds)
         wrong_s = self._engine.between(0.5, 10.0) * machine.refresh_period_s
         self._engine.after(wrong_s, lambda: machine.step_clock(-machine.clock_error_s))
+
+    def _add_dying(self) -> None:
+        """Let trainers die between telling of a step and giving their files."""
+        chance = self._engine.between(0.05, 0.3)
+        for machine in self._trainers():
+            machine.after_telling = partial(self._die_telling, machine, chance)  # type: ignore[method-assign]
+
+    def _die_telling(self, machine: Machine, chance: float, action: Tell) -> None:
+        engine = self._engine
+        is_own_in = machine.peer in action.steps[-1].peers
+        if engine.now_s >= self._end_s or not is_own_in or not engine.chance(chance):
+            return
+        machine.crash(hangs=engine.chance(0.5), empty_disk=engine.chance(0.25))
+        away_s = min(engine.random.expovariate(1.0 / (3 * self._round_s)), 10 * self._round_s)
+        if engine.now_s + away_s < self._end_s:
+            engine.after(away_s + 1.0, machine.start)
 
     def _add_hostile(self) -> None:
         """The liars are there already: they took the places of some trainers."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from .attacks import ATTACKS, GROUPS_OF_TWO, ROUNDS
 from .engine import Engine
 from .faults import Faults
 from .hostile import Liar
 from .invariants import Invariants, Violation
 from .machine import Machine
 from .network import Link
-from .scenario import Scenario, draw_scenario, small_plan
+from .scenario import Scenario, draw_attacked, draw_scenario, small_plan
 from .world import START_S, World
 
 # Rounds without faults in which all has to settle; it has begun to after so many.
@@ -33,8 +34,9 @@ class Result:
     def command(self) -> str:
         """What shows this history again."""
         drawn = self.scenario
+        what = f"--attack '{drawn.attack}'" if drawn.attack else f"--profile {drawn.profile}"
         return (
-            f"python benchmarks/swarm_faults.py --seed {drawn.seed} --profile {drawn.profile} "
+            f"python benchmarks/swarm_faults.py --seed {drawn.seed} {what} "
             f"--members {drawn.members} --rounds {drawn.rounds} --trace"
         )
 
@@ -45,16 +47,24 @@ def run_history(
     *,
     members: int | None = None,
     rounds: int | None = None,
+    attack: str = "",
     log: list[str] | None = None,
 ) -> Result:
-    """Live through a history and its rest; `log` gets its lines."""
-    drawn = draw_scenario(seed, profile, members=members, rounds=rounds)
+    """Live through a history and its rest; `log` gets its lines.
+
+    Instead of the faults of a profile there can be one insider with an attack of `ATTACKS`.
+    """
+    if attack:
+        members = 2 if attack in GROUPS_OF_TWO else members
+        drawn = draw_attacked(seed, attack, members=members, rounds=rounds or ROUNDS.get(attack))
+    else:
+        drawn = draw_scenario(seed, profile, members=members, rounds=rounds)
     round_s, end_s = drawn.duration_s, START_S + drawn.rounds * drawn.duration_s
     engine = Engine(seed, START_S - round_s / 2)
     plan = small_plan(
         drawn.grid, duration_s=round_s, inner_steps=drawn.inner_steps, private=drawn.private
     )
-    world = World(plan, engine, log)
+    world = World(plan, engine, log, rounds=drawn.rounds)
     watch = Invariants(world)
     engine.after(round_s, watch.sample)
     _place_machines(world, drawn)
@@ -103,7 +113,10 @@ def _make_trainer(world: World, drawn: Scenario, number: int) -> Machine:
     step_s = min(step_s, drawn.duration_s / STEPS_IN_ROUND)
     if drawn.inner_steps:
         step_s = engine.between(0.2, 0.6) * drawn.duration_s / drawn.inner_steps
-    lies = "hostile" in drawn.faults and number % 4 == 1
     clock_error_s = engine.between(-0.3, 0.3)
-    made = Liar if lies else Machine
+    made = Machine
+    if "hostile" in drawn.faults and number % 4 == 1:
+        made = Liar
+    elif drawn.attack and number == 1:
+        made = ATTACKS[drawn.attack]
     return made(world, f"p{number}", link, step_s=step_s, clock_error_s=clock_error_s)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from dipaco.protocol.chain import Row
+from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.member.actions import Adopt
 
 from .machine import Machine
@@ -56,6 +56,11 @@ class Invariants:
         self._published: set[tuple[str, str, int, str]] = set()
         self._training: dict[tuple[str, str], float] = {}
         """Since when a peer trains a module."""
+        self.victims: dict[str, str] = {}
+        """Of each module: whom an insider has chosen."""
+        self._trained_s: dict[int, float] = {}
+        """Of each path: when its work was last adopted."""
+        self._greatest_wait_s = 0.0
         self.last_rounds: dict[int, int] = {}
         """Of each path: the last round of which an honest peer has adopted its work."""
 
@@ -92,9 +97,28 @@ class Invariants:
             for row in step.rows if step is not None else ():
                 last = self.last_rounds.get(row.path, -1)
                 self.last_rounds[row.path] = max(last, row.round_index)
+                self._path_waited(row.path)
         self.figures["adopted"] += 1
+        self.figures["rounds with a step"] += action.is_round
         if not world.book.stands_on(head.step, before):
             self.figures["left a chain"] += 1
+
+    def _path_waited(self, path: int) -> None:
+        """A path has waited until now for work of it to be adopted."""
+        now_s = max(START_S, self._world.now_s)
+        waited_s = now_s - self._trained_s.get(path, START_S)
+        self._greatest_wait_s = max(self._greatest_wait_s, waited_s)
+        self._trained_s[path] = now_s
+
+    def holds(self, machine: Machine, head: Head) -> None:
+        """A machine serves another state of a module."""
+        if machine.is_honest and self._world.is_forged(head):
+            self.figures["forged"] += 1
+            self._world.say(machine.peer, "!", f"holds a forged state of {shown(head)}")
+
+    def carried_on(self, machine: Machine) -> None:
+        """A round of a module has ended without a step."""
+        self.figures["rounds without a step"] += machine.is_honest
 
     def published(self, machine: Machine, row: Row) -> None:
         """A machine has made a contribution."""
@@ -223,6 +247,11 @@ class Invariants:
         world, figures = self._world, self.figures
         finals = {module: self.final(module) for module in world.grid.modules()}
         figures.update(self.accounts.balance(finals))
+        for path in range(world.grid.path_count):
+            self._path_waited(path)
+        figures["greatest wait"] = round(self._greatest_wait_s / self._round_s, 2)
+        for module, victim in self.victims.items():
+            self._count_victim(finals[module], victim)
         figures["versions"] = len(self._versions)
         figures["forked"] = sum(len(steps) > 1 for steps in self._versions.values())
         for machine in world.machines.values():
@@ -235,3 +264,11 @@ class Invariants:
                 for verb in traffic.sent:
                     if verb != "views":
                         figures["bytes"] += traffic.sent[verb]
+
+    def _count_victim(self, final: str, victim: str) -> None:
+        """Count the steps from the victim's first one on, and those that leave it out."""
+        links = [link for link in self._world.book.back_from(final) if link.step is not None]
+        is_in = [victim in link.step.peers for link in reversed(links)]
+        since = is_in[is_in.index(True) :] if True in is_in else is_in
+        self.figures["steps of victims"] += len(since)
+        self.figures["victims left out"] += since.count(False)

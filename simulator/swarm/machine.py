@@ -19,7 +19,7 @@ from typing import Any
 
 from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
-from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Wait
+from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Tell, Wait
 from dipaco.protocol.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
@@ -132,6 +132,11 @@ class Machine:
     def act(self, action: Action) -> None:
         """Carry out what the member wants."""
         self.carrying.do(action)
+        if isinstance(action, Tell) and action.steps:
+            self.after_telling(action)
+
+    def after_telling(self, action: Tell) -> None:
+        """A fault may happen here."""
 
     def start_work(self, module: str, anchor: str) -> None:
         """Begin to train a module from a state."""
@@ -290,14 +295,26 @@ class Machine:
     def _begin_steps(self) -> None:
         schedule, now_s, steps = self.world.schedule, self.believed_s, 1
         if not schedule.fixed_steps:
-            levels = self.world.grid.levels_in_time_order()
-            boundaries = [schedule.boundary(schedule.passed(of, now_s) + 1, of) for of in levels]
-            longest_s = min(boundaries).time_s - now_s
+            longest_s = min(self._moments(now_s)) - now_s
             longest_s = min(longest_s, STRETCH_SHARE * schedule.duration_s)
             steps = max(1, int(longest_s / self.step_s))
         self._turns += 1
         self._stretch = _Stretch(self.world.now_s, steps, self._turns)
         self.later(steps * self.step_s, self._stepped, self._stretch.number)
+
+    def _moments(self, now_s: float) -> list[float]:
+        """Return the next times at which a member has something to do by the clock: of each level
+        the next boundary, and what comes shortly before G and at G."""
+        schedule, rounds = self.world.schedule, self.world.plan.rounds
+        found = []
+        for level in self.world.grid.levels_in_time_order():
+            passed = schedule.passed(level, now_s)
+            since_s = now_s - schedule.boundary(passed, level).time_s
+            gather_s, grace_s = rounds.gather_limit_s, rounds.grace_limit_s
+            afters_s = (gather_s - 0.8 * grace_s, gather_s, gather_s + grace_s)
+            found += [now_s + s - since_s for s in afters_s if s > since_s]
+            found.append(schedule.boundary(passed + 1, level).time_s)
+        return found
 
     def _cut_short(self, stretch: _Stretch) -> None:
         """Let a stretch end with the real step that is under way."""

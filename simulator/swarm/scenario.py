@@ -34,11 +34,15 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "nat_hostile": ("all_nat", "hostile"),
     "moving": (),
     "fixed": (),
+    "dying": ("dying",),
     "mixed": ("churn", "suspend", "split", "loss", "latency", "nat", "clock"),
 }
 PROFILES = tuple(FAULTS)
 GRIDS = ((1,), (1,), (2,), (3,), (1, 1), (2, 2), (1, 2))
 GRIDS_OF_MOVERS = ((4,), (2, 2), (2, 4), (8,))
+GRIDS_OF_DYING = ((4,), (2, 2), (2, 3))
+DURATION_OF_DYING_S = 20.0
+GRIDS_OF_ATTACKED = ((1, 1), (2, 2))
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Scenario:
     """Rounds with faults."""
     duration_s: float
     inner_steps: int
+    attack: str = ""
 
 
 def draw_scenario(
@@ -67,8 +72,9 @@ def draw_scenario(
     faults = FAULTS[profile]
     if profile == "mixed":
         faults = tuple(fault for fault in faults if random.random() < 0.45)
-    grid = random.choice(GRIDS_OF_MOVERS if profile == "moving" else GRIDS)
-    most = math.prod(grid) - 1 if profile == "moving" else 10
+    grids = {"moving": GRIDS_OF_MOVERS, "dying": GRIDS_OF_DYING}
+    grid = random.choice(grids.get(profile, GRIDS))
+    most = math.prod(grid) - 1 if profile in grids else 10
     drawn_members, drawn_rounds = random.randint(2, most), random.randint(8, 20)
     is_fixed = profile == "fixed" or (profile == "mixed" and random.random() < 0.15)
     return Scenario(
@@ -79,8 +85,33 @@ def draw_scenario(
         private=random.random() < 0.2,
         members=members or drawn_members,
         rounds=rounds or drawn_rounds,
-        duration_s=random.choice((60.0, 120.0, 300.0)),
+        duration_s=(
+            random.choice((60.0, 120.0, 300.0)) if profile != "dying" else DURATION_OF_DYING_S
+        ),
         inner_steps=random.choice((6, 8, 10)) if is_fixed else 0,
+    )
+
+
+def draw_attacked(
+    seed: int, attack: str, *, members: int | None = None, rounds: int | None = None
+) -> Scenario:
+    """Return the swarm that a seed stands for where an insider attacks: groups of 4 to 6 or 8."""
+    random = Random(f"attacked {seed}")
+    grid = random.choice(GRIDS_OF_ATTACKED)
+    paths = math.prod(grid)
+    drawn_members = random.randint(8, 12) if paths > 1 else random.randint(4, 8)
+    drawn_rounds = random.randint(10, 14)
+    return Scenario(
+        seed=seed,
+        profile="attacked",
+        faults=(),
+        grid=grid,
+        private=False,
+        members=members or drawn_members,
+        rounds=rounds or drawn_rounds,
+        duration_s=random.choice((60.0, 120.0, 300.0)),
+        inner_steps=random.choice((6, 8)) if random.random() < 0.25 else 0,
+        attack=attack,
     )
 
 

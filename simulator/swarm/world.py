@@ -1,7 +1,8 @@
 """What all machines of a history share: the plan, the clock, and what really is in every file.
 
 States are names: the digest of a state is the hash of the step that it comes out of, and its loss
-says only whether most of the rows in some step before it were poison.
+says only whether most of the rows in some step before it were poison. A forged state has another
+digest than what comes out of its step, and so has all that is computed from it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from .trace import QUIET, name_of, shown
 Machine = Any
 Invariants = Any
 START_S = 1000.0
+MANY = 10_000
 STATE_BYTES, FILE_BYTES, SHARD_BYTES = 2_000_000, 130_000, 4_000_000
-SOUND_LOSS, POISONED_LOSS = 3.0, 11.0
+# Held-out losses: of sound states, of others, and of what is worse by less than a check notices.
+SOUND_LOSS, POISONED_LOSS, FORGED_LOSS, SUBTLE_LOSS = 3.0, 11.0, 7.0, 3.3
 
-Content = Literal["good", "poison", "garbage"]
+Content = Literal["good", "poison", "subtle", "tiny", "garbage"]
+LOSSES: dict[Content, float] = {"good": SOUND_LOSS, "tiny": SOUND_LOSS, "subtle": SUBTLE_LOSS}
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,12 @@ class World:
     files: dict[str, File] = field(default_factory=dict)
     shard_holders: dict[int, dict[str, Machine]] = field(default_factory=dict)
     """Peers that have had the shard of a path; one may have lost its disk since."""
+    rounds: int = 0
+    """Rounds with faults or attacks."""
+    revoked: set[str] = field(default_factory=set)
+    """Identities whose rows do not count."""
+    downloads_at_once: tuple[int, int] = (MANY, MANY)
+    """That one peer makes, and of these from one source."""
 
     def __post_init__(self) -> None:
         self.grid = Grid(self.plan.model, self.plan.grid, self.plan.rounds.level_offsets)
@@ -62,7 +72,10 @@ class World:
         self.run_id = self.plan.run_id
         self.book = ChainBook(self.run_id, self.grid.modules())
         """Every step that anybody ever made a state of."""
-        self._poisoned: set[str] = set()
+        self._losses: dict[str, float] = {}
+        """By step, where it is not the sound one."""
+        self._forged: dict[str, float] = {}
+        """Losses of forged states, by digest."""
         self._made = 0
         self.watch: Invariants
         inner = self.plan.inner
@@ -93,9 +106,10 @@ class World:
             return True
         if not self.book.add(step):
             return False
-        poison = sum(self.files[row.file].content != "good" for row in step.rows)
-        if step.parent in self._poisoned or 2 * poison > len(step.rows):
-            self._poisoned.add(step.name)
+        losses = sorted(LOSSES.get(self.files[r.file].content, POISONED_LOSS) for r in step.rows)
+        loss = max(self._losses.get(step.parent, SOUND_LOSS), losses[(len(losses) - 1) // 2])
+        if loss > SOUND_LOSS:
+            self._losses[step.name] = loss
         return True
 
     def head(self, step: str) -> Head:
@@ -111,8 +125,21 @@ class World:
         head = self.head(step)
         if base is None or base.digest == self.head(base.step).digest:
             return head
-        return replace(head, digest=hashlib.sha256((base.digest + step).encode()).hexdigest())
+        digest = hashlib.sha256((base.digest + step).encode()).hexdigest()
+        if base.digest in self._forged:
+            self._forged[digest] = self._forged[base.digest]
+        return replace(head, digest=digest)
 
-    def loss(self, step: str) -> float:
-        """Return the held-out loss of the state after a step."""
-        return POISONED_LOSS if step in self._poisoned else SOUND_LOSS
+    def forge(self, head: Head, loss: float) -> Head:
+        """Return a state with bytes of somebody's choice in place of what comes out of a step."""
+        digest = hashlib.sha256(f"forged {head.step}".encode()).hexdigest()
+        self._forged[digest] = loss
+        return replace(head, digest=digest)
+
+    def is_forged(self, head: Head) -> bool:
+        """Tell whether a state is forged, or computed from one that is."""
+        return head.digest in self._forged
+
+    def loss(self, head: Head) -> float:
+        """Return the held-out loss of a state."""
+        return self._forged.get(head.digest, self._losses.get(head.step, SOUND_LOSS))

@@ -1,0 +1,45 @@
+"""Attacks by insiders, one idea a file: admitted peers that want to steer or to stop the others.
+
+Nobody can sign for another or make bytes that have a given hash. The numbers are those of the
+threat model.
+"""
+
+from __future__ import annotations
+
+from .bare_quorum import BareQuorum
+from .crowd import Crowd
+from .drips import Drips
+from .false_digests import FalseDigests
+from .foreign_files import ForeignFiles
+from .forged_state import ForgedState
+from .insider import Insider
+from .kept_back import KeptBack, KeptBackPerfectly
+from .lying_directory import LyingDirectory
+from .pushed_out import PushedOut
+from .revoked import Revoked
+from .secret_chain import SecretChain, SubtleSecretChain
+from .tiny_work import TinyWork
+
+NO_ATTACK = "none"
+# Each seed is the same swarm whatever the attack. Some attacks mean a group of two.
+GROUPS_OF_TWO = ("none of two", "9")
+# Very many rows take very long to live through: so many rounds are enough.
+ROUNDS = {"8": 6}
+ATTACKS: dict[str, type[Insider]] = {
+    NO_ATTACK: Insider,
+    "none of two": Insider,
+    "1": ForgedState,
+    "2": LyingDirectory,
+    "3": FalseDigests,
+    "4": ForeignFiles,
+    "5": BareQuorum,
+    "6": PushedOut,
+    "7": SecretChain,
+    "7 subtle": SubtleSecretChain,
+    "8": Crowd,
+    "9": TinyWork,
+    "11": KeptBack,
+    "11 perfect": KeptBackPerfectly,
+    "12": Drips,
+    "13": Revoked,
+}
