@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from dipaco.peer.exchange.messages import (
     TellRequest,
     framed,
 )
-from dipaco.protocol.chain import Row, Step, genesis_name, pack_row, pack_step, sign_row
+from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, pack_row, pack_step, sign_row
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,15 +45,17 @@ def computed() -> dict[str, str]:
     values = Grid(config.model, config.grid).layout(MODULE).size
     codec = CODECS[config.contributions.codec]
     parent = genesis_name(RUN, MODULE)
-    found, rows = {"parameters": f"{values:,}", "parent": parent[:8]}, []
+    state = hashlib.sha256(b"state").hexdigest()
+    found, rows = {"parameters": f"{values:,}", "parent": parent[:8], "state": state[:8]}, []
     for number, (name, key) in enumerate(keys().items()):
         path, tokens = TRAINERS[name]
         gradient = (torch.arange(values) % 15 - 7 + number).float() * 2.0**-12
-        file = codec.encode(gradient)
+        data = codec.encode(gradient)
         peer = peer_id_of_public_key(raw_public_key(key))
-        sha256 = hashlib.sha256(file).hexdigest()
-        row = Row(MODULE, ROUND, parent, path, peer, tokens, sha256, len(file))
-        rows.append(sign_row(row, key))
+        size_bytes = MARK_BYTES + len(data)
+        row = Row(MODULE, ROUND, parent, state, path, peer, tokens, "", size_bytes)
+        sha256 = hashlib.sha256(row.mark + data).hexdigest()
+        rows.append(sign_row(replace(row, file=sha256), key))
         found |= {f"{name}'s peer id": f"..{peer[-6:]}", f"{name}'s file": sha256[:8]}
     step = Step.of(rows)
     file_bytes = rows[0].bytes
