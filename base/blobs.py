@@ -29,6 +29,7 @@ from .files import (
 )
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# Read at a time: a file is never in memory whole.
 _COPY_BYTES = 2**20
 
 

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from .errors import ConfigurationError, StorageError
 
 TEMPORARY_SUFFIX = ".tmp"
+# A temporary file that nobody has written to for so long was left by a process that is gone.
 STALE_TEMPORARY_S = 3600.0
 _READ_BYTES = 2**20
 # Of a disk, what is never filled: other programs and the system need some.

@@ -59,7 +59,7 @@ class Found:
         self.seeds += 1
         self.failed.update(list(lived["violations"]))
         self.failed["histories"] += bool(lived["violations"])
-        self.waits.append(figures.pop("greatest wait", 0.0))
+        self.waits.append(figures.pop("greatest wait", 0) / 100)
         self.sums.update(figures)
         self.least_kept = min(self.least_kept, (kept(figures), lived["seed"]))
 

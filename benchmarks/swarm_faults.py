@@ -83,7 +83,7 @@ class Found:
         self.seeds += 1
         self.failed += bool(lived["violations"])
         figures = Counter(lived["figures"])
-        self.waits.append(figures.pop("greatest wait", 0.0))
+        self.waits.append(figures.pop("greatest wait", 0) / 100)
         self.sums.update(figures)
         for name, what in lived["violations"].items():
             self.violated.setdefault(name, []).append((lived["seed"], what))

@@ -119,7 +119,7 @@ class Archive:
         for module in grid.modules():
             found = state(module)
             if found is None:
-                raise NetworkError(f"nobody serves a state of {module} yet")
+                raise NetworkError(f"no peer serves a state of {module} yet")
             file = before.states.find(found.digest) if before else None
             if file is None:
                 copy.states.save(found)

@@ -55,7 +55,7 @@ def run_prepare(settings: PrepareSettings) -> int:
                 changes=settings.changes,
             )
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from here", file=sys.stderr)
+        print("\nstopped; run the same command again to continue from here", file=sys.stderr)
         raise
     return 0
 
@@ -108,7 +108,7 @@ def run_invite(settings: InviteSettings) -> int:
     )
     print(text)
     # Beside the invitation itself, which scripts read.
-    print(f"a volunteer pastes: dipaco-peer ADDR --invitation {text}", file=sys.stderr)
+    print(f"volunteers paste: dipaco-peer ADDR --invitation {text}", file=sys.stderr)
     print("ADDR is the address that dipaco-bootstrap serve prints", file=sys.stderr)
     return 0
 

@@ -122,7 +122,7 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(_traffic(figures))
     console.print(_sizes("On a peer's disk", figures.disk_bytes, figures.disk_total_bytes))
     if figures.shard_bytes is None:
-        console.print("Without token files; --corpus-tokens estimates them")
+        console.print("There are no token files; --corpus-tokens N estimates their sizes")
     console.print(
         _sizes("In a peer's GPU memory, at least", figures.device_bytes, figures.device_total_bytes)
     )
@@ -147,7 +147,7 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         f"{figures.greatest_manifest_bytes:,} bytes"
     )
     if figures.times is None:
-        console.print("Without times; --tokens-per-s N or --measure auto estimates them")
+        console.print("To estimate times, give --tokens-per-s N or --measure auto")
     else:
         console.print(_times(figures.times, figures.peers))
 

@@ -34,6 +34,7 @@ from dipaco.routing.token_files import token_dtype
 from .plan_times import Times, plan_times
 from .run_config import RunConfig
 
+# Hashes do not change how large a manifest is.
 _ANY_SHA256 = "0" * 64
 
 

@@ -77,7 +77,7 @@ class Predecessor:
         fetched = RunFolder(folder / self.plan.run_id).states
         marker = folder / "states-taken"
         if marker.is_file() and marker.read_text().startswith(self.plan.run_id):
-            say(f"states: those fetched from the swarm before; remove {marker} to take newer ones")
+            say(f"states: fetched earlier from the swarm; to fetch newer ones, remove {marker}")
         else:
             # The network is loaded only here.
             from dipaco.peer.client import ReadOnlyClient

@@ -95,7 +95,7 @@ def _serve(
     write_address_file(settings, addresses)
     display.say(
         f"serving run '{node.plan.name}' ({node.run_id}) from {settings.folder}; "
-        "a volunteer pastes this:"
+        "volunteers paste this:"
     )
     pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
     by_invitation = node.plan.admission is None

@@ -207,4 +207,4 @@ class ServeSettings(NodeSettings):
         super().__post_init__()
         given = self.archive_period_s != 3600.0 or self.archive_copies != 3
         if given and self.archive is None:
-            raise ConfigurationError("--archive-... are for --archive DIR; name the folder")
+            raise ConfigurationError("--archive-... needs --archive DIR; give the folder")

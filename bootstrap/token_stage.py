@@ -42,7 +42,7 @@ class TokenStage:
         if predecessor and self._folder() is None:
             reused = predecessor.tokens_folder(self.inputs)
             if reused is not None:
-                self.display.say(f"tokens: taken from {reused}, the corpus is the same")
+                self.display.say(f"tokens: taken from {reused}, because the corpus is the same")
                 self.markers.mark("tokens", self.inputs, {"folder": str(reused)})
         self.markers.stage(
             "tokens", self.inputs, self._make, lambda outputs: self._folder() is not None

@@ -57,8 +57,8 @@ class Workers:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
             raise StorageError(
-                "a worker process has died, most likely for lack of memory; the same command goes "
-                "on from here, give it fewer --workers"
+                "a worker process has died, most likely for lack of memory; to continue from here, "
+                "give the same command with fewer --workers"
             ) from None
         finally:
             for future in waiting:

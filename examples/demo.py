@@ -93,7 +93,9 @@ class Demo:
         self.console = console
         self.processes: list[Process] = []
         self.asked: list[subprocess.Popen[bytes]] = []
-        self.validation: list[tuple[float, int, float]] = []
+        # Round, path and held-out loss; the rounds in which something was done to the swarm.
+        self.validation: list[tuple[int, int, float]] = []
+        self.accidents: dict[int, str] = {}
         self.digests: dict[str, str] = {}
         self.started_s = time.time()
         self._numbers = iter(range(1, 100))
@@ -221,7 +223,7 @@ class Demo:
         for process in self.processes:
             for event in process.read_events():
                 if event["event"] == "validation":
-                    self.validation.append((event["time_s"], event["path"], event["loss"]))
+                    self.validation.append((event["round"], event["path"], event["loss"]))
                 elif event["event"] in ("commit", "adopt"):
                     self.digests[event["module"]] = f"v{event['version']} {event['digest'][:10]}"
 
@@ -295,37 +297,48 @@ def train(demo: Demo, live: Live | None) -> Process:
     peers[-1].note = "killed"
     newcomer = demo.start_peer(survivor)
     killed_in = demo.round_now()
+    demo.accidents[killed_in] = "a peer is killed, another one joins"
     demo.watch(live, lambda: demo.round_now() > killed_in)
     demo.console.print("[yellow]the bootstrap node stops[/yellow]; the swarm goes on without it")
     bootstrap.popen.send_signal(signal.SIGINT)
     bootstrap.note = "stopped"
+    demo.accidents[demo.round_now()] = "the bootstrap node stops"
     last = demo.scale.rounds - 1
     demo.watch(live, lambda: demo.round_now() >= last and "commit" in newcomer.last)
     return peers[0]
 
 
 def plot(demo: Demo, scores: dict[str, float], file: Path) -> None:
-    """Draw held-out loss over time and the final perplexities."""
+    """Draw the held-out loss of each path by rounds, what happened, and the final perplexities."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2))
-    begin = min(t for t, _, _ in demo.validation)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), width_ratios=(3, 2))
     for path in sorted({p for _, p, _ in demo.validation}):
-        points = sorted((t - begin, loss) for t, p, loss in demo.validation if p == path)
+        points = sorted((number + 1, loss) for number, p, loss in demo.validation if p == path)
         left.plot(*zip(*points, strict=True), marker=".", label=f"path {path}")
-    left.set_xlabel("seconds")
-    left.set_ylabel("held-out loss of the committed states")
-    left.legend()
-    colors = ["0.7", "0.5", *["tab:blue"] * (len(scores) - 2)]
-    bars = right.bar(list(scores), list(scores.values()), color=colors)
-    right.tick_params(axis="x", rotation=20)
-    right.bar_label(bars, fmt="%.1f")
-    right.set_ylabel("validation perplexity")
+    for style, (number, accident) in zip(("--", ":"), demo.accidents.items(), strict=True):
+        left.axvline(
+            number + 1, ymax=0.74, color="0.5", linewidth=1, linestyle=style, label=accident
+        )
+    low, high = left.get_ylim()
+    left.set_ylim(low, high + 0.35 * (high - low))  # room for the legend
+    left.set_xlabel("rounds")
+    left.set_ylabel("held-out loss, nats a token")
+    left.set_title("a swarm of four peers", fontsize=10)
+    left.legend(fontsize=7, loc="upper right", ncols=2, frameon=False)
+    colors = ["0.75", "0.55", *["tab:blue"] * (len(scores) - 2)]
+    bars = right.barh(list(scores), list(scores.values()), color=colors)
+    right.invert_yaxis()
+    right.bar_label(bars, fmt="%.1f", padding=3, fontsize=8)
+    right.margins(x=0.15)
+    right.set_xlabel("validation perplexity")
+    right.spines[["top", "right"]].set_visible(False)
+    left.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
-    figure.savefig(file, dpi=120)
+    figure.savefig(file, dpi=100)
 
 
 def report(demo: Demo, survivor: Process) -> None:
@@ -359,19 +372,21 @@ def report(demo: Demo, survivor: Process) -> None:
     )  # fmt: skip
     scores = {
         "genesis": swarm["base_perplexity"],
-        "dense": dense["baseline_perplexity"],
+        "one machine": dense["baseline_perplexity"],
         "swarm": swarm["perplexity"],
-        "better of two": swarm["chosen_perplexity"],
-        "two mixed": swarm["mixed_perplexity"],
+        "better of two paths": swarm["chosen_perplexity"],
+        "two paths mixed": swarm["mixed_perplexity"],
     }
     table = Table(title=f"validation perplexity, {swarm['tokens']:,} tokens", title_justify="left")
     table.add_column("model")
     table.add_column("perplexity", justify="right")
     table.add_row("genesis (dense, before the swarm)", f"{scores['genesis']:.2f}")
-    table.add_row(f"dense, one path's size, {steps} more steps", f"{scores['dense']:.2f}")
+    table.add_row(f"dense, one path's size, {steps} more steps", f"{scores['one machine']:.2f}")
     table.add_row(f"swarm, at most {steps} more steps of a peer", f"{scores['swarm']:.2f}")
-    table.add_row("swarm, the better of two paths by 32 tokens", f"{scores['better of two']:.2f}")
-    table.add_row("swarm, two paths mixed, twice the work", f"{scores['two mixed']:.2f}")
+    table.add_row(
+        "swarm, the better of two paths by 32 tokens", f"{scores['better of two paths']:.2f}"
+    )
+    table.add_row("swarm, two paths mixed, twice the work", f"{scores['two paths mixed']:.2f}")
     demo.console.print(table)
     for prompt, sample in zip(PROMPTS, samples, strict=True):
         demo.console.print("[dim]--- sample ---[/dim]")

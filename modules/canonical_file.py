@@ -29,6 +29,7 @@ from dipaco.base.files import canonical_json, storage_errors
 
 from .device import all_finite
 
+# A header is read into memory before it is checked, and files come from strangers.
 GREATEST_HEADER_BYTES = 2**26
 
 FileSource = Path | bytes | bytearray | memoryview

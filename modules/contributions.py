@@ -33,6 +33,7 @@ class Numbers(Protocol):
     def __getitem__(self, part: slice, /) -> torch.Tensor: ...
 
 
+# Every codec's blocks fit into it whole, so a file can be decoded piece by piece in little memory.
 CHUNK_VALUES = 4096
 # No honest scale is greater; the greatest code times it is far below what fp32 can hold.
 GREATEST_SCALE = 2.0**100

@@ -195,6 +195,7 @@ def load_bitsandbytes() -> None:
 
 logger = logging.getLogger(__name__)
 
+# On a CPU, what the owner does at the machine comes first.
 DEFAULT_NICE = 10
 
 # From <malloc.h>.

@@ -25,6 +25,7 @@ from .config import GridConfig, ModelConfig
 from .transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
 
 PRIVATE_LEVEL = "P"
+# Far more than anybody trains; a manifest from a stranger cannot ask for a table without end.
 GREATEST_PATH_COUNT = 2**20
 
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.")

@@ -165,7 +165,7 @@ def check_genesis_index(index: object, grid: Grid) -> dict[str, str]:
     if not isinstance(index, Mapping) or not all(
         isinstance(digest, str) and is_sha256(digest) for digest in index.values()
     ):
-        raise IntegrityError("the genesis index is no table of modules and digests")
+        raise IntegrityError("the genesis index is not a table of modules and digests")
     missing = [module for module in grid.modules() if module not in index]
     if missing:
         raise IntegrityError(f"the genesis names no state of module {missing[0]}")

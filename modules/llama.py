@@ -53,6 +53,7 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
+# What transformers takes where a config.json names none.
 _DEFAULT_ROPE_THETA = 10_000.0
 # Our name and that in config.json, of what stretches the rotary frequencies.
 _SCALING_FIELDS = {
@@ -166,7 +167,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise StorageError(
-            f"{folder} is no checkpoint: it has no {CONFIG_FILE}; give the folder of a Llama "
+            f"{folder} is not a checkpoint: it has no {CONFIG_FILE}; give the folder of a Llama "
             f"model with {CONFIG_FILE} and {WEIGHTS_FILE}"
         ) from None
     except OSError as error:

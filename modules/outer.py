@@ -271,7 +271,9 @@ class OuterRule:
             change = torch.mul(kept, mu, out=memory[: end - begin]).add_(gradient).mul_(rate)
             new = torch.sub(state.parameters[begin:end], change, out=parameters[begin:end])
             if not (all_finite(new) and all_finite(kept)):
-                raise IntegrityError(f"an outer step of {state.module} gave no finite numbers")
+                raise IntegrityError(
+                    f"an outer step of {state.module} gave numbers that are not finite"
+                )
         return ModuleState(
             module=state.module,
             version=state.version + 1,

@@ -31,6 +31,7 @@ from .config import (
 )
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
+# Raised with whatever other peers can see, unless old peers ignore it by design.
 PROTOCOL_VERSION = 7
 
 
@@ -67,9 +68,11 @@ def check_mirror(address: str) -> str:
     scheme, found, place = address.partition("://")
     if scheme not in MIRROR_SCHEMES or not found or not place:
         allowed = ", ".join(f"{scheme}://" for scheme in MIRROR_SCHEMES)
-        raise ValueError(f"{address[:80]!r} is no mirror; the address begins with one of {allowed}")
+        raise ValueError(
+            f"{address[:80]!r} is not a mirror; the address begins with one of {allowed}"
+        )
     if not re.fullmatch(r"[!-~]{1,500}", place) or "://" in place or "::" in place:
-        raise ValueError(f"{address[:80]!r} is no mirror; it is not one plain address")
+        raise ValueError(f"{address[:80]!r} is not a mirror; it is not one plain address")
     return address
 
 

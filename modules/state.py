@@ -37,6 +37,7 @@ from .device import all_finite, own_pages
 from .grid import ModuleLayout
 
 STATE_FORMAT = "dipaco-state/1"
+# Of tokens and rounds: sums of two still fit into 64 bits.
 GREATEST_COUNT = 2**62
 
 
@@ -235,13 +236,13 @@ def _parse_header(header: bytes) -> StateSummary:
             for path, entry in table.items()
         }
         if not isinstance(module, str):
-            raise TypeError("module is no string")
+            raise TypeError("module is not a string")
         return StateSummary(module, _count(version), dict(sorted(progress.items())))
 
 
 def _pair(entry: Any) -> list[Any]:
     if not isinstance(entry, list) or len(entry) != 2:
-        raise ValueError("progress is no pair")
+        raise ValueError("progress is not a pair")
     return entry
 
 

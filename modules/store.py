@@ -38,6 +38,8 @@ from .state import (
 
 logger = logging.getLogger(__name__)
 
+# The last one, and the one before it in case that the last was damaged when power failed. An
+# optimizer's state belongs to a path: that of this path and of the one before a move.
 KEPT_STATES = 2
 KEPT_OPTIMIZERS = 2
 

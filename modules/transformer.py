@@ -67,7 +67,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension of [..., size]."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.epsilon)
         kind = hidden.device.type
-        if torch.is_autocast_enabled(kind):
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             return normed.to(torch.get_autocast_dtype(kind))
         return normed.to(hidden.dtype)
 

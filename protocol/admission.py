@@ -317,7 +317,9 @@ class Gate:
         if terms.run_id != self.run_id:
             raise RecordError(f"it was invited to run {terms.run_id}, not to {self.run_id}")
         if not 1 <= terms.places <= MOST_PLACES:
-            raise RecordError(f"an invitation for {terms.places} peers is none")
+            raise RecordError(
+                f"an invitation is for 1 to {MOST_PLACES} peers, not for {terms.places}"
+            )
         if not is_signed(_GRANT_PREFIX + said, signature, self._operator_key):
             raise RecordError("its invitation is not signed by the operator of the run")
         return terms
@@ -437,7 +439,7 @@ class Gate:
         try:
             admission = self.check_own(*own)
         except RecordError as error:
-            raise AdmissionError(f"this peer is out: {error}") from None
+            raise AdmissionError(f"this peer is no longer admitted: {error}") from None
         with self._lock:
             places = self._places.get(admission.invitation, {})
             if self._own_rank is None:
@@ -538,7 +540,7 @@ def sign_revocations(
 def read_revocations(envelope: Any) -> Revocations:
     """Check a list as far as it can be checked without knowing its run. Raises `RecordError`."""
     if type(envelope) is not bytes or len(envelope) > MAX_LIST_BYTES:
-        raise RecordError("a list of revoked invitations is too large, or none")
+        raise RecordError("the list of revoked invitations is too large, or not bytes")
     try:
         content = json.loads(envelope)
         said = content["revocations"]

@@ -218,7 +218,7 @@ def verify_row(row: Row, grid: Grid, *, greatest_bytes: int) -> None:
     try:
         public_key = public_key_of_peer_id(row.peer)
     except ValueError:
-        raise RecordError(f"a row of {row.peer[:64]!r}, which is no peer id") from None
+        raise RecordError(f"a row of {row.peer[:64]!r}, which is not a peer id") from None
     if not is_signed(row.statement, row.signature, public_key):
         raise RecordError(f"a row of {row.peer} that it has not signed")
 

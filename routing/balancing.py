@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+# Points compared with all centroids at a time, which bounds the memory of their distances.
 _CHUNK = 8192
 # Up to here, moving one column at a time is enough.
 _FEW_COLUMNS = 16

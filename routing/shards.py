@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Part = Literal["train", "validation"]
 _PARTS: tuple[Part, Part] = ("train", "validation")
+# Documents routed together, and the tokens at which a chunk ends earlier: both bound memory. An
+# interrupted preparation goes on at the last chunk.
 CHUNK_DOCUMENTS = 1024
 CHUNK_TOKENS = 2_000_000
 

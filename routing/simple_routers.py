@@ -25,7 +25,7 @@ class SeededRouter(Router):
 
     def __init__(self, path_count: int, seed: int) -> None:
         if not (isinstance(path_count, int) and path_count >= 1):
-            raise ValueError(f"{path_count!r} is no number of paths")
+            raise ValueError(f"{path_count!r} is not a number of paths")
         if not (isinstance(seed, int) and 0 <= seed < 2**32):
             raise ValueError(f"the seed {seed!r} is not from 0 to 2^32 - 1")
         self._path_count = path_count

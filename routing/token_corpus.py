@@ -26,6 +26,7 @@ from .corpus import Document
 from .token_files import token_dtype
 from .tokenizer import Tokenizer
 
+# Labels are stored as 16-bit numbers; the greatest one says that a document has none.
 _NO_LABEL = 2**16 - 1
 PieceT = TypeVar("PieceT")
 DoneT = TypeVar("DoneT")

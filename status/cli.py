@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from .reading import RunReader
 
+# How often --watch draws anew, and how long a run that was just served may take to be found.
 WATCH_PERIOD_S = 5.0
 MANIFEST_WAIT_S = 10.0
 
@@ -69,13 +70,13 @@ class StatusSettings(RunSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.serve is not None and (self.watch or self.json):
-            raise ConfigurationError("--serve goes without --watch and --json: it has its own page")
+            raise ConfigurationError("--serve has its own page; give it without --watch and --json")
         if self.proxy_names and self.serve is None:
             raise ConfigurationError("--proxy-name is for --serve; give --serve PORT too")
         if self.history is not None and self.serve is None:
             raise ConfigurationError("--history is for --serve; give --serve PORT too")
         if self.ledger and self.watch:
-            raise ConfigurationError("--ledger goes without --watch: it reads all chains")
+            raise ConfigurationError("--ledger reads all chains; give it without --watch")
         if self.earlier and not self.ledger:
             raise ConfigurationError("--earlier is for --ledger; give --ledger too")
 

@@ -98,7 +98,7 @@ class Sampler:
         try:
             self._content.put_ledger(self._read_ledger(shown))
         except DipacoError as error:
-            logger.warning("the ledger cannot be read, tries again later: %s", error)
+            logger.warning("the ledger cannot be read; it is read again later: %s", error)
         except Exception:
             logger.exception("reading the ledger failed")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +26,16 @@ from hypothesis import settings
 # The same examples everywhere, and no time limit an example: machines are shared and noisy.
 settings.register_profile("dipaco", deadline=None, derandomize=True)
 settings.load_profile("dipaco")
+
+
+SWARM_FOLDER = Path(__file__).parent / "swarm"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts whole swarms: the folder says so."""
+    for item in items:
+        if SWARM_FOLDER in item.path.parents:
+            item.add_marker(pytest.mark.swarm)
 
 
 @pytest.fixture(autouse=True, scope="module")

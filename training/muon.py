@@ -14,6 +14,7 @@ import torch
 
 from dipaco.modules.device import number_format
 
+# As in the reference implementation of Muon.
 MOMENTUM = 0.95
 # Of a step of the iteration x <- a x + (b s + c s^2) x with s = x x^T, and how many are made.
 _A, _B, _C = 3.4445, -4.7750, 2.0315

@@ -284,6 +284,7 @@ class PathTrainer:
         return self.inner.lent_state_dict()
 
 
+# Long enough to even out single steps, short enough to show that a machine got slower.
 RATE_WINDOW_S = 30.0
 
 

@@ -249,7 +249,8 @@ class Invariants:
         figures.update(self.accounts.balance(finals))
         for path in range(world.grid.path_count):
             self._path_waited(path)
-        figures["greatest wait"] = round(self._greatest_wait_s / self._round_s, 2)
+        # In hundredths of a round: figures are counts.
+        figures["greatest wait"] = round(100 * self._greatest_wait_s / self._round_s)
         for module, victim in self.victims.items():
             self._count_victim(finals[module], victim)
         figures["versions"] = len(self._versions)
@@ -267,8 +268,8 @@ class Invariants:
 
     def _count_victim(self, final: str, victim: str) -> None:
         """Count the steps from the victim's first one on, and those that leave it out."""
-        links = [link for link in self._world.book.back_from(final) if link.step is not None]
-        is_in = [victim in link.step.peers for link in reversed(links)]
+        links = self._world.book.back_from(final)
+        is_in = [victim in link.step.peers for link in links if link.step is not None][::-1]
         since = is_in[is_in.index(True) :] if True in is_in else is_in
         self.figures["steps of victims"] += len(since)
         self.figures["victims left out"] += since.count(False)

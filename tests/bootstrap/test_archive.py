@@ -106,7 +106,7 @@ def test_a_copy_that_cannot_be_whole_leaves_nothing(trained: Path, tmp_path: Pat
     def missing(module: str) -> ModuleState | None:
         return None if module == "L1.E1" else swarm.state(module)
 
-    with pytest.raises(NetworkError, match=r"nobody serves a state of L1.E1"):
+    with pytest.raises(NetworkError, match=r"no peer serves a state of L1.E1"):
         swarm.write(archive, 60, missing)
 
     def silent(module: str) -> ModuleState | None:

@@ -128,7 +128,7 @@ def test_the_model_of_a_run_toml_must_agree(exported: tuple[Path, Path], tmp_pat
 def test_a_base_is_a_folder_or_a_table(tmp_path: Path) -> None:
     for text, words in {
         "base = 3": "base",
-        'base = "nowhere"': "nowhere is no checkpoint: it has no config.json",
+        'base = "nowhere"': "nowhere is not a checkpoint: it has no config.json",
         'base = ""': "it has no config.json",
     }.items():
         toml = TOML.replace('base = "checkpoint"', text)

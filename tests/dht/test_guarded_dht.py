@@ -28,7 +28,7 @@ from dipaco.dht.guarded_dht import GuardedDHT, own_future_locks, receive_request
 from dipaco.peer.exchange.loop_thread import LoopThread
 from dipaco.peer.node import visible_addresses
 
-pytestmark = pytest.mark.swarm
+pytestmark = pytest.mark.p2pd
 
 # Whoever waits longer than this has not noticed what happened. The calls' own limits are longer.
 NOTICED_S = 60.0

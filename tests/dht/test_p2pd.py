@@ -14,7 +14,7 @@ from support.dht_pair import LOOPBACK, TestNode, start_node
 from dipaco.base.errors import AddressError
 from dipaco.dht.addresses import check_listen_address, check_peer_address
 
-pytestmark = pytest.mark.swarm
+pytestmark = pytest.mark.p2pd
 
 
 @pytest.fixture(scope="module")

@@ -374,7 +374,7 @@ def test_a_swarm_without_the_run(monkeypatch: pytest.MonkeyPatch, settings: Peer
     assert [check.name for check in found if check.verdict == "problem"] == ["run"]
 
 
-@pytest.mark.swarm
+@pytest.mark.p2pd
 def test_the_command_beside_a_served_run(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run")
     with Swarm(tmp_path, run) as swarm:

@@ -14,7 +14,7 @@ from dipaco.peer.exchange import responder
 from dipaco.peer.exchange.diagnosis import diagnose, examine
 from dipaco.peer.exchange.hello import Greeting
 
-pytestmark = pytest.mark.swarm
+pytestmark = pytest.mark.p2pd
 
 
 def test_a_sound_address_is_not_blamed(nodes: Nodes) -> None:

@@ -33,7 +33,7 @@ from dipaco.protocol.chain import Row
 from dipaco.protocol.identity import load_or_create_identity
 from dipaco.protocol.member.events import Told
 
-pytestmark = pytest.mark.swarm
+pytestmark = pytest.mark.p2pd
 
 CONTENT = bytes(range(251)) * 80_000
 SHA = hashlib.sha256(CONTENT).hexdigest()

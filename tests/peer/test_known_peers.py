@@ -94,7 +94,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path: Path, content: 
     assert KnownPeers(tmp_path).beside([address(0)]) == (address(1),)
 
 
-@pytest.mark.swarm
+@pytest.mark.p2pd
 def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -468,7 +468,7 @@ def test_a_mirror_that_is_no_plain_address_is_never_opened(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda address: pytest.fail("it was opened"))
-    with pytest.raises(NetworkError, match="is no mirror"):
+    with pytest.raises(NetworkError, match="is not a mirror"):
         fetch(blobs, MirrorSource(address))
 
 

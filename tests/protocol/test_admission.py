@@ -115,7 +115,7 @@ def test_an_expired_invitation_lets_nobody_in_and_ends_who_is_in() -> None:
     assert gate.admission_of(peer(0)) is None
     with pytest.raises(RecordError, match="has expired"):
         gate.check(peer(0), mine)
-    with pytest.raises(AdmissionError, match="this peer is out: .*expired"):
+    with pytest.raises(AdmissionError, match="this peer is no longer admitted: .*expired"):
         gate.counted_of((), (peer(0), mine))
     # Somebody whose software does not care.
     patient = dataclasses.replace(brief, terms=Terms(RUN, 2, 0))
@@ -264,7 +264,7 @@ def test_who_is_revoked_is_out_and_what_it_signed_can_still_be_read(gate: Gate) 
         gate.check(peer(0), admission(0))
     with pytest.raises(AdmissionError, match="has revoked the invitation"):
         gate.check_invitation(INVITATION)
-    with pytest.raises(AdmissionError, match="this peer is out: .*revoked"):
+    with pytest.raises(AdmissionError, match="this peer is no longer admitted: .*revoked"):
         gate.counted_of((), (peer(0), admission(0)))
     assert gate.verify(peer(0), admission(0))
     assert gate.admitted() == {}

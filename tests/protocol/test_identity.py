@@ -68,7 +68,7 @@ def test_p2pd_takes_the_identity_and_hivemind_makes_no_key_of_its_own(tmp_path: 
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120, check=False,
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -252,10 +252,10 @@ def test_answers_about_a_large_swarm_are_bounded() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"serve": 8090, "watch": True}, "--serve goes without --watch"),
+        ({"serve": 8090, "watch": True}, "--serve has its own page"),
         ({"history": "x.sqlite"}, "--history is for --serve"),
         ({"earlier": ("x",)}, "--earlier is for --ledger"),
-        ({"ledger": True, "watch": True}, "--ledger goes without --watch"),
+        ({"ledger": True, "watch": True}, "--ledger reads all chains"),
         ({"serve": 70000}, "--serve 70000 must be 0 to 65535"),
     ],
 )

@@ -10,8 +10,6 @@ from support.split_network import can_split, closed_homes
 from support.swarm import BIN, LIMIT_S, LOOPBACK, Swarm
 from support.tiny_run import make_tiny_run
 
-pytestmark = pytest.mark.swarm
-
 HOMES, ROUND_S, ROUNDS = 3, 12.0, 3
 SHARED = "L0.E0"
 

@@ -13,8 +13,6 @@ from support.tiny_run import invited_tiny_run, make_tiny_run
 
 from dipaco.base.errors import AdmissionError
 
-pytestmark = pytest.mark.swarm
-
 LIMIT_S = 300.0
 ROUNDS, STEPS = 4, 3
 

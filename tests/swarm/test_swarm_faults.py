@@ -31,7 +31,7 @@ from support.tiny_run import make_tiny_run
 
 from dipaco.protocol.records import LIFE_PERIODS, refresh_period_s
 
-pytestmark = [pytest.mark.slow, pytest.mark.swarm]
+pytestmark = pytest.mark.slow
 
 # The limit of a round: rounds end when everybody is done, and a dead peer's claim expires in it.
 DURATION_S = 20.0

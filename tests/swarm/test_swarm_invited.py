@@ -18,8 +18,6 @@ from dipaco.modules.state import state_chunks
 from dipaco.protocol.manifest import load_or_create_operator_key
 from dipaco.routing.run_folder import RunFolder
 
-pytestmark = pytest.mark.swarm
-
 
 def make_run(folder: Path, operator: Path | None = None, **changes: object) -> RunFolder:
     """Make a run by invitation that begins now; with `operator`, of the one who has that key."""

@@ -13,7 +13,7 @@ import pytest
 from support.swarm import Member, Swarm
 from support.tiny_run import make_tiny_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.swarm]
+pytestmark = pytest.mark.slow
 
 PEERS, PATHS = 3, 8
 # ceil(8 / 3) + 2: a round takes a second here, and peers choose by views that are older.

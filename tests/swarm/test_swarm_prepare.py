@@ -12,8 +12,6 @@ from support.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.routing.run_folder import RunFolder
 
-pytestmark = pytest.mark.swarm
-
 NEW = """
 name = "scored"
 [data]

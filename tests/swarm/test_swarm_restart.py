@@ -11,8 +11,6 @@ from support.exchange_nodes import NOBODY
 from support.swarm import Member, Swarm
 from support.tiny_run import make_tiny_run
 
-pytestmark = pytest.mark.swarm
-
 PATHS = 2
 
 

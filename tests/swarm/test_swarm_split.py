@@ -13,7 +13,7 @@ from support.split_network import SplitNetwork, can_split, split_network
 from support.swarm import BIN, LIMIT_S, Member, Swarm
 from support.tiny_run import make_tiny_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.swarm]
+pytestmark = pytest.mark.slow
 
 # The limit of a round, in which also the claims of the other side expire.
 DURATION_S = 12.0

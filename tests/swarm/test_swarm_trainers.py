@@ -22,7 +22,7 @@ from dipaco.inference import export_cli
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.tokenizer_json import JsonPieces
 
-pytestmark = [pytest.mark.slow, pytest.mark.swarm]
+pytestmark = pytest.mark.slow
 
 ROUNDS = 3
 TRAINERS = 3
