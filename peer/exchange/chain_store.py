@@ -23,13 +23,12 @@ from dipaco.base.files import storage_errors
 from dipaco.protocol.chain import Head, Row, Step, pack_step, unpack_step
 from dipaco.protocol.chain_book import ChainBook
 from dipaco.protocol.record_errors import RecordError
+from dipaco.protocol.round_rows import RoundRows
 
 logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 
 # Of an answer: rows in its steps, of which one step always goes, and rows beside them.
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
-# Rows that are remembered of a module, and of one peer in it.
-MOST_ROWS, MOST_ROWS_OF_A_PEER = 256, 3
 MOST_ADMISSIONS = 50_000
 # Branches that parted earlier than this are forgotten.
 FORK_DEPTH = 64
@@ -55,7 +54,7 @@ class _Module:
     served: str
     held: Head | None = None
     heads: deque[Head] = field(default_factory=lambda: deque(maxlen=KEPT_HEADS))
-    rows: OrderedDict[tuple[str, int, str], Row] = field(default_factory=OrderedDict)
+    rows: RoundRows = field(default_factory=RoundRows)
     saved: set[str] = field(default_factory=set)
     """Steps and peers that are in the log."""
 
@@ -114,16 +113,8 @@ class ChainStore:
         with self._lock:
             for row in rows:
                 kept = self._modules.get(row.module)
-                key = (row.peer, row.round_index, row.parent)
-                if kept is None or key in kept.rows:
-                    continue
-                own = [other for other in kept.rows if other[0] == row.peer]
-                for other in own[: max(0, len(own) - MOST_ROWS_OF_A_PEER + 1)]:
-                    del kept.rows[other]
-                kept.rows[key] = row
-                if len(kept.rows) > MOST_ROWS:
-                    others = (k for k in kept.rows if not self.has_contributed(k[0]))
-                    del kept.rows[next(others, next(iter(kept.rows)))]
+                if kept is not None:
+                    kept.rows.note(row, self.has_contributed)
 
     def note_admissions(self, admissions: Mapping[str, bytes]) -> None:
         """Keep checked admissions of peers whose rows are here: they travel with the rows."""
@@ -147,6 +138,7 @@ class ChainStore:
             is_new = kept.served != step
             self._save(module, step, head)
             self._set_served(kept, step, head)
+            kept.rows.forget_before(self._book.link(step).round_index)
             self._book.prune(module, step, FORK_DEPTH)
             newest = self._book.link(step).step
         if is_new and newest is not None:
@@ -182,7 +174,7 @@ class ChainStore:
                 if fitting and left < 0:
                     break
                 fitting += 1
-            rows = tuple(kept.rows.values())[-ANSWERED_ROWS:]
+            rows = kept.rows.newest(ANSWERED_ROWS)
             return Answer(steps[:fitting], rows, has_more or fitting < len(steps), kept.held)
 
     def admissions_of(self, peers: Iterable[str]) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterable
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import RECENT_STEPS, Link
+from dipaco.protocol.round_rows import RoundRows
 
 from . import actions as a
 from . import events as e
@@ -33,7 +34,6 @@ from .contributors import Contributors
 from .knowledge import Knowledge
 from .module_chain import ModuleChain
 from .proposing import MAILBOXES, Proposing, Role, Round
-from .round_rows import RoundRows
 from .taking import Stage, Taking
 
 # A peer that cannot be called asks at this share of `gather_s` after the boundary, then so often.
@@ -232,7 +232,7 @@ class FollowedModule:
     def _published(self, row: Row) -> None:
         """The own file is here, and the row that names it."""
         if self.role is Role.TRAINER:
-            self._rows.note(row, {row.peer})
+            self._rows.note(row, lambda peer: peer == row.peer)
             self._rows.here.add(row.name)
             self._spread(row)
 
@@ -268,7 +268,8 @@ class FollowedModule:
         wanted: list[Row] = []
         for row in sorted(rows, key=lambda row: (row.round_index, row.path, row.peer)):
             self._contributors.heard(row.peer)
-            if row.round_index < self.link.round_index or not self._rows.note(row, first):
+            is_old = row.round_index < self.link.round_index
+            if is_old or not self._rows.note(row, first.__contains__):
                 continue
             if row.parent in self.chain.book:
                 wanted.append(row)

@@ -18,11 +18,11 @@ from enum import Enum, auto
 
 from dipaco.protocol.chain import MAX_ROWS, Row, Step
 from dipaco.protocol.chain_book import Link
+from dipaco.protocol.round_rows import RoundRows
 
 from .knowledge import Knowledge, mailbox_order
 from .module_chain import ModuleChain
 from .quorums import ROUNDS_IN_VAIN, may_propose
-from .round_rows import RoundRows
 
 # For so many rounds a claim is young: who has just come is awaited before its first row.
 YOUNG_ROUNDS = 2

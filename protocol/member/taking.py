@@ -27,6 +27,7 @@ from enum import Enum, auto
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import GREATEST_REPLAY, Link
+from dipaco.protocol.round_rows import RoundRows
 
 from .actions import Check, Compute, FetchState, Forget, Warn
 from .events import Checked, StateHere
@@ -34,7 +35,6 @@ from .knowledge import Knowledge
 from .module_chain import ModuleChain
 from .proposing import Proposing
 from .quorums import is_majority
-from .round_rows import RoundRows
 
 # A state that makes the held-out loss worse by more nats than this is not believed.
 MUCH_WORSE_NATS = 0.5

@@ -12,6 +12,7 @@ from dipaco.peer.exchange import chain_store
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.protocol import chain_book
 from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.round_rows import REMEMBERED_PEERS
 
 
 def opened(folder: Path | None) -> ChainStore:
@@ -114,15 +115,17 @@ def test_of_a_peers_rows_of_a_round_the_first_counts_and_few_are_remembered() ->
     chains.note_rows([first, row_of(0, tokens=999)])
     assert rows_in(chains, MODULE) == (first,)
     chains.note_rows(row_of(0, round_index) for round_index in range(1, 50))
-    assert [row.round_index for row in rows_in(chains, MODULE)] == [47, 48, 49]
-    chains.note_rows(row_of(number, 50) for number in range(1, 400))
-    assert len(rows_in(chains, MODULE)) == chain_store.MOST_ROWS
+    assert [row.round_index for row in rows_in(chains, MODULE)] == [46, 47, 48, 49]
+    chains.note_rows(row_of(number, 50) for number in range(1, 600))
+    many = [row for row in rows_in(chains, MODULE) if row.round_index == 50]
+    assert len(many) == REMEMBERED_PEERS
     # Rows of those who contributed lately have room before others.
-    good = rows_in(chains, MODULE)[0]
-    chains.has_contributed = lambda who: who == good.peer
-    chains.note_rows(row_of(number, 900) for number in range(2 * chain_store.MOST_ROWS))
-    assert good in rows_in(chains, MODULE)
-    assert len(rows_in(chains, MODULE)) == chain_store.MOST_ROWS
+    late = row_of(700, 50)
+    chains.note_rows([late])
+    assert late not in rows_in(chains, MODULE)
+    chains.has_contributed = lambda who: who == late.peer
+    chains.note_rows([late])
+    assert late in rows_in(chains, MODULE)
     assert len(chains.answer(MODULE, [GENESIS]).rows) == chain_store.ANSWERED_ROWS
 
 

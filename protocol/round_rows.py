@@ -8,9 +8,9 @@ nothing for the other. What is kept is bounded, and who contributed lately has r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 
-from dipaco.protocol.chain import Row, Step
+from .chain import Row, Step
 
 # Rounds that are remembered; peers behind a step, and rows of a peer: one can have a row behind
 # each of a few heads, while the chains of a split are compared.
@@ -28,16 +28,17 @@ class RoundRows:
         """Rows whose files are none."""
         self._wanted_s: dict[str, float] = {}
 
-    def note(self, row: Row, first: Set[str]) -> bool:
-        """Take a row in; returns whether it counts. `first`: peers that have room before others."""
+    def note(self, row: Row, has_room_first: Callable[[str], bool]) -> bool:
+        """Take a row in; returns whether it counts. `has_room_first` tells which peers have room
+        before others."""
         key, peer = (row.round_index, row.parent), row.peer
         own = [key for key, others in self._rows.items() if peer in others]
         if key in own:
             return False
         others = self._rows.get(key, {})
         if len(others) >= REMEMBERED_PEERS:
-            last = next((p for p in reversed(others) if p not in first), None)
-            if last is None or peer not in first:
+            last = next((p for p in reversed(others) if not has_room_first(p)), None)
+            if last is None or not has_room_first(peer):
                 return False
             self._forget(key, last)
         if len(own) >= ROWS_OF_A_PEER:
@@ -76,6 +77,11 @@ class RoundRows:
         """Return a row of each peer that has one of a round, whatever it stands on."""
         keys = [key for key in self._rows if key[0] == round_index]
         return {peer: row for key in keys for peer, row in self._rows[key].items()}
+
+    def newest(self, count: int) -> tuple[Row, ...]:
+        """Return so many rows at most, those of the latest rounds last."""
+        rows = [row for key in sorted(self._rows) for row in self._rows[key].values()]
+        return tuple(rows[-count:])
 
     def rounds_behind(self, parent: str) -> list[int]:
         """Return the rounds of which there are rows that stand on a step, the earliest first."""
