@@ -229,7 +229,9 @@ class ChainBook:
         """Tell whether most of those who contributed before a step are in it: its rows name the
         state before it."""
         before = self.contributors(link.parent, RECENT_STEPS)
-        return link.step is not None and 2 * len(link.step.peers & before) >= len(before)
+        if link.step is None:
+            return False
+        return not before or 2 * len(link.step.peers & before) > len(before)
 
     def vouched(self, name: str) -> tuple[Vouched, ...]:
         """Return how the state after a step is had by who trusts nothing but the chain: some ways,

@@ -11,8 +11,8 @@ from .insider import Insider
 
 
 class ForeignFiles(Insider):
-    """Its rows of one module name its newest file of another module, or else a file of another
-    peer, that others have checked already."""
+    """Its rows of one module name its newest file of another module, which those who train both
+    have checked already."""
 
     def told(self, action: Tell) -> Tell:
         """Name another file in the own rows."""
@@ -20,8 +20,7 @@ class ForeignFiles(Insider):
         return replace(action, rows=rows)
 
     def _changed(self, row: Row) -> Row:
-        known = [r for rows in self.rows.values() for r in rows.values()]
-        own = [r for r in known if r.peer == self.peer and r.module < row.module]
-        others = [r for r in known if r.peer != self.peer and r.module == row.module]
-        found = max(own or others, key=lambda r: r.round_index, default=row)
+        known = [rows[self.peer] for rows in self.rows.values() if self.peer in rows]
+        others = [r for r in known if r.module < row.module]
+        found = max(others, key=lambda r: r.round_index, default=row)
         return replace(row, file=found.file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dipaco.protocol.chain import Step
+from dipaco.protocol.member.actions import Action, Adopt, Serve
 from dipaco.simulator.swarm.world import Content
 
 from .insider import Insider, names
@@ -20,7 +21,7 @@ class SecretChain(Insider):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._is_arranged = False
+        self._is_arranged = self._is_published = False
 
     def start(self) -> None:
         """Begin, and arrange when the chain is published."""
@@ -31,12 +32,19 @@ class SecretChain(Insider):
             at_s = self.world.plan.start_s + PUBLISHED_SHARE * rounds * duration_s
             self.world.engine.at(at_s, self._publish)
 
+    def act(self, action: Action) -> None:
+        """Serve the own chain from then on, whatever its member finds."""
+        if not (self._is_published and isinstance(action, Adopt | Serve)):
+            super().act(action)
+
     def _publish(self) -> None:
+        self._is_published = True
         peers = names("i", len(self.world.machines) + 1)
         self.add_identities(peers)
         for module in list(self.works):
             steps = self._chain(module, peers)
             self.store.served[module] = steps[-1].name
+            self.store.held[module] = self.world.head(steps[-1].name)
             for begin in range(0, len(steps), 16):
                 self.later(0.1 * begin, self._tell_part, module, steps[begin : begin + 16])
 

@@ -1,0 +1,60 @@
+"""What one insider can do to a swarm, in a few histories each; `benchmarks/attacks.py` in many."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from dipaco.simulator.swarm.attacks import ATTACKS
+from dipaco.simulator.swarm.history import run_history
+
+# 2x2 modules by the clock, one path with fixed steps, one path by the clock.
+SEEDS = (0, 1, 5)
+LEAST_KEPT = 0.95
+# Whoever splits a swarm in the last moment of a round costs one side of it a round of work.
+LEAST_KEPT_OF = {"11": 0.85, "11 perfect": 0.85}
+# A chain of more identities than the honest ones that nobody's documents speak against wins; and
+# tiny contributions are for the outer step to see, which is not simulated.
+BEYOND_THE_MEMBER = ("7 subtle", "9")
+
+
+def lived(attack: str, seeds: tuple[int, ...] = SEEDS, rounds: int = 8) -> Counter[str]:
+    """Return the figures of some histories, added up."""
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        found += run_history(seed, attack=attack, rounds=rounds).figures
+    return found
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_honest_peer_holds_a_forged_state_and_work_is_kept(attack: str) -> None:
+    # 512 rows on every head take long to live through.
+    figures = lived(attack, SEEDS[1:2], rounds=3) if attack == "8" else lived(attack)
+    assert figures["forged"] == 0
+    if attack not in BEYOND_THE_MEMBER:
+        kept = 1.0 - figures["lost"] / (figures["trained"] - figures["gone"])
+        assert kept >= LEAST_KEPT_OF.get(attack, LEAST_KEPT)
+
+
+@pytest.mark.parametrize("attack", ["1", "5"])
+def test_a_first_proposer_decides_nothing(attack: str) -> None:
+    figures = lived(attack)
+    assert figures["victims left out"] <= 0.05 * figures["steps of victims"]
+    steps = figures["rounds with a step"] + figures["rounds without a step"]
+    assert figures["rounds without a step"] <= 0.05 * steps
+
+
+def test_an_insider_without_an_attack_is_a_peer_like_others() -> None:
+    figures = lived("none")
+    assert figures["steps of victims"] > 0
+    assert figures["victims left out"] == figures["forged"] == 0
+
+
+def test_no_path_waits_for_what_only_a_dead_peer_had() -> None:
+    """Trainers die between telling of a step and giving their files; there are fewer than paths."""
+    for seed in range(3):
+        result = run_history(seed, "dying", rounds=12)
+        # All that is left to a path is to wait for a free peer: with two of them for six paths.
+        assert result.figures["greatest wait"] <= 3 * result.scenario.rounds
+        assert [v for v in result.violations if v.invariant in ("agreement", "liveness")] == []
