@@ -399,6 +399,8 @@ def test_another_state_than_was_computed_here_is_taken_from_most_alone(others: s
     life.now_s += DURATION_S
     life.take(a.Warn)
     life.tell(e.Told("B", MODULE, steps=(second,)))
+    for row in second.rows:
+        life.tell(e.Gathered(MODULE, row))
     assert life.has(a.Warn)
     fetched = [fetch.head.digest for fetch in life.take(a.FetchState)]
     assert fetched == ([name("another")] if len(others) > 1 else [])
