@@ -14,7 +14,7 @@ from pathlib import Path
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.modules.state import ModuleState
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step
-from dipaco.protocol.chain_book import ChainBook, Link
+from dipaco.protocol.chain_book import ChainBook, Vouched
 from dipaco.protocol.view import SwarmView
 
 from .exchange.transfer import spread
@@ -82,21 +82,21 @@ class WinningStates:
             link = book.heaviest(module, absent=passed_over)
             if link.step is None:
                 return None
-            try:
-                return self._state_after(book, link, view, stored)
-            except (IntegrityError, NetworkError, ValueError) as error:
-                logger.warning("version %d of %s: %s", link.version, module, error)
+            for way in book.vouched(link.name):
+                try:
+                    return self._state_by(way, view, stored)
+                except (IntegrityError, NetworkError, ValueError) as error:
+                    logger.warning("version %d of %s: %s", link.version, module, error)
             passed_over.add(link.name)
         return None
 
-    def _state_after(
+    def _state_by(
         self,
-        book: ChainBook,
-        link: Link,
+        found: Vouched,
         view: SwarmView,
         stored: Callable[[Head], ModuleState | None],
     ) -> ModuleState:
-        node, module, found = self._node, link.module, book.vouched(link.name)
+        node, module = self._node, found.before.module
         announced = [holding.peer_id for holding in view.holdings.get(module, ())]
         signed = [peer for step in found.steps for peer in sorted(step.peers)]
         sources = tuple(peer for peer in dict.fromkeys((*signed, *announced)) if peer != node.me)

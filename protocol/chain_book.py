@@ -233,19 +233,26 @@ class ChainBook:
             return False
         return not before or 2 * len(link.step.peers & before) > len(before)
 
-    def vouched(self, name: str) -> Vouched:
-        """Return how the state after a step is had by who trusts nothing but the chain.
+    def vouched(self, name: str) -> tuple[Vouched, ...]:
+        """Return how the state after a step is had by who trusts nothing but the chain: some ways,
+        the best first.
 
         From the state before the newest step that is of most, so that one peer alone vouches for
-        nothing where others do; the files of more than `GREATEST_REPLAY` steps are gone anywhere.
+        nothing where others do; from the genesis, which all know; and from the newest state that is
+        named, as older ones are gone where one peer has gone on alone for long. The files of more
+        than `GREATEST_REPLAY` steps are gone anywhere.
         """
         near = list(itertools.islice(self.back_from(name), GREATEST_REPLAY))
         near = [link for link in near if link.step is not None]
         if not near:
-            return Vouched(self._links[name], "", ())
-        # A genesis is known to all; anything else but that of most is the newest that is named.
-        otherwise = near[-1] if near[-1].version == 1 else near[0]
-        newest = next((link for link in near if self.is_vouched_by_most(link)), otherwise)
+            return (Vouched(self._links[name], "", ()),)
+        ways = [link for link in near if self.is_vouched_by_most(link)][:1]
+        ways += [link for link in near[-1:] if link.version == 1]
+        ways.append(near[0])
+        names = dict.fromkeys(link.name for link in ways)
+        return tuple(self._vouched_by(self._links[way], name) for way in names)
+
+    def _vouched_by(self, newest: Link, name: str) -> Vouched:
         before = self._links[newest.parent]
         steps = self.steps_between(before.name, name)
         return Vouched(before, steps[0].state if before.step is not None else "", steps)

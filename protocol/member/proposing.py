@@ -22,7 +22,7 @@ from dipaco.protocol.round_rows import RoundRows
 
 from .knowledge import Knowledge, mailbox_order
 from .module_chain import ModuleChain
-from .quorums import ROUNDS_IN_VAIN, may_propose
+from .quorums import is_majority, may_propose
 
 # For so many rounds a claim is young: who has just come is awaited before its first row.
 YOUNG_ROUNDS = 2
@@ -199,7 +199,7 @@ class Proposing:
         if step is None:
             return True
         due_s = self.due_s(best.round_index)
-        if due_s == math.inf and may_propose(step.peers, self._chain.voters(best.parent), 0):
+        if due_s == math.inf and is_majority(step.peers, self._chain.voters(best.parent)):
             return True  # Others have counted to the end of this round, and most are in.
         if known.now_s < due_s:
             return self.awaited() <= step.peers | self._of_no_use(best)
@@ -217,7 +217,3 @@ class Proposing:
             for peer, row in self._rows.of_round(best.round_index).items()
             if (row.parent, row.state) != (step.parent, step.state) or row.name in refused
         }
-
-    def is_in_vain(self) -> bool:
-        """Tell whether proposals need no quorum any more."""
-        return self._round.in_vain >= ROUNDS_IN_VAIN

@@ -63,6 +63,8 @@ class _Plan:
     begun_s: float
     is_vouched: bool = False
     """The base is named by rows, and not held here."""
+    way: int = 0
+    """Of those in which the state is vouched for (`ChainBook.vouched`)."""
     is_base_here: bool = True
     missing: dict[str, Row] = field(default_factory=dict)
     """Rows whose files are not here yet, by name."""
@@ -159,11 +161,13 @@ class Taking:
         before = [row for step in plan.steps[:-1] for row in step.rows if row.name in plan.missing]
         return 0 < plan.base.bytes < sum(row.bytes for row in before)
 
-    def _plan_from_vouched(self, target: Link) -> _Plan:
-        """Plan from a state that rows of the chain name."""
-        found = self._chain.book.vouched(target.name)
+    def _plan_from_vouched(self, target: Link, way: int = 0) -> _Plan:
+        """Plan from a state that rows of the chain name, in one of the ways that there are."""
+        found = self._chain.book.vouched(target.name)[way]
         base = found.before.head(found.digest, 0)
-        return self._plan_of(target, base, found.steps, is_vouched=True)
+        plan = self._plan_of(target, base, found.steps, is_vouched=True)
+        plan.way = way
+        return plan
 
     def _plan_of(
         self, target: Link, base: Head, steps: tuple[Step, ...], *, is_vouched: bool = False
@@ -250,6 +254,8 @@ class Taking:
             self._chain.leave(target.name)
         elif not plan.is_vouched:
             self._enter(self._plan_from_vouched(target))
+        elif plan.way + 1 < len(self._chain.book.vouched(target.name)):
+            self._enter(self._plan_from_vouched(target, plan.way + 1))
         else:
             rounds_s = ABSENT_ROUNDS * self._known.schedule.duration_s
             self._chain.leave(target.name, self._known.now_s + rounds_s)

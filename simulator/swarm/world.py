@@ -106,7 +106,8 @@ class World:
             return True
         if not self.book.add(step):
             return False
-        losses = sorted(LOSSES.get(self.files[r.file].content, POISONED_LOSS) for r in step.rows)
+        contents = [self.files[row.file].content for row in step.rows if row.file in self.files]
+        losses = sorted(LOSSES.get(content, POISONED_LOSS) for content in contents) or [SOUND_LOSS]
         loss = max(self._losses.get(step.parent, SOUND_LOSS), losses[(len(losses) - 1) // 2])
         if loss > SOUND_LOSS:
             self._losses[step.name] = loss

@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused_though_it_is_signed(fields: Any, message: str
 
 def test_a_row_of_nobody_is_refused() -> None:
     for nobody in ("", "x" * 52, "Qm" + "1" * 44, peer(0) + "1"):
-        with pytest.raises(RecordError, match="no peer id"):
+        with pytest.raises(RecordError, match="not a peer id"):
             verify(dataclasses.replace(row(), peer=nobody))
 
 

@@ -39,7 +39,8 @@ def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile: str) -> No
         figures = run_history(seed, profile, members=4, rounds=6).figures
         # A peer that steps alone has not seen a newcomer yet.
         assert figures["forked"] <= 1
-        assert figures["lost"] <= 0.01 * figures["trained"]
+        # Nor has a newcomer that proposes heard of everybody in its first round.
+        assert figures["lost"] <= 0.02 * figures["trained"]
         assert figures["kept"] > 0.5 * figures["trained"]
 
 
