@@ -303,9 +303,11 @@ class FollowedModule:
             known.do(a.Gather(self.module, missing, others))
 
     def _gather_for_step(self, rows: Iterable[Row], step: str) -> None:
-        """Have files fetched that a step needs, also if they are on their way: who told of it has
-        them, while their owners may give them to a few only."""
-        sources = self._sources(self.chain.book.link(step))
+        """Have files fetched that a step needs, also if they are on their way: who told of it and
+        who is in it has them, while an owner may give its own to a few only."""
+        link = self.chain.book.link(step)
+        peers = link.step.peers - {self.known.me} if link.step is not None else ()
+        sources = tuple(dict.fromkeys((*self._sources(link), *sorted(peers))))
         self.known.do(a.Gather(self.module, tuple(rows), sources))
 
     def _gathered(self, row: Row) -> None:

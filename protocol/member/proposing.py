@@ -162,7 +162,8 @@ class Proposing:
         may_outbid = is_proposed and late_s >= -OUTBID_GRACES * known.grace_s
         if (is_proposed and late_s >= 0) or not (may_outbid or self._is_my_turn(late_s)):
             return None
-        return Step.of(self._chosen(list(rows.values())))
+        step = Step.of(self._chosen(list(rows.values())))
+        return None if step.name in self._chain.absent else step
 
     def _is_my_turn(self, late_s: float) -> bool:
         known, boxes = self._known, self.mailboxes()
