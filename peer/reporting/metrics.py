@@ -38,7 +38,10 @@ PEER_METRICS = (
     _gauge("info", "1; which version of the software it is", "software"),
     _counter("tokens", "tokens trained since the process began"),
     _counter("inner_steps", "inner steps since the process began"),
-    _counter("inner_seconds", "seconds in inner steps; its rate is their share of the time"),
+    _counter(
+        "inner_seconds",
+        "seconds in inner steps; the rate of this counter is their share of the time",
+    ),
     _gauge("tokens_per_second", "speed of training at present"),
     _gauge("loss", "training loss of the last inner step, in nats"),
     _gauge("validation_loss", "held-out loss of the path, in nats"),

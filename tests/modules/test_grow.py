@@ -150,8 +150,8 @@ def test_another_model_is_refused() -> None:
     [
         (lambda index: index.pop("L1.E0"), "names no state of module L1.E0"),
         (lambda index: index.update({"L9.E9": "0" * 64}), "'L9.E9', no module"),
-        (lambda index: index.update({"L0.E0": "nonsense"}), "no table of modules"),
-        (lambda index: index.update({"L0.E0": 3}), "no table of modules"),
+        (lambda index: index.update({"L0.E0": "nonsense"}), "not a table of modules"),
+        (lambda index: index.update({"L0.E0": 3}), "not a table of modules"),
     ],
 )
 def test_a_wrong_index_is_refused(
@@ -163,7 +163,7 @@ def test_a_wrong_index_is_refused(
     change(index)
     with pytest.raises(IntegrityError, match=message):
         check_genesis_index(index, grid)
-    with pytest.raises(IntegrityError, match="no table"):
+    with pytest.raises(IntegrityError, match="not a table"):
         check_genesis_index(["L0.E0"], grid)
 
 

@@ -18,6 +18,7 @@ from support.exchanges import (
     Held,
     Node,
     chain_of,
+    file_of,
     wait_for,
 )
 from support.exchanges import row_of as made_row
@@ -111,7 +112,7 @@ def test_four_verbs_a_hello_and_a_huge_length(
     assert path.read_bytes() == CONTENT
     # put
     mine = other.row(0, b"a contribution" * 100_000)
-    assert other.exchange.put(one.peer, mine, b"a contribution" * 100_000)
+    assert other.exchange.put(one.peer, mine, file_of(mine, b"a contribution" * 100_000))
     assert one.files.find(mine.file) is not None
     assert not other.exchange.put(one.peer, row, CONTENT)
 

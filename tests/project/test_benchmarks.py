@@ -47,7 +47,7 @@ print(set(told.encode(CODECS["int4"])))
 ASK_FOR_HELP = """
 import contextlib, io, json, pathlib, runpy, sys
 folder, *names = sys.argv[1:]
-sys.path.insert(0, folder)
+sys.path[:0] = [folder, str(pathlib.Path(folder).parent / "tests")]
 said = {}
 for name in names:
     sys.argv = [f"{name}.py", "--help"]
