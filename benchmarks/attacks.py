@@ -41,6 +41,14 @@ NO_STEP = "rounds without a step"
 COLUMNS = ("attack", "seeds", "failed", "forged", "kept", "victim", "forked", "no step", "wait")
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What is not drawn."""
+
+    members: int | None
+    rounds: int | None
+
+
 @dataclass
 class Found:
     """What the histories of an attack came to."""
@@ -75,11 +83,11 @@ def kept(figures: Counter[str]) -> float:
     return 1.0 - figures["lost"] / whole if whole else 1.0
 
 
-def live(attack: str, seeds: list[int], sizes: dict[str, int | None]) -> list[dict[str, Any]]:
+def live(attack: str, seeds: list[int], sizes: Sizes) -> list[dict[str, Any]]:
     """Live through some seeds, in this process."""
     found = []
     for seed in seeds:
-        result = run_history(seed, attack=attack, **sizes)
+        result = run_history(seed, attack=attack, members=sizes.members, rounds=sizes.rounds)
         violations = {one.invariant: one.what for one in result.violations}
         found.append(
             {
@@ -118,7 +126,7 @@ def main() -> int:
     """Run the benchmark; returns the exit code."""
     options = parser().parse_args()
     attacks = options.attacks.split(",")
-    sizes: dict[str, int | None] = {"members": options.members, "rounds": options.rounds}
+    sizes = Sizes(options.members, options.rounds)
     if options.seed is not None:
         return replay(options.seed, attacks[0], sizes, trace=options.trace)
     begin_s = time.perf_counter()
@@ -143,10 +151,10 @@ def main() -> int:
     return report.conclude(misses, options.json)
 
 
-def replay(seed: int, attack: str, sizes: dict[str, int | None], *, trace: bool) -> int:
+def replay(seed: int, attack: str, sizes: Sizes, *, trace: bool) -> int:
     """Live through one seed; returns the exit code."""
     log: list[str] | None = [] if trace else None
-    result = run_history(seed, attack=attack, log=log, **sizes)
+    result = run_history(seed, attack=attack, members=sizes.members, rounds=sizes.rounds, log=log)
     print("\n".join(log or []))
     print(f"{result.scenario}\n{dict(result.figures)}")
     for violation in result.violations:

@@ -140,7 +140,8 @@ def live_one(
     """Live through one seed, in this process."""
     if profile == ALL:
         profile = PROFILES[seed % len(PROFILES)]
-    return run_history(seed, profile, log=log, **sizes)
+    members, rounds = sizes["members"], sizes["rounds"]
+    return run_history(seed, profile, members=members, rounds=rounds, log=log)
 
 
 def live(seeds: list[int], profile: str, sizes: dict[str, int | None]) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def _make_trainer(world: World, drawn: Scenario, number: int) -> Machine:
     if drawn.inner_steps:
         step_s = engine.between(0.2, 0.6) * drawn.duration_s / drawn.inner_steps
     clock_error_s = engine.between(-0.3, 0.3)
-    made = Machine
+    made: type[Machine] = Machine
     if "hostile" in drawn.faults and number % 4 == 1:
         made = Liar
     elif drawn.attack and number == 1:

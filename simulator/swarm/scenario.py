@@ -98,6 +98,8 @@ def draw_attacked(
     """Return the swarm that a seed stands for where an insider attacks: groups of 4 to 6 or 8."""
     random = Random(f"attacked {seed}")
     grid = random.choice(GRIDS_OF_ATTACKED)
+    if members is not None and members < math.prod(grid):
+        grid = GRIDS_OF_ATTACKED[0]
     paths = math.prod(grid)
     drawn_members = random.randint(8, 12) if paths > 1 else random.randint(4, 8)
     drawn_rounds = random.randint(10, 14)

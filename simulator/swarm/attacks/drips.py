@@ -7,8 +7,8 @@ from typing import Any
 
 from dipaco.protocol.chain import Row
 from dipaco.protocol.member.actions import Publish
-from dipaco.simulator.swarm.network import DRIPS
 
+from ..network import DRIPS
 from .insider import Insider, Place
 
 # Rows of three rounds stand on so many heads: eight beside the honest one.

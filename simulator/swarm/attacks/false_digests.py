@@ -6,9 +6,9 @@ from typing import Any
 
 from dipaco.protocol.chain import Head
 from dipaco.protocol.records import HeldState, ModuleRecord, record_life_s
-from dipaco.simulator.swarm.network import Link
-from dipaco.simulator.swarm.world import FORGED_LOSS, STATE_BYTES, SUBTLE_LOSS
 
+from ..network import Link
+from ..world import FORGED_LOSS, STATE_BYTES, SUBTLE_LOSS
 from .insider import Insider, names
 
 

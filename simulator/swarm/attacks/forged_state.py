@@ -6,8 +6,8 @@ from typing import Any
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.member.actions import Tell
-from dipaco.simulator.swarm.world import FORGED_LOSS, SUBTLE_LOSS
 
+from ..world import FORGED_LOSS, SUBTLE_LOSS
 from .insider import Insider, Place
 
 

@@ -11,9 +11,10 @@ from typing import Any
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.member.actions import Action, Publish, Tell
 from dipaco.protocol.member.events import Answered, Event, Told
-from dipaco.simulator.swarm.machine import Machine
-from dipaco.simulator.swarm.network import Link
-from dipaco.simulator.swarm.world import FILE_BYTES, Content
+
+from ..machine import Machine
+from ..network import Link
+from ..world import FILE_BYTES, Content
 
 # A row belongs here: of which module and round, and on which step.
 Place = tuple[str, int, str]

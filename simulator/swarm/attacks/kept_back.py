@@ -11,8 +11,9 @@ from dipaco.protocol.member.proposing import LATE_GRACES
 
 from .insider import Insider, Place
 
-# The clock of nobody is better known.
-CLOSE_S = 0.6
+# So long before the last moment: most of those who are told still hear of it in time, and cannot
+# tell the others in time.
+CLOSE_S = 5.0
 
 
 class KeptBack(Insider):

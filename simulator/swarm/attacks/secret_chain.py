@@ -6,8 +6,8 @@ from typing import Any
 
 from dipaco.protocol.chain import Step
 from dipaco.protocol.member.actions import Action, Adopt, Serve
-from dipaco.simulator.swarm.world import Content
 
+from ..world import Content
 from .insider import Insider, names
 
 # Of the rounds of a history: when it is published.
