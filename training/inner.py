@@ -24,6 +24,7 @@ from dipaco.modules.device import (
     sent,
     training_format,
 )
+from dipaco.modules.marked_tokens import documents_apart
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
@@ -222,7 +223,8 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
             tokens = sent(piece, self.device)
-            hidden = blocks(tokens)
+            seen = documents_apart(piece)
+            hidden = blocks(tokens, None if seen is None else seen.to(self.device))
             gradients: list[torch.Tensor] = []
             for part, wanted in head_pieces(self.model.config, hidden.detach(), tokens):
                 loss = head(part.requires_grad_(), wanted) / targets
@@ -233,9 +235,9 @@ class InnerLoop:
             hidden.backward(torch.cat(gradients).view_as(hidden))
         return total
 
-    def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _blocks(self, tokens: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
         with autocast_for(self.device, self.dtype):
-            return self.model.hidden_states(tokens)
+            return self.model.hidden_states(tokens, seen)
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with autocast_for(self.device, self.dtype):
