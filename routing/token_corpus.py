@@ -33,6 +33,7 @@ from .tokenizer import Tokenizer
 
 # Labels are stored as 16-bit numbers; the greatest one says that a document has none.
 _NO_LABEL = 2**16 - 1
+_COUNTS = {"documents", "tokens", "dropped", "labels"}
 PieceT = TypeVar("PieceT")
 DoneT = TypeVar("DoneT")
 
@@ -51,6 +52,8 @@ class EncodedDocument(NamedTuple):
     tokens: np.ndarray
     label: str | None
     held_out: bool
+    dropped: int
+    """Characters of its text that the tokenizer lacks."""
     beginning: np.ndarray | None = None
     """What routing sees of a chat."""
     left_out: str | None = None
@@ -165,6 +168,7 @@ class TokenCorpusWriter:
             "inputs": inputs,
             "documents": 0,
             "tokens": 0,
+            "dropped": 0,
             "labels": [],
         }
         if self._progress_path.exists():
@@ -177,6 +181,8 @@ class TokenCorpusWriter:
         }
         self.documents: int = progress["documents"]
         self.tokens: int = progress["tokens"]
+        self.dropped: int = progress["dropped"]
+        """Characters of the texts that the tokenizer lacks."""
         self._inputs = inputs
         self._labels: dict[str, int] = {name: i for i, name in enumerate(progress["labels"])}
         self._truncate()
@@ -196,6 +202,7 @@ class TokenCorpusWriter:
                 self.left_out[document.left_out] = LeftOut(chats + 1, first)
         if kept:
             self._append(kept)
+        self.dropped += sum(document.dropped for document in kept)
         self._save()
 
     def _append(self, documents: Sequence[EncodedDocument]) -> None:
@@ -253,6 +260,7 @@ class TokenCorpusWriter:
             "inputs": self._inputs,
             "documents": self.documents,
             "tokens": self.tokens,
+            "dropped": self.dropped,
             "labels": list(self._labels),
         }
         if self._prefix_tokens is not None:
@@ -297,7 +305,7 @@ def encoded(
     `chats` makes those of chats. Raises CorpusError for tokens of another tokenizer.
     """
     if chats is not None:
-        return [_encoded_chat(document, held_out, chats) for document, held_out in chunk]
+        return [_encoded_chat(document, held_out, chats, tokenizer) for document, held_out in chunk]
     documents = [document for document, _ in chunk]
     if documents[0].tokens is None:
         dtype = token_dtype(tokenizer.vocabulary_size)
@@ -306,20 +314,27 @@ def encoded(
     else:
         tokens = [_given_tokens(document, tokenizer) for document in documents]
     return [
-        EncodedDocument(one, document.label, held_out)
+        EncodedDocument(
+            one, document.label, held_out, tokenizer.unwritable_characters(document.text)
+        )
         for one, (document, held_out) in zip(tokens, chunk, strict=True)
     ]
 
 
-def _encoded_chat(document: Document, held_out: bool, chats: ChatEncoder) -> EncodedDocument:
+def _encoded_chat(
+    document: Document, held_out: bool, chats: ChatEncoder, tokenizer: Tokenizer
+) -> EncodedDocument:
     assert document.chat is not None  # a corpus is of chats or of texts
     label, place = document.label, document.place
     try:
         tokens, beginning = chats.encode(document.chat)
     except UnusableChatError as error:
         nothing = np.empty(0, np.int64)
-        return EncodedDocument(nothing, label, held_out, left_out=str(error), place=place)
-    return EncodedDocument(tokens, label, held_out, beginning)
+        return EncodedDocument(nothing, label, held_out, 0, left_out=str(error), place=place)
+    text = "".join(message.content for message in document.chat)
+    return EncodedDocument(
+        tokens, label, held_out, tokenizer.unwritable_characters(text), beginning
+    )
 
 
 def _given_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
@@ -369,7 +384,7 @@ def _append(path: Path, values: np.ndarray) -> None:
 def _read_progress(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((folder / "progress.json").read_bytes())
-        if not isinstance(values, dict) or not {"documents", "tokens", "labels"} <= values.keys():
+        if not isinstance(values, dict) or not values.keys() >= _COUNTS:
             raise ValueError("it lacks a count")
     except (OSError, ValueError) as error:
         raise IntegrityError(
