@@ -21,15 +21,14 @@ def learned_targets(targets: torch.Tensor) -> torch.Tensor:
     return targets.masked_fill(targets < 0, PAD_TOKEN)
 
 
-def documents_apart(tokens: torch.Tensor) -> torch.Tensor | None:
-    """Return which position sees which, bool [B, 1, T, T], for rows of several marked documents
-    with a token of padding between them; None for tokens without marks, all of which see what is
-    before them.
+def are_marked(tokens: torch.Tensor) -> bool:
+    """Tell whether tokens on the CPU are those of chats, which always have a mark."""
+    return bool((tokens < 0).any())
 
-    `tokens` is int64 [B, T] on the CPU.
-    """
-    if not (tokens < 0).any():
-        return None
+
+def documents_apart(tokens: torch.Tensor) -> torch.Tensor:
+    """Return which position sees which, bool [B, 1, T, T], for rows of several documents [B, T]
+    with a token of padding between them: all that is before it in its own document."""
     padding = tokens == PAD_TOKEN
     documents = padding.cumsum(dim=1) - padding.long()  # what is behind padding is another one
     same = documents[:, None, :, None] == documents[:, None, None, :]

@@ -24,7 +24,7 @@ from dipaco.modules.device import (
     sent,
     training_format,
 )
-from dipaco.modules.marked_tokens import documents_apart
+from dipaco.modules.marked_tokens import are_marked, documents_apart
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
@@ -178,10 +178,11 @@ class InnerLoop:
 
     def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
         """Accumulate the gradients of a batch in as few pieces as memory allows."""
+        apart = are_marked(tokens)
         while True:
             try:
                 return self._at_once.attempt(
-                    lambda sequences: self._backward(tokens.split(sequences), targets),
+                    lambda sequences: self._backward(tokens.split(sequences), targets, apart),
                     tokens.shape[1],
                 )
             except Exception as error:
@@ -212,8 +213,11 @@ class InnerLoop:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _backward(self, pieces: Iterable[torch.Tensor], targets: int) -> torch.Tensor:
-        """Compute the gradients of the mean over `targets`, and return it.
+    def _backward(
+        self, pieces: Iterable[torch.Tensor], targets: int, apart: bool = False
+    ) -> torch.Tensor:
+        """Compute the gradients of the mean over `targets`, and return it; `apart` is whether the
+        documents of a row do not see each other.
 
         The head has its backward pass piece by piece, before the blocks have theirs: the logits of
         one piece are in memory at a time.
@@ -223,8 +227,7 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
             tokens = sent(piece, self.device)
-            seen = documents_apart(piece)
-            hidden = blocks(tokens, None if seen is None else seen.to(self.device))
+            hidden = blocks(tokens, documents_apart(tokens) if apart else None)
             gradients: list[torch.Tensor] = []
             for part, wanted in head_pieces(self.model.config, hidden.detach(), tokens):
                 loss = head(part.requires_grad_(), wanted) / targets

@@ -9,7 +9,7 @@ import torch
 from support.inner_loops import batch_of, loop_of, model_of
 
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.marked_tokens import documents_apart, plain_tokens
+from dipaco.modules.marked_tokens import are_marked, plain_tokens
 from dipaco.training.scoring import row_losses
 
 
@@ -53,7 +53,7 @@ def test_a_step_learns_what_is_counted_each_document_by_itself(micro_batch_size:
 
 
 def test_texts_are_as_ever() -> None:
-    assert documents_apart(batch_of()) is None
+    assert not are_marked(batch_of())
     assert torch.equal(plain_tokens(batch_of()), batch_of())
 
 
