@@ -90,9 +90,9 @@ def run_plan(settings: PlanSettings) -> int:
 def run_serve(settings: ServeSettings) -> int:
     """Run `dipaco-bootstrap serve`."""
     # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not.
-    from . import serve
+    from . import bootstrap_node
 
-    return serve.run(settings)
+    return bootstrap_node.run(settings)
 
 
 def run_invite(settings: InviteSettings) -> int:

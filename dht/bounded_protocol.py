@@ -30,7 +30,7 @@ from dipaco.protocol.admission import Gate
 from dipaco.protocol.record_keys import parse_subkey
 
 from .company import Company, node_id_of, wants_to_be_asked
-from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, ServedRun
+from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, KnownRun
 
 logger = logging.getLogger("dipaco.dht.bounded_protocol")
 
@@ -85,7 +85,7 @@ def decode_shallow(type_code: int, data: bytes) -> Any:
         _nested.depth = depth
 
 
-async def serve_run(node: Any, run: ServedRun) -> None:
+async def serve_run(node: Any, run: KnownRun) -> None:
     """Store the records of `run` from here on, and let in who is in it. Called through
     `GuardedDHT.call`, also by a reader, which stores nothing."""
     protocol = node.protocol

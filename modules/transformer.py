@@ -31,6 +31,11 @@ LOGITS_AT_ONCE = 2**25
 # The head's weights, and their gradient, go through memory once a piece, which a GPU feels.
 LOGITS_AT_ONCE_ON_GPU = 2**27
 
+# Asked once, here: PyTorch 2.11 cannot compile the question, and each norm would cut the graph.
+HAVE_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
+)
+
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -112,7 +117,7 @@ class RMSNorm(nn.Module):
         """Normalise the last dimension of [..., size]."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.epsilon)
         kind = hidden.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        if kind in HAVE_AUTOCAST and torch.is_autocast_enabled(kind):
             return normed.to(torch.get_autocast_dtype(kind))
         return normed.to(hidden.dtype)
 

@@ -33,7 +33,7 @@ from dipaco.routing.run_folder import RunFolder
 from .archive import Archive, Archivist
 from .settings import ServeSettings
 
-logger = logging.getLogger("dipaco.bootstrap.serve")
+logger = logging.getLogger("dipaco.bootstrap.bootstrap_node")
 
 
 def run(settings: ServeSettings) -> int:
