@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from support.prepared_run import CPU, quiet_display
 from support.tiny_run import tiny_documents
 
 from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.bootstrap import cli
 from dipaco.bootstrap.prepare import prepare
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.marked_tokens import plain_tokens
@@ -184,3 +186,19 @@ def test_chats_need_a_base(tmp_path: Path) -> None:
     toml.write_text(TOML.replace('base = "base"', ""))
     with pytest.raises(ConfigurationError, match=r"need the chat template of a base; name its fol"):
         prepared(toml)
+
+
+def test_a_plan_looks_at_the_first_chats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = chat_rows(8)
+    rows[3]["messages"] = rows[3]["messages"][:2]
+    toml = write_chats(tmp_path, rows, CHATML)
+    assert cli.main(["plan", str(toml)]) == 0
+    found = re.search(
+        r"Of the ([0-9,]+) tokens of the first 32 chats, 1 of them left out, ([0-9,]+) are learned",
+        capsys.readouterr().out,
+    )
+    assert found is not None
+    tokens, learned = (int(number.replace(",", "")) for number in found.groups())
+    assert tokens > 2 * learned > 500

@@ -94,6 +94,16 @@ def test_what_is_no_chat_is_refused_with_its_line(tmp_path: Path, row: Any, word
     assert "\n" not in str(refused.value)
 
 
+def test_the_examples_are_what_they_say() -> None:
+    folder = Path(__file__).parents[2] / "examples/chats"
+    config = CorpusConfig(train="data/*.jsonl", label_field="topic").relative_to(folder)
+    documents = list(iterate_documents(config, "train"))
+    assert len(documents) == 12
+    assert all(document.chat for document in documents)
+    assert {document.label for document in documents} == {"cooking", "sql", "geography"}
+    assert not holds_chats(CorpusConfig(train="texts.jsonl").relative_to(folder))
+
+
 def test_texts_and_chats_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
