@@ -74,4 +74,9 @@ class TokenStage:
                 mapped=self.workers.map,
             ):  # fmt: skip
                 progress.update(documents, None, f"documents, {tokens:,} tokens")
+        if dropped := train.dropped + validation.dropped:
+            self.display.say(
+                f"tokens: {dropped:,} characters were left out of the texts, because the "
+                f"tokenizer of the base cannot write them (control characters, unused ones)"
+            )
         return {"train": train.tokens, "held_out": validation.tokens, "folder": "tokens"}

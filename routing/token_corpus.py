@@ -28,6 +28,7 @@ from .tokenizer import Tokenizer
 
 # Labels are stored as 16-bit numbers; the greatest one says that a document has none.
 _NO_LABEL = 2**16 - 1
+_COUNTS = {"documents", "tokens", "dropped", "labels"}
 PieceT = TypeVar("PieceT")
 DoneT = TypeVar("DoneT")
 
@@ -107,6 +108,7 @@ class TokenCorpusWriter:
             "inputs": inputs,
             "documents": 0,
             "tokens": 0,
+            "dropped": 0,
             "labels": [],
         }
         if self._progress_path.exists():
@@ -115,12 +117,16 @@ class TokenCorpusWriter:
                 progress = found
         self.documents: int = progress["documents"]
         self.tokens: int = progress["tokens"]
+        self.dropped: int = progress["dropped"]
+        """Characters of the texts that the tokenizer lacks."""
         self._inputs = inputs
         self._labels: dict[str, int] = {name: i for i, name in enumerate(progress["labels"])}
         self._truncate()
         self._save()
 
-    def add(self, documents: Sequence[tuple[list[int] | np.ndarray, str | None]]) -> None:
+    def add(
+        self, documents: Sequence[tuple[list[int] | np.ndarray, str | None]], dropped: int = 0
+    ) -> None:
         """Append a chunk of documents, each its tokens and its label."""
         lengths = np.array([len(tokens) for tokens, _ in documents], dtype=np.uint64)
         flat = np.concatenate([np.asarray(tokens, self._dtype) for tokens, _ in documents])
@@ -131,6 +137,7 @@ class TokenCorpusWriter:
         _append(self._folder / "labels.bin", labels)
         self.documents += len(documents)
         self.tokens += len(flat)
+        self.dropped += dropped
         self._save()
 
     def _label(self, label: str | None) -> int:
@@ -166,6 +173,7 @@ class TokenCorpusWriter:
             "inputs": self._inputs,
             "documents": self.documents,
             "tokens": self.tokens,
+            "dropped": self.dropped,
             "labels": list(self._labels),
         }
         atomic_write(self._progress_path, canonical_json(values))
@@ -177,6 +185,8 @@ class EncodedDocument(NamedTuple):
     tokens: np.ndarray
     label: str | None
     held_out: bool
+    dropped: int
+    """Characters of its text that the tokenizer lacks."""
 
 
 def write_token_corpora(
@@ -199,10 +209,12 @@ def write_token_corpora(
     chunks = iter(lambda: list(_take(fresh, chunk_documents, chunk_characters)), [])
     for chunk in mapped(encode, chunks):
         for held_out, writer in ((False, train), (True, validation)):
-            part = [(document.tokens, document.label) for document in chunk
-                    if document.held_out == held_out]  # fmt: skip
+            part = [document for document in chunk if document.held_out == held_out]
             if part:
-                writer.add(part)
+                writer.add(
+                    [(document.tokens, document.label) for document in part],
+                    sum(document.dropped for document in part),
+                )
         yield train.documents + validation.documents, train.tokens + validation.tokens
 
 
@@ -221,7 +233,9 @@ def encoded(
     else:
         tokens = [_given_tokens(document, tokenizer) for document in documents]
     return [
-        EncodedDocument(one, document.label, held_out)
+        EncodedDocument(
+            one, document.label, held_out, tokenizer.unwritable_characters(document.text)
+        )
         for one, (document, held_out) in zip(tokens, chunk, strict=True)
     ]
 
@@ -273,7 +287,7 @@ def _append(path: Path, values: np.ndarray) -> None:
 def _read_progress(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads((folder / "progress.json").read_bytes())
-        if not isinstance(values, dict) or not {"documents", "tokens", "labels"} <= values.keys():
+        if not isinstance(values, dict) or not values.keys() >= _COUNTS:
             raise ValueError("it lacks a count")
     except (OSError, ValueError) as error:
         raise IntegrityError(

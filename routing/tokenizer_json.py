@@ -10,6 +10,7 @@ the numbers of the four in it, and the chat template of its checkpoint.
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,12 @@ _GREATEST_BYTES = 2**27
 _GREATEST_TOKENS = 2**20
 _GREATEST_PATTERN = 4096
 _GREATEST_TEMPLATE = 2**18
+# What a tokenizer may lack: control characters, and what stands after the planes of Unicode that
+# are in use, a range for each first byte of UTF-8 there. No more is known to be missing anywhere.
+_DISPENSABLE = (
+    *((code, code) for code in (*range(9), 11, 12, *range(14, 32), 127)),
+    *((start, min(start + 0x3FFFF, 0x10FFFF)) for start in range(0x40000, 0x110000, 0x40000)),
+)
 # What reads a tokenizer does nothing but look up and replace; kinds with tables of their own in
 # other formats, or that draw, are not among these.
 _KINDS = {
@@ -66,7 +73,9 @@ class JsonPieces:
             )
         self._to_file = self.file_order(self.vocabulary_size)
         self._to_run = np.argsort(self._to_file)
+        self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
+            self._unwritable = _unwritable(self)
             _check_round_trip(self, source)
 
     def file_order(self, rows: int) -> np.ndarray:
@@ -83,18 +92,25 @@ class JsonPieces:
         tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
         return tokens
 
+    def writable(self, text: str) -> str:
+        """Return the text without the characters that the tokenizer lacks."""
+        return self._unwritable.sub("", text) if self._unwritable else text
+
     def encode(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Return the run's tokens of each text; names of special tokens are text."""
+        """Return the run's tokens of each text; names of special tokens are text, and what the
+        tokenizer lacks is left out."""
+        texts = [self.writable(text) for text in texts]
         if threads == 1:
             found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
         else:
-            encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
             found = [encoding.ids for encoding in encoded]
         return [self.run_tokens(ids) for ids in found]
 
     def encode_marked(self, text: str) -> list[int]:
         """Return the run's tokens of a text in which names of special tokens are these."""
-        return self.run_tokens(self._marked.encode(text, add_special_tokens=False).ids)
+        written = self.writable(text)
+        return self.run_tokens(self._marked.encode(written, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the run's tokens; special ones vanish."""
@@ -295,8 +311,23 @@ def _parts(part: Any) -> Iterator[Mapping[str, Any]]:
                 yield from _parts(inner)
 
 
+def _unwritable(pieces: JsonPieces) -> re.Pattern[str] | None:
+    """Return what finds the dispensable characters that do not come back from their tokens."""
+    lacking = [
+        f"{chr(first)}-{chr(last)}"
+        for first, last in _DISPENSABLE
+        if not _comes_back(pieces, "".join(map(chr, range(first, last + 1, 0x7FF))))
+    ]
+    return re.compile(f"[{''.join(lacking)}]") if lacking else None
+
+
+def _comes_back(pieces: JsonPieces, text: str) -> bool:
+    back = pieces.decode(pieces.encode([text], 1)[0])
+    return unicodedata.normalize("NFKC", back) == unicodedata.normalize("NFKC", text)
+
+
 def _check_round_trip(pieces: JsonPieces, source: str) -> None:
-    """Refuse a tokenizer in which not every text can be written, or that cannot be streamed."""
+    """Refuse a tokenizer in which texts cannot be written, or that cannot be streamed."""
     plain = "The city, 1789:\n\n\tlies  there."
     tokens = pieces.encode([plain], 1)[0]
     if "".join(pieces.decode([token]) for token in tokens) != plain:
@@ -304,11 +335,10 @@ def _check_round_trip(pieces: JsonPieces, source: str) -> None:
             f"{source} does not give a text back piece by piece (it may put a space in front); a "
             f"run needs byte-level BPE, or pieces with byte fallback and spaces as they are"
         )
-    # Every byte that UTF-8 has stands in these.
+    # Every byte that UTF-8 has stands in these; what is dispensable may be missing.
     text = "".join(map(chr, (*range(1, 0x180), *range(0x600, 0x800), *range(0x1000, 0xD800, 911))))
     text += "".join(map(chr, range(0xE000, 0x110000, 0x7FFF)))
-    back = pieces.decode(pieces.encode([text], 1)[0])
-    if unicodedata.normalize("NFKC", back) != unicodedata.normalize("NFKC", text):
+    if not _comes_back(pieces, pieces.writable(text)):
         raise ConfigurationError(
             f"{source} cannot write every text; a run needs byte-level BPE, or byte fallback"
         )

@@ -93,6 +93,44 @@ def packed(family: str) -> bytes:
     return pack_tokenizer(json.loads(tokenizer.to_str()), names, template, "it")[0]
 
 
+def lacking(family: str, *some_bytes: int) -> bytes:
+    """A tokenizer whose vocabulary has no pieces for some bytes."""
+    content = json.loads(packed(family))
+    model, by_byte = content["tokenizer"]["model"], bytes_as_letters()
+    for byte in some_bytes:
+        model["vocab"][f"none {byte}"] = model["vocab"].pop(by_byte[byte])
+    letters = {by_byte[byte] for byte in some_bytes}
+    model["merges"] = [merge for merge in model["merges"] if not letters & set("".join(merge))]
+    return json.dumps(content).encode()
+
+
+def bytes_as_letters() -> dict[int, str]:
+    """Return how byte-level BPE writes each byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {
+        byte: chr(0x100 + place) for place, byte in enumerate(others)
+    }
+
+
+@pytest.mark.parametrize("family", ["smollm2", "qwen2"])
+def test_what_the_vocabulary_lacks_is_left_out_and_counted(family: str) -> None:
+    whole, ours = Tokenizer(packed(family)), Tokenizer(lacking(family, 4, 0x13, 0xC0, 0xF1))
+    text = "a\x04b \x13\x13c\n\U00050000\U000e0067é <|im_end|>"
+    kept = "ab c\n\U000e0067é <|im_end|>"
+    assert ours.encode(text) == ours.encode(kept) == whole.encode(kept)
+    assert ours.decode(ours.encode(text)) == kept
+    assert ours.tokens_of_documents([text, kept], 2) == 2 * [ours.document_tokens(kept)]
+    assert ours.encode_marked(text) == whole.encode_marked(kept)
+    assert (ours.unwritable_characters(text), whole.unwritable_characters(text)) == (4, 0)
+
+
+@pytest.mark.parametrize("byte", [*b"\t\n a5", 0x80, 0xC3, 0xE4, 0xF0])
+def test_a_vocabulary_without_what_texts_are_made_of_is_refused(byte: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot write every text|piece by piece"):
+        Tokenizer(lacking("smollm2", byte))
+
+
 def changed(**change: Any) -> bytes:
     return json.dumps({**json.loads(packed("qwen2")), **change}).encode()
 
