@@ -22,6 +22,7 @@ from sentencepiece import sentencepiece_model_pb2
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import sha256_of_file, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
+from dipaco.modules.frozen_file import renumbered, row_runs
 from dipaco.modules.llama import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -32,6 +33,7 @@ from dipaco.modules.llama import (
     read_llama_config,
     read_llama_parameters,
 )
+from dipaco.modules.plan import BaseFile, BaseSource
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.routing.tokenizer_json import (
     SPLITS_SPECIAL,
@@ -115,11 +117,16 @@ class ImportedBase:
         return self._numbered.model if self._numbered else None
 
     @cached_property
+    def _weight_digests(self) -> dict[str, str]:
+        with storage_errors(self.folder):
+            files = llama_weight_files(self.folder)
+            return {file.name: sha256_of_file(file) for file in files}
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all that is imported."""
-        files = (self.folder / CONFIG_FILE, *llama_weight_files(self.folder))
         with storage_errors(self.folder):
-            digests = [sha256_of_file(file) for file in files]
+            digests = [sha256_of_file(self.folder / CONFIG_FILE), *self._weight_digests.values()]
         return hashlib.sha256("".join(digests).encode() + (self.tokenizer or b"")).hexdigest()
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -131,7 +138,7 @@ class ImportedBase:
         if self._numbered is not None:
             for name in (EMBEDDING, HEAD):
                 if name in parameters:
-                    parameters[name] = _renumbered(parameters[name], self._numbered.order)
+                    parameters[name] = renumbered(parameters[name], self.rows)
         return parameters
 
     @cached_property
@@ -161,6 +168,23 @@ class ImportedBase:
             )
         # Rows without a piece follow.
         return NumberedTokenizer(numbered.model, (*numbered.order, *range(pieces, rows)))
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """Which rows of the checkpoint's embedding the run's tokens have, as `row_runs`."""
+        if self._numbered is None:
+            return ((0, self._stored_model.vocabulary_size),)
+        return row_runs(self._numbered.order)
+
+    def source(self, name: str) -> BaseSource:
+        """Return what the plan of a run with adapters says of the checkpoint."""
+        return BaseSource(
+            name=name,
+            files=tuple(
+                BaseFile(name=file, sha256=sha256) for file, sha256 in self._weight_digests.items()
+            ),
+            rows=self.rows,
+        )
 
 
 def lacking_tokens(folder: Path, model: bytes) -> list[str]:
@@ -340,13 +364,3 @@ def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
     proto.normalizer_spec.add_dummy_prefix = False
     proto.normalizer_spec.remove_extra_whitespaces = False
     return NumberedTokenizer(proto.SerializeToString(deterministic=True), order)
-
-
-def _renumbered(rows: torch.Tensor, order: tuple[int | None, ...]) -> torch.Tensor:
-    """Return the rows of an embedding in the order of the pieces; a new one has their mean."""
-    if order == tuple(range(len(rows))):
-        return rows
-    chosen = rows[torch.tensor([0 if old is None else old for old in order])]
-    new = [index for index, old in enumerate(order) if old is None]
-    chosen[new] = rows.mean(dim=0)
-    return chosen

@@ -67,7 +67,7 @@ def one_thread() -> Iterator[None]:
 @functools.lru_cache(maxsize=1)
 def base_model(folder: Path, config: ModelConfig, base: str, device: str) -> PathModel:
     """Return a run's base model on a device."""
-    return RunFolder(folder).load_base_model(config, base).to(device)
+    return RunFolder(folder).load_base_model(config, base, torch.device(device))
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,8 +21,9 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.base.files import atomic_write, canonical_json
+from dipaco.modules.frozen_file import write_base
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
+from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.admission import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
@@ -247,6 +248,8 @@ class Preparation:
         config = self.config
         if self.succession:
             return self.succession.base
+        if config.model.adapters is not None:
+            return self._frozen_base(config.model.adapters.base_format)
         inputs = inputs_hash(
             "base", self._tokens_hash, config.model, config.base_inner(), config.base.steps,
             config.seed, *([self.imported.fingerprint] if self.imported else []),
@@ -254,6 +257,20 @@ class Preparation:
         sha256 = str(self.markers.stage("base", inputs, lambda: self._train_base(inputs))["sha256"])
         (self.work / "base.pt").unlink(missing_ok=True)
         return sha256
+
+    def _frozen_base(self, base_format: str) -> str:
+        """Stage 3 with adapters: the checkpoint as it is, in the order of the run's tokens."""
+        imported = self.imported
+        assert imported is not None  # a RUN.toml with adapters names a base
+        inputs = inputs_hash("frozen base", imported.fingerprint, imported.rows, base_format)
+
+        def make() -> dict[str, Any]:
+            with self.display.stage("base model"):
+                file = self.work / "base.safetensors"
+                write_base(imported.folder, imported.rows, base_format, file)
+                return {"sha256": self.blobs.add_file(file, move=True)}
+
+        return str(self.markers.stage("base", inputs, make)["sha256"])
 
     def _train_base(self, inputs: str) -> dict[str, Any]:
         config = self.config
@@ -377,7 +394,18 @@ class Preparation:
             blobs,
             round(time.time() + (start_in_s or 0.0), 3),
             self.predecessor.plan.run_id if self.predecessor else None,
+            self._base_source,
         ).model_copy(update={"invitations_of": self._invitations_of})
+
+    @property
+    def _base_source(self) -> BaseSource | None:
+        """Where the frozen base comes from, with adapters."""
+        if self.predecessor is not None:
+            return self.predecessor.plan.base_source
+        if self.config.model.adapters is None:
+            return None
+        assert self.imported is not None  # a RUN.toml with adapters names a base
+        return self.imported.source(self.config.base.name or self.imported.folder.name)
 
     def _is_signed(self, plan: RunPlan, start_in_s: float | None) -> bool:
         """Whether the folder holds this run already, whenever it began. Raises ConfigurationError

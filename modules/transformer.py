@@ -3,20 +3,24 @@
 RMSNorm, rotary positions (halves rotated, as Hugging Face does), SwiGLU and grouped-query
 attention; with biases a Qwen2, with norms of queries and keys a Qwen3. Because names and arithmetic
 are theirs, a trained path is a plain checkpoint for other tools. Parameters are zero (norms one)
-until `initialise` or `load_path` fills them.
+until `initialise` or `load_path` fills them. With adapters these are the only parameters, and what
+is theirs at Hugging Face is a frozen base (design 4.13, adapters).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .config import PAD_TOKEN, ModelConfig
+from .config import PAD_TOKEN, AdaptersConfig, ModelConfig
+from .frozen_base import FrozenBase, Nf4Weight, product
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -47,6 +51,43 @@ class Projection(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return product(inputs, self.weight, self.bias)
+
+    @torch.no_grad()
+    def full_weight(self) -> torch.Tensor:
+        """Return the map as one matrix, fp32 [outputs, inputs]; to be read."""
+        return self.weight.to(torch.float32)
+
+
+class AdaptedProjection(Projection):
+    """A frozen linear map and a low-rank adapter beside it, which is trained."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, adapters: AdaptersConfig) -> None:
+        super().__init__(inputs, outputs, bias)
+        # The names of PEFT.
+        self.lora_A = Projection(inputs, adapters.rank)
+        self.lora_B = Projection(adapters.rank, outputs)
+        self.scale = adapters.scale
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return super().forward(inputs) + self.scale * self.lora_B(self.lora_A(inputs))
+
+    @torch.no_grad()
+    def full_weight(self) -> torch.Tensor:
+        """Return base and adapter together as one matrix, fp32 [outputs, inputs]; to be read."""
+        adapter = self.lora_B.weight @ self.lora_A.weight
+        return super().full_weight() + self.scale * adapter
+
+
+def _projection(config: ModelConfig, inputs: int, outputs: int, bias: bool) -> Projection:
+    """Return a linear map of a block, adapted if the model has adapters."""
+    if config.adapters is None:
+        return Projection(inputs, outputs, bias)
+    return AdaptedProjection(inputs, outputs, bias, config.adapters)
+
 
 class Embedding(nn.Embedding):
     """A token embedding, zero at first."""
@@ -54,6 +95,10 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Fill with zeros."""
         nn.init.zeros_(self.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [B, T, H] of tokens [B, T] in fp32, whatever format a frozen embedding has."""
+        return super().forward(tokens).float()
 
 
 class RMSNorm(nn.Module):
@@ -85,10 +130,10 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.head_count, config.kv_heads
         self.width = config.width_of_head
         hidden, inside = config.hidden_size, config.attention_bias or config.family == "qwen2"
-        self.q_proj = Projection(hidden, self.heads * self.width, inside)
-        self.k_proj = Projection(hidden, self.kv_heads * self.width, inside)
-        self.v_proj = Projection(hidden, self.kv_heads * self.width, inside)
-        self.o_proj = Projection(self.heads * self.width, hidden, config.attention_bias)
+        self.q_proj = _projection(config, hidden, self.heads * self.width, inside)
+        self.k_proj = _projection(config, hidden, self.kv_heads * self.width, inside)
+        self.v_proj = _projection(config, hidden, self.kv_heads * self.width, inside)
+        self.o_proj = _projection(config, self.heads * self.width, hidden, config.attention_bias)
         self.has_norms = config.family == "qwen3"
         if self.has_norms:
             self.q_norm = RMSNorm(self.width, config.norm_epsilon)
@@ -121,9 +166,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inside, bias = config.hidden_size, config.feed_forward, config.feed_forward_bias
-        self.gate_proj = Projection(hidden, inside, bias)
-        self.up_proj = Projection(hidden, inside, bias)
-        self.down_proj = Projection(inside, hidden, bias)
+        self.gate_proj = _projection(config, hidden, inside, bias)
+        self.up_proj = _projection(config, hidden, inside, bias)
+        self.down_proj = _projection(config, inside, hidden, bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [B, T, H] to [B, T, H]."""
@@ -160,19 +205,92 @@ class PathModel(nn.Module):
     """One path: tokens [B, T] in, logits [B, T, V] out. Holds nothing but its parameters.
 
     Any path's parameters can be loaded into the same instance (`dipaco.modules.compose`).
+
+    With a `base` everything but adapters is frozen, and the base's own tensors: no parameters, and
+    shared with all models that stand on it. Without adapters that is the base itself as a model.
+    A model with adapters computes nothing until it has a base (`stand_on`).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, base: FrozenBase | None = None) -> None:
         super().__init__()
         self.config = config
+        self._base: FrozenBase | None = None
+        is_frozen = config.adapters is not None or base is not None
+        # What is frozen takes no memory here.
+        with torch.device("meta") if is_frozen else nullcontext():
+            self._build(config)
+        if is_frozen:
+            self._freeze()
+        if base is not None:
+            self.stand_on(base)
+
+    def _build(self, config: ModelConfig) -> None:
         self.model = Backbone(config)
-        self.lm_head: nn.Module | None = None
+        self.lm_head: Projection | None = None
         """None: the head is the embedding."""
         self.recomputes = False
         """Whether the backward pass computes blocks again, instead of having kept what is in them:
         a third slower, with a fraction of the memory."""
         if not config.tied_embedding:
             self.lm_head = Projection(config.hidden_size, config.vocabulary_size)
+
+    def _freeze(self) -> None:
+        """Leave the adapters as parameters, zero, and of all others a place for the base's."""
+        for name, parameter in list(self.named_parameters()):
+            owner, leaf = self._owner(name)
+            delattr(owner, leaf)
+            is_trained = ".lora_" in name
+            setattr(owner, leaf, nn.Parameter(torch.zeros(parameter.shape)) if is_trained else None)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """Return the part that has a parameter, and what it is called there."""
+        path, _, leaf = name.rpartition(".")
+        return self.get_submodule(path), leaf
+
+    def stand_on(self, base: FrozenBase) -> None:
+        """Take the tensors of a base, on its device, for everything but adapters."""
+        for name, weight in base.weights.items():
+            owner, leaf = self._owner(name)
+            setattr(owner, leaf, weight)
+        self._base = base
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Follow the adapters to another device (`Module.to`), where one base serves all models."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._base is not None:
+            device = fn(torch.empty(0, device=self._base.device)).device
+            if device != self._base.device:
+                self.stand_on(self._base.on(device))
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.model.embed_tokens.weight.device
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all that the model holds: parameters, and the tensors of a base."""
+        yield from self.parameters()
+        for weight in (self._base.weights if self._base else {}).values():
+            yield weight if isinstance(weight, torch.Tensor) else weight.packed
+
+    @torch.no_grad()
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the model as one without adapters, fp32 by Hugging Face name; to be read.
+
+        Adapters are added to the base; without a base these are the parameters.
+        """
+        if self._base is None:
+            return {name: parameter.detach() for name, parameter in self.named_parameters()}
+        whole: dict[str, torch.Tensor] = {}
+        for name in self._base.weights:
+            owner, leaf = self._owner(name)
+            weight: torch.Tensor | Nf4Weight = getattr(owner, leaf)
+            if isinstance(owner, Projection) and leaf == "weight":
+                whole[name] = owner.full_weight()
+            else:
+                whole[name] = weight.to(torch.float32)
+        return whole
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, T, V] of the token after each of `tokens` [B, T]."""
@@ -182,7 +300,7 @@ class PathModel(nn.Module):
         """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them."""
         hidden = self.model.norm(hidden)
         if self.lm_head is None:
-            return F.linear(hidden, self.model.embed_tokens.weight)
+            return product(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
 
     def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
