@@ -120,7 +120,9 @@ def encoders() -> Iterator[Callable[[str], tuple[ChatEncoder, Tokenizer]]]:
 
     def encoder(template: str) -> tuple[ChatEncoder, Tokenizer]:
         if template not in made:
-            packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, template, "it")
+            packed, _ = pack_tokenizer(
+                json.loads(pieces.to_str()), special, template, "it", rows=400
+            )
             tokenizer = Tokenizer(packed)
             made[template] = ChatEncoder(tokenizer, 8), tokenizer
         return made[template]
@@ -219,7 +221,7 @@ def test_a_chat_without_anything_to_learn(
 def test_a_tokenizer_without_a_template() -> None:
     pieces, _ = foreign_tokenizer("qwen2")
     special = (None, None, "<|im_end|>", None)
-    packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it")
+    packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
     with pytest.raises(ConfigurationError, match="holds chats, and the tokenizer of this run has"):
         ChatEncoder(Tokenizer(packed), 8)
 
