@@ -19,6 +19,7 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import storage_errors
+from dipaco.modules.frozen_base import Weight
 
 from .export_tokenizer import json_bytes
 
@@ -49,10 +50,15 @@ def folded(tensors: Tensors, alpha: float) -> dict[str, torch.Tensor]:
     for name in adapted(tensors):
         a, b = _factors(tensors, name)
         rank = a.shape[0]
-        more = next((one for one in _RANKS if one >= rank), rank) - rank
+        more = written_rank(rank) - rank
         result[name + FACTOR_A] = torch.nn.functional.pad(a, (0, 0, 0, more))
         result[name + FACTOR_B] = torch.nn.functional.pad(b * (alpha / rank), (0, more))
     return result
+
+
+def written_rank(rank: int) -> int:
+    """Return the rank that adapters of a `rank` have in files."""
+    return next((one for one in _RANKS if one >= rank), rank)
 
 
 def adapted(tensors: Tensors) -> list[str]:
@@ -78,21 +84,19 @@ def write_peft(tensors: Tensors, alpha: float, base: str, folder: Path, dtype: t
         (folder / ADAPTER_CONFIG).write_bytes(json_bytes(_peft_config(written, base)))
 
 
-def rounding(base: Tensors, merged: Tensors, dtype: torch.dtype) -> Rounding:
-    """Return what is lost where the sum of base and adapters, `merged`, is stored as `dtype`.
-
-    Both are fp32, by name of the parameter.
-    """
+def rounding(base: Mapping[str, Weight], merged: Tensors, dtype: torch.dtype) -> Rounding:
+    """Return what is lost where the sum of base and adapters, `merged` (fp32, by name of the
+    parameter), is stored as `dtype`."""
     weights = unchanged = 0
     added = lost = 0.0
     for name, whole in merged.items():
         if whole.ndim < 2 or ".layers." not in name:
             continue
-        stored = whole.to(dtype).float()
+        stored, before = whole.to(dtype).float(), base[name].to(torch.float32)
         weights += whole.numel()
-        unchanged += int((stored == base[name]).sum())
-        added += float((whole - base[name]).double().square().sum())
-        lost += float((stored - whole).double().square().sum())
+        unchanged += int((stored == before).sum())
+        added += float((whole - before).square().sum(dtype=torch.float64))
+        lost += float((stored - whole).square().sum(dtype=torch.float64))
     return Rounding(unchanged / max(1, weights), math.sqrt(lost / added) if added else 0.0)
 
 
