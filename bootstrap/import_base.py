@@ -22,7 +22,7 @@ from sentencepiece import sentencepiece_model_pb2
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import sha256_of_file, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
-from dipaco.modules.frozen_file import row_runs
+from dipaco.modules.frozen_file import renumbered, row_runs
 from dipaco.modules.llama import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -138,7 +138,7 @@ class ImportedBase:
         if self._numbered is not None:
             for name in (EMBEDDING, HEAD):
                 if name in parameters:
-                    parameters[name] = _renumbered(parameters[name], self._numbered.order)
+                    parameters[name] = renumbered(parameters[name], self.rows)
         return parameters
 
     @cached_property
@@ -364,13 +364,3 @@ def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
     proto.normalizer_spec.add_dummy_prefix = False
     proto.normalizer_spec.remove_extra_whitespaces = False
     return NumberedTokenizer(proto.SerializeToString(deterministic=True), order)
-
-
-def _renumbered(rows: torch.Tensor, order: tuple[int | None, ...]) -> torch.Tensor:
-    """Return the rows of an embedding in the order of the pieces; a new one has their mean."""
-    if order == tuple(range(len(rows))):
-        return rows
-    chosen = rows[torch.tensor([0 if old is None else old for old in order])]
-    new = [index for index, old in enumerate(order) if old is None]
-    chosen[new] = rows.mean(dim=0)
-    return chosen

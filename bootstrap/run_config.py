@@ -110,6 +110,12 @@ ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+class _Adapters(Config):
+    """The table of a RUN.toml alone, to be checked before others get their defaults from it."""
+
+    adapters: AdaptersConfig | None = None
+
+
 class RunConfig(Config):
     """A RUN.toml. `data` has no default; everything else has one that works."""
 
@@ -294,6 +300,7 @@ def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: s
         return
     if not isinstance(adapters, dict | None) or not isinstance(model, dict | None):
         return  # whoever parses it says so
+    found = parse_config(_Adapters, {"adapters": adapters}, source).adapters
     base = values.get("base")
     if trained is None:
         if not isinstance(base, dict) or "checkpoint" not in base:
@@ -307,13 +314,11 @@ def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: s
                 f"it is; leave it out"
             )
         values["model"] = {**(model or {}), "adapters": adapters}
-    elif adapters is not None:
-        found = parse_config(AdaptersConfig, adapters, source)
-        if found != trained.adapters:
-            raise ConfigurationError(
-                f"{source}: [adapters] differ from those of the run that this one goes on with; "
-                f"leave the table out"
-            )
+    elif found is not None and found != trained.adapters:
+        raise ConfigurationError(
+            f"{source}: [adapters] differ from those of the run that this one goes on with; leave "
+            f"the table out"
+        )
     for table, defaults in ADAPTER_DEFAULTS.items():
         given = values.get(table, {})
         values[table] = {**defaults, **given} if isinstance(given, dict) else given

@@ -366,7 +366,8 @@ class GuardedDHT(DHT):
 
     async def _serve(self) -> int:
         """Make the node, answer requests, and return the exit code."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         start_task(self._beat())
         try:
             self._node = await self._make_node()

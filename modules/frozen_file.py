@@ -79,7 +79,7 @@ def write_base(folder: Path, rows: RowRuns, base_format: str, file: Path) -> Non
         out.write(_header(parameter_shapes(model), dtype))
         for name, tensor in iterate_llama_parameters(folder, stored):
             if name in (EMBEDDING, HEAD):
-                tensor = _renumbered(tensor, rows)
+                tensor = renumbered(tensor, rows)
             out.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy().data)
 
 
@@ -95,11 +95,14 @@ def _header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
         }
         start = end
     encoded = canonical_json(header)
-    encoded += b" " * (-len(encoded) % 8)
+    # Numbers begin where a vector of a processor does: others are slower, and give other last bits.
+    encoded += b" " * (-(8 + len(encoded)) % 64)
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _renumbered(table: torch.Tensor, rows: RowRuns) -> torch.Tensor:
+def renumbered(table: torch.Tensor, rows: RowRuns) -> torch.Tensor:
+    """Return the rows of an embedding in the order of a run's tokens."""
+
     def parts() -> Iterator[torch.Tensor]:
         for first, count in rows:
             if first == NEW_ROW:

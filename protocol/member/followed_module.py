@@ -429,8 +429,8 @@ class FollowedModule:
     def _know(self, link: Link) -> None:
         """Of a mailbox: know the chain, without a state."""
         if link.name != self.stand:
+            self.chain.serve(link.name)
             self.chain.stand = link.name
-            self.known.do(a.Serve(self.module, link.name))
             self.chain.prune()
             self._forget_gone()
 
@@ -448,9 +448,10 @@ class FollowedModule:
         round_.is_open = round_.is_open and not is_round
         is_own_in = any(known.me in step.peers for step in steps)
         self._pass_over_who_withholds()
-        known.do(a.Adopt(head, is_round, len(self._proposing.awaited()), is_own_in))
+        expected, step = len(self._proposing.awaited()), book.link(head.step).step
+        known.do(a.Adopt(head, step, is_round, expected, is_own_in))
+        self.chain.serve(head.step)
         self.chain.take(head)
-        known.do(a.Serve(self.module, head.step))
         self._forget_gone()
 
     def _pass_over_who_withholds(self) -> None:
@@ -550,8 +551,8 @@ class FollowedModule:
         if role is Role.TRAINER and taking.ready is not None:
             if taking.ready.step != chain.stand:
                 chain.before = chain.head
+            chain.serve(taking.ready.step)
             chain.head, chain.stand = taking.ready, taking.ready.step
-            self.known.do(a.Serve(self.module, chain.stand))
         if role is Role.MAILBOX:
             chain.head = chain.before = None
         taking.ready, self.round.is_open = None, False
@@ -574,6 +575,6 @@ class FollowedModule:
         for step in steps:
             self.chain.book.add(step)
         if head.step in self.chain.book:
+            self.chain.serve(head.step)
             self.chain.head, self.chain.stand = head, head.step
             self.round.role = Role.KEEPER
-            self.known.do(a.Serve(self.module, head.step))
