@@ -21,6 +21,7 @@ from dipaco.modules.plan import RunPlan
 
 from .export_adapter import Rounding, written_rank
 from .export_gguf import gguf_name, ollama_name
+from .export_router import begin_row
 from .sources import StateSource
 
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
@@ -124,6 +125,7 @@ def model_card(
         adapters=plan.model.adapters if adapters else None,
         written_rank=written_rank(plan.model.adapters.rank) if plan.model.adapters else 0,
         base=base_name(plan, notes),
+        begin=begin_row(plan) if adapters else None,
         rounding=rounding,
         family=f"{plan.model.family.capitalize()}-shaped",
         path=path,

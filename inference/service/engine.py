@@ -123,6 +123,12 @@ class Engine:
         self._loader.close()
 
     @property
+    def most_mixed(self) -> int:
+        """How many paths an answer can mix."""
+        most = min(self.grid.path_count, self.capacity)
+        return most if self.plan.model.adapters is None else min(most, self.limits.slots)
+
+    @property
     def is_alive(self) -> bool:
         """Whether answers can be expected."""
         return self._thread.is_alive() and not self._ended.is_set()
