@@ -20,14 +20,14 @@ import numpy as np
 import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.base.files import atomic_write, canonical_json
+from dipaco.base.files import atomic_write
 from dipaco.modules.frozen_file import write_base
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.admission import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.routing.corpus import corpus_documents
+from dipaco.routing.corpus import corpus_documents, holds_chats
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
@@ -124,6 +124,8 @@ class Preparation:
                 f"documents; train a run with kind = 'kmeans' under [router] first, and give it "
                 f"with --from RUN"
             )
+        if self._holds_chats:
+            self._check_chats()
         if self._signed is not None:
             # What the blobs do not decide is refused before hours of work.
             self._is_signed(self._plan(self._signed.blobs, start_in_s), start_in_s)
@@ -232,15 +234,35 @@ class Preparation:
                 f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
                 f"that one as model_file under [tokenizer], or the texts"
             )
+        chat_prefix_tokens = self.config.router.prefix_tokens if self._holds_chats else None
         stage = TokenStage(
             self.config, self.work, self.markers, self.display, self._tokens_hash,
-            functools.partial(encode, self.out, self.tokenizer), self.workers,
+            functools.partial(encode, self.out, self.tokenizer, chat_prefix_tokens), self.workers,
+            chat_prefix_tokens,
         )  # fmt: skip
         return stage.corpora(self.predecessor)
 
     @cached_property
+    def _holds_chats(self) -> bool:
+        return holds_chats(self.config.data)
+
+    def _check_chats(self) -> None:
+        """Refuse before any work what cannot be done with chats."""
+        if self.imported is None and self.predecessor is None:
+            raise ConfigurationError(
+                "[data] holds chats, which need the chat template of a base; name its folder with "
+                "base = 'FOLDER', or give texts"
+            )
+        if self.config.base.steps and self.predecessor is None:
+            raise ConfigurationError(
+                f"[data] holds chats, and steps is {self.config.base.steps} under [base]; only "
+                f"paths train on chats, so leave steps out"
+            )
+
+    @cached_property
     def _tokens_hash(self) -> str:
-        return inputs_hash("tokens", self._corpus_hash, self.tokenizer)
+        chats = [self.config.router.prefix_tokens] if self._holds_chats else []
+        return inputs_hash("tokens", self._corpus_hash, self.tokenizer, *chats)
 
     @cached_property
     def base(self) -> str:
@@ -354,8 +376,7 @@ class Preparation:
             )  # fmt: skip
             check_shards(builder.summaries())
             index = builder.finish(self.blobs)
-        sha256 = self.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
-        return {"sha256": sha256}
+        return {"sha256": self.blobs.add_bytes(index.canonical_json())}
 
     @cached_property
     def _shards_hash(self) -> str:
@@ -374,6 +395,7 @@ class Preparation:
             self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
+            marked=self._holds_chats,
         )
 
     @cached_property

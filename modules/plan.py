@@ -96,12 +96,19 @@ class ShardIndex(Config):
 
     sequence_length: int = Field(ge=8)
     paths: tuple[PathShard, ...]
+    marked: bool = Field(
+        False, description="Whether tokens have marks (`dipaco.modules.marked_tokens`)."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if [shard.path for shard in self.paths] != list(range(len(self.paths))):
             raise ValueError("paths must be listed in order, each once")
         return self
+
+    def canonical_json(self) -> bytes:
+        """Return the bytes of its blob."""
+        return canonical_json(self.model_dump(mode="json", exclude_defaults=True))
 
 
 class RunBlobs(Config):

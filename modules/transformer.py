@@ -20,7 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .config import PAD_TOKEN, AdaptersConfig, ModelConfig
+from .device import format_of_products
 from .frozen_base import FrozenBase, Nf4Weight, product
+from .marked_tokens import learned_targets, plain_tokens
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -30,11 +32,6 @@ HEAD = "lm_head.weight"
 LOGITS_AT_ONCE = 2**25
 # The head's weights, and their gradient, go through memory once a piece, which a GPU feels.
 LOGITS_AT_ONCE_ON_GPU = 2**27
-
-# Asked once, here: PyTorch 2.11 cannot compile the question, and each norm would cut the graph.
-HAVE_AUTOCAST = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
-)
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -116,10 +113,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of [..., size]."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.epsilon)
-        kind = hidden.device.type
-        if kind in HAVE_AUTOCAST and torch.is_autocast_enabled(kind):
-            return normed.to(torch.get_autocast_dtype(kind))
-        return normed.to(hidden.dtype)
+        return normed.to(format_of_products(hidden))
 
 
 class Attention(nn.Module):
@@ -139,8 +133,10 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.width, config.norm_epsilon)
             self.k_norm = RMSNorm(self.width, config.norm_epsilon)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map [B, T, H] to [B, T, H]."""
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map [B, T, H] to [B, T, H]; `seen` as for `PathModel.hidden_states`."""
         batch, length, _ = hidden.shape
         queries = self._split(self.q_proj(hidden), self.heads)
         keys = self._split(self.k_proj(hidden), self.kv_heads)
@@ -151,7 +147,9 @@ class Attention(nn.Module):
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, is_causal=seen is None
+        )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
     def _split(self, projected: torch.Tensor, heads: int) -> torch.Tensor:
@@ -185,9 +183,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.mlp = FeedForward(config)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map [B, T, H] to [B, T, H]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map [B, T, H] to [B, T, H]; `seen` as for `PathModel.hidden_states`."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, seen)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -308,17 +308,20 @@ class PathModel(nn.Module):
             return product(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
 
-    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1)."""
+    def hidden_states(self, tokens: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1).
+
+        `seen` is which position sees which, bool [B, 1, T, T]; None: all that is before it.
+        """
         rotation = self._rotation(tokens.shape[1], tokens.device)
-        hidden = self.model.embed_tokens(tokens)
+        hidden = self.model.embed_tokens(plain_tokens(tokens))
         for block in self.model.layers:
             if self.recomputes and torch.is_grad_enabled():
                 hidden = checkpoint(
-                    block, hidden, rotation, use_reentrant=False, preserve_rng_state=False
+                    block, hidden, rotation, seen, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden = block(hidden, rotation)
+                hidden = block(hidden, rotation, seen)
         return hidden
 
     def _rotation(self, length: int, device: torch.device) -> Rotation:
@@ -377,9 +380,10 @@ def initialise(model: PathModel, seed: int) -> None:
 def target_mask(tokens: torch.Tensor, skip_tokens: int = 0) -> torch.Tensor:
     """Return which targets count, bool [B, T-1] for the targets `tokens[:, 1:]`.
 
-    Padding does not, and neither do the first `skip_tokens` positions, which routing has seen.
+    Padding does not, nor what is marked as not to be learned, nor the first `skip_tokens`
+    positions, which routing has seen.
     """
-    mask = tokens[:, 1:] != PAD_TOKEN
+    mask = learned_targets(tokens[:, 1:]) != PAD_TOKEN
     if skip_tokens > 1:
         mask[:, : skip_tokens - 1] = False
     return mask
@@ -388,7 +392,7 @@ def target_mask(tokens: torch.Tensor, skip_tokens: int = 0) -> torch.Tensor:
 def token_losses(model: PathModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return the negative log-likelihood in nats of each target `tokens[:, 1:]`, fp32 [B, T-1].
 
-    Where the target is padding it is 0.
+    Where the target is padding, or is not to be learned, it is 0.
     """
     hidden = model.hidden_states(tokens)
     losses = [head_losses(model, *piece) for piece in head_pieces(model.config, hidden, tokens)]
@@ -405,7 +409,7 @@ def head_pieces(
     several times the memory of all blocks.
     """
     # The last position gets padding for a target: cutting it off would copy all others.
-    targets = F.pad(tokens[:, 1:], (0, 1), value=PAD_TOKEN).flatten()
+    targets = F.pad(learned_targets(tokens[:, 1:]), (0, 1), value=PAD_TOKEN).flatten()
     at_once = LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE_ON_GPU
     count = math.ceil(len(targets) * config.vocabulary_size / at_once)
     size = math.ceil(len(targets) / count)

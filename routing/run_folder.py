@@ -288,7 +288,10 @@ class RunFolder:
         if not self.blobs.has(sha256):
             raise IntegrityError(f"the token file {sha256} is missing from {self.path / 'blobs'}")
         tokens = open_tokens(
-            self.blobs.path(sha256), plan.model.sequence_length, plan.model.vocabulary_size
+            self.blobs.path(sha256),
+            plan.model.sequence_length,
+            plan.model.vocabulary_size,
+            marked=self.shard_index(plan).marked,
         )
         if len(tokens) != sequences:
             raise IntegrityError(

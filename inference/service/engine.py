@@ -261,7 +261,8 @@ class Engine:
         if chosen:
             try:
                 rankings = self._router.nearest_paths(
-                    [work.tokens or [BEGIN_TOKEN] for work in chosen], self.grid.path_count
+                    [work.routed_by or work.tokens or [BEGIN_TOKEN] for work in chosen],
+                    self.grid.path_count,
                 )
             except Exception as error:
                 logger.warning("prompts could not be routed: %s", error)
