@@ -7,16 +7,19 @@ written anew; a `tokenizer.json` stays as it is, and its numbers come back in ex
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError
+from pydantic import ValidationError
 from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
@@ -30,6 +33,7 @@ from dipaco.modules.llama import (
     TOKENIZER_JSON,
     TOKENIZER_SETTINGS,
     llama_weight_files,
+    read_config_file,
     read_llama_config,
     read_llama_parameters,
 )
@@ -37,7 +41,9 @@ from dipaco.modules.plan import BaseFile, BaseSource
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.routing.tokenizer_json import (
     SPLITS_SPECIAL,
+    GenerationSettings,
     JsonPieces,
+    SpecialNumbers,
     pack_tokenizer,
     with_added_tokens,
 )
@@ -46,6 +52,7 @@ from dipaco.routing.tokenizer_json import (
 sentencepiece_format: Any = sentencepiece_model_pb2
 _Piece = sentencepiece_format.ModelProto.SentencePiece
 ADDED_TOKENS, SPECIAL_TOKENS = "added_tokens.json", "special_tokens_map.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ class ImportedBase:
         resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
         for key, value in given.items() if isinstance(given, dict) else ():
             if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:
-                kept[key] = value
+                kept |= {key: value, "context_length": model.sequence_length}
             elif key in kept and value not in (kept[key], resolved.get(key, kept[key])):
                 raise ConfigurationError(
                     f"{source}: model.{key} is {value!r}, but {self.folder / CONFIG_FILE} has "
@@ -260,7 +267,14 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         )
     content = with_added_tokens(_json_object(file), added_tokens(folder), str(file))
     splits = _settings(folder).get(SPLITS_SPECIAL) is True
-    model, new = pack_tokenizer(content, special, template, str(file), splits_special=splits)
+    generation = _json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    model, new = pack_tokenizer(
+        content, special, template, str(file),
+        rows=rows,
+        stated=_stated(SpecialNumbers, read_config_file(folder)),
+        generation=None if generation is None else _stated(GenerationSettings, generation),
+        splits_special=splits,
+    )  # fmt: skip
     pieces = JsonPieces(model, str(file))
     numbers = pieces.file_order(max(rows, pieces.vocabulary_size)).tolist()
     without_row = [number for number in numbers if number >= rows and number not in new]
@@ -286,6 +300,19 @@ def _special_names(folder: Path) -> list[str | None]:
         called = value.get("content") if isinstance(value, dict) else value
         names.append(called if isinstance(called, str) else None)
     return names
+
+
+StatedT = TypeVar("StatedT", SpecialNumbers, GenerationSettings)
+
+
+def _stated(kind: type[StatedT], values: Mapping[str, Any]) -> StatedT:
+    """Return what a file of a checkpoint says, without what is not known of its kind."""
+    found: dict[str, Any] = {}
+    for key in kind.model_fields:
+        with contextlib.suppress(ValidationError):
+            kind.model_validate({key: values.get(key)})
+            found[key] = values.get(key)
+    return kind.model_validate(found)
 
 
 def _chat_template(folder: Path) -> str | None:

@@ -89,6 +89,13 @@ class ModelConfig(Config):
         description="Width of the SwiGLU. Default: 8/3 of hidden_size, up to 32.",
     )
     sequence_length: int = Field(256, ge=8, le=2**24, description="Tokens in a training sequence.")
+    context_length: int | None = Field(
+        None,
+        ge=8,
+        le=2**24,
+        description="Tokens of the longest text that an imported base is made for. Default: "
+        "sequence_length.",
+    )
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
     tied_embedding: bool = Field(True, description="Use the embedding as the output head.")
@@ -116,6 +123,10 @@ class ModelConfig(Config):
             raise ValueError(
                 f"head_count {self.head_count} does not divide hidden_size {self.hidden_size}"
             )
+        if self.context < self.sequence_length:
+            raise ValueError(
+                f"context_length {self.context} is less than sequence_length {self.sequence_length}"
+            )
         if self.width_of_head % 2:
             raise ValueError(
                 "hidden_size / head_count (or head_width) must be even for rotary embeddings"
@@ -129,6 +140,11 @@ class ModelConfig(Config):
                 f"kv_head_count {self.kv_heads} does not divide head_count {self.head_count}"
             )
         return self
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text that the model is made for, the default resolved."""
+        return self.context_length or self.sequence_length
 
     @property
     def without_adapters(self) -> ModelConfig:
@@ -279,7 +295,6 @@ class RoundsConfig(Config):
         64, ge=1, description="Sequences scored for a path's published loss, at most."
     )
     copies: int = Field(3, ge=1, le=16, description="Peers that keep each module state.")
-    save_every_rounds: int = Field(1, ge=1, description="Rounds between saves to disk.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

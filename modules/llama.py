@@ -89,18 +89,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def llama_config(
-    model: ModelConfig,
-    dtype: torch.dtype,
-    *,
-    begin: int = BEGIN_TOKEN,
-    end: int = END_TOKEN,
-    pad: int = PAD_TOKEN,
-) -> dict[str, Any]:
-    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`.
-
-    `begin`, `end` and `pad` are the numbers of these tokens in the tokenizer beside it.
-    """
+def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`,
+    with the run's own numbers of tokens."""
     stored = str(dtype).removeprefix("torch.")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
@@ -118,7 +109,7 @@ def llama_config(
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.width_of_head,
         "hidden_act": "silu",
-        "max_position_embeddings": model.sequence_length,
+        "max_position_embeddings": model.context,
         "rms_norm_eps": model.norm_epsilon,
         # Older versions of transformers read the one, newer ones the other.
         "rope_theta": model.rope_theta,
@@ -127,9 +118,9 @@ def llama_config(
         "mlp_bias": model.feed_forward_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tied_embedding,
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "pad_token_id": pad,
+        "bos_token_id": BEGIN_TOKEN,
+        "eos_token_id": END_TOKEN,
+        "pad_token_id": PAD_TOKEN,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": stored,

@@ -4,7 +4,8 @@ A run's tokens 0 to 3 are unknown, begin, end and padding, whatever numbers they
 So every token has two numbers: that of the run, and that of the file, which exports have again.
 
 The blob of such a tokenizer is JSON: the file as it is (with the special tokens that it lacked),
-the numbers of the four in it, and the chat template of its checkpoint.
+the numbers of the four in it, the chat template of its checkpoint, and what an export needs to say
+again of it (`Origin`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from pydantic import Field, JsonValue, ValidationError
 
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import canonical_json
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, Config
 
 FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"
 # Names of special tokens that a checkpoint lacks: unknown, begin, end, padding.
 NEW_NAMES = ("<|unknown|>", "<|begin_of_document|>", "<|end_of_document|>", "<|padding|>")
+_FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
 _GREATEST_BYTES = 2**27
 _GREATEST_TOKENS = 2**20
 _GREATEST_PATTERN = 4096
@@ -45,6 +48,42 @@ _KINDS = {
     "pre_tokenizer": {"Sequence", "Split", "ByteLevel", "Digits", "Whitespace", "Punctuation"},
     "decoder": {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Replace"},
 }
+_POST_PROCESSORS = {"Sequence", "TemplateProcessing", "ByteLevel"}
+
+
+class SpecialNumbers(Config):
+    """What `config.json` and `generation_config.json` call the special tokens."""
+
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | list[int] | None = None
+
+
+class GenerationSettings(SpecialNumbers):
+    """What a `generation_config.json` may say; what else it says is left out."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+
+
+class Origin(Config):
+    """What a checkpoint says of itself that a run does not need, and its exports say again."""
+
+    names: tuple[str | None, str | None, str | None, str | None] = Field(
+        description="What it calls unknown, begin, end and padding; two may be the same."
+    )
+    rows: int = Field(ge=1, le=_GREATEST_TOKENS, description="Of its embedding.")
+    numbers: SpecialNumbers = SpecialNumbers()
+    generation: GenerationSettings | None = None
+    post_processor: dict[str, JsonValue] | None = Field(
+        None, description="Of its tokenizer.json: what is put around a text."
+    )
 
 
 class JsonPieces:
@@ -59,6 +98,7 @@ class JsonPieces:
         self.tokenizer: dict[str, Any] = content["tokenizer"]
         self.chat_template: str | None = content["chat_template"]
         self.special: tuple[int, ...] = tuple(content["special"])
+        self.origin: Origin = content["origin"]
         self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
         """Names of special tokens are text even in a chat."""
         self._plain = _load(self.tokenizer, source)
@@ -86,6 +126,14 @@ class JsonPieces:
     def special_names(self) -> list[str]:
         """Return unknown, begin, end and padding as they stand in the file."""
         return [str(self._plain.id_to_token(number)) for number in self.special]
+
+    def own_tokenizer(self) -> dict[str, Any]:
+        """Return the `tokenizer.json` of the checkpoint, without what was added for the run."""
+        named = zip(self.special, self.special_names(), self.origin.names, strict=True)
+        new = {number for number, name, own in named if name != own}
+        added = [token for token in self.tokenizer["added_tokens"] if token["id"] not in new]
+        post_processor = self.origin.post_processor
+        return {**self.tokenizer, "added_tokens": added, "post_processor": post_processor}
 
     def run_tokens(self, numbers: Sequence[int]) -> list[int]:
         """Return the run's tokens for the numbers of the file."""
@@ -151,13 +199,17 @@ def pack_tokenizer(
     chat_template: str | None,
     source: str,
     *,
+    rows: int,
+    stated: SpecialNumbers | None = None,
+    generation: GenerationSettings | None = None,
     splits_special: bool = False,
 ) -> tuple[bytes, frozenset[int]]:
     """Return the blob of a `tokenizer.json` whose unknown, begin, end and padding are `special`,
     and the numbers that are new in the file.
 
     Where one is None, unknown to the file, or the same as another, the file gets a new token
-    behind its last. Called when a base is imported. Raises as `JsonPieces` does.
+    behind its last. `rows`, `stated` and `generation` are for the `Origin`. Called when a base is
+    imported. Raises as `JsonPieces` does.
     """
     content = {**tokenizer, "truncation": None, "padding": None}
     known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
@@ -186,6 +238,13 @@ def pack_tokenizer(
     there = {token["content"] for token in tokens}
     tokens += [_added_token(chosen[name], name) for name in chosen if name not in there]
     content["added_tokens"] = sorted(tokens, key=lambda token: int(token["id"]))
+    origin = Origin(
+        names=(special[0], special[1], special[2], special[3]),
+        rows=rows,
+        numbers=stated or SpecialNumbers(),
+        generation=generation,
+        post_processor=_known_post_processor(tokenizer.get("post_processor")),
+    )
     content["post_processor"] = _begin_in_front(str(names[BEGIN_TOKEN]), chosen)
     blob = canonical_json(
         {
@@ -193,6 +252,7 @@ def pack_tokenizer(
             "special": list(chosen.values()),
             "chat_template": chat_template,
             "tokenizer": content,
+            "origin": origin.model_dump(mode="json"),
             **({SPLITS_SPECIAL: True} if splits_special else {}),
         }
     )
@@ -203,6 +263,12 @@ def pack_tokenizer(
             f"save it again with save_pretrained"
         )
     return blob, frozenset(chosen.values()) - frozenset(known.values())
+
+
+def _known_post_processor(part: Any) -> dict[str, JsonValue] | None:
+    """Return what puts tokens around a text, if it does no more than that."""
+    kinds = {found.get("type") for found in _parts(part)}
+    return dict(part) if part and kinds <= _POST_PROCESSORS else None
 
 
 def _new_name(place: int, known: Mapping[str, int]) -> str:
@@ -241,7 +307,7 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         raise IntegrityError(f"{source} is no tokenizer of format {FORMAT}")
     special, template = content.get("special"), content.get("chat_template")
     if (
-        set(content) - {SPLITS_SPECIAL} != {"format", "special", "chat_template", "tokenizer"}
+        set(content) - {SPLITS_SPECIAL} != _FIELDS
         or not isinstance(content.get(SPLITS_SPECIAL, False), bool)
         or not isinstance(special, list)
         or not all(type(token) is int and 0 <= token < _GREATEST_TOKENS for token in special)
@@ -251,7 +317,13 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         or len(template or "") > _GREATEST_TEMPLATE
     ):
         raise IntegrityError(f"{source} is a broken tokenizer: wrong special tokens or template")
-    return content
+    try:
+        origin = Origin.model_validate(content["origin"])
+    except (ValidationError, RecursionError):
+        raise IntegrityError(f"{source} is a broken tokenizer: no such origin") from None
+    if origin.post_processor is not None and not _known_post_processor(origin.post_processor):
+        raise IntegrityError(f"{source} is a broken tokenizer: another kind of post_processor")
+    return {**content, "origin": origin}
 
 
 def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
@@ -305,7 +377,7 @@ def _parts(part: Any) -> Iterator[Mapping[str, Any]]:
         return
     yield part
     if part.get("type") == "Sequence":
-        for key in ("normalizers", "pretokenizers", "decoders"):
+        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
             listed = part.get(key)
             for inner in listed if isinstance(listed, list) else ():
                 yield from _parts(inner)

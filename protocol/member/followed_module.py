@@ -47,8 +47,6 @@ FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
 # Whoever waits for a state begins after G with the newest that can be had; with a genesis, where
 # there is a chain, after so many times that.
 GENESIS_GATHERS = 2.0
-# Answers in a row that say that more steps follow: a chain of a million rows has no more.
-MOST_ANSWERS = 4096
 
 
 class FollowedModule:
@@ -77,8 +75,6 @@ class FollowedModule:
         """Of mailboxes, in this round."""
         self._unanswered: set[str] = set()
         """Peers that were asked and have not answered yet."""
-        self._answers: dict[str, int] = {}
-        """Of each peer, in a row, that were not the last."""
         self._sure_s = math.inf
         """Until then other mailboxes are waited for before a late proposal of this round."""
         self._tellers: dict[str, dict[str, None]] = {}
@@ -489,8 +485,7 @@ class FollowedModule:
         if event.held is not None and event.held.step in self.chain.book:
             self._note_teller(event.held.step, peer)
         has_more = event.has_more and bool(event.steps) and event.steps[-1].name in self.chain.book
-        self._answers[peer] = self._answers.get(peer, 0) + 1 if has_more else 0
-        if has_more and self._answers[peer] < MOST_ANSWERS:
+        if has_more:
             self._unanswered.add(peer)
             locator = self.chain.book.locator(event.steps[-1].name)
             self.known.do(a.Ask(peer, self.module, locator))
