@@ -384,9 +384,8 @@ class Preparation:
         length, lengths = self.config.model.sequence_length, self.corpora[0].lengths()
         if cut := int((lengths > length).sum()):
             self.display.say(
-                f"{cut:,} of {len(lengths):,} chats are longer than a row of {length:,} tokens; what "
-                f"is cut off them no longer sees the question. sequence_length under [model] says "
-                f"how long a row is"
+                f"{cut:,} of {len(lengths):,} chats are longer than a row of {length:,} tokens; "
+                f"what is cut off them no longer sees the question (sequence_length under [model])"
             )
 
     @cached_property
