@@ -19,7 +19,7 @@ from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 
 if TYPE_CHECKING:
-    from .plan_figures import PlanFigures
+    from .plan_figures import BaseFigures, PlanFigures
     from .plan_times import Times
 
 
@@ -125,6 +125,8 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         f"{_millions(figures.shared_parameters)} in shared modules, "
         f"{_millions(figures.private_parameters)} private to each path"
     )
+    if figures.base is not None:
+        console.print(_base(figures.base))
     if figures.tokens_per_round is not None:
         console.print(
             f"{figures.tokens_per_round:,} tokens a round and path, "
@@ -162,6 +164,20 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         console.print("To estimate times, give --tokens-per-s N or --measure auto")
     else:
         console.print(_times(figures.times, figures.peers))
+
+
+def _base(base: BaseFigures) -> str:
+    """Say which part of a path is the base's."""
+    tables = f"{_millions(base.in_tables)} of them in the tables of its vocabulary"
+    if base.frozen:
+        return (
+            f"Beside its modules a peer has the base '{base.name}': {_millions(base.parameters)} "
+            f"parameters, {tables}; it is frozen, and never sent in a round"
+        )
+    return (
+        f"A path begins as the base '{base.name}' and trains all of it: "
+        f"{_millions(base.parameters)} parameters, {tables}"
+    )
 
 
 def _times(times: Times, peers: int) -> str:

@@ -6,6 +6,7 @@ first document is read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.grid import PRIVATE_LEVEL, Grid, ModuleLayout, parameter_shapes
 from dipaco.modules.llama import WEIGHTS_FILE
 from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES
 from dipaco.modules.plan import BaseFile, BaseSource, RunBlobs
+from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.peer.check.needs import (
     device_bytes,
     disk_bytes,
@@ -93,6 +95,18 @@ class CodecFigures:
 
 
 @dataclass(frozen=True)
+class BaseFigures:
+    """The checkpoint that a run starts from."""
+
+    name: str
+    parameters: int
+    in_tables: int
+    """Of them in its embedding and head, which grow with the vocabulary."""
+    frozen: bool
+    """Paths hold adapters alone; otherwise a path begins as the base and trains all of it."""
+
+
+@dataclass(frozen=True)
 class PlanFigures:
     """The figures of a run, for a peer that trains one path."""
 
@@ -105,6 +119,8 @@ class PlanFigures:
     private_parameters: int
     """Of one path."""
     levels: tuple[LevelFigures, ...]
+    base: BaseFigures | None
+    """None: no checkpoint."""
     tokens_per_step: int
     tokens_per_round: int | None
     """Of one path; None when a round has as many steps as fit."""
@@ -195,6 +211,7 @@ def plan_figures(
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
         levels=levels,
+        base=_base(config),
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
         line_mbit_per_s=expected.line_mbit_per_s,
@@ -227,6 +244,19 @@ def look_at_data(config: CorpusConfig) -> None:
         next(iterate_documents(config, part))
 
 
+def _base(config: RunConfig) -> BaseFigures | None:
+    if config.base.checkpoint is None:
+        return None
+    shapes = parameter_shapes(config.model.without_adapters)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    return BaseFigures(
+        name=config.base.name or config.base.checkpoint.name,
+        parameters=sum(sizes.values()),
+        in_tables=sizes[EMBEDDING] + sizes.get(HEAD, 0),
+        frozen=config.model.adapters is not None,
+    )
+
+
 def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigures:
     modules = [module for module in grid.modules() if grid.level_of(module) == level]
     layout, paths = grid.layout(level), paths_per_module(grid, level)
@@ -244,7 +274,7 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
         trainers=trainers,
         parameters=layout.size,
         state_bytes=state_bytes(grid, level),
-        holds=_holds(layout.names),
+        holds=_holds(layout),
         codec=own,
         file_bytes=files,
         moved_bytes={name: others * count for name, count in files.items()},
@@ -276,8 +306,9 @@ def _requests(level: LevelFigures, copies: int) -> int:
     return 2 * others + -(-others // max(1, level.trainers))
 
 
-def _holds(names: tuple[str, ...]) -> str:
-    """Say which parameters these are: "blocks 1-4, 7", "embedding", "final norm"."""
+def _holds(layout: ModuleLayout) -> str:
+    """Say which parameters these are: "blocks 1-4, 7", "embedding (28.31 M)", "final norm"."""
+    names, sizes = layout.names, dict(zip(layout.names, layout.sizes, strict=True))
     blocks = sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
     ranges: list[list[int]] = []
     for block in blocks:
@@ -288,9 +319,12 @@ def _holds(names: tuple[str, ...]) -> str:
     shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
     others = {"embed_tokens": "embedding", "lm_head": "head", "model.norm": "final norm"}
     parts = [f"block{'s' if len(blocks) > 1 else ''} {shown}"] if blocks else []
-    return ", ".join(
-        [*parts, *(word for key, word in others.items() if any(key in name for name in names))]
-    )
+    for key, word in others.items():
+        if found := [name for name in names if key in name]:
+            # The tables of a vocabulary may be the larger part of a module.
+            table = f" ({sizes[found[0]] / 1e6:,.2f} M)" if found[0] in (EMBEDDING, HEAD) else ""
+            parts.append(f"{word}{table}")
+    return ", ".join(parts)
 
 
 def _shard_bytes(config: RunConfig, grid: Grid, corpus_tokens: int | None) -> int | None:

@@ -44,7 +44,7 @@ def test_the_paper_s_setting() -> None:
     assert figures.shared_parameters == 16 * (40_377_344 + 40_378_240)
     assert [level.paths_per_module for level in figures.levels] == [16, 16, 1]
     assert [level.holds for level in figures.levels] == [
-        "blocks 1-4", "blocks 7-10, final norm", "blocks 0, 5-6, 11, embedding"
+        "blocks 1-4", "blocks 7-10, final norm", "blocks 0, 5-6, 11, embedding (28.67 M)"
     ]  # fmt: skip
     assert figures.tokens_per_round == 150 * 512 * 1024
     assert figures.shard_bytes == 160_000_000_000 * 2 * 2 // 256
