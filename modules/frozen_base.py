@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 
-from .device import load_bitsandbytes
+from .device import format_of_products, load_bitsandbytes
 
 FILE_FORMATS: Final = {"bf16": torch.bfloat16, "nf4": torch.bfloat16, "float32": torch.float32}
 """How the file of a base stores numbers, by how the base lies in memory."""
@@ -122,9 +122,7 @@ def product(
     A frozen weight of another format is converted in the forward and in the backward pass: kept in
     between is only what is in memory anyway.
     """
-    kind = inputs.device.type
-    is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    wanted = torch.get_autocast_dtype(kind) if is_cast else inputs.dtype
+    wanted = format_of_products(inputs)
     if isinstance(weight, torch.Tensor) and (weight.requires_grad or weight.dtype == wanted):
         return F.linear(inputs, weight, bias)
     converted: torch.Tensor = _Converted.apply(inputs, weight, bias, wanted)  # type: ignore[no-untyped-call]

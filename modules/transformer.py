@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .config import PAD_TOKEN, AdaptersConfig, ModelConfig
+from .device import format_of_products
 from .frozen_base import FrozenBase, Nf4Weight, product
 from .marked_tokens import learned_targets, plain_tokens
 
@@ -31,11 +32,6 @@ HEAD = "lm_head.weight"
 LOGITS_AT_ONCE = 2**25
 # The head's weights, and their gradient, go through memory once a piece, which a GPU feels.
 LOGITS_AT_ONCE_ON_GPU = 2**27
-
-# Asked once, here: PyTorch 2.11 cannot compile the question, and each norm would cut the graph.
-HAVE_AUTOCAST = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
-)
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -117,10 +113,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of [..., size]."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.epsilon)
-        kind = hidden.device.type
-        if kind in HAVE_AUTOCAST and torch.is_autocast_enabled(kind):
-            return normed.to(torch.get_autocast_dtype(kind))
-        return normed.to(hidden.dtype)
+        return normed.to(format_of_products(hidden))
 
 
 class Attention(nn.Module):

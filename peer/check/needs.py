@@ -127,12 +127,10 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
 
     Of one step of a whole path that is 12 bytes a parameter and the encoded contribution; of 150 M
     parameters 10.7 bytes each were measured, of 20 M 12.9 (`benchmarks/outer_round.py --phases`).
-    Anchors lie in files, which are mapped, if every round is saved.
+    Anchors lie in files, which are mapped.
     """
     path = FP32_BYTES * path_parameters
-    is_saved = run.rounds.save_every_rounds == 1
     return {
-        "anchors that are not saved": 0 if is_saved else 2 * path,
         "snapshots": path,
         "an encoded contribution": max(file_bytes(run, grid, level) for level in grid.level_names),
         "new states, until they are on the disk": 2 * path,
