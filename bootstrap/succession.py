@@ -38,7 +38,7 @@ from .workers import Workers
 # Held-out sequences that a model is scored on for the summary, over all paths.
 SUMMARY_SEQUENCES = 256
 # So much is computed for it: a minute of a few cores.
-SUMMARY_OPERATIONS = 5e12
+SUMMARY_OPERATIONS = 2e12
 
 
 @dataclass
