@@ -15,14 +15,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.contributions import CODECS
+from dipaco.modules.frozen_base import FILE_FORMATS
+from dipaco.modules.frozen_file import base_file_bytes, base_parameter_count, frozen_bytes
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid, ModuleLayout, parameter_shapes
 from dipaco.modules.llama import WEIGHTS_FILE
-from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES
+from dipaco.modules.memory import ADAMW_BYTES
 from dipaco.modules.plan import BaseFile, BaseSource, RunBlobs
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.peer.check.needs import (
     device_bytes,
     disk_bytes,
+    greatest_bases,
     greatest_paths,
     grid_of,
     main_memory_bytes,
@@ -95,15 +98,28 @@ class CodecFigures:
 
 
 @dataclass(frozen=True)
-class BaseFigures:
-    """The checkpoint that a run starts from."""
+class StartFigures:
+    """The checkpoint that every path begins as, and trains."""
 
     name: str
     parameters: int
     in_tables: int
     """Of them in its embedding and head, which grow with the vocabulary."""
-    frozen: bool
-    """Paths hold adapters alone; otherwise a path begins as the base and trains all of it."""
+
+
+@dataclass(frozen=True)
+class BaseFigures:
+    """The frozen base of a run with adapters."""
+
+    name: str
+    rank: int
+    parameters: int
+    file_bytes: int
+    """That a peer has on its disk."""
+    memory_bytes: dict[str, int]
+    """By format."""
+    greatest: dict[str, dict[int, int]]
+    """By format and GiB of a GPU: parameters of the largest base like this one."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +130,15 @@ class PlanFigures:
     paths: int
     peers: int
     path_parameters: int
+    base: BaseFigures | None
+    """With adapters, which all other parameters are then."""
     total_parameters: int
     shared_parameters: int
     private_parameters: int
     """Of one path."""
     levels: tuple[LevelFigures, ...]
-    base: BaseFigures | None
-    """None: no checkpoint."""
+    begins_as: StartFigures | None
+    """Without adapters, where there is a checkpoint."""
     tokens_per_step: int
     tokens_per_round: int | None
     """Of one path; None when a round has as many steps as fit."""
@@ -207,11 +225,12 @@ def plan_figures(
         paths=grid.path_count,
         peers=peers,
         path_parameters=counts["path"],
+        base=_base(config),
         total_parameters=counts["total"],
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
         levels=levels,
-        base=_base(config),
+        begins_as=_begins_as(config),
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
         line_mbit_per_s=expected.line_mbit_per_s,
@@ -220,7 +239,7 @@ def plan_figures(
         moved_bytes=moved,
         round_mbit_per_s=round(8e-6 * moved / config.rounds.duration_s, 3),
         requests=sum(_requests(level, config.rounds.copies) for level in levels),
-        join_bytes=FP32_BYTES * counts["path"] + states,
+        join_bytes=base_file_bytes(config.model) + states,
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),
         device_bytes=device_bytes(config, counts["path"]),
@@ -244,16 +263,28 @@ def look_at_data(config: CorpusConfig) -> None:
         next(iterate_documents(config, part))
 
 
-def _base(config: RunConfig) -> BaseFigures | None:
-    if config.base.checkpoint is None:
+def _begins_as(config: RunConfig) -> StartFigures | None:
+    if config.base.checkpoint is None or config.model.adapters is not None:
         return None
-    shapes = parameter_shapes(config.model.without_adapters)
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    return BaseFigures(
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    return StartFigures(
         name=config.base.name or config.base.checkpoint.name,
         parameters=sum(sizes.values()),
         in_tables=sizes[EMBEDDING] + sizes.get(HEAD, 0),
-        frozen=config.model.adapters is not None,
+    )
+
+
+def _base(config: RunConfig) -> BaseFigures | None:
+    model = config.model
+    if model.adapters is None:
+        return None
+    return BaseFigures(
+        name=config.base.name or "the base of the run before",
+        rank=model.adapters.rank,
+        parameters=base_parameter_count(model),
+        file_bytes=base_file_bytes(model),
+        memory_bytes={name: frozen_bytes(model, name) for name in FILE_FORMATS},
+        greatest=greatest_bases(config),
     )
 
 

@@ -63,9 +63,10 @@ def test_what_the_base_cannot_write_is_said_once(tmp_path: Path) -> None:
 def test_a_plan_says_which_part_is_the_base_s(trained: Path) -> None:
     config = load_run_config(trained / "RUN.toml")
     figures, shown = plan_figures(config), io.StringIO()
-    assert figures.base is not None
-    assert figures.base.parameters == figures.path_parameters
-    assert figures.base.in_tables == config.model.vocabulary_size * config.model.hidden_size
+    assert figures.begins_as is not None
+    assert figures.base is None
+    assert figures.begins_as.parameters == figures.path_parameters
+    assert figures.begins_as.in_tables == config.model.vocabulary_size * config.model.hidden_size
     show_figures(figures, Console(file=shown, width=400))
     assert "A path begins as the base 'base' and trains all of it: 0.0" in shown.getvalue()
 
