@@ -269,7 +269,7 @@ def test_shown_bytes() -> None:
         (("outer",), 3, "--set outer.momentum=0.5"),
         (("name.x=1",), 3, "--set outer.momentum=0.5"),
         (("data.train='nowhere/*.jsonl'",), 10, "no file matches"),
-        ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "is a folder; name the files in it"),
+        ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "name the files in it, for example"),
         (("data.text_field=content",), 10, "text_field = 'text'"),
     ],
 )
