@@ -149,7 +149,12 @@ class Preparation:
             self.device,
             self.display,
             self.workers,
+            self._copied,
         )
+
+    def _copied(self) -> tuple[int, ...]:
+        """Return the old paths that paths which are added begin as."""
+        return ()
 
     # Each stage: the hash of its inputs, and its result as the SHA-256 of a blob.
 
@@ -224,6 +229,15 @@ class Preparation:
     @cached_property
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """Stage 2: all documents as tokens, training and held-out."""
+        self.check_tokenizer()
+        stage = TokenStage(
+            self.config, self.work, self.markers, self.display, self._tokens_hash,
+            functools.partial(encode, self.out, self.tokenizer), self.workers,
+        )  # fmt: skip
+        return stage.corpora(self.predecessor)
+
+    def check_tokenizer(self) -> None:
+        """Raise ConfigurationError for tokens of another tokenizer."""
         made_with = self.config.data.tokenizer_sha256
         if made_with not in (None, self.tokenizer):
             raise ConfigurationError(
@@ -231,11 +245,6 @@ class Preparation:
                 f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
                 f"that one as model_file under [tokenizer], or the texts"
             )
-        stage = TokenStage(
-            self.config, self.work, self.markers, self.display, self._tokens_hash,
-            functools.partial(encode, self.out, self.tokenizer), self.workers,
-        )  # fmt: skip
-        return stage.corpora(self.predecessor)
 
     @cached_property
     def _tokens_hash(self) -> str:
@@ -365,7 +374,7 @@ class Preparation:
 
     @property
     def _paths(self) -> int:
-        return math.prod(self.config.grid.modules_per_level)
+        return self.config.grid.path_count
 
     @cached_property
     def _signed(self) -> RunPlan | None:
@@ -436,7 +445,7 @@ class Preparation:
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
         index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()
-        self.display.shards(index, summaries)
+        self.display.shards(index.paths, summaries)
         report = report_routing(plan, index, summaries)
         atomic_write(self.out / "routing.json", report.model_dump_json(indent=1).encode())
         self.display.routing(report)
@@ -447,6 +456,9 @@ class Preparation:
             )
         if self.succession:
             self.succession.say_where_it_stands(self.folder, plan)
+        self._say_how_to_start(plan, is_new)
+
+    def _say_how_to_start(self, plan: RunPlan, is_new: bool) -> None:
         self.display.run(plan, self.folder.grid(plan).parameter_counts(), str(self.out))
         if not is_new:
             self.display.say(

@@ -239,7 +239,7 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
 
     def open_rows() -> Iterable[dict[str, Any]]:
         if path.stat().st_size == 0:
-            raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
+            raise CorpusError(f"{path} is empty; leave it out or make it again")
         with path.open("rb") as file:
             if is_utf16(file.read(2)):
                 raise CorpusError(f"{path} is UTF-16; save it as UTF-8")
