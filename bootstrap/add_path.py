@@ -100,8 +100,12 @@ def config_with_paths(
             f"'kmeans' under [router] first, and add the path to that"
         )
     for file in files:
-        if not any(mark in file for mark in "*?[") and not Path(file).is_file():
+        if not any(mark in file for mark in "*?[") and not Path(file).exists():
             raise ConfigurationError(f"--add-path {file}: there is no such file")
+        if files.count(file) > 1:
+            raise ConfigurationError(
+                f"--add-path {file} is given twice; each path needs documents of its own"
+            )
     values = plan.model_dump(mode="json", include=set(RunConfig.model_fields))
     values["seed"] = (plan.seed + 1) % 2**32
     values["grid"]["added_paths"] += len(files)

@@ -250,6 +250,7 @@ def test_what_cannot_be_is_refused(
         (("--from", old, *out), "give RUN.toml, or --from RUN with --add-path"),
         ((toml, *given), "leave RUN.toml out, and give what is to change with --set"),
         (("--from", old, "--add-path", tmp_path / "none.jsonl", *out), "there is no such file"),
+        ((*given, "--add-path", documents), "is given twice"),
         ((*given, "--set", "grid.added_paths=3"), "as in the run before"),
         ((*given, "--set", "data.train=x"), "as in the run before"),
         ((*given, "--set", "rounds.duration=3"), "did you mean 'duration_s'"),
