@@ -60,5 +60,5 @@ def test_peers_train_an_added_path_as_the_reference_does(tmp_path: Path) -> None
     assert best["documents"] > 30
     assert best["perplexity"] < best["base_perplexity"]
     ran("dipaco-export", "--all", "--out", tmp_path / "export", *states)
-    assert (tmp_path / "export/paths/00002/model.safetensors").is_file()
+    assert (tmp_path / "export/paths/00002/config.json").is_file()
     assert "1 x 2 + 1, 3 paths" in (tmp_path / "export/README.md").read_text()
