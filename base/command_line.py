@@ -19,6 +19,7 @@ from importlib.metadata import version
 from typing import Any, Generic, Literal, get_args, get_origin
 
 from .errors import ConfigurationError
+from .output import outlast_audience
 from .running import SettingsT, run_with_settings
 from .settings import Argument, arguments_of
 from .settings_file import CONFIG_VARIABLE, find_file, read_settings
@@ -128,7 +129,7 @@ class Command(Generic[SettingsT]):
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point of a program with this command alone. Returns the exit code."""
-        return _run(self.parse(words))
+        return _run(lambda: self.parse(words))
 
 
 @dataclass(frozen=True)
@@ -158,10 +159,12 @@ class Program:
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point. Returns the exit code."""
-        return _run(self.parse(words))
+        return _run(lambda: self.parse(words))
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parse: Callable[[], argparse.Namespace]) -> int:
+    outlast_audience()
+    parsed = parse()
     command: Command[Any] = parsed._command
     debug = getattr(parsed, "debug", False)
     return run_with_settings(lambda: command.read(parsed), command.run, debug=debug)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-import select
 import signal
 import sys
 import threading
@@ -40,9 +38,6 @@ def run_with_settings(
         found.append(read())
         return 0
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Texts and names have characters that the terminal may lack.
-        sys.stdout.reconfigure(errors="backslashreplace")
     with _interrupted_imports_end():
         exit_code = run_command(read_settings, debug)
         if not found:
@@ -80,6 +75,14 @@ def _interrupted_imports_end() -> Iterator[None]:
         # A command may have installed its own, and goes by that until its process ends.
         if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask a command to end: Ctrl+C, SIGTERM, and SIGHUP when its terminal
+    is closed, unless it was started to outlive that (`nohup`)."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    asked = (signal.SIGINT, signal.SIGTERM)
+    return asked if outlives else (*asked, signal.SIGHUP)
 
 
 def quiet_threads() -> None:
@@ -133,8 +136,7 @@ def run_command(main: Callable[[], int], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         exit_code, line = _explain(error)
-        if line:
-            print(f"error: {printable(' '.join(line.split()))}", file=sys.stderr)
+        print(f"error: {printable(' '.join(line.split()))}", file=sys.stderr)
         return exit_code
 
 
@@ -142,8 +144,6 @@ def _explain(error: Exception) -> tuple[int, str]:
     """Return the exit code and the one line of an error that ends a command."""
     if isinstance(error, DipacoError):
         return error.exit_code, str(error)
-    if isinstance(error, BrokenPipeError) and _reader_left():
-        return 1, ""
     if isinstance(error, ConnectionError):
         return NetworkError.exit_code, f"the network layer broke off ({error}); start again"
     if isinstance(error, OSError):
@@ -153,18 +153,3 @@ def _explain(error: Exception) -> tuple[int, str]:
     return DipacoError.exit_code, (
         f"unexpected {type(error).__name__}: {error}; give --debug for the traceback and report it"
     )
-
-
-def _reader_left() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as with `| head`."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (AttributeError, OSError, ValueError):  # None where it was closed at the start.
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    # Python flushes again on exit, and would complain then.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return True

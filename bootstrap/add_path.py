@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
-from dipaco.base.files import canonical_json, link_or_copy
+from dipaco.base.files import link_or_copy
 from dipaco.modules.config import BEGIN_TOKEN, PAD_TOKEN, parse_config
-from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
-from dipaco.routing.corpus import CorpusConfig
+from dipaco.modules.plan import PathShard, RunPlan
+from dipaco.routing.corpus import CorpusConfig, holds_chats
 from dipaco.routing.document_routing import prefix_features
 from dipaco.routing.router import Prefixes, Router
 from dipaco.routing.routers import ROUTER_KINDS, load_router
@@ -135,6 +135,15 @@ class PathAddition(Preparation):
         return self.predecessor
 
     @cached_property
+    def marked(self) -> bool:
+        """Whether the shards are made of chats."""
+        return self.old.folder.shard_index(self.old.plan).marked
+
+    @cached_property
+    def _holds_chats(self) -> bool:
+        return self.marked
+
+    @cached_property
     def new_paths(self) -> dict[int, _NewPath]:
         """What each new path needs of its own, by path."""
         first = self.old.grid.path_count
@@ -178,9 +187,8 @@ class PathAddition(Preparation):
             for sha256 in (shard.train_sha256, shard.validation_sha256):
                 self._take_shard(shard, sha256)
         new = [new.make_shard() for new in self.new_paths.values()]
-        index = ShardIndex(sequence_length=old.sequence_length, paths=(*old.paths, *new))
-        sha256 = self.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
-        return {"sha256": sha256}
+        index = old.model_copy(update={"paths": (*old.paths, *new)})
+        return {"sha256": self.blobs.add_bytes(index.canonical_json())}
 
     def _take_shard(self, shard: PathShard, sha256: str) -> None:
         if self.blobs.has(sha256):
@@ -205,11 +213,11 @@ class PathAddition(Preparation):
                 f"Path {path} ({added.name}) begins as path {added.nearest}, which predicts the "
                 f"beginnings of its documents best"
             )
-            own = self._share_of(path, router, added.beginnings)
-            others = self._share_of(path, router, self._others(plan))
+            own, others = added.beginnings, self._others(plan)
+            taken = f", and {self._share_of(path, router, others):.1%} of the held-out ones of "
             self.display.say(
-                f"The router sends {own:.0%} of its documents to it, and {others:.1%} of the "
-                f"held-out ones of the old paths"
+                f"The router sends {self._share_of(path, router, own):.0%} of its documents to it"
+                f"{taken + 'the old paths' if others else ''}"
             )
             if not shards[path].validation_sequences:
                 self.display.say(
@@ -228,14 +236,17 @@ class PathAddition(Preparation):
 
     def _share_of(self, path: int, router: Router, beginnings: Sequence[np.ndarray]) -> float:
         """Return which part of the documents the router sends to a path."""
-        if not beginnings:
-            return 0.0
         paths = router.route(Prefixes(features=self._features(beginnings)))
         return float(np.mean(paths == path))
 
     def _others(self, plan: RunPlan) -> list[np.ndarray]:
-        """Return the beginnings of some held-out documents of the old paths."""
+        """Return the beginnings of some held-out documents of the old paths.
+
+        Of chats there are none: their first user turn is not at the beginning of their windows.
+        """
         found: list[np.ndarray] = []
+        if self.marked:
+            return found
         each = max(1, SUMMARY_SEQUENCES // self.old.grid.path_count)
         for path in range(self.old.grid.path_count):
             windows = self.folder.validation_tokens(plan, path)
@@ -257,27 +268,41 @@ class _NewPath:
     def tokens_hash(self) -> str:
         """The hash of what the tokens depend on."""
         with self._named():
-            return inputs_hash("tokens", corpus_fingerprint(self._data), self.run.tokenizer)
+            fingerprint = corpus_fingerprint(self._data)
+            self._check_form()
+        prefix = self.run.config.router.prefix_tokens
+        return inputs_hash("tokens", fingerprint, self.run.tokenizer, self.run.marked, prefix)
 
     @cached_property
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """The documents as tokens, training and held-out."""
         run = self.run
         run.check_tokenizer()
+        chat_prefix_tokens = run.config.router.prefix_tokens if run.marked else None
         stage = TokenStage(
             run.config.model_copy(update={"data": self._data}), self._work,
             StageMarkers(self._work, run.blobs), run.display, self.tokens_hash,
-            functools.partial(encode, run.out, run.tokenizer), run.workers,
+            functools.partial(encode, run.out, run.tokenizer, chat_prefix_tokens), run.workers,
+            chat_prefix_tokens,
         )  # fmt: skip
         with self._named():
             return stage.corpora(None)
+
+    def _check_form(self) -> None:
+        """Raise CorpusError for chats in a run of texts, and for texts in a run of chats."""
+        if holds_chats(self._data) != self.run.marked:
+            theirs, ours = ("texts", "chats") if self.run.marked else ("chats", "texts")
+            raise CorpusError(
+                f"it holds {theirs}, but {self.run.old.path} trains on {ours}, and a run has shards "
+                f"of one kind; give {ours}"
+            )
 
     @cached_property
     def beginnings(self) -> list[np.ndarray]:
         """The first tokens of a sample of the training documents."""
         corpus, router = self.corpora[0], self.run.config.router
         chosen = corpus.sample(router.training_documents, self.run.old.plan.seed)
-        return [corpus.document(int(index))[: router.prefix_tokens] for index in chosen]
+        return [corpus.beginning(int(index), router.prefix_tokens) for index in chosen]
 
     @cached_property
     def nearest(self) -> int:
@@ -316,7 +341,7 @@ class _NewPath:
         model, prefix = self.run.config.model, self.run.config.router.prefix_tokens
         return ShardBuilder(
             self._work / "shards", prefix, 1, model.sequence_length, model.vocabulary_size,
-            inputs_hash("shard", self.tokens_hash, prefix),
+            inputs_hash("shard", self.tokens_hash, prefix), marked=self.run.marked,
         )  # fmt: skip
 
     @contextmanager

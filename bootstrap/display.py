@@ -75,6 +75,9 @@ class Display:
         ]
         table.add_row(*cells, *([""] if labelled else []))
         self.console.print(table)
+        learned = [s.learned_tokens for s in summaries if s.learned_tokens is not None]
+        if learned:
+            self.say(learned_line(sum(learned), total_tokens))
 
     def routing(self, report: RoutingReport) -> None:
         """Show how even the shards are, and whether they follow the labels."""
@@ -104,6 +107,15 @@ class Display:
         # A successor is of no use where the peers of the run before it cannot see it.
         beside = f" --initial-peers {self._peer}" if plan.successor_of is not None else ""
         self.say(f"Start it with: dipaco-bootstrap serve {shlex.quote(str(folder))}{beside}")
+
+
+def learned_line(learned_tokens: int, tokens: int) -> str:
+    """Say how much of some chats is learned."""
+    return (
+        f"Of {tokens:,} tokens of chats {learned_tokens:,} are learned "
+        f"({learned_tokens / max(1, tokens):.0%}): what the assistant says; "
+        f"{tokens - learned_tokens:,} are only read"
+    )
 
 
 def show_figures(figures: PlanFigures, console: Console) -> None:

@@ -15,8 +15,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.llama import WEIGHTS_FILE
 from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES
-from dipaco.modules.plan import RunBlobs
+from dipaco.modules.plan import BaseFile, BaseSource, RunBlobs
 from dipaco.peer.check.needs import (
     device_bytes,
     disk_bytes,
@@ -305,6 +306,13 @@ def _manifest_bytes(config: RunConfig) -> int:
         tokenizer=_ANY_SHA256, router=_ANY_SHA256, base=_ANY_SHA256, shards=_ANY_SHA256,
         genesis=_ANY_SHA256,
     )  # fmt: skip
+    source = None
+    if config.model.adapters is not None:
+        source = BaseSource(
+            name=config.base.name or "",
+            files=(BaseFile(name=WEIGHTS_FILE, sha256=_ANY_SHA256),),
+            rows=((0, config.model.vocabulary_size),),
+        )
     key = Ed25519PrivateKey.generate()
-    plan = opened(config.plan(blobs, start_s=2e9, successor_of=_ANY_SHA256[:16]), key)
+    plan = opened(config.plan(blobs, 2e9, _ANY_SHA256[:16], source), key)
     return len(sign_manifest(plan, key))

@@ -20,13 +20,14 @@ import numpy as np
 import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.base.files import atomic_write, canonical_json
+from dipaco.base.files import atomic_write
+from dipaco.modules.frozen_file import write_base
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
+from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.admission import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.routing.corpus import corpus_documents
+from dipaco.routing.corpus import corpus_documents, holds_chats
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
@@ -123,6 +124,8 @@ class Preparation:
                 f"documents; train a run with kind = 'kmeans' under [router] first, and give it "
                 f"with --from RUN"
             )
+        if self._holds_chats:
+            self._check_chats()
         if self._signed is not None:
             # What the blobs do not decide is refused before hours of work.
             self._is_signed(self._plan(self._signed.blobs, start_in_s), start_in_s)
@@ -230,9 +233,11 @@ class Preparation:
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """Stage 2: all documents as tokens, training and held-out."""
         self.check_tokenizer()
+        chat_prefix_tokens = self.config.router.prefix_tokens if self._holds_chats else None
         stage = TokenStage(
             self.config, self.work, self.markers, self.display, self._tokens_hash,
-            functools.partial(encode, self.out, self.tokenizer), self.workers,
+            functools.partial(encode, self.out, self.tokenizer, chat_prefix_tokens), self.workers,
+            chat_prefix_tokens,
         )  # fmt: skip
         return stage.corpora(self.predecessor)
 
@@ -247,8 +252,26 @@ class Preparation:
             )
 
     @cached_property
+    def _holds_chats(self) -> bool:
+        return holds_chats(self.config.data)
+
+    def _check_chats(self) -> None:
+        """Refuse before any work what cannot be done with chats."""
+        if self.imported is None and self.predecessor is None:
+            raise ConfigurationError(
+                "[data] holds chats, which need the chat template of a base; name its folder with "
+                "base = 'FOLDER', or give texts"
+            )
+        if self.config.base.steps and self.predecessor is None:
+            raise ConfigurationError(
+                f"[data] holds chats, and steps is {self.config.base.steps} under [base]; only "
+                f"paths train on chats, so leave steps out"
+            )
+
+    @cached_property
     def _tokens_hash(self) -> str:
-        return inputs_hash("tokens", self._corpus_hash, self.tokenizer)
+        chats = [self.config.router.prefix_tokens] if self._holds_chats else []
+        return inputs_hash("tokens", self._corpus_hash, self.tokenizer, *chats)
 
     @cached_property
     def base(self) -> str:
@@ -256,6 +279,8 @@ class Preparation:
         config = self.config
         if self.succession:
             return self.succession.base
+        if config.model.adapters is not None:
+            return self._frozen_base(config.model.adapters.base_format)
         inputs = inputs_hash(
             "base", self._tokens_hash, config.model, config.base_inner(), config.base.steps,
             config.seed, *([self.imported.fingerprint] if self.imported else []),
@@ -263,6 +288,20 @@ class Preparation:
         sha256 = str(self.markers.stage("base", inputs, lambda: self._train_base(inputs))["sha256"])
         (self.work / "base.pt").unlink(missing_ok=True)
         return sha256
+
+    def _frozen_base(self, base_format: str) -> str:
+        """Stage 3 with adapters: the checkpoint as it is, in the order of the run's tokens."""
+        imported = self.imported
+        assert imported is not None  # a RUN.toml with adapters names a base
+        inputs = inputs_hash("frozen base", imported.fingerprint, imported.rows, base_format)
+
+        def make() -> dict[str, Any]:
+            with self.display.stage("base model"):
+                file = self.work / "base.safetensors"
+                write_base(imported.folder, imported.rows, base_format, file)
+                return {"sha256": self.blobs.add_file(file, move=True)}
+
+        return str(self.markers.stage("base", inputs, make)["sha256"])
 
     def _train_base(self, inputs: str) -> dict[str, Any]:
         config = self.config
@@ -346,8 +385,7 @@ class Preparation:
             )  # fmt: skip
             check_shards(builder.summaries())
             index = builder.finish(self.blobs)
-        sha256 = self.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
-        return {"sha256": sha256}
+        return {"sha256": self.blobs.add_bytes(index.canonical_json())}
 
     @cached_property
     def _shards_hash(self) -> str:
@@ -366,6 +404,7 @@ class Preparation:
             self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
+            marked=self._holds_chats,
         )
 
     @cached_property
@@ -386,7 +425,18 @@ class Preparation:
             blobs,
             round(time.time() + (start_in_s or 0.0), 3),
             self.predecessor.plan.run_id if self.predecessor else None,
+            self._base_source,
         ).model_copy(update={"invitations_of": self._invitations_of})
+
+    @property
+    def _base_source(self) -> BaseSource | None:
+        """Where the frozen base comes from, with adapters."""
+        if self.predecessor is not None:
+            return self.predecessor.plan.base_source
+        if self.config.model.adapters is None:
+            return None
+        assert self.imported is not None  # a RUN.toml with adapters names a base
+        return self.imported.source(self.config.base.name or self.imported.folder.name)
 
     def _is_signed(self, plan: RunPlan, start_in_s: float | None) -> bool:
         """Whether the folder holds this run already, whenever it began. Raises ConfigurationError

@@ -26,7 +26,6 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis_index
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import write_state
-from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import LossSum, sum_losses
 
@@ -155,7 +154,7 @@ class Succession:
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""
         each = max(1, SUMMARY_SEQUENCES // self.grid.path_count)
-        model = PathModel(plan.model).to(self.device).eval()
+        model = run.path_model(plan, self.device).eval()
         scores = []
         for path in range(self.grid.path_count):
             held_out = run.validation_tokens(plan, path)

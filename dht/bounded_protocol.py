@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
-from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PContext, PeerID
@@ -51,6 +51,7 @@ MOST_NESTED = 2
 _nested = threading.local()
 
 _get_stub = DHTProtocol.get_stub
+_ping = DHTProtocol.call_ping
 _find = DHTProtocol.call_find
 _store = DHTProtocol.call_store
 _update = DHTProtocol.update_routing_table
@@ -61,7 +62,9 @@ _decode = MSGPackSerializer._decode_ext_types
 def install(given: Iterable[str] = ()) -> None:
     """Change the DHT protocol of this process, whose node was given the addresses of `given`."""
     DHTProtocol.company = Company(given)
+    DHTProtocol.refusal = None
     DHTProtocol.get_stub = get_stub
+    DHTProtocol.call_ping = call_ping
     DHTProtocol.rpc_ping = rpc_ping
     DHTProtocol._validate_dictionary = drop_refused
     DHTProtocol.call_find = call_find
@@ -404,6 +407,20 @@ async def _meet(protocol: DHTProtocol, named: Collection[PeerID]) -> None:
 async def _ask_who(protocol: DHTProtocol, peer: PeerID) -> None:
     if await protocol.call_ping(peer) is None:
         protocol.company.hears(peer, b"")  # it is not asked again at once
+
+
+async def call_ping(
+    self: DHTProtocol, peer: PeerID, validate: bool = False, strict: bool = True
+) -> DHTID | None:
+    """Say hello. Where the answer does not fit to this node at joining, such as another time, the
+    peer counts as silent, as one of several may be wrong; `refusal` says why."""
+    try:
+        found: DHTID | None = await _ping(self, peer, validate, strict)
+    except ValidationError as error:
+        logger.warning("%s is passed over: %s", peer, error)
+        DHTProtocol.refusal = error
+        return None
+    return found
 
 
 async def rpc_ping(

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dipaco.modules.config import ModelConfig
-from dipaco.modules.transformer import Block, PathModel, RMSNorm, rotary_frequencies
+from dipaco.modules.transformer import (
+    Block,
+    Embedding,
+    PathModel,
+    Projection,
+    RMSNorm,
+    rotary_frequencies,
+)
 
 # Positions whose logits are computed at once when a text is scored.
 _SCORED_AT_ONCE = 128
@@ -37,12 +42,12 @@ class Decoder:
         self.config = config = model.config
         self.lengths = [0] * slots
         """Tokens that are stored of each text; 0 in a free slot."""
-        self._embedding = model.model.embed_tokens.weight.detach()
+        self._embedding = model.model.embed_tokens.weight.detach().float()
         self._device = device = self._embedding.device
         root = math.sqrt(config.hidden_size)
         self._floor = torch.tensor(root * math.sqrt(config.norm_epsilon), device=device)
         self._blocks = [_FusedBlock(block, config) for block in model.model.layers]  # type: ignore[arg-type]
-        head: Any = model.lm_head or model.model.embed_tokens
+        head = model.lm_head or model.model.embed_tokens
         self._head = _Map([head], model.model.norm)
         # Keys, then values, of each block.
         shape = (slots, 2 * config.kv_heads, config.sequence_length, config.width_of_head)
@@ -210,6 +215,13 @@ class _FusedBlock:
         return self._down(F.silu(gate) * up)
 
 
+def _full_weight(part: Projection | Embedding) -> torch.Tensor:
+    """Return the matrix of a part, an adapter included, fp32."""
+    if isinstance(part, Projection):
+        return part.full_weight()
+    return part.weight.detach().float()
+
+
 class _Map:
     """Linear maps of one input as a single one, with the gain of the norm in front of them.
 
@@ -218,11 +230,11 @@ class _Map:
 
     def __init__(
         self,
-        parts: Sequence[nn.Linear | nn.Embedding],
+        parts: Sequence[Projection | Embedding],
         norm: RMSNorm | None = None,
         order: torch.Tensor | None = None,
     ) -> None:
-        weight = torch.cat([part.weight.detach() for part in parts])
+        weight = torch.cat([_full_weight(part) for part in parts])
         biases = [bias for part in parts if (bias := getattr(part, "bias", None)) is not None]
         self._bias = torch.cat(biases).detach() if biases else None
         if order is not None:

@@ -27,7 +27,13 @@ from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
 from .export_gguf import check_gguf, gguf_name, modelfile, write_gguf
-from .export_tokenizer import file_rows, file_specials, json_bytes, tokenizer_files
+from .export_tokenizer import (
+    file_rows,
+    generation_settings,
+    json_bytes,
+    special_numbers,
+    tokenizer_files,
+)
 from .sources import StateSource, assemble_path, path_states
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -35,6 +41,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+GENERATION_FILE = "generation_config.json"
 PROVENANCE_FILE = "dipaco.json"
 PROVENANCE_FORMAT = "dipaco-export/1"
 
@@ -100,12 +107,13 @@ class Exporter:
             else:
                 self._model = assemble_path(self.source, path, model=self._model)
                 self._save(dict(self._model.named_parameters()), staging)
-            self._write_files(staging, provenance, readme(path) if readme else None)
+            self._write_files(self._files, staging, provenance, readme(path) if readme else None)
         self.source.forget(path)
         return True
 
     def write_base(self, folder: Path, readme: str | None = None) -> bool:
-        """Write the base model, whose features the router sees, always in fp32."""
+        """Write the base model, whose features the router sees: always in fp32, and with what the
+        run added to its tokenizer, so that a document has the tokens that it had in the run."""
         plan = self.source.plan
         provenance = {
             "format": PROVENANCE_FORMAT,
@@ -120,10 +128,12 @@ class Exporter:
         model = self.source.base_model(torch.device("cpu"))
         with whole_folder(folder) as staging:
             parameters = dict(model.named_parameters())
-            save_parameters(parameters, staging, torch.float32, rows=self._rows)
-            self._write_files(staging, provenance, readme)
-            stored = json.loads(self._files[CONFIG_FILE])
-            write_json(staging / CONFIG_FILE, {**stored, **_dtype_fields(torch.float32)})
+            rows = file_rows(self._tokenizer, plan.model.vocabulary_size, as_in_run=True)
+            save_parameters(parameters, staging, torch.float32, rows=rows)
+            files = checkpoint_files(
+                plan.model, self._tokenizer, torch.float32, self._exact_tokenizer, as_in_run=True
+            )
+            self._write_files(files, staging, provenance, readme)
         return True
 
     def remove_unused_modules(self) -> None:
@@ -156,7 +166,7 @@ class Exporter:
         parameters = dict(self._model.named_parameters())
         write_gguf(parameters, plan.model, self._tokenizer, file, stored=self._gguf, name=file.stem)
         template = Tokenizer(self._tokenizer).chat_template
-        content = modelfile(file.name, plan.model.sequence_length, template is not None)
+        content = modelfile(file.name, plan.model.context, template is not None)
         (folder / "Modelfile").write_text(content, encoding="utf-8")
 
     def _link_modules(self, states: Mapping[str, ModuleState], folder: Path) -> None:
@@ -166,7 +176,12 @@ class Exporter:
             shard = f"model-{index + 1:05d}-of-{len(states):05d}.safetensors"
             self._link(state, folder, shard)
             weight_map |= dict.fromkeys(state.layout.names, shard)
-        total = self.dtype.itemsize * sum(state.layout.size for state in states.values())
+        rows = self.source.plan.model.vocabulary_size
+        cut = 0 if self._rows is None else rows - len(self._rows)
+        names = [name for state in states.values() for name in state.layout.names]
+        cut *= sum(name in (EMBEDDING, HEAD) for name in names)
+        values = sum(state.layout.size for state in states.values())
+        total = self.dtype.itemsize * (values - cut * self.source.plan.model.hidden_size)
         index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index_content)
 
@@ -194,8 +209,14 @@ class Exporter:
     ) -> None:
         save_parameters(parameters, folder, self.dtype, name, rows=self._rows)
 
-    def _write_files(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
-        for name, content in self._files.items():
+    def _write_files(
+        self,
+        files: Mapping[str, bytes],
+        folder: Path,
+        provenance: Mapping[str, Any],
+        readme: str | None,
+    ) -> None:
+        for name, content in files.items():
             (folder / name).write_bytes(content)
         self._write_notes(folder, provenance, readme)
 
@@ -206,28 +227,26 @@ class Exporter:
 
 
 def checkpoint_files(
-    model: ModelConfig, tokenizer: bytes, dtype: torch.dtype, exact_tokenizer: bool = True
+    model: ModelConfig,
+    tokenizer: bytes,
+    dtype: torch.dtype,
+    exact_tokenizer: bool = True,
+    *,
+    as_in_run: bool = False,
 ) -> dict[str, bytes]:
     """Return the small files of a checkpoint, by name: configuration and tokenizer.
 
-    Raises ConfigurationError as `tokenizer_json` does, unless `exact_tokenizer` is off.
+    Those of an imported base say what its own said, unless `as_in_run`. Raises ConfigurationError
+    as `tokenizer_json` does, unless `exact_tokenizer` is off.
     """
-    unknown, begin, end, pad = file_specials(tokenizer)
-    generation = {
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "pad_token_id": pad,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_k": 50,
-        # As in dipaco-generate: pieces that are never part of a text are never chosen.
-        "suppress_tokens": [unknown, begin, pad],
-    }
-    config = llama_config(model, dtype, begin=begin, end=end, pad=pad)
+    rows = file_rows(tokenizer, model.vocabulary_size, as_in_run=as_in_run)
+    size = model.vocabulary_size if rows is None else len(rows)
+    special = special_numbers(tokenizer, as_in_run=as_in_run)
+    config = {**llama_config(model, dtype), "vocab_size": size, **special}
     return {
         CONFIG_FILE: json_bytes(config),
-        "generation_config.json": json_bytes(generation),
-        **tokenizer_files(tokenizer, model.sequence_length, exact_tokenizer),
+        GENERATION_FILE: json_bytes(generation_settings(tokenizer, as_in_run=as_in_run)),
+        **tokenizer_files(tokenizer, model.context, exact_tokenizer, as_in_run=as_in_run),
     }
 
 
@@ -323,11 +342,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write JSON for people and programs."""
     file.write_bytes(json_bytes(content))
-
-
-def _dtype_fields(dtype: torch.dtype) -> dict[str, str]:
-    """Return what a configuration says of how parameters are stored."""
-    return {"torch_dtype": _name(dtype), "dtype": _name(dtype)}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -61,7 +61,7 @@ def row_losses(
     Rows of like length go together, cut to the longest: what is padded costs time. Loss t of a row
     is that of its token t + 1. Raises IntegrityError for one that is no number.
     """
-    vocabulary, device = model.config.vocabulary_size, next(model.parameters()).device
+    vocabulary, device = model.config.vocabulary_size, model.device
     at_once = AtOnce(tokens_at_once(vocabulary, device), device, "scoring", in_tokens=True)
     for batch in length_batches(documents.row_tokens, rows, vocabulary, device):
         tokens = row_tensor(documents, batch)
@@ -110,7 +110,7 @@ def batch_losses(model: PathModel, tokens: torch.Tensor, at_once: AtOnce) -> tor
 
     As many rows at once as memory allows. Raises ConfigurationError when not even one fits.
     """
-    device, length = next(model.parameters()).device, tokens.shape[1]
+    device, length = model.device, tokens.shape[1]
 
     def score(token_count: int) -> torch.Tensor:
         losses = []

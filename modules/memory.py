@@ -15,6 +15,7 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig
 from .device import free_and_total_bytes, numbered
+from .frozen_file import unfilled_base
 from .transformer import LOGITS_AT_ONCE_ON_GPU, PathModel
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,8 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
 
     kept: dict[int, torch.UntypedStorage] = {}
     with FakeTensorMode():
-        model = PathModel(config)
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        model = PathModel(config, None if config.adapters is None else unfilled_base(config))
+        parameters = {t.untyped_storage()._cdata for t in model.tensors()}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()

@@ -48,7 +48,7 @@ from dipaco.peer.exchange.transport import HivemindTransport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.chain import MARK_BYTES, Step, genesis_name
+from dipaco.protocol.chain import MARK_BYTES, Step
 from dipaco.protocol.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.protocol.manifest import SignedManifest, verify_manifest
 from dipaco.protocol.member.rounds import RoundSchedule
@@ -134,10 +134,6 @@ class Node(Membership):
         if self._rule is None:
             self._rule = OuterRule.of(self.plan, self.load_shard_index())
         return self._rule
-
-    def genesis_step(self, module: str) -> str:
-        """Return the name that a module's first step stands on."""
-        return genesis_name(self.run_id, module)
 
     @property
     def me(self) -> str:

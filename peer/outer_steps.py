@@ -186,12 +186,12 @@ class OuterSteps:
 
     def _compute(self, action: a.Compute) -> None:
         node, module = self._node, action.module
-        node.chains.add_verified(action.steps)
-        state = node.held.find(module, action.base)
-        if state is None and action.base == node.genesis_step(module):
+        base = action.base
+        state = node.held.find(module, base.step)
+        if state is None and base.version == 0:
             state = self._files.genesis_state(module)
         if state is None:
-            raise StorageError(f"the state after {action.base[:12]} is not here any more")
+            raise StorageError(f"the state after {base.step[:12]} is not here any more")
         paths = node.grid.paths_of_module(module)
         for step in action.steps:
             if step.state != state.digest:
@@ -200,7 +200,7 @@ class OuterSteps:
             state = node.rule.step(state, files, step.table, step.round_index, paths)
         step = action.steps[-1]
         node.held.put(step.name, state)
-        _, weight, _ = node.chains.weight(step.name)
+        weight = base.weight + sum(len(taken.rows) for taken in action.steps)
         self._report(e.StateHere(module, head_of(state, step.name, weight, step.round_index)))
 
     def _contribution(self, row: Row) -> memoryview:
@@ -303,7 +303,7 @@ class OuterSteps:
         if not action.is_round:
             self._events.emit("adopt", **told, own_work_merged=action.is_own_in)
             return
-        rows = node.chains.steps_to(head.module, head.step)[-1].rows
+        rows = action.step.rows if action.step is not None else ()
         late_s = node.clock.now() - self._boundary_s.get(head.module, math.inf)
         self._events.emit(
             "commit",
@@ -321,7 +321,7 @@ class OuterSteps:
     # -- what is held
 
     def _serve(self, action: a.Serve) -> None:
-        self._node.held.serve(action.module, action.step)
+        self._node.held.serve(action.module, action.step, action.steps)
 
     def _forget(self, action: a.Forget) -> None:
         self._node.held.forget(action.module, action.step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,12 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import fsspec
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from dipaco.base.errors import CorpusError, nearest_name
 from dipaco.base.files import is_utf16
 from dipaco.modules.config import Config
+
+from .chats import Chat, chat_content, is_chat, read_chat
 
 Part = Literal["train", "validation"]
 
@@ -28,23 +32,30 @@ _COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
 class Document:
     """One text of the corpus, and its label (a domain, a language) if the corpus has labels.
 
-    Of a corpus that is tokenised already there are the `tokens` in place of the text, int [N].
+    Of a corpus that is tokenised already there are the `tokens` in place of the text, int [N]; of
+    a corpus of chats the `chat`, and the `place` where it stands.
     """
 
     text: str
     label: str | None = None
     tokens: np.ndarray | None = field(default=None, compare=False)
+    chat: Chat | None = None
+    place: str = field(default="", compare=False)
 
     @property
     def content(self) -> bytes:
         """What is hashed where a document is chosen by its content."""
         if self.tokens is not None:
             return self.tokens.astype("<u4").tobytes()
+        if self.chat is not None:
+            return chat_content(self.chat)
         return self.text.encode("utf-8", "replace")
 
     @property
     def size(self) -> int:
         """Characters, or tokens: how much work it is."""
+        if self.chat is not None:
+            return sum(len(message.content) for message in self.chat)
         return len(self.text) if self.tokens is None else len(self.tokens)
 
 
@@ -162,11 +173,14 @@ def _matches(pattern: str) -> list[Path]:
     ]
 
 
-def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
+def iterate_documents(
+    config: CorpusConfig, part: Part, *, chats: bool | None = None
+) -> Iterator[Document]:
     """Yield the documents of a part that are not empty, always in the same order.
 
-    Raises CorpusError, naming the file, if one cannot be read, lacks the text field, or if there
-    is no document with text in the whole part.
+    They are all chats or all texts: as `chats` says, else as the first one is. Raises CorpusError,
+    naming the file, if one cannot be read, lacks the text field or is of the other kind, or if
+    there is no document with text in the whole part.
     """
     limit = config.train_limit if part == "train" else config.validation_limit
     documents = 0
@@ -175,7 +189,9 @@ def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
             for number, row in enumerate(source.open(), 1):
                 if documents == limit:
                     return
-                document = _document(row, number, source.name, config)
+                if chats is None and row:
+                    chats = _is_chat(row, config)
+                document = _document(row, number, source.name, config, chats)
                 if document is not None:
                     documents += 1
                     yield document
@@ -183,6 +199,8 @@ def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
             raise
         except Exception as error:  # datasets raises whatever its readers raise
             raise CorpusError(f"{source.complaint}: {_first_line(error)}{source.remedy}") from error
+    if not documents and chats:
+        raise CorpusError(f"the {part} data hold no chat")
     if not documents:
         raise CorpusError(
             f"the {part} data hold no text: every '{config.tokens_field or config.text_field}' is "
@@ -195,14 +213,21 @@ def corpus_documents(config: CorpusConfig) -> Iterator[tuple[Document, bool]]:
 
     Raises CorpusError as `iterate_documents` does.
     """
+    chats = None
     for document in iterate_documents(config, "train"):
+        chats = document.chat is not None
         yield (
             document,
             not config.has_validation and is_held_out(document, config.held_out_fraction),
         )
     if config.has_validation:
-        for document in iterate_documents(config, "validation"):
+        for document in iterate_documents(config, "validation", chats=chats):
             yield document, True
+
+
+def holds_chats(config: CorpusConfig) -> bool:
+    """Tell whether the corpus is one of chats, by its first document. Raises CorpusError."""
+    return next(iterate_documents(config, "train")).chat is not None
 
 
 def is_held_out(document: Document, fraction: float) -> bool:
@@ -249,6 +274,12 @@ def _file_source(path: Path, config: CorpusConfig) -> _Source:
         from .compression import read_compressed_whole
 
         read_compressed_whole()
+        if (
+            suffixes[-1:] == [".jsonl"]
+            and not config.is_tokenised
+            and _begins_with_chat(path, config)
+        ):
+            return _lines(path)
         # What it would say is in the error that follows.
         datasets.logging.set_verbosity(logging.CRITICAL)
 
@@ -292,12 +323,46 @@ def _hub_source(config: CorpusConfig, part: Part) -> _Source:
     return _Source(name, open_rows, f"{name} cannot be read from the Hub", remedy)
 
 
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of JSON Lines as they are: a table of them would fill in the keys that a
+    line lacks. A blank line is one without keys."""
+    with fsspec.open(str(path), "rt", encoding="utf-8", compression="infer") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except (ValueError, RecursionError) as error:
+                raise CorpusError(f"{path}:{number} is not JSON: {error}") from None
+            if not isinstance(row, dict):
+                raise CorpusError(f"{path}:{number} is no JSON object: {line.strip()[:60]}")
+            yield row
+
+
+def _begins_with_chat(path: Path, config: CorpusConfig) -> bool:
+    """Tell whether the first line of a file is a chat; what is no JSON Lines is not."""
+    try:
+        return _is_chat(next((row for row in _lines(path) if row), {}), config)
+    except CorpusError:
+        return False
+
+
+def _is_chat(row: Mapping[str, Any], config: CorpusConfig) -> bool:
+    return not config.is_tokenised and is_chat(row, config.text_field)
+
+
 def _document(
-    row: Mapping[str, Any], number: int, source: str, config: CorpusConfig
+    row: Mapping[str, Any], number: int, source: str, config: CorpusConfig, chats: bool | None
 ) -> Document | None:
     """Turn a row into a document, or None if it has no text."""
     if config.tokens_field is not None:
         return _tokenised_document(row, number, source, config, config.tokens_field)
+    if not row and chats is not False:
+        return None
+    place = f"{source}:{number}"
+    if chats:
+        chat = read_chat(row, config.text_field, place)
+        return Document("", _label(row, source, config), chat=chat, place=place)
+    if row and _is_chat(row, config):
+        raise CorpusError(f"{place} is a chat, and the documents before it are texts")
     is_plain = _is_plain_text(source)
     text = _field(row, "text" if is_plain else config.text_field, source)
     if text is None or (isinstance(text, str) and not text.strip()):

@@ -16,6 +16,7 @@ import torch
 from dipaco.inference.decoder import decoder_bytes
 from dipaco.inference.sources import StateSource
 from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.routing.document_routing import DocumentRouter
 
 from .errors import ApiError
@@ -65,7 +66,7 @@ class Engine:
         self.tokenizer = source.tokenizer()
         self.limits = limits
         self._router: DocumentRouter = source.document_router(device)
-        parameters = sum(p.numel() for p in self._router.base_model.parameters())
+        parameters = base_parameter_count(self.plan.model)
         self.path_bytes = decoder_bytes(self.plan.model, parameters, limits.slots)
         self.capacity = max(1, limits.memory_bytes // self.path_bytes)
         self._inbox: queue.SimpleQueue[Work | News | None] = queue.SimpleQueue()
@@ -238,7 +239,8 @@ class Engine:
         if chosen:
             try:
                 rankings = self._router.nearest_paths(
-                    [work.tokens or [BEGIN_TOKEN] for work in chosen], self.grid.path_count
+                    [work.routed_by or work.tokens or [BEGIN_TOKEN] for work in chosen],
+                    self.grid.path_count,
                 )
             except Exception as error:
                 logger.warning("prompts could not be routed: %s", error)

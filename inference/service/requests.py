@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.sampling import Sampling
-from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.routing.chat_template import ChatTemplate, TemplateError
+from dipaco.routing.chat_tokens import question_tokens, routed_tokens, special_names
 
-from .chat_template import ChatTemplate, TemplateError
 from .engine import Engine
 from .errors import ApiError
 from .work import Event, Work
@@ -29,7 +29,6 @@ _PATH = "path-"
 _USUAL_TOKENS = 16
 _MOST_ANSWERS, _MOST_PROMPTS, _MOST_STOPS = 64, 1024, 32
 _MOST_MIXED = 64
-_SPECIAL = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 Token = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]
@@ -296,22 +295,24 @@ class RequestReader:
                 f"--chat-template FILE",
                 code="no_chat_template",
             )
-        special = dict(zip(_SPECIAL, self._engine.tokenizer.special_names(), strict=True))
+        tokenizer = self._engine.tokenizer
+        messages = [message.plain() for message in body.messages]
         try:
-            text = self._template.render([message.plain() for message in body.messages], special)
+            text = self._template.render(messages, special_names(tokenizer))
         except TemplateError as error:
             raise ApiError(
                 400, f"messages: the chat template refuses them: {error}", parameter="messages"
             ) from None
-        marked = self._engine.tokenizer.encode_marked
-        # Whether the template writes it or not: a text begins once.
-        tokens = [BEGIN_TOKEN, *marked(text.removeprefix(special["bos_token"]))]
+        tokens = question_tokens(tokenizer, text)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", parameter="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         most = body.max_completion_tokens
         most = body.max_tokens if most is None else most
-        return Request(body, self._works(body, [tokens], emit, most, logprobs, None), [None])
+        works = self._works(body, [tokens], emit, most, logprobs, None)
+        for work in works:
+            work.routed_by = routed_tokens(tokenizer, messages)
+        return Request(body, works, [None])
 
     def path_of(self, model: str) -> int | None:
         """Return the path of a model's name, None for `auto`. Raises ApiError for another name."""

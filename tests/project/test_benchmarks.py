@@ -35,6 +35,9 @@ import hostile
 for kind, does in hostile.KINDS.items():
     exec(does, {})
 exec(hostile.KINDS["garbage"], {})
+from parts.insiders import INSIDERS, become
+for attack in INSIDERS:
+    become(attack, "")
 import torch
 from dipaco.modules.contributions import CODECS
 from dipaco.training import trainer

@@ -92,7 +92,6 @@ class Peer:
             exchange=FakeExchange(contributions),
             clock=FakeTime(plan.start_s + 100.0).clock,
             fetcher=SimpleNamespace(state=self._fetch),
-            genesis_step=lambda module: genesis_name(plan.run_id, module),
         )
         base = run.base_parameters(plan)
         self.genesis = {m: run.genesis_state(plan, m, base) for m in grid.modules()}
@@ -160,16 +159,18 @@ class Peer:
         self.begin(a.Gather(rows[0].module, rows))
         return [self.reported.get(timeout=WAIT_S) for _ in rows]
 
-    def compute(self, base: str, *steps: Step) -> Head:
+    def compute(self, base: Head, *steps: Step) -> Head:
         event = self.do(a.Compute(steps[0].module, base, steps))
         assert isinstance(event, e.StateHere), event
         return event.head
 
-    def adopt(self, head: Head, *, save: bool = False) -> None:
+    def adopt(self, head: Head, *steps: Step, save: bool = False) -> None:
+        """Adopt the state after `steps`, which were not served yet."""
         held = self.node.held
         usual, held.save = held.save, held.save if save else lambda state: None
-        adopt = a.Adopt(head, True, 2, True)
+        adopt = a.Adopt(head, steps[-1], True, 2, True)
         assert self.begin(adopt) is None
+        assert self.begin(a.Serve(head.module, head.step, steps)) is None
         self.wait_until_saved()
         held.save = usual
 
