@@ -293,8 +293,8 @@ class _NewPath:
         if holds_chats(self._data) != self.run.marked:
             theirs, ours = ("texts", "chats") if self.run.marked else ("chats", "texts")
             raise CorpusError(
-                f"it holds {theirs}, but {self.run.old.path} trains on {ours}, and a run has shards "
-                f"of one kind; give {ours}"
+                f"it holds {theirs}, but {self.run.old.path} trains on {ours}, and a run has "
+                f"shards of one kind; give {ours}"
             )
 
     @cached_property
