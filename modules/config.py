@@ -317,7 +317,6 @@ class RoundsConfig(Config):
         64, ge=1, description="Sequences scored for a path's published loss, at most."
     )
     copies: int = Field(3, ge=1, le=16, description="Peers that keep each module state.")
-    save_every_rounds: int = Field(1, ge=1, description="Rounds between saves to disk.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -280,14 +280,12 @@ class OuterSteps:
             return
         node.contributions.prune(head.module, head.round_index)
         self._announce()
-        if trainer is None or head.module not in trainer.anchors():
-            self._submit(self._saving, lambda: node.held.save(state))
+        if trainer is not None and head.module in trainer.anchors():
+            trainer.adopt(head.module, state)
+            self._tell(action, state)
+        else:
             self._events.emit("kept", module=head.module, version=head.version, digest=head.digest)
-            return
-        trainer.adopt(head.module, state)
-        if head.version % node.plan.rounds.save_every_rounds == 0:
-            self._submit(self._saving, lambda: node.held.save(state))
-        self._tell(action, state)
+        self._submit(self._saving, lambda: node.held.save(state))
 
     def _tell(self, action: a.Adopt, state: ModuleState) -> None:
         """Write to the log what was adopted: the step that ends a round, or what others made."""

@@ -371,8 +371,7 @@ class Carrying:
         if found is None or found.digest != head.digest:
             self._wrong(f"adopts a state of {head.module} that is not at hand")
             return
-        is_due = head.version % self._world.plan.rounds.save_every_rounds == 0
-        machine.store.hold(head, save=work is None or is_due)
+        machine.store.hold(head, save=True)
         self._world.watch.holds(machine, head)
         if work is not None:
             before, work.anchor, work.base = work.anchor, head.step, work.snapshot
