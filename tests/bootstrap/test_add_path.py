@@ -226,7 +226,7 @@ def test_bad_documents_are_refused(
         "empty.jsonl": "is empty; leave it out",
         "blank.jsonl": "hold no text: every 'text' is empty",
         "form.jsonl": "no field 'text'; it has body. Write text_field = 'body' under [data]",
-        "broken.jsonl": "cannot be read as json",
+        "broken.jsonl": "broken.jsonl:1 is not JSON",
         "letter.docx": "an ending this version cannot read",
     }.items():
         line = refused(
