@@ -8,14 +8,17 @@ up, and nothing is allocated that can stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from dipaco.modules.config import ModelConfig
+from dipaco.modules.frozen_file import base_parameter_count
+from dipaco.modules.grid import parameter_shapes
 from dipaco.modules.transformer import (
+    AdaptedProjection,
     Block,
     Embedding,
     PathModel,
@@ -42,13 +45,18 @@ class Decoder:
         self.config = config = model.config
         self.lengths = [0] * slots
         """Tokens that are stored of each text; 0 in a free slot."""
-        self._embedding = model.model.embed_tokens.weight.detach().float()
+        # Of a frozen base there is one copy, however many paths stand on it.
+        kept: dict[str, _Fused] = {} if model.base is None else model.base.derived
+        self._embedding = _kept(kept, "embedding", lambda: _embedding(model.model.embed_tokens))[0]
         self._device = device = self._embedding.device
         root = math.sqrt(config.hidden_size)
         self._floor = torch.tensor(root * math.sqrt(config.norm_epsilon), device=device)
-        self._blocks = [_FusedBlock(block, config) for block in model.model.layers]  # type: ignore[arg-type]
+        self._blocks = [
+            _FusedBlock(block, config, kept, f"block {number}")  # type: ignore[arg-type]
+            for number, block in enumerate(model.model.layers)
+        ]
         head = model.lm_head or model.model.embed_tokens
-        self._head = _Map([head], model.model.norm)
+        self._head = _Map([head], kept, "head", model.model.norm)
         # Keys, then values, of each block.
         shape = (slots, 2 * config.kv_heads, config.sequence_length, config.width_of_head)
         self._stored = [torch.zeros(shape, device=device) for _ in self._blocks]
@@ -159,17 +167,21 @@ class _FusedBlock:
     product of theirs.
     """
 
-    def __init__(self, block: Block, config: ModelConfig) -> None:
+    def __init__(
+        self, block: Block, config: ModelConfig, kept: dict[str, _Fused], name: str
+    ) -> None:
         own, mlp = block.self_attn, block.mlp
         self._heads, self._kv_heads, self._width = own.heads, own.kv_heads, own.width
         half = own.width // 2
         pairs = torch.arange(own.width).view(2, half).T.flatten()
         turned = torch.cat([pairs + own.width * head for head in range(own.heads + own.kv_heads)])
         order = torch.cat([turned, torch.arange(own.kv_heads * own.width) + len(turned)])
-        self._inputs = _Map([own.q_proj, own.k_proj, own.v_proj], block.input_layernorm, order)
-        self.output = _Map([own.o_proj])
-        self._gate_and_up = _Map([mlp.gate_proj, mlp.up_proj], block.post_attention_layernorm)
-        self._down = _Map([mlp.down_proj])
+        parts = [own.q_proj, own.k_proj, own.v_proj]
+        self._inputs = _Map(parts, kept, f"{name} inputs", block.input_layernorm, order)
+        self.output = _Map([own.o_proj], kept, f"{name} output")
+        parts, norm = [mlp.gate_proj, mlp.up_proj], block.post_attention_layernorm
+        self._gate_and_up = _Map(parts, kept, f"{name} gate and up", norm)
+        self._down = _Map([mlp.down_proj], kept, f"{name} down")
         self._gains: torch.Tensor | None = None
         if own.has_norms:
             counts = torch.tensor([own.heads, own.kv_heads])
@@ -215,45 +227,91 @@ class _FusedBlock:
         return self._down(F.silu(gate) * up)
 
 
-def _full_weight(part: Projection | Embedding) -> torch.Tensor:
-    """Return the matrix of a part, an adapter included, fp32."""
-    if isinstance(part, Projection):
-        return part.full_weight()
-    return part.weight.detach().float()
+_Fused = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight [inputs, outputs] and a bias [outputs]."""
+
+
+def _kept(kept: dict[str, _Fused], name: str, make: Callable[[], _Fused]) -> _Fused:
+    """Return what is kept under a name, made if it is not there."""
+    if name not in kept:
+        kept[name] = make()
+    return kept[name]
+
+
+def _embedding(part: Embedding) -> _Fused:
+    return part.weight.detach().float(), None
+
+
+def _fused(
+    parts: Sequence[Projection | Embedding], norm: RMSNorm | None, order: torch.Tensor | None
+) -> _Fused:
+    """Return maps of one input as a single one; a frozen one without its adapter."""
+    weight = torch.cat([part.weight.to(torch.float32).detach() for part in parts])
+    biases = [bias for part in parts if (bias := getattr(part, "bias", None)) is not None]
+    bias = torch.cat(biases).detach() if biases else None
+    if order is not None:
+        order = order.to(weight.device)
+        weight, bias = weight[order], None if bias is None else bias[order]
+    if norm is not None:
+        weight = weight * _gain(norm)
+    return weight.T.contiguous(), bias
+
+
+def _gain(norm: RMSNorm) -> torch.Tensor:
+    return norm.weight.detach() * math.sqrt(len(norm.weight))
+
+
+def _fused_adapters(
+    parts: Sequence[Projection | Embedding], norm: RMSNorm | None, order: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the adapters of some maps of one input as one, [inputs, ranks] and [ranks, outputs];
+    None without adapters."""
+    adapted = [part for part in parts if isinstance(part, AdaptedProjection)]
+    if not adapted:
+        return None
+    down = torch.cat([part.lora_A.weight.detach() for part in adapted])
+    up = torch.block_diag(*(part.scale * part.lora_B.weight.detach() for part in adapted))
+    if order is not None:
+        up = up[order.to(up.device)]
+    if norm is not None:
+        down = down * _gain(norm)
+    return down.T.contiguous(), up.T.contiguous()
 
 
 class _Map:
     """Linear maps of one input as a single one, with the gain of the norm in front of them.
 
+    :param kept: where the maps are under `name`, for all paths on one base
     :param order: which output stands where
     """
 
     def __init__(
         self,
         parts: Sequence[Projection | Embedding],
+        kept: dict[str, _Fused],
+        name: str,
         norm: RMSNorm | None = None,
         order: torch.Tensor | None = None,
     ) -> None:
-        weight = torch.cat([_full_weight(part) for part in parts])
-        biases = [bias for part in parts if (bias := getattr(part, "bias", None)) is not None]
-        self._bias = torch.cat(biases).detach() if biases else None
-        if order is not None:
-            order = order.to(weight.device)
-            weight = weight[order]
-            self._bias = None if self._bias is None else self._bias[order]
-        if norm is not None:
-            weight = weight * (norm.weight.detach() * math.sqrt(weight.shape[1]))
-        self._weight = weight.T.contiguous()
-        self._array = self._weight.numpy() if weight.device.type == "cpu" else np.empty(0)
+        self._weight, self._bias = _kept(kept, name, lambda: _fused(parts, norm, order))
+        self._adapters = _fused_adapters(parts, norm, order)
+        on_cpu = self._weight.device.type == "cpu"
+        self._array = self._weight.numpy() if on_cpu else np.empty(0)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Map [B, T, inputs] to [B, T, outputs]."""
         mapped = inputs @ self._weight
+        if self._adapters is not None:
+            down, up = self._adapters
+            mapped += (inputs @ down) @ up
         return mapped if self._bias is None else mapped.add_(self._bias)
 
     def few(self, inputs: np.ndarray) -> np.ndarray:
         """Map [B, 1, inputs] on the CPU, row by row."""
         mapped: np.ndarray = inputs @ self._array
+        if self._adapters is not None:
+            down, up = self._adapters
+            mapped += (inputs @ down.numpy()) @ up.numpy()
         return mapped if self._bias is None else mapped + self._bias.numpy()
 
 
@@ -286,9 +344,18 @@ def _attention(
     return mixed.transpose(1, 2).reshape(batch, length, heads * width)
 
 
-def decoder_bytes(model: ModelConfig, parameters: int, slots: int) -> int:
-    """Return what a `Decoder` takes: its parameters, a head of its own where it is tied to the
-    embedding, and its caches, at 4 bytes each."""
+def decoder_bytes(model: ModelConfig, slots: int) -> tuple[int, int]:
+    """Return what a `Decoder` takes, 4 bytes a number: its own part, which are its caches and its
+    maps or adapters; and the base's, which all decoders over a frozen base have together.
+
+    Where the head is the embedding, it has a map of its own.
+    """
     cached = model.kv_heads * model.sequence_length * model.width_of_head
+    caches = 4 * 2 * slots * model.block_count * cached
     head = model.vocabulary_size * model.hidden_size * model.tied_embedding
-    return 4 * (parameters + head + 2 * slots * model.block_count * cached)
+    whole = 4 * (base_parameter_count(model) + head)
+    if model.adapters is None:
+        return caches + whole, 0
+    # Query, key and value together have three times the rank.
+    adapters = sum(math.prod(shape) for shape in parameter_shapes(model).values())
+    return caches + 4 * 3 * adapters, whole

@@ -214,7 +214,8 @@ class PathModel(nn.Module):
     def __init__(self, config: ModelConfig, base: FrozenBase | None = None) -> None:
         super().__init__()
         self.config = config
-        self._base: FrozenBase | None = None
+        self.base: FrozenBase | None = None
+        """What a frozen model stands on."""
         is_frozen = config.adapters is not None or base is not None
         # What is frozen takes no memory here.
         with torch.device("meta") if is_frozen else nullcontext():
@@ -252,15 +253,15 @@ class PathModel(nn.Module):
         for name, weight in base.weights.items():
             owner, leaf = self._owner(name)
             setattr(owner, leaf, weight)
-        self._base = base
+        self.base = base
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Follow the adapters to another device (`Module.to`), where one base serves all models."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._base is not None:
-            device = fn(torch.empty(0, device=self._base.device)).device
-            if device != self._base.device:
-                self.stand_on(self._base.on(device))
+        if self.base is not None:
+            device = fn(torch.empty(0, device=self.base.device)).device
+            if device != self.base.device:
+                self.stand_on(self.base.on(device))
         return self
 
     @property
@@ -271,7 +272,7 @@ class PathModel(nn.Module):
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all that the model holds: parameters, and the tensors of a base."""
         yield from self.parameters()
-        for weight in (self._base.weights if self._base else {}).values():
+        for weight in (self.base.weights if self.base else {}).values():
             yield weight if isinstance(weight, torch.Tensor) else weight.packed
 
     @torch.no_grad()
@@ -280,10 +281,10 @@ class PathModel(nn.Module):
 
         Adapters are added to the base; without a base these are the parameters.
         """
-        if self._base is None:
+        if self.base is None:
             return {name: parameter.detach() for name, parameter in self.named_parameters()}
         whole: dict[str, torch.Tensor] = {}
-        for name in self._base.weights:
+        for name in self.base.weights:
             owner, leaf = self._owner(name)
             weight: torch.Tensor | Nf4Weight = getattr(owner, leaf)
             if isinstance(owner, Projection) and leaf == "weight":

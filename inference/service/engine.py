@@ -16,7 +16,6 @@ import torch
 from dipaco.inference.decoder import decoder_bytes
 from dipaco.inference.sources import StateSource
 from dipaco.modules.config import BEGIN_TOKEN
-from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.routing.document_routing import DocumentRouter
 
 from .errors import ApiError
@@ -66,9 +65,8 @@ class Engine:
         self.tokenizer = source.tokenizer()
         self.limits = limits
         self._router: DocumentRouter = source.document_router(device)
-        parameters = base_parameter_count(self.plan.model)
-        self.path_bytes = decoder_bytes(self.plan.model, parameters, limits.slots)
-        self.capacity = max(1, limits.memory_bytes // self.path_bytes)
+        self.path_bytes, base_bytes = decoder_bytes(self.plan.model, limits.slots)
+        self.capacity = max(1, (limits.memory_bytes - base_bytes) // self.path_bytes)
         self._inbox: queue.SimpleQueue[Work | News | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unfinished = 0
