@@ -365,6 +365,8 @@ class Preparation:
 
     def _make_shards(self) -> dict[str, Any]:
         builder = self._shard_builder()
+        if self._holds_chats:
+            self._say_what_is_cut()
         tools = RoutingTools(
             self.out, self.tokenizer, self.base, self.router, self.config.model,
             self.config.router.prefix_tokens, str(self.device),
@@ -377,6 +379,14 @@ class Preparation:
             check_shards(builder.summaries())
             index = builder.finish(self.blobs)
         return {"sha256": self.blobs.add_bytes(index.canonical_json())}
+
+    def _say_what_is_cut(self) -> None:
+        length, lengths = self.config.model.sequence_length, self.corpora[0].lengths()
+        if cut := int((lengths > length).sum()):
+            self.display.say(
+                f"{cut:,} of {len(lengths):,} chats are longer than a row of {length:,} tokens; "
+                f"what is cut off them no longer sees the question (sequence_length under [model])"
+            )
 
     @cached_property
     def _shards_hash(self) -> str:

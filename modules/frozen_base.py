@@ -83,8 +83,6 @@ class FrozenBase:
             weakref.WeakValueDictionary()
         )
         self._weights: dict[str, Weight] | None = None
-        self.derived: dict[str, Any] = {}
-        """What others make of the weights, to have it once."""
 
     @property
     def weights(self) -> Mapping[str, Weight]:

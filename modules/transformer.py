@@ -214,8 +214,7 @@ class PathModel(nn.Module):
     def __init__(self, config: ModelConfig, base: FrozenBase | None = None) -> None:
         super().__init__()
         self.config = config
-        self.base: FrozenBase | None = None
-        """What a frozen model stands on."""
+        self._base: FrozenBase | None = None
         is_frozen = config.adapters is not None or base is not None
         # What is frozen takes no memory here.
         with torch.device("meta") if is_frozen else nullcontext():
@@ -253,16 +252,21 @@ class PathModel(nn.Module):
         for name, weight in base.weights.items():
             owner, leaf = self._owner(name)
             setattr(owner, leaf, weight)
-        self.base = base
+        self._base = base
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Follow the adapters to another device (`Module.to`), where one base serves all models."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.base is not None:
-            device = fn(torch.empty(0, device=self.base.device)).device
-            if device != self.base.device:
-                self.stand_on(self.base.on(device))
+        if self._base is not None:
+            device = fn(torch.empty(0, device=self._base.device)).device
+            if device != self._base.device:
+                self.stand_on(self._base.on(device))
         return self
+
+    @property
+    def base(self) -> FrozenBase | None:
+        """The frozen base that the model stands on."""
+        return self._base
 
     @property
     def device(self) -> torch.device:
@@ -272,7 +276,7 @@ class PathModel(nn.Module):
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yield all that the model holds: parameters, and the tensors of a base."""
         yield from self.parameters()
-        for weight in (self.base.weights if self.base else {}).values():
+        for weight in (self._base.weights if self._base else {}).values():
             yield weight if isinstance(weight, torch.Tensor) else weight.packed
 
     @torch.no_grad()
@@ -281,10 +285,10 @@ class PathModel(nn.Module):
 
         Adapters are added to the base; without a base these are the parameters.
         """
-        if self.base is None:
+        if self._base is None:
             return {name: parameter.detach() for name, parameter in self.named_parameters()}
         whole: dict[str, torch.Tensor] = {}
-        for name in self.base.weights:
+        for name in self._base.weights:
             owner, leaf = self._owner(name)
             weight: torch.Tensor | Nf4Weight = getattr(owner, leaf)
             if isinstance(owner, Projection) and leaf == "weight":

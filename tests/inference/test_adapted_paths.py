@@ -13,7 +13,6 @@ from support.tiny_run import make_tiny_run, tiny_documents
 from dipaco.base.errors import StorageError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference import evaluate_cli, generate_cli
-from dipaco.inference.decoder import Decoder
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.grid import Grid
@@ -66,23 +65,6 @@ def test_the_command_goes_on_with_a_text(out: Path, capsys: pytest.CaptureFixtur
     arguments = ["bada", "--state-dir", str(out), "--max-tokens", "8"]
     assert generate_cli.main([*arguments, "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip()
-
-
-def test_decoders_have_one_base_and_their_own_adapters(out: Path) -> None:
-    source, tokens = DiskSource(out), [1, *range(20, 30)]
-    models = [assemble_path(source, path) for path in (0, 3)]
-    decoders = [Decoder(model, 2) for model in models]
-    for model, decoder in zip(models, decoders, strict=True):
-        with torch.no_grad():
-            expected = model(torch.tensor([[*tokens, 40, 41]]))[0]
-        *_, logits = decoder.read(0, tokens)
-        torch.testing.assert_close(logits[-1], expected[-3], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(decoder.step([40])[0], expected[-2], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(decoder.step([41])[0], expected[-1], atol=1e-4, rtol=1e-4)
-    first, second = (decoder._blocks[1].output for decoder in decoders)
-    assert first._weight.data_ptr() == second._weight.data_ptr()
-    assert first._adapters is not None
-    assert not torch.equal(first._adapters[1], decoders[1]._blocks[1].output._adapters[1])
 
 
 def test_states_of_another_model_are_refused(
