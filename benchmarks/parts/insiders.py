@@ -205,7 +205,12 @@ class FalseDigests(Insider):
 
 
 class ForeignFiles(Insider):
-    """Attack 4: its rows of one module name its newest file of another module."""
+    """Attack 4: its rows of one module name its newest file of an earlier module, which those who
+    train both have checked already. In the steps that it proposes stands its right row."""
+
+    def may_name(self, other: str, module: str) -> bool:
+        """Tell whether rows of a module name files of another."""
+        return other < module
 
     def told(self, action: a.Tell) -> a.Tell:
         """Name another file in the own rows."""
@@ -215,9 +220,17 @@ class ForeignFiles(Insider):
     def _changed(self, row: Row) -> Row:
         with self.lock:
             own = [rows[self.me] for rows in self.rows.values() if self.me in rows]
-        others = [other for other in own if other.module != row.module]
+        others = [other for other in own if self.may_name(other.module, row.module)]
         found = max(others, key=lambda other: other.round_index, default=row)
         return self.sign(replace(row, file=found.file, bytes=found.bytes))
+
+
+class AllForeignFiles(ForeignFiles):
+    """The same, of all modules: so it tells two rows of the one that all share, too."""
+
+    def may_name(self, other: str, module: str) -> bool:
+        """Any other module."""
+        return other != module
 
 
 class BareQuorum(Insider):
@@ -282,6 +295,7 @@ INSIDERS: dict[str, type[Insider]] = {
     "1": ForgedState,
     "3": FalseDigests,
     "4": ForeignFiles,
+    "4 all": AllForeignFiles,
     "5": BareQuorum,
     "6": PushedOut,
 }
