@@ -125,6 +125,12 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         f"{_millions(figures.shared_parameters)} in shared modules, "
         f"{_millions(figures.private_parameters)} private to each path"
     )
+    if figures.base is not None:
+        console.print(
+            f"Adapters of rank {figures.base.rank} over {figures.base.name}, which is frozen: "
+            f"{_millions(figures.base.parameters)} parameters, "
+            + ", ".join(f"{shown_bytes(n)} in {f}" for f, n in figures.base.memory_bytes.items())
+        )
     if figures.tokens_per_round is not None:
         console.print(
             f"{figures.tokens_per_round:,} tokens a round and path, "
@@ -138,11 +144,16 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(
         _sizes("In a peer's GPU memory, at least", figures.device_bytes, figures.device_total_bytes)
     )
-    plain, in_8_bits = (figures.greatest_paths[kind] for kind in ("adamw", "adamw8bit"))
+    if figures.base is None:
+        plain, others = (figures.greatest_paths[kind] for kind in ("adamw", "adamw8bit"))
+        what, besides = "a path like this one of about", "with --optimizer adamw8bit of"
+    else:
+        plain, others = (figures.base.greatest[kind] for kind in ("bf16", "nf4"))
+        what, besides = "adapters of a base like this one of about", "in nf4 of"
     console.print(
-        f"A GPU of {', '.join(map(str, plain))} GiB trains a path like this one of about "
-        f"{', '.join(map(_millions, plain.values()))} parameters, with --optimizer adamw8bit of "
-        f"{', '.join(map(_millions, in_8_bits.values()))}: a sequence at a time, blocks twice"
+        f"A GPU of {', '.join(map(str, plain))} GiB trains {what} "
+        f"{', '.join(map(_millions, plain.values()))} parameters, {besides} "
+        f"{', '.join(map(_millions, others.values()))}: a sequence at a time, blocks twice"
     )
     console.print(
         _sizes(

@@ -14,13 +14,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.contributions import CODECS
+from dipaco.modules.frozen_base import FILE_FORMATS
+from dipaco.modules.frozen_file import base_file_bytes, base_parameter_count, frozen_bytes
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid
 from dipaco.modules.llama import WEIGHTS_FILE
-from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES
+from dipaco.modules.memory import ADAMW_BYTES
 from dipaco.modules.plan import BaseFile, BaseSource, RunBlobs
 from dipaco.peer.check.needs import (
     device_bytes,
     disk_bytes,
+    greatest_bases,
     greatest_paths,
     grid_of,
     main_memory_bytes,
@@ -93,6 +96,21 @@ class CodecFigures:
 
 
 @dataclass(frozen=True)
+class BaseFigures:
+    """The frozen base of a run with adapters."""
+
+    name: str
+    rank: int
+    parameters: int
+    file_bytes: int
+    """That a peer has on its disk."""
+    memory_bytes: dict[str, int]
+    """By format."""
+    greatest: dict[str, dict[int, int]]
+    """By format and GiB of a GPU: parameters of the largest base like this one."""
+
+
+@dataclass(frozen=True)
 class PlanFigures:
     """The figures of a run, for a peer that trains one path."""
 
@@ -100,6 +118,8 @@ class PlanFigures:
     paths: int
     peers: int
     path_parameters: int
+    base: BaseFigures | None
+    """With adapters, which all other parameters are then."""
     total_parameters: int
     shared_parameters: int
     private_parameters: int
@@ -191,6 +211,7 @@ def plan_figures(
         paths=grid.path_count,
         peers=peers,
         path_parameters=counts["path"],
+        base=_base(config),
         total_parameters=counts["total"],
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
@@ -203,7 +224,7 @@ def plan_figures(
         moved_bytes=moved,
         round_mbit_per_s=round(8e-6 * moved / config.rounds.duration_s, 3),
         requests=sum(_requests(level, config.rounds.copies) for level in levels),
-        join_bytes=FP32_BYTES * counts["path"] + states,
+        join_bytes=base_file_bytes(config.model) + states,
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),
         device_bytes=device_bytes(config, counts["path"]),
@@ -225,6 +246,20 @@ def look_at_data(config: CorpusConfig) -> None:
     parts: tuple[Part, ...] = ("train", "validation") if config.has_validation else ("train",)
     for part in parts:
         next(iterate_documents(config, part))
+
+
+def _base(config: RunConfig) -> BaseFigures | None:
+    model = config.model
+    if model.adapters is None:
+        return None
+    return BaseFigures(
+        name=config.base.name or "the base of the run before",
+        rank=model.adapters.rank,
+        parameters=base_parameter_count(model),
+        file_bytes=base_file_bytes(model),
+        memory_bytes={name: frozen_bytes(model, name) for name in FILE_FORMATS},
+        greatest=greatest_bases(config),
+    )
 
 
 def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigures:

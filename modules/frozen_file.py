@@ -21,7 +21,7 @@ from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_file, canonical_json, sha256_of_file, storage_errors
 
 from .config import ModelConfig, parse_config
-from .frozen_base import FILE_FORMATS, FrozenBase
+from .frozen_base import FILE_FORMATS, NF4_BYTES, FrozenBase
 from .grid import parameter_shapes
 from .llama import CONFIG_FILE, iterate_llama_parameters, read_llama_config
 from .transformer import EMBEDDING, HEAD
@@ -57,10 +57,23 @@ def base_parameter_count(model: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in base_shapes(model).values())
 
 
+def frozen_bytes(model: ModelConfig, base_format: str) -> int:
+    """Return what a base takes in memory in a format. Vectors, which are in fp32, are nothing."""
+    in_blocks, outside = split_parameter_count(model)
+    each = FILE_FORMATS[base_format].itemsize
+    return int((NF4_BYTES if base_format == "nf4" else each) * in_blocks + each * outside)
+
+
+def split_parameter_count(model: ModelConfig) -> tuple[int, int]:
+    """Return how many parameters of the base are in blocks, and in embedding and head."""
+    in_blocks = sum(math.prod(s) for n, s in base_shapes(model).items() if ".layers." in n)
+    return in_blocks, base_parameter_count(model) - in_blocks
+
+
 def base_file_bytes(model: ModelConfig) -> int:
-    """Return the most bytes of the file of a base, frozen or not."""
+    """Return the size of the file of a base, frozen or not, without its header."""
     dtype = FILE_FORMATS[model.adapters.base_format] if model.adapters else torch.float32
-    return 2**22 + dtype.itemsize * base_parameter_count(model)
+    return dtype.itemsize * base_parameter_count(model)
 
 
 def write_base(folder: Path, rows: RowRuns, base_format: str, file: Path) -> None:

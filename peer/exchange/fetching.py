@@ -208,7 +208,7 @@ def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
     blobs, model = plan.blobs, plan.model
     greatest = {
         blobs.shards: 2**16 + 1024 * grid.path_count,
-        blobs.base: base_file_bytes(model),
+        blobs.base: 2**22 + base_file_bytes(model),
         blobs.tokenizer: 2**24 + 1024 * model.vocabulary_size,
         # At most two numbers for each feature and path, in eight bytes.
         blobs.router: 2**26 + 16 * (model.hidden_size + 64) * grid.path_count,

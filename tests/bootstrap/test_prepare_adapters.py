@@ -3,20 +3,26 @@ refused."""
 
 from __future__ import annotations
 
+import io
+import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from support.foreign_base import make_foreign_base
 from support.prepared_run import CPU, quiet_display, write_run
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
+from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.bootstrap.plan_figures import plan_figures
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.base_source import take_base_from_hub_cache
+from dipaco.modules.grid import parameter_shapes
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
@@ -124,3 +130,26 @@ def test_a_base_that_lacks_layers_is_refused(hub: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace(f"{layers}2", f"{layers}3"))
     with pytest.raises(DipacoError, match=r"lacks the parameter 'model.layers.2"):
         prepared(tmp_path)
+
+
+def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
+    config = load_run_config(write_run(tmp_path, TOML))
+    figures = plan_figures(config)
+    base = figures.base
+    assert base is not None
+    imported = ImportedBase(hub)
+    parameters = sum(p.numel() for p in imported.parameters().values())
+    assert (base.name, base.parameters) == ("OWNER/tiny", parameters)
+    assert base.memory_bytes["float32"] == 2 * base.memory_bytes["bf16"] == 4 * parameters
+    assert base.memory_bytes["nf4"] < base.memory_bytes["bf16"]
+    assert figures.path_parameters == sum(
+        math.prod(shape) for shape in parameter_shapes(config.model).values()
+    )
+    assert figures.disk_bytes["base model"] == 2 * parameters
+    assert figures.device_bytes["frozen base"] == base.memory_bytes["bf16"]
+    assert figures.device_bytes["gradients"] == 4 * figures.path_parameters
+    for gib in (8, 12, 24):
+        assert base.greatest["bf16"][gib] < base.greatest["nf4"][gib]
+    console = Console(file=io.StringIO(), width=200)
+    show_figures(figures, console)
+    assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in console.file.getvalue()
