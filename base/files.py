@@ -3,12 +3,12 @@ leaves half of one."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -23,6 +23,10 @@ TEMPORARY_SUFFIX = ".tmp"
 # A temporary file that nobody has written to for so long was left by a process that is gone.
 STALE_TEMPORARY_S = 3600.0
 _READ_BYTES = 2**20
+# What stands in the place of a file that was not fetched is shorter.
+_MOST_POINTER_BYTES = 1024
+# A link into a store of files by hash, kept as a text where there are no links.
+_LINK = re.compile(rb"(?:\.\./)+(?:[\w.-]+/)*(?:objects|blobs)/[\w./-]+\n?")
 # Of a disk, what is never filled: other programs and the system need some.
 MOST_RESERVE_BYTES, RESERVE_PART = 2**30, 20
 
@@ -38,13 +42,25 @@ def home_folder() -> Path:
 
 def decoded(content: bytes) -> str:
     """Return a text that a person has saved, also as Windows does: with a byte order mark, or in
-    UTF-16. Raises UnicodeDecodeError."""
-    return content.decode("utf-16" if is_utf16(content) else "utf-8-sig")
+    UTF-16 or UTF-32. Raises UnicodeDecodeError."""
+    return content.decode(json.detect_encoding(content[:4]))
 
 
-def is_utf16(content: bytes) -> bool:
-    """Tell whether a text begins with the mark of UTF-16."""
-    return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+def missing_content(path: Path) -> str | None:
+    """Return why a file is there by name alone, and what to do, as the rest of a line that begins
+    with its name. None of a file that is there, or not even by name. Raises OSError."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which does not exist; fetch it"
+    if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+        return None
+    content = path.read_bytes()
+    if content.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "is a pointer of Git LFS to a file that was not fetched; fetch it: git lfs pull"
+    if content.startswith(b"/annex/objects/"):
+        return "is a pointer of git-annex to a file that was not fetched; fetch it: git annex get"
+    if link := _LINK.fullmatch(content):
+        return f"holds the text of a link, {link[0].decode()}; fetch the file itself"
+    return None
 
 
 def read_toml(path: Path) -> dict[str, Any]:

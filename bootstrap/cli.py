@@ -66,6 +66,7 @@ def run_plan(settings: PlanSettings) -> int:
 
     from dipaco.modules.device import choose_device, prepare_process
 
+    from .chat_sample import look_at_chats
     from .display import show_figures
     from .plan_figures import Expected, look_at_data, plan_figures
     from .plan_times import measured_tokens_per_s
@@ -84,6 +85,8 @@ def run_plan(settings: PlanSettings) -> int:
     else:
         show_figures(figures, Console(highlight=False, soft_wrap=True))
     look_at_data(config.data)
+    if not settings.json and (sample := look_at_chats(config)):
+        print(sample.line())
     return 0
 
 

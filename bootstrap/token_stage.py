@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.errors import CorpusError
-from dipaco.routing.corpus import Document, corpus_documents
+from dipaco.routing.corpus import Document, corpus_documents, files_in_both
 from dipaco.routing.token_corpus import (
     EncodedDocument,
     LeftOut,
@@ -83,12 +83,28 @@ class TokenStage:
             )
             for part in PARTS
         )
+        data, both = self.config.data, 0
+
+        def left_out(document: Document) -> None:
+            nonlocal both
+            both += 1
+
+        if files := files_in_both(data):
+            self.display.say(
+                f"data: {', '.join(path.name for path in files)} of validation "
+                f"{'are' if len(files) > 1 else 'is'} not trained on, though train names it too"
+            )
         with self.display.stage("tokens") as progress:
             for documents, tokens in write_token_corpora(
-                corpus_documents(self.config.data), self.encode, train, validation,
+                corpus_documents(data, left_out), self.encode, train, validation,
                 mapped=self.workers.map,
             ):  # fmt: skip
                 progress.update(documents, None, f"documents, {tokens:,} tokens")
+        if both:
+            self.display.say(
+                f"data: {both:,} documents of train are in validation as well; they are not "
+                f"trained on"
+            )
         if dropped := train.dropped + validation.dropped:
             self.display.say(
                 f"tokens: {dropped:,} characters were left out of the texts, because the "

@@ -290,9 +290,8 @@ def _add_up(
     totals: np.ndarray, windows: DocumentWindows, batch: np.ndarray, losses: np.ndarray
 ) -> None:
     """Add the losses [B, T] of some rows to those of their documents."""
-    positions = np.arange(1, losses.shape[1] + 1)[None, :]
     # Behind a row's end the loss is 0: padding is never a target.
-    scored = np.where(positions >= windows.prefix_tokens, losses, 0.0)
+    scored = np.where(windows.scored(batch, losses.shape[1]), losses, 0.0)
     np.add.at(totals, windows.row_documents[batch], scored.sum(axis=1, dtype=np.float64))
 
 

@@ -22,10 +22,12 @@ from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
+from .export_adapter import Rounding, rounding
 from .export_gguf import check_gguf, gguf_name, modelfile, write_gguf
 from .export_tokenizer import (
     file_rows,
@@ -51,6 +53,7 @@ Readme = Callable[[int], str]
 class Exporter:
     """Writes paths of one source, all in the same way, one in memory at a time.
 
+    Adapters are merged into their base (`AdapterExporter` writes them by themselves).
     `dtype` is what the parameters are stored as. With `share_in`, a folder, parameters of a
     module that several paths have are stored there once and hard-linked into their folders; a
     GGUF is one file in any case.
@@ -70,7 +73,10 @@ class Exporter:
     ) -> None:
         self.source = source
         self.dtype = dtype
-        self._share_in = share_in if gguf is None else None
+        self._is_merged = source.plan.model.adapters is not None
+        self.rounding: Rounding | None = None
+        """What storing the last path lost, if adapters were merged into it."""
+        self._share_in = share_in if gguf is None and not self._is_merged else None
         self._linked: set[str] = set()
         self._model: PathModel | None = None
         tokenizer = source.blob(source.plan.blobs.tokenizer)
@@ -91,25 +97,21 @@ class Exporter:
         states = path_states(self.source, path)
         provenance = self._provenance(path, states)
         self._linked |= {self._shared_file(state) for state in states.values()}
-        if read_provenance(folder) == provenance:
-            if readme is not None:
-                atomic_write(folder / "README.md", readme(path).encode())
-            self.source.forget(path)
-            return False
-        check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
-        with whole_folder(folder) as staging:
+
+        def fill(staging: Path) -> None:
             if self._gguf is not None:
                 self._write_gguf(path, staging)
-                self._write_notes(staging, provenance, readme(path) if readme else None)
-                return True
+                return
             if self._share_in is not None:
                 self._link_modules(states, staging)
             else:
-                self._model = assemble_path(self.source, path, model=self._model)
-                self._save(dict(self._model.named_parameters()), staging)
-            self._write_files(self._files, staging, provenance, readme(path) if readme else None)
+                self._save_whole(path, staging)
+            for name, content in self._files.items():
+                (staging / name).write_bytes(content)
+
+        is_new = write_export(folder, provenance, fill, readme and (lambda: readme(path)))
         self.source.forget(path)
-        return True
+        return is_new
 
     def write_base(self, folder: Path, readme: str | None = None) -> bool:
         """Write the base model, whose features the router sees: always in fp32, and with what the
@@ -127,13 +129,15 @@ class Exporter:
         check_replaceable(folder, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
         model = self.source.base_model(torch.device("cpu"))
         with whole_folder(folder) as staging:
-            parameters = dict(model.named_parameters())
+            parameters = model.whole_parameters()
             rows = file_rows(self._tokenizer, plan.model.vocabulary_size, as_in_run=True)
             save_parameters(parameters, staging, torch.float32, rows=rows)
             files = checkpoint_files(
                 plan.model, self._tokenizer, torch.float32, self._exact_tokenizer, as_in_run=True
             )
-            self._write_files(files, staging, provenance, readme)
+            for name, content in files.items():
+                (staging / name).write_bytes(content)
+            write_notes(staging, provenance, readme)
         return True
 
     def remove_unused_modules(self) -> None:
@@ -146,16 +150,14 @@ class Exporter:
 
     def _provenance(self, path: int, states: Mapping[str, ModuleState]) -> dict[str, Any]:
         """Return what a folder of this path is made of."""
-        return {
-            "format": PROVENANCE_FORMAT,
-            "run": self.source.plan.run_id,
-            "name": self.source.plan.name,
-            "path": path,
-            "dtype": _name(self.dtype),
-            "tokenizer": "exact" if self._exact_tokenizer else "sentencepiece",
+        return path_provenance(
+            self.source.plan,
+            path,
+            states,
+            dtype=_name(self.dtype),
+            tokenizer="exact" if self._exact_tokenizer else "sentencepiece",
             **({"gguf": self._gguf} if self._gguf else {}),
-            "states": {module: state.digest for module, state in states.items()},
-        }
+        )
 
     def _write_gguf(self, path: int, folder: Path) -> None:
         assert self._gguf is not None
@@ -209,21 +211,42 @@ class Exporter:
     ) -> None:
         save_parameters(parameters, folder, self.dtype, name, rows=self._rows)
 
-    def _write_files(
-        self,
-        files: Mapping[str, bytes],
-        folder: Path,
-        provenance: Mapping[str, Any],
-        readme: str | None,
-    ) -> None:
-        for name, content in files.items():
-            (folder / name).write_bytes(content)
-        self._write_notes(folder, provenance, readme)
+    def _save_whole(self, path: int, folder: Path) -> None:
+        self._model = assemble_path(self.source, path, model=self._model)
+        parameters = self._model.whole_parameters()
+        if self._model.base is not None:
+            self.rounding = rounding(self._model.base.weights, parameters, self.dtype)
+        self._save(parameters, folder)
 
-    def _write_notes(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
+
+def write_export(
+    folder: Path,
+    provenance: Mapping[str, Any],
+    fill: Callable[[Path], None],
+    readme: Callable[[], str] | None,
+) -> bool:
+    """Let `fill` write what `provenance` says into `folder`, with a note of it; False if that lies
+    there already, of which only the README is then written again.
+
+    An older export of the same path is replaced. Raises ConfigurationError if there is anything
+    else in the folder.
+    """
+    if read_provenance(folder) == provenance:
         if readme is not None:
-            (folder / "README.md").write_text(readme, encoding="utf-8")
-        write_json(folder / PROVENANCE_FILE, provenance)
+            atomic_write(folder / "README.md", readme().encode())
+        return False
+    check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
+    with whole_folder(folder) as staging:
+        fill(staging)
+        write_notes(staging, provenance, readme() if readme else None)
+    return True
+
+
+def write_notes(folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
+    """Write what a folder is made of, and its README."""
+    if readme is not None:
+        (folder / "README.md").write_text(readme, encoding="utf-8")
+    write_json(folder / PROVENANCE_FILE, provenance)
 
 
 def checkpoint_files(
@@ -284,6 +307,20 @@ def save_parameters(
             raise StorageError(
                 f"cannot write {folder / name}: {error}; free space, or give another --out"
             ) from None
+
+
+def path_provenance(
+    plan: RunPlan, path: int, states: Mapping[str, ModuleState], **how: str
+) -> dict[str, Any]:
+    """Return what the folder of a path is made of, and `how` it is written."""
+    return {
+        "format": PROVENANCE_FORMAT,
+        "run": plan.run_id,
+        "name": plan.name,
+        "path": path,
+        **how,
+        "states": {module: state.digest for module, state in states.items()},
+    }
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:

@@ -53,7 +53,7 @@ def check_gguf(model: ModelConfig, tokenizer: bytes) -> None:
 
     Raises ConfigurationError, also where the library is not installed.
     """
-    _library()
+    gguf_library()
     if model.family == "qwen3" and model.attention_bias:
         raise ConfigurationError(
             "llama.cpp has no biases for the family qwen3 (attention_bias); use --format llama"
@@ -82,7 +82,7 @@ def write_gguf(
     `stored` is one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf`
     does, StorageError if the disk is full.
     """
-    gguf = _library()
+    gguf = gguf_library()
     check_gguf(model, tokenizer)
     writer = gguf.GGUFWriter(file, model.family)
     types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
@@ -97,9 +97,9 @@ def write_gguf(
         values = parameter.detach().to("cpu", torch.float32)
         if key in (EMBEDDING, HEAD) and rows is not None:
             values = values[rows]
-        array = _paired(key, values, model).numpy()
+        array = paired(key, values, model).numpy()
         found = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        _add_tensor(writer, gguf, found, array, stored)
+        add_tensor(writer, gguf, found, array, stored)
     with storage_errors(file.parent):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -137,7 +137,8 @@ def modelfile(gguf_name: str, context: int, chat_template: bool) -> str:
     return "\n".join(lines if chat_template else [*lines, 'TEMPLATE "{{ .Prompt }}"']) + "\n"
 
 
-def _library() -> Any:
+def gguf_library() -> Any:
+    """Return the library. Raises ConfigurationError where it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -170,7 +171,7 @@ def _add_model(writer: Any, gguf: Any, model: ModelConfig) -> None:
         writer.add_tensor("rope_freqs.weight", slower.numpy().astype(np.float32))
 
 
-def _paired(name: str, values: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def paired(name: str, values: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     """Order the rows of queries and keys as llama.cpp pairs them: it rotates neighbours in a Llama,
     halves in a Qwen."""
     heads = {"q_proj": model.head_count, "k_proj": model.kv_heads}
@@ -181,7 +182,7 @@ def _paired(name: str, values: torch.Tensor, model: ModelConfig) -> torch.Tensor
     return split.transpose(1, 2).reshape(values.shape).contiguous()
 
 
-def _add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str) -> None:
+def add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str) -> None:
     if array.ndim < 2 or stored == "f32":
         writer.add_tensor(name, array)
     elif stored == "q8_0" and array.shape[-1] % _ROWS_OF_Q8 == 0:

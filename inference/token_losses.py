@@ -12,6 +12,7 @@ from dipaco.base.errors import IntegrityError
 from dipaco.base.files import storage_errors
 from dipaco.base.progress import each
 from dipaco.modules.device import autocast_for
+from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.modules.memory import AtOnce
 from dipaco.modules.transformer import PathModel, token_losses
 
@@ -97,11 +98,13 @@ def tokens_at_once(width: int, device: torch.device) -> int:
 
 
 def row_tensor(documents: DocumentWindows, rows: np.ndarray) -> torch.Tensor:
-    """Return rows as int64 [B, L] on the CPU, cut to the longest of them."""
+    """Return rows as int64 [B, L] on the CPU, cut to the longest of them, without marks."""
     longest = int(documents.row_tokens[rows].max())
     ordered = np.sort(rows)  # the file is read forward
     places = np.searchsorted(ordered, rows)
-    return torch.from_numpy(documents.rows[ordered, :longest].astype(np.int64)[places])
+    return plain_tokens(
+        torch.from_numpy(documents.rows[ordered, :longest].astype(np.int64)[places])
+    )
 
 
 @torch.no_grad()

@@ -264,6 +264,11 @@ class PathModel(nn.Module):
         return self
 
     @property
+    def base(self) -> FrozenBase | None:
+        """The frozen base that the model stands on."""
+        return self._base
+
+    @property
     def device(self) -> torch.device:
         """Where the model computes."""
         return self.model.embed_tokens.weight.device

@@ -26,6 +26,8 @@ _ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant",
 }  # fmt: skip
+# What a row is looked at for.
+CHAT_KEYS = (*_KEYS, *_REFUSED)
 # How like one of the keys another must be to be taken for a slip.
 _ALIKE = 0.75
 

@@ -391,12 +391,13 @@ class RequestReader:
         """Raise ApiError for paths that cannot be mixed."""
         if (body.mix or 1) == 1:
             return
-        most = min(self._engine.grid.path_count, self._engine.capacity)
+        most = self._engine.most_mixed
         if body.mix is not None and body.mix > most:
             raise ApiError(
                 400,
-                f"mix: this run has {self._engine.grid.path_count} paths, and --memory-gb is for "
-                f"{self._engine.capacity}; at most {most} can be mixed",
+                f"mix: this run has {self._engine.grid.path_count} paths, --memory-gb is for "
+                f"{self._engine.capacity} and --parallel for {self._engine.limits.slots} texts; at "
+                f"most {most} can be mixed",
                 parameter="mix",
             )
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.chat_runs import TOML, chat_rows, write_chats
 from support.chat_templates import CHATML, INSTRUCT
-from support.foreign_base import make_foreign_base
 from support.prepared_run import CPU, quiet_display
-from support.tiny_run import tiny_documents
 
 from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.bootstrap import cli
 from dipaco.bootstrap.prepare import prepare
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.marked_tokens import plain_tokens
@@ -23,47 +23,6 @@ from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.training.inner import InnerLoop
-
-TOML = """
-name = "chats"
-base = "base"
-[data]
-train = "train.jsonl"
-label_field = "language"
-held_out_fraction = 0.2
-[model]
-sequence_length = 64
-[router]
-prefix_tokens = 8
-"""
-GREETING = "Be kind."
-
-
-def write_chats(folder: Path, rows: Sequence[dict[str, Any]], template: str | None) -> Path:
-    """Write a run of chats and its base; returns its RUN.toml."""
-    make_foreign_base(folder / "base", "qwen2")
-    settings = folder / "base" / "tokenizer_config.json"
-    content = json.loads(settings.read_text()) | {"chat_template": template}
-    settings.write_text(json.dumps(content))
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "RUN.toml").write_text(TOML)
-    return folder / "RUN.toml"
-
-
-def chat_rows(count: int = 40) -> list[dict[str, Any]]:
-    """Return chats in four languages; every answer ends with a digit that no question has."""
-    rows = []
-    for number, text in enumerate(tiny_documents(4, count, 0)):
-        third = 12
-        messages = [
-            {"role": "system", "content": GREETING},
-            {"role": "user", "content": text[:third]},
-            {"role": "assistant", "content": text[third : 2 * third] + "7"},
-            {"role": "user", "content": text[2 * third : 3 * third]},
-            {"role": "assistant", "content": text[3 * third : 4 * third] + "8"},
-        ]
-        rows.append({"messages": messages, "language": str(number // count)})
-    return rows
 
 
 def prepared(toml: Path, **options: Any) -> tuple[RunFolder, str]:
@@ -119,6 +78,7 @@ def test_what_is_said_of_the_tokens(run: tuple[RunFolder, str]) -> None:
     assert "train.jsonl:6): the answer is empty" in output
     assert " tokens of chats " in output
     assert "are learned" in output
+    assert " chats are longer than a row of 64 tokens; " in output
 
 
 def test_routing_reads_the_question_not_the_template(run: tuple[RunFolder, str]) -> None:
@@ -184,3 +144,19 @@ def test_chats_need_a_base(tmp_path: Path) -> None:
     toml.write_text(TOML.replace('base = "base"', ""))
     with pytest.raises(ConfigurationError, match=r"need the chat template of a base; name its fol"):
         prepared(toml)
+
+
+def test_a_plan_looks_at_the_first_chats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = chat_rows(8)
+    rows[3]["messages"] = rows[3]["messages"][:2]
+    toml = write_chats(tmp_path, rows, CHATML)
+    assert cli.main(["plan", str(toml)]) == 0
+    found = re.search(
+        r"Of the ([0-9,]+) tokens of the first 32 chats, 1 of them left out, ([0-9,]+) are learned",
+        capsys.readouterr().out,
+    )
+    assert found is not None
+    tokens, learned = (int(number.replace(",", "")) for number in found.groups())
+    assert tokens > 2 * learned > 500

@@ -362,6 +362,24 @@ def test_a_chat_goes_through_the_template(engine: Engine) -> None:
         assert (answer.status_code, "no tools" in answer.text) == (400, True)
 
 
+def test_a_chat_is_routed_by_what_the_user_says_first(engine: Engine) -> None:
+    """A template begins all chats alike, so its words would send them all to one path."""
+    template = (
+        "You are a kind helper of the people.{% for m in messages %} {{ m.content }}{% endfor %}"
+    )
+    texts = [tiny_documents(4, 1, 0)[number][:16] for number in range(4)]
+    with TestClient(Service(engine, template=template).application()) as client:
+        routed, expected = [], []
+        for text in texts:
+            messages = [{"role": "system", "content": "Hm."}, {"role": "user", "content": text}]
+            body = {"messages": messages, "max_completion_tokens": 1}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            routed.append(answer["model"])
+            expected.append(complete(client, prompt=text, max_tokens=1)["model"])
+        assert routed == expected
+        assert len(set(routed)) > 1
+
+
 def test_a_broken_template_keeps_no_text_from_being_continued(engine: Engine) -> None:
     with TestClient(Service(engine, template="{% for %}").application()) as client:
         assert complete(client, max_tokens=2)["choices"][0]["text"]

@@ -94,6 +94,16 @@ def test_what_is_no_chat_is_refused_with_its_line(tmp_path: Path, row: Any, word
     assert "\n" not in str(refused.value)
 
 
+def test_the_examples_are_what_they_say() -> None:
+    folder = Path(__file__).parents[2] / "examples/chats"
+    config = CorpusConfig(train="data/*.jsonl", label_field="topic").relative_to(folder)
+    documents = list(iterate_documents(config, "train"))
+    assert len(documents) == 12
+    assert all(document.chat for document in documents)
+    assert {document.label for document in documents} == {"cooking", "sql", "geography"}
+    assert not holds_chats(CorpusConfig(train="texts.jsonl").relative_to(folder))
+
+
 def test_texts_and_chats_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
@@ -110,7 +120,9 @@ def encoders() -> Iterator[Callable[[str], tuple[ChatEncoder, Tokenizer]]]:
 
     def encoder(template: str) -> tuple[ChatEncoder, Tokenizer]:
         if template not in made:
-            packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, template, "it")
+            packed, _ = pack_tokenizer(
+                json.loads(pieces.to_str()), special, template, "it", rows=400
+            )
             tokenizer = Tokenizer(packed)
             made[template] = ChatEncoder(tokenizer, 8), tokenizer
         return made[template]
@@ -209,7 +221,7 @@ def test_a_chat_without_anything_to_learn(
 def test_a_tokenizer_without_a_template() -> None:
     pieces, _ = foreign_tokenizer("qwen2")
     special = (None, None, "<|im_end|>", None)
-    packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it")
+    packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
     with pytest.raises(ConfigurationError, match="holds chats, and the tokenizer of this run has"):
         ChatEncoder(Tokenizer(packed), 8)
 
