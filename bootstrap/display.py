@@ -125,6 +125,13 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         f"{_millions(figures.shared_parameters)} in shared modules, "
         f"{_millions(figures.private_parameters)} private to each path"
     )
+    if figures.begins_as is not None:
+        start = figures.begins_as
+        console.print(
+            f"A path begins as the base '{start.name}' and trains all of it: "
+            f"{_millions(start.parameters)} parameters, {_millions(start.in_tables)} of them in "
+            f"the tables of its vocabulary"
+        )
     if figures.base is not None:
         console.print(
             f"Adapters of rank {figures.base.rank} over {figures.base.name}, which is frozen: "

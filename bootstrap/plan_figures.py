@@ -6,6 +6,7 @@ first document is read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.frozen_base import FILE_FORMATS
 from dipaco.modules.frozen_file import base_file_bytes, base_parameter_count, frozen_bytes
-from dipaco.modules.grid import PRIVATE_LEVEL, Grid
+from dipaco.modules.grid import PRIVATE_LEVEL, Grid, ModuleLayout, parameter_shapes
 from dipaco.modules.llama import WEIGHTS_FILE
 from dipaco.modules.memory import ADAMW_BYTES
 from dipaco.modules.plan import BaseFile, BaseSource, RunBlobs
+from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.peer.check.needs import (
     device_bytes,
     disk_bytes,
@@ -96,6 +98,16 @@ class CodecFigures:
 
 
 @dataclass(frozen=True)
+class StartFigures:
+    """The checkpoint that every path begins as, and trains."""
+
+    name: str
+    parameters: int
+    in_tables: int
+    """Of them in its embedding and head, which grow with the vocabulary."""
+
+
+@dataclass(frozen=True)
 class BaseFigures:
     """The frozen base of a run with adapters."""
 
@@ -125,6 +137,8 @@ class PlanFigures:
     private_parameters: int
     """Of one path."""
     levels: tuple[LevelFigures, ...]
+    begins_as: StartFigures | None
+    """Without adapters, where there is a checkpoint."""
     tokens_per_step: int
     tokens_per_round: int | None
     """Of one path; None when a round has as many steps as fit."""
@@ -216,6 +230,7 @@ def plan_figures(
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
         levels=levels,
+        begins_as=_begins_as(config),
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
         line_mbit_per_s=expected.line_mbit_per_s,
@@ -246,6 +261,17 @@ def look_at_data(config: CorpusConfig) -> None:
     parts: tuple[Part, ...] = ("train", "validation") if config.has_validation else ("train",)
     for part in parts:
         next(iterate_documents(config, part))
+
+
+def _begins_as(config: RunConfig) -> StartFigures | None:
+    if config.base.checkpoint is None or config.model.adapters is not None:
+        return None
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    return StartFigures(
+        name=config.base.name or config.base.checkpoint.name,
+        parameters=sum(sizes.values()),
+        in_tables=sizes[EMBEDDING] + sizes.get(HEAD, 0),
+    )
 
 
 def _base(config: RunConfig) -> BaseFigures | None:
@@ -279,7 +305,7 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
         trainers=trainers,
         parameters=layout.size,
         state_bytes=state_bytes(grid, level),
-        holds=_holds(layout.names),
+        holds=_holds(layout),
         codec=own,
         file_bytes=files,
         moved_bytes={name: others * count for name, count in files.items()},
@@ -311,8 +337,9 @@ def _requests(level: LevelFigures, copies: int) -> int:
     return 2 * others + -(-others // max(1, level.trainers))
 
 
-def _holds(names: tuple[str, ...]) -> str:
-    """Say which parameters these are: "blocks 1-4, 7", "embedding", "final norm"."""
+def _holds(layout: ModuleLayout) -> str:
+    """Say which parameters these are: "blocks 1-4, 7", "embedding (28.31 M)", "final norm"."""
+    names, sizes = layout.names, dict(zip(layout.names, layout.sizes, strict=True))
     blocks = sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
     ranges: list[list[int]] = []
     for block in blocks:
@@ -323,9 +350,12 @@ def _holds(names: tuple[str, ...]) -> str:
     shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
     others = {"embed_tokens": "embedding", "lm_head": "head", "model.norm": "final norm"}
     parts = [f"block{'s' if len(blocks) > 1 else ''} {shown}"] if blocks else []
-    return ", ".join(
-        [*parts, *(word for key, word in others.items() if any(key in name for name in names))]
-    )
+    for key, word in others.items():
+        if found := [name for name in names if key in name]:
+            # The tables of a vocabulary may be the larger part of a module.
+            table = f" ({sizes[found[0]] / 1e6:,.2f} M)" if found[0] in (EMBEDDING, HEAD) else ""
+            parts.append(f"{word}{table}")
+    return ", ".join(parts)
 
 
 def _shard_bytes(config: RunConfig, grid: Grid, corpus_tokens: int | None) -> int | None:

@@ -46,7 +46,7 @@ from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
 from .stages import StageMarkers, corpus_fingerprint, differing_keys, inputs_hash
-from .succession import SUMMARY_SEQUENCES, Succession
+from .succession import Succession, summary_sequences
 from .token_stage import TokenStage
 from .workers import Workers
 
@@ -365,6 +365,8 @@ class Preparation:
 
     def _make_shards(self) -> dict[str, Any]:
         builder = self._shard_builder()
+        if self._holds_chats:
+            self._say_what_is_cut()
         tools = RoutingTools(
             self.out, self.tokenizer, self.base, self.router, self.config.model,
             self.config.router.prefix_tokens, str(self.device),
@@ -377,6 +379,14 @@ class Preparation:
             check_shards(builder.summaries())
             index = builder.finish(self.blobs)
         return {"sha256": self.blobs.add_bytes(index.canonical_json())}
+
+    def _say_what_is_cut(self) -> None:
+        length, lengths = self.config.model.sequence_length, self.corpora[0].lengths()
+        if cut := int((lengths > length).sum()):
+            self.display.say(
+                f"{cut:,} of {len(lengths):,} chats are longer than a row of {length:,} tokens; "
+                f"what is cut off them no longer sees the question (sequence_length under [model])"
+            )
 
     @cached_property
     def _shards_hash(self) -> str:
@@ -511,17 +521,17 @@ class Preparation:
 
     def _base_perplexity(self, plan: RunPlan) -> tuple[float, int]:
         """Score the base model on some held-out sequences of every path."""
-        each = max(1, SUMMARY_SEQUENCES // self._paths)
+        each = summary_sequences(plan.model, self._paths)
         total_nll, total_tokens = 0.0, 0
-        for path in range(self._paths):
-            held_out = self.folder.validation_tokens(plan, path)
-            rows = held_out[:each]
-            if len(rows):
-                tokens = torch.from_numpy(rows.astype(np.int64))
-                nll, count = sum_losses(
-                    self.base_model, tokens, plan.routing.prefix_tokens, device=self.device
-                )
-                total_nll, total_tokens = total_nll + nll, total_tokens + count
+        with self.display.stage("base model's perplexity") as progress:
+            for path in range(self._paths):
+                rows = self.folder.validation_tokens(plan, path)[:each]
+                if len(rows):
+                    nll, count = sum_losses(
+                        self.base_model, rows, plan.routing.prefix_tokens, device=self.device
+                    )
+                    total_nll, total_tokens = total_nll + nll, total_tokens + count
+                progress.update(path + 1, self._paths, "paths")
         return math.exp(total_nll / max(1, total_tokens)), total_tokens
 
 

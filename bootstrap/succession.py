@@ -9,6 +9,7 @@ that is trained on scores gets them from its paths.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +21,8 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json, sha256_of_file
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import InnerConfig
-from dipaco.modules.grid import Grid
+from dipaco.modules.config import InnerConfig, ModelConfig
+from dipaco.modules.grid import Grid, parameter_shapes
 from dipaco.modules.grow import Growth, check_genesis_index
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import write_state
@@ -36,6 +37,8 @@ from .workers import Workers
 
 # Held-out sequences that a model is scored on for the summary, over all paths.
 SUMMARY_SEQUENCES = 256
+# So much is computed for it: a minute of a few cores.
+SUMMARY_OPERATIONS = 2e12
 
 
 @dataclass
@@ -149,7 +152,7 @@ class Succession:
 
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""
-        each = max(1, SUMMARY_SEQUENCES // self.grid.path_count)
+        each = summary_sequences(plan.model, self.grid.path_count)
         model = run.path_model(plan, self.device).eval()
         scores = []
         for path in range(self.grid.path_count):
@@ -176,3 +179,11 @@ class Succession:
                 f"[inner] The learning rate starts its warmup and decay over; the modules have "
                 f"{steps} steps behind them. To go on with one schedule write first_step = {steps}"
             )
+
+
+def summary_sequences(model: ModelConfig, paths: int) -> int:
+    """Return how many held-out sequences of each path are scored to sum up a preparation: fewer of
+    a large model."""
+    parameters = sum(map(math.prod, parameter_shapes(model.without_adapters).values()))
+    operations = 2 * parameters * model.sequence_length
+    return max(1, min(SUMMARY_SEQUENCES, int(SUMMARY_OPERATIONS / operations)) // paths)

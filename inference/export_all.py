@@ -46,6 +46,10 @@ from .sources import StateSource
 _SPARE_BYTES = 2**26
 # A tokenizer whose numbers in the files are not those of the run: routers see those of the run.
 _RUN_TOKENIZER = "tokenizer.dipaco"
+_OF_CHATS = """
+This run learned from chats. A chat is routed by the first turn of the user alone: `text` is that
+turn, without the words of the chat template.
+"""
 
 
 def export_all(
@@ -180,20 +184,21 @@ def _write_router(source: StateSource, folder: Path, exporter: Exporter | Adapte
     """Write what finds the path of a text, with figures on how evenly it did so."""
     plan, data = source.plan, source.blob(source.plan.blobs.router)
     router = load_router(data)
+    note = _OF_CHATS if source.shard_index().marked else ""
     atomic_write(folder / "router.safetensors", data)
     atomic_write(folder / "routing.json", json_bytes(routing_figures(source.shard_index())))
     if isinstance(exporter, AdapterExporter):
         names = [path_folder(Path(), path).as_posix() for path in range(source.grid.path_count)]
         is_alone = write_standalone_router(router, plan, folder, exporter.base, names)
         readme = adapter_router_readme(router, plan.routing.prefix_tokens, is_alone)
-        atomic_write(folder / "README.md", readme.encode())
+        atomic_write(folder / "README.md", (readme + note).encode())
         return
     exporter.write_base(folder / "base")
     tokenizer = source.blob(source.plan.blobs.tokenizer)
     if is_json(tokenizer):
         atomic_write(folder / _RUN_TOKENIZER, tokenizer)
     readme = router_readme(router, plan.routing.prefix_tokens, renumbered=is_json(tokenizer))
-    atomic_write(folder / "README.md", readme.encode())
+    atomic_write(folder / "README.md", (readme + note).encode())
 
 
 def routing_figures(index: ShardIndex) -> dict[str, Any]:

@@ -44,7 +44,13 @@ class ServeSettings(InferenceSettings):
         float, Option("memory for paths and their caches; at least one is held", "GB", least=0)
     ] = 4.0
     parallel: Annotated[
-        int, Option("answers of one path that get a token together", "N", least=1, most=256)
+        int,
+        Option(
+            "answers of one path that get a token together; with adapters, of all paths",
+            "N",
+            least=1,
+            most=256,
+        ),
     ] = 8
     queue: Annotated[
         int, Option("answers that may be waiting or at work; more are refused", "N", least=1)
@@ -122,10 +128,11 @@ def run(settings: ServeSettings) -> int:
         source.close()
         raise
     paths = engine.grid.path_count
+    company = "a path" if engine.plan.model.adapters is None else "all paths"
     _say(f"run '{engine.plan.name}' ({engine.plan.run_id[:16]}), {paths} paths")
     _say(
         f"memory: {settings.memory_gb:g} GB hold {min(engine.capacity, paths)} paths of "
-        f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of a path together"
+        f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of {company} together"
     )
     engine.start()
     try:

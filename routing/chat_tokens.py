@@ -100,7 +100,8 @@ def answer_spans(chat: Chat, filled: Filled) -> tuple[str, list[tuple[int, int]]
     for number, message in enumerate(chat):
         if number == 0 or message.role != "assistant" or not message.content.strip():
             continue
-        with_answer = filled(chat[: number + 1], answer_follows=False)
+        is_last = number == len(chat) - 1
+        with_answer = whole if is_last else filled(chat[: number + 1], answer_follows=False)
         before = filled(chat[:number], answer_follows=True)
         start = _alike(before, with_answer)
         if not whole.startswith(with_answer[:start]):

@@ -15,9 +15,11 @@ from support.foreign_base import HARD_TEXTS, make_foreign_base
 from support.prepared_run import CPU, quiet_display, write_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dipaco.bootstrap.display import Display
+from dipaco.bootstrap.display import Display, show_figures
 from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.bootstrap.plan_figures import plan_figures
 from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.routing.tokenizer_json import JsonPieces
@@ -56,6 +58,17 @@ def test_what_the_base_cannot_write_is_said_once(tmp_path: Path) -> None:
         corpus.write(json.dumps({"text": "a page\x04 and\x13 words \x04" * 9}) + "\n")
     prepare(file, tmp_path / "run", device=CPU, display=Display(Console(file=said, width=200)))
     assert said.getvalue().count("27 characters were left out of the texts") == 1
+
+
+def test_a_plan_says_which_part_is_the_base_s(trained: Path) -> None:
+    config = load_run_config(trained / "RUN.toml")
+    figures, shown = plan_figures(config), io.StringIO()
+    assert figures.begins_as is not None
+    assert figures.base is None
+    assert figures.begins_as.parameters == figures.path_parameters
+    assert figures.begins_as.in_tables == config.model.vocabulary_size * config.model.hidden_size
+    show_figures(figures, Console(file=shown, width=400))
+    assert "A path begins as the base 'base' and trains all of it: 0.0" in shown.getvalue()
 
 
 def test_a_path_goes_back_to_its_family(trained: Path, tmp_path: Path) -> None:

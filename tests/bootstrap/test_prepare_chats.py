@@ -78,6 +78,7 @@ def test_what_is_said_of_the_tokens(run: tuple[RunFolder, str]) -> None:
     assert "train.jsonl:6): the answer is empty" in output
     assert " tokens of chats " in output
     assert "are learned" in output
+    assert " chats are longer than a row of 64 tokens; " in output
 
 
 def test_routing_reads_the_question_not_the_template(run: tuple[RunFolder, str]) -> None:

@@ -12,7 +12,7 @@ from support.chat_templates import CHATML
 from support.prepared_run import CPU, quiet_display
 
 from dipaco.bootstrap.prepare import prepare
-from dipaco.inference import evaluate_cli
+from dipaco.inference import evaluate_cli, export_cli
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import sum_losses
 
@@ -41,3 +41,7 @@ def test_held_out_chats_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (report["tokens"], report["documents"], report["short_documents"]) == (tokens, 10, 1)
     for kind in ("perplexity", "base_perplexity", "mixed_perplexity", "chosen_perplexity"):
         assert report[kind] == pytest.approx(float(np.exp(nll / tokens)), rel=1e-4)
+    exported = ["--state-dir", str(tmp_path / "out"), "--allow-genesis", "--all"]
+    assert export_cli.main([*exported, "--out", str(tmp_path / "exported")]) == 0
+    said = (tmp_path / "exported/router/README.md").read_text()
+    assert "A chat is routed by the first turn of the user alone" in said
