@@ -35,6 +35,12 @@ class SharedDecoder:
         return AdapterDecoder(self, [self._module(state) for state in states.values()])
 
     @torch.no_grad()
+    def path_of(self, parameters: Mapping[str, torch.Tensor]) -> AdapterDecoder:
+        """Return what gives tokens by the path with these adapters, named as in the model."""
+        blocks = self.decoder.path_adapters(parameters, self._scale)
+        return AdapterDecoder(self, [_ModuleAdapters(blocks)])
+
+    @torch.no_grad()
     def _module(self, state: ModuleState) -> _ModuleAdapters:
         name = f"{state.module} {state.digest}"
         found = self._modules.get(name)
@@ -51,6 +57,16 @@ def shared_decoder(base: PathModel, adapters: AdaptersConfig, slots: int) -> Sha
     is_16_bit = base.device.type != "cpu" and adapters.base_format != "float32"
     dtype = torch.bfloat16 if is_16_bit else torch.float32
     return SharedDecoder(base, adapters.scale, slots, dtype)
+
+
+def decoders_over_one_base(models: Sequence[PathModel], slots: int) -> list[AdapterDecoder]:
+    """Return decoders, with so many slots each, of paths whose base is one."""
+    base, adapters = models[0].base, models[0].config.adapters
+    assert base is not None
+    assert adapters is not None
+    whole = PathModel(models[0].config.without_adapters, base)
+    shared = shared_decoder(whole, adapters, slots * len(models))
+    return [shared.path_of(dict(model.named_parameters())) for model in models]
 
 
 class _ModuleAdapters:

@@ -13,7 +13,7 @@ import torch
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.transformer import PathModel
 
-from .adapter_decoder import AdapterDecoder, step_together
+from .adapter_decoder import AdapterDecoder, decoders_over_one_base, step_together
 from .decoder import Decoder
 
 FORGETTING = 0.9
@@ -120,7 +120,11 @@ class MixedDecoder:
             decoder.free(slot)
 
 
-def decoder_of(models: Sequence[PathModel], slots: int) -> Decoder | MixedDecoder:
+def decoder_of(models: Sequence[PathModel], slots: int) -> Decoder | AdapterDecoder | MixedDecoder:
     """Return what gives tokens by one path, or by several together."""
-    decoders = [Decoder(model, slots) for model in models]
+    decoders: Sequence[Decoder | AdapterDecoder]
+    if models[0].config.adapters is not None:
+        decoders = decoders_over_one_base(models, slots)
+    else:
+        decoders = [Decoder(model, slots) for model in models]
     return decoders[0] if len(decoders) == 1 else MixedDecoder(decoders)

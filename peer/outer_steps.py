@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from dipaco.base.errors import (
     ConfigurationError,
@@ -36,18 +37,24 @@ from dipaco.base.errors import (
 )
 from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
+from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
+from dipaco.protocol.identity import Identity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.view import claimed_tokens
 from dipaco.training.trainer import PathTrainer, Snapshot
 
 from .handlers import Handlers
-from .node import Node
+from .joined_run import JoinedRun
 from .path_files import PathFiles
-from .states import head_of
+from .states import States, head_of
 
 logger = logging.getLogger("dipaco.peer.outer_steps")
 
@@ -61,6 +68,22 @@ GATHER_LIMIT_S = 600.0
 PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
+class OuterNode(JoinedRun, Protocol):
+    """What outer rounds need of a node: a `Node`, or what stands in for one."""
+
+    identity: Identity
+    chains: ChainStore
+    contributions: ContributionFiles
+    held: States
+    exchange: Exchange
+    fetcher: ContentFetcher
+
+    @property
+    def rule(self) -> OuterRule:
+        """How a step is computed."""
+        ...
+
+
 class OuterSteps:
     """Called by a shell, on its thread; reports from others.
 
@@ -70,7 +93,7 @@ class OuterSteps:
 
     def __init__(
         self,
-        node: Node,
+        node: OuterNode,
         files: PathFiles,
         events: EventLog,
         report: Callable[[e.Event], None],

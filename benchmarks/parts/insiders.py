@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from hivemind.dht.validation import DHTRecord
 
+from dipaco.dht import node as node_module
 from dipaco.dht.directory import Directory
+from dipaco.dht.record_validator import RecordValidator
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.exchange.served_run import ServedRun
@@ -28,7 +32,7 @@ from dipaco.peer.node import Node
 from dipaco.peer.shell import Shell
 from dipaco.protocol.admission import read_invitation
 from dipaco.protocol.chain import Row, Step, sign_row
-from dipaco.protocol.identity import load_or_create_identity
+from dipaco.protocol.identity import Identity, load_or_create_identity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.records import HeldState, ModuleRecord
@@ -84,6 +88,10 @@ class Insider:
                         traceback.print_exc()
 
     # -- what an attack does
+
+    @classmethod
+    def before_joining(cls, folder: Path) -> None:
+        """Make what is needed before the process joins, in a folder of its own."""
 
     def start(self) -> None:
         """Begin."""
@@ -157,9 +165,33 @@ class ForgedState(Insider):
         return sha256 not in own
 
 
+class _SignsForAll(RecordValidator):
+    """Signs the records of further identities, too."""
+
+    def __init__(self, key: Ed25519PrivateKey, others: Sequence[Ed25519PrivateKey]) -> None:
+        super().__init__(key)
+        self._others = [RecordValidator(other) for other in others]
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        """Sign with the key of the record's owner, if it is here."""
+        signed = (other.sign_value(record) for other in self._others)
+        return next((s for s in signed if s != record.value), super().sign_value(record))
+
+
 class FalseDigests(Insider):
     """Attack 3: it and silent identities announce the newest step that it has with another digest,
     and it serves a state of that digest."""
+
+    _identities: ClassVar[list[Identity]] = []
+
+    @classmethod
+    def before_joining(cls, folder: Path) -> None:
+        """Make the identities, for which the DHT process signs."""
+        folder.mkdir(parents=True, exist_ok=True)
+        files = [folder / f"silent-{number}.key" for number in range(SILENT)]
+        cls._identities = [load_or_create_identity(file) for file in files]
+        keys = [identity.key for identity in cls._identities]
+        node_module.record_validators = lambda own: [_SignsForAll(own.key, keys)]
 
     def start(self) -> None:
         """Let the identities come in."""
@@ -167,8 +199,7 @@ class FalseDigests(Insider):
         node, text = self.node, self.node.plan.admission
         assert text is not None, "the run is open"
         invitation = read_invitation(text)
-        for number in range(SILENT):
-            identity = load_or_create_identity(node.cache_folder / f"silent-{number}.key")
+        for identity in self._identities:
             directory = Directory(node.dht, identity, node.run_id, node.gate)
             directory.admission = invitation.admit(identity.public_key, node.clock.now())
             self._silent.append((identity.peer_id, directory))
@@ -199,13 +230,19 @@ class FalseDigests(Insider):
                         reachable="direct",
                         held=held,
                     )
-                    directory.publish_module(record, ANNOUNCED_FOR_S)
+                    if not directory.publish_module(record, ANNOUNCED_FOR_S):
+                        print(f"{peer}: nobody stores what it announces", flush=True)
         finally:
             self.later(ANNOUNCED_S, self._announce)
 
 
 class ForeignFiles(Insider):
-    """Attack 4: its rows of one module name its newest file of another module."""
+    """Attack 4: its rows of one module name its newest file of an earlier module, which those who
+    train both have checked already. In the steps that it proposes stands its right row."""
+
+    def may_name(self, other: str, module: str) -> bool:
+        """Tell whether rows of a module name files of another."""
+        return other < module
 
     def told(self, action: a.Tell) -> a.Tell:
         """Name another file in the own rows."""
@@ -215,9 +252,17 @@ class ForeignFiles(Insider):
     def _changed(self, row: Row) -> Row:
         with self.lock:
             own = [rows[self.me] for rows in self.rows.values() if self.me in rows]
-        others = [other for other in own if other.module != row.module]
+        others = [other for other in own if self.may_name(other.module, row.module)]
         found = max(others, key=lambda other: other.round_index, default=row)
         return self.sign(replace(row, file=found.file, bytes=found.bytes))
+
+
+class AllForeignFiles(ForeignFiles):
+    """The same, of all modules: so it tells two rows of the one that all share, too."""
+
+    def may_name(self, other: str, module: str) -> bool:
+        """Any other module."""
+        return other != module
 
 
 class BareQuorum(Insider):
@@ -282,6 +327,7 @@ INSIDERS: dict[str, type[Insider]] = {
     "1": ForgedState,
     "3": FalseDigests,
     "4": ForeignFiles,
+    "4 all": AllForeignFiles,
     "5": BareQuorum,
     "6": PushedOut,
 }
@@ -290,6 +336,7 @@ INSIDERS: dict[str, type[Insider]] = {
 def become(attack: str, notes: str) -> None:
     """Make an insider of this process, whose peer was not started yet."""
     kind, found = INSIDERS[attack], list[Insider]()
+    kind.before_joining(Path(notes).parent / "insider")
     start, report, tell = Shell.__init__, Shell.report, Messenger._tell
     lookup, step = ServedRun.lookup, OuterRule.step
 

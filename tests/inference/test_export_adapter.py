@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from support.foreign_base import make_foreign_base
+from support.service import run_with_adapters
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
-from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference import export_cli
+from dipaco.inference import evaluate_cli, export_cli, generate_cli
 from dipaco.inference.export_adapter import Rounding, rounding, written_rank
 from dipaco.inference.export_router import begin_row, linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
@@ -27,7 +26,6 @@ from dipaco.routing.kmeans import KMeansRouter
 from dipaco.routing.product_kmeans import ProductKMeansRouter
 from dipaco.routing.router import FeatureRouter, Prefixes
 from dipaco.routing.tokenizer_json import JsonPieces
-from dipaco.simulator import cli as simulator_cli
 
 TEXT = "The city lies by the river."
 
@@ -40,15 +38,7 @@ def run(*arguments: object) -> int:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A public base, `base`, and in `out` a run that trained adapters over it for two rounds."""
     folder = tmp_path_factory.mktemp("adapters")
-    make_foreign_base(folder / "base", "smollm2")
-    make_tiny_run(
-        folder / "run",
-        imported=ImportedBase(folder / "base"),
-        adapters=AdaptersConfig(rank=3, alpha=5, base_format="float32"),
-        inner={"learning_rate": 0.02},
-    )
-    arguments = [str(folder / "run"), "--rounds", "2", "--out", str(folder / "out")]
-    assert simulator_cli.main([*arguments, "--json"]) == 0
+    run_with_adapters(folder, AdaptersConfig(rank=3, alpha=5, base_format="float32"))
     return folder
 
 
@@ -203,3 +193,19 @@ def test_ranks_are_those_that_vllm_takes() -> None:
     assert [written_rank(rank) for rank in (1, 2, 8, 12, 16, 200, 513)] == [
         1, 8, 8, 16, 16, 256, 513,
     ]  # fmt: skip
+
+
+def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "held-out.jsonl"
+    lines = [json.dumps({"text": text}) for text in tiny_documents(4, 3, 11)]
+    data.write_text("\n".join(lines), encoding="utf-8")
+    where = ["--state-dir", str(folder / "out")]
+    assert evaluate_cli.main([*where, "--data", str(data), "--mix", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["perplexity"] < report["base_perplexity"]
+    for more in (["--choose", "3"], ["--mix", "2"], ["--path", "1"]):
+        asked = [*where, TEXT, "--max-tokens", "4", "--temperature", "0", *more]
+        assert generate_cli.main(asked) == 0
+        assert capsys.readouterr().out.startswith(TEXT)

@@ -20,9 +20,8 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 from support.fake_client import FakeClient
-from support.foreign_base import make_foreign_base
-from support.service import trained_run, wait_until
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.service import run_with_adapters, trained_run, wait_until
+from support.tiny_run import tiny_documents
 
 from dipaco.base.errors import (
     AddressError,
@@ -31,7 +30,6 @@ from dipaco.base.errors import (
     RunSelectionError,
 )
 from dipaco.base.http_server import listen, server_of
-from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference import serve_cli
 from dipaco.inference.decoder import Decoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
@@ -53,7 +51,6 @@ from dipaco.inference.sources import (
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator import cli as simulator_cli
 
 CPU = torch.device("cpu")
 PROMPTS = [text[:12] for text in tiny_documents(4, 1, 5)]
@@ -435,16 +432,7 @@ def test_the_command_serves_and_ends(out: Path, capfd: pytest.CaptureFixture[str
 def test_paths_over_one_base_answer_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_foreign_base(tmp_path / "base", "smollm2")
-    make_tiny_run(
-        tmp_path / "run",
-        imported=ImportedBase(tmp_path / "base"),
-        adapters=AdaptersConfig(rank=3),
-        inner={"learning_rate": 0.02},
-    )
-    arguments = [str(tmp_path / "run"), "--rounds", "2", "--out", str(tmp_path / "out")]
-    assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
-    source = DiskSource(tmp_path / "out")
+    source = DiskSource(run_with_adapters(tmp_path, AdaptersConfig(rank=3)))
     texts: list[int] = []
     step = Decoder.step
 
