@@ -16,9 +16,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Generic, Literal, get_args, get_origin
 
 from .errors import ConfigurationError
+from .files import tidy
 from .output import outlast_audience
 from .running import SettingsT, run_with_settings
 from .settings import Argument, arguments_of
@@ -188,12 +190,16 @@ def _add(argument: Argument, parser: argparse._ActionsContainer, help: str) -> N
             # A flag may be given again for more of them.
             keywords |= {"nargs": "+", "action": "extend"}
         elif argument.kind is not str:
-            keywords["type"] = argument.kind
+            keywords["type"] = _path if argument.kind is Path else argument.kind
     if argument.option.positional:
         # argparse would make a value of the word that stands for none.
         parser.add_argument(argument.name, **(keywords | {"nargs": "?", "default": None}))
     else:
         parser.add_argument(argument.shown, dest=argument.name, **keywords)
+
+
+def _path(word: str) -> Path:
+    return Path(tidy(word))
 
 
 def _flags(found: Sequence[Argument], parsed: argparse.Namespace) -> dict[str, Any]:

@@ -11,10 +11,12 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
 from .errors import DipacoError, NetworkError, StorageError, printable
+from .files import set_by
 from .settings import Settings
 
 # For the OpenMP that PyTorch brings: so many turns, some microseconds, then a thread that waits
@@ -149,7 +151,9 @@ def _explain(error: Exception) -> tuple[int, str]:
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
         where = f"{error.filename}: " if error.filename else ""
-        return StorageError.exit_code, f"{where}{reason}; free space, or give another folder"
+        variable = set_by(Path(str(error.filename))) if error.filename else ""
+        remedy = "free space, or give another folder"
+        return StorageError.exit_code, f"{where}{reason}{variable}; {remedy}"
     return DipacoError.exit_code, (
         f"unexpected {type(error).__name__}: {error}; give --debug for the traceback and report it"
     )

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, StorageError
-from dipaco.base.files import decoded
+from dipaco.base.files import decoded, tidy
 from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
 
@@ -71,6 +71,19 @@ class ServeSettings(InferenceSettings):
         Option("a Jinja file that makes a text of messages (default: the model's own)", "FILE"),
     ] = None
 
+    def key(self) -> str | None:
+        """Return what clients must send, if anything. Raises ConfigurationError for what they
+        cannot."""
+        given = self.api_key or os.environ.get(_KEY_VARIABLE, "")
+        key = tidy(given)
+        if (given and not key) or not all("!" <= character <= "~" for character in key):
+            raise ConfigurationError(
+                f"{'--api-key' if self.api_key else _KEY_VARIABLE} is empty, or has a character "
+                f"that no client can send (a line break, a space, an accent); use letters, digits "
+                f"and signs of ASCII alone"
+            )
+        return key or None
+
     def read_chat_template(self, own: str | None) -> str | None:
         """Return the chat template, if there is one. Raises StorageError."""
         if self.chat_template is None:
@@ -114,7 +127,7 @@ def run(settings: ServeSettings) -> int:
             limits=ServiceLimits(
                 body_bytes=int(settings.max_body_mb * 1e6), timeout_s=settings.timeout_s
             ),
-            api_key=settings.api_key or os.environ.get(_KEY_VARIABLE) or None,
+            api_key=settings.key(),
             template=settings.read_chat_template(engine.tokenizer.chat_template),
         )
     except BaseException:

@@ -25,8 +25,8 @@ from dipaco.base.errors import (
     StorageError,
     UnreachableError,
 )
-from dipaco.base.files import atomic_write
-from dipaco.dht.addresses import split_operator
+from dipaco.base.files import atomic_write, set_by
+from dipaco.dht.addresses import is_loopback, listening_everywhere, split_operator
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.node import join_dht, select_run
@@ -265,7 +265,7 @@ def join_run(
         return join_dht(
             through,
             identity=identity,
-            host_maddrs=host_maddrs or ("/ip4/0.0.0.0/tcp/0",),
+            host_maddrs=host_maddrs or listening_everywhere(0),
             announce_maddrs=announce_maddrs,
             client_mode=client_mode,
             is_relay=is_relay,
@@ -488,7 +488,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"cannot create {path}: {error.strerror}; choose another place with --cache-dir"
+            f"cannot create {path}: {error.strerror}{set_by(path)}; choose another place with "
+            f"--cache-dir"
         ) from None
 
 
@@ -507,6 +508,6 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
             logger.debug("visible addresses: %s", error)
             addresses = []
         if addresses:
-            return tuple(sorted(set(addresses), key=lambda a: ("/127.0.0.1/" in a, a)))
+            return tuple(sorted(set(addresses), key=lambda a: (is_loopback(a), a)))
         threading.Event().wait(0.5)
     raise NetworkError("the network layer reports no addresses; start again with --debug")

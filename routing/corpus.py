@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from dipaco.base.errors import CorpusError, nearest_name
+from dipaco.base.errors import CorpusError, DipacoError, nearest_name
 from dipaco.modules.config import Config
 
 from .chats import CHAT_KEYS, Chat, chat_content, is_chat, read_chat
@@ -216,7 +216,7 @@ def iterate_documents(
                     yield document
             if 0 < number < ROWS_WITHOUT_A_FIELD:
                 _check_fields(names, source.name, config, chats)
-        except CorpusError:
+        except DipacoError:
             raise
         except Exception as error:  # the readers raise whatever their libraries raise
             raise CorpusError(f"{source.complaint}: {_first_line(error)}{source.remedy}") from error

@@ -9,8 +9,8 @@ from typing import Any
 
 import fsspec
 
-from dipaco.base.errors import CorpusError
-from dipaco.base.files import missing_content
+from dipaco.base.errors import CorpusError, StorageError
+from dipaco.base.files import missing_content, set_by
 
 from .rows import Row, TextUnit, form_of, rows_of
 
@@ -38,7 +38,16 @@ def hub_rows(
 
         # What it would say is in the error that follows.
         datasets.logging.set_verbosity(logging.CRITICAL)
-        builder = datasets.load_dataset_builder(hub, configuration, revision=revision)
+        try:
+            builder = datasets.load_dataset_builder(hub, configuration, revision=revision)
+        except OSError as error:
+            cache, at = Path(datasets.config.HF_DATASETS_CACHE), Path(str(error.filename or "-"))
+            if not (cache.is_relative_to(at) or at.is_relative_to(cache)):
+                raise
+            raise StorageError(
+                f"cannot use {at}: {error.strerror}; the cache of data sets is to be "
+                f"{cache}{set_by(cache)}, give another folder with HF_HOME"
+            ) from None
         files = builder.config.data_files or {}
         names = [str(name) for name in files.get(split, ())]
         if not names or not all(map(form_of, names)):

@@ -102,32 +102,37 @@ class CompletionBody(Body):
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """A part of a message. What else a client says of it is left alone, as other servers do."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """A message of a chat."""
+    """A message of a chat. What other servers put into it comes back and is left alone, but for
+    calls of tools, without which the chat would be another."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
     name: str | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
-        """An answer comes back as the client has it, with what it has no value for."""
-        return _without_nulls(values, cls) if isinstance(values, dict) else values
+    def _answers_may_be_empty(cls, values: Any) -> Any:
+        """An answer comes back as the client has it, which may be without a text."""
+        if not isinstance(values, dict) or values.get("role") != "assistant":
+            return values
+        return values | {"content": "" if values.get("content") is None else values["content"]}
 
     def plain(self) -> dict[str, Any]:
         """Return what a chat template sees."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
 
 
 class ChatBody(Body):
@@ -200,12 +205,21 @@ def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
         return ApiError(400, f"unknown field '{name}'{hint}", parameter=name)
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return ApiError(400, f"{name} is missing", parameter=name)
+    where = name
+    if name == "messages" and len(first["loc"]) > 1:
+        where = f"messages[{first['loc'][1]}]" + "".join(f".{at}" for at in first["loc"][2:3])
+        if first["type"] == "missing":
+            return ApiError(400, f"{where} is missing", parameter=name)
+        if first["loc"][2:3] in (("tool_calls",), ("function_call",)):
+            return ApiError(400, f"{where} is not supported; leave it out", parameter=name)
     seen = json.dumps(first.get("input"), default=str)
     seen = seen if len(seen) <= 80 else f"{seen[:77]}..."
-    expected = _EXPECTED.get(name, first["msg"][0].lower() + first["msg"][1:])
-    return ApiError(400, f"{name}: {expected}, not {seen}", parameter=name)
+    given = _ROLE if where.endswith(".role") else None
+    expected = given or _EXPECTED.get(name, first["msg"][0].lower() + first["msg"][1:])
+    return ApiError(400, f"{where}: {expected}, not {seen}", parameter=name)
 
 
+_ROLE = "give one of system, developer, user, assistant and tool"
 _EXPECTED = {
     "prompt": (
         "give a text, a list of texts, a list of tokens, or a list of such lists, and of texts or "
