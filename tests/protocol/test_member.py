@@ -51,6 +51,7 @@ def test_it_waits_no_longer_than_for_the_time_to_gather() -> None:
     member.wait(GATHER_S - 0.1)
     assert member.proposed() == []
     member.wait(0.2)
+    member.nobody_answers()
     (step,) = member.proposed()
     assert len(step.rows) == 2
 
@@ -63,9 +64,7 @@ def test_the_next_mailbox_proposes_when_it_hears_nothing() -> None:
     member.wait(GATHER_S + GRACE_S - 0.1)
     assert member.proposed() == []
     member.wait(0.2)
-    for ask in member.take(a.Ask):
-        member.module.handle(e.Failed(ask, "it is silent"))
-    member.wait(0.2)
+    member.nobody_answers()
     assert len(member.proposed()) == 1
 
 
@@ -230,8 +229,10 @@ def test_slow_files_are_no_reason_to_step_without_most_others() -> None:
     others = sorted(set("ABC") - {first})
     member.hear(*others, gathered=False)
     member.wait(GATHER_S + 0.1)
+    member.nobody_answers()
     assert member.proposed() == []
     member.gathered(member.row(second))
+    member.nobody_answers()
     (step,) = member.proposed()
     assert step.peers == {first, second}
 
