@@ -31,7 +31,7 @@ from dipaco.protocol.round_rows import RoundRows
 from . import actions as a
 from . import events as e
 from .contributors import Contributors
-from .knowledge import Knowledge
+from .knowledge import CANNOT_BE_CALLED, Knowledge
 from .module_chain import ModuleChain
 from .proposing import MAILBOXES, Proposing, Role, Round
 from .taking import Stage, Taking
@@ -190,6 +190,7 @@ class FollowedModule:
             for holding in view.holdings.get(self.module, ())
             if holding.head.rank < mine
             and holding.peer_id != known.me
+            and view.reachable(holding.peer_id) not in CANNOT_BE_CALLED
             and holding.head.step not in passed_over
         }
         # The longest unasked first: what some say of their chains may be untrue.

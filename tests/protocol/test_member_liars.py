@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.trainer import (
     BOUNDARY_S,
     DURATION_S,
@@ -88,7 +90,9 @@ def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
         Head(MODULE, name(p), 9, weight, 8, name(p), 9)
         for p, weight in zip("BCDE", (4, 4, 4, 3), strict=True)
     ]
-    member.known.view = view_of("ABCDE", held=map(Holding, "BCDE", heads))
+    heads.append(replace(heads[0], weight=5))
+    # Nobody calls F.
+    member.known.view = view_of("ABCDEF", closed="F", held=map(Holding, "BCDEF", heads))
     asked = []
     for _ in range(2):
         member.known.now_s += DURATION_S
