@@ -221,18 +221,16 @@ def test_who_kept_a_file_back_is_waited_for_once() -> None:
     assert member.chain.heaviest().name == silent.name
 
 
-def test_slow_files_are_no_reason_to_step_without_most_others() -> None:
-    """A slow machine is the first mailbox and holds its own file alone when the time is up."""
+def test_a_first_mailbox_that_nobody_told_a_row_asks_before_it_steps_alone() -> None:
     first, second = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
-    others = sorted(set("ABC") - {first})
-    member.hear(*others, gathered=False)
     member.wait(GATHER_S + 0.1)
-    member.nobody_answers()
     assert member.proposed() == []
-    member.gathered(member.row(second))
+    member.known.actions = []
+    member.hear(second)
     member.nobody_answers()
+    member.wait(GATHER_S)
     (step,) = member.proposed()
     assert step.peers == {first, second}
 
