@@ -330,10 +330,11 @@ class FollowedModule:
         return True
 
     def _is_sure(self) -> bool:
-        """From G on other mailboxes are asked before a proposal: a step or a row may have been told
-        in vain. True once each of them has answered, or was silent, or says ever more."""
+        """Before a proposal out of turn or late, other mailboxes are asked: a step may have been
+        told in vain. True once each of them has answered, or was silent, or says ever more."""
         known, boxes = self.known, self._proposing.mailboxes()
-        is_late = known.now_s >= self._proposing.due_s(self.round.index)
+        late_s = known.now_s - self._proposing.due_s(self.round.index)
+        is_late = late_s >= 0 and (boxes[:1] != [known.me] or late_s >= known.grace_s)
         if self._sure_s == math.inf and is_late:
             self._sure_s = known.now_s + known.gather_s
             for box in [box for box in boxes if box != known.me][:MAILBOXES]:

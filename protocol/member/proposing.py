@@ -132,10 +132,21 @@ class Proposing:
 
     def ready_rows(self) -> dict[str, Row]:
         """Return the rows of this round that stand where this peer stands, with files here."""
+        here = self._rows.here
+        return {peer: row for peer, row in self._standing().items() if row.name in here}
+
+    def _standing(self) -> dict[str, Row]:
+        """Return the rows of this round that stand where this peer stands, and may be in a step."""
         head, over = self._chain.head, self._passed_over()
         state = head.digest if head is not None else ""
-        ready = self._rows.ready(self._round.index, self._chain.stand, state)
-        return {peer: row for peer, row in ready.items() if peer not in over}
+        rows = self._rows.standing(self._round.index, self._chain.stand, state)
+        return {peer: row for peer, row in rows.items() if peer not in over}
+
+    def _voters(self) -> frozenset[str]:
+        """Return of whom a proposal needs more than half: the voters, and who trains the module and
+        has told a row of this round. Slow files are no reason to step without most others."""
+        chain, trainers = self._chain, self._known.trainers(self._chain.module)
+        return chain.voters(chain.stand) | trainers & self._standing().keys()
 
     def _heard(self) -> set[str]:
         """Return whose rows of this round are known and will get no better: the files of the others
@@ -158,7 +169,7 @@ class Proposing:
         best = self._chain.heaviest()
         if best.weight >= link.weight + len(rows):
             return None
-        if not may_propose(rows.keys(), self._chain.voters(link.name), round_.in_vain):
+        if not may_propose(rows.keys(), self._voters(), round_.in_vain):
             return None
         late_s = known.now_s - self.due_s(round_.index)
         if best.parent == link.name and best.round_index == round_.index:

@@ -51,7 +51,6 @@ def test_it_waits_no_longer_than_for_the_time_to_gather() -> None:
     member.wait(GATHER_S - 0.1)
     assert member.proposed() == []
     member.wait(0.2)
-    member.nobody_answers()
     (step,) = member.proposed()
     assert len(step.rows) == 2
 
@@ -221,16 +220,16 @@ def test_who_kept_a_file_back_is_waited_for_once() -> None:
     assert member.chain.heaviest().name == silent.name
 
 
-def test_a_first_mailbox_that_nobody_told_a_row_asks_before_it_steps_alone() -> None:
+def test_slow_files_are_no_reason_to_step_without_most_others() -> None:
+    """A slow machine is the first mailbox and holds its own file alone when the time is up."""
     first, second = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
+    others = sorted(set("ABC") - {first})
+    member.hear(*others, gathered=False)
     member.wait(GATHER_S + 0.1)
     assert member.proposed() == []
-    member.known.actions = []
-    member.hear(second)
-    member.nobody_answers()
-    member.wait(GATHER_S)
+    member.gathered(member.row(second))
     (step,) = member.proposed()
     assert step.peers == {first, second}
 
