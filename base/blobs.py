@@ -7,7 +7,6 @@ threads and processes may use one store at once.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -26,6 +25,7 @@ from .files import (
     sha256_of_file,
     storage_errors,
     sync_folder,
+    try_lock,
 )
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -100,12 +100,7 @@ class SharedContent:
         A caller without a turn looks again after a while: the file may be here then.
         """
         with storage_errors(self.folder), (self.folder / "turns" / digest).open("wb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+            yield try_lock(file.fileno(), self.folder)
 
 
 def _link(source: Path, target: Path) -> None:

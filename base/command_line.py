@@ -16,9 +16,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Generic, Literal, get_args, get_origin
 
 from .errors import ConfigurationError
+from .files import tidy
+from .output import outlast_audience
 from .running import SettingsT, run_with_settings
 from .settings import Argument, arguments_of
 from .settings_file import CONFIG_VARIABLE, find_file, read_settings
@@ -128,7 +131,7 @@ class Command(Generic[SettingsT]):
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point of a program with this command alone. Returns the exit code."""
-        return _run(self.parse(words))
+        return _run(lambda: self.parse(words))
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,12 @@ class Program:
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point. Returns the exit code."""
-        return _run(self.parse(words))
+        return _run(lambda: self.parse(words))
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parse: Callable[[], argparse.Namespace]) -> int:
+    outlast_audience()
+    parsed = parse()
     command: Command[Any] = parsed._command
     debug = getattr(parsed, "debug", False)
     return run_with_settings(lambda: command.read(parsed), command.run, debug=debug)
@@ -185,12 +190,16 @@ def _add(argument: Argument, parser: argparse._ActionsContainer, help: str) -> N
             # A flag may be given again for more of them.
             keywords |= {"nargs": "+", "action": "extend"}
         elif argument.kind is not str:
-            keywords["type"] = argument.kind
+            keywords["type"] = _path if argument.kind is Path else argument.kind
     if argument.option.positional:
         # argparse would make a value of the word that stands for none.
         parser.add_argument(argument.name, **(keywords | {"nargs": "?", "default": None}))
     else:
         parser.add_argument(argument.shown, dest=argument.name, **keywords)
+
+
+def _path(word: str) -> Path:
+    return Path(tidy(word))
 
 
 def _flags(found: Sequence[Argument], parsed: argparse.Namespace) -> dict[str, Any]:
@@ -201,8 +210,10 @@ def _flags(found: Sequence[Argument], parsed: argparse.Namespace) -> dict[str, A
             typed[argument.name] = [*getattr(parsed, LOOSE), *(typed[argument.name] or ())]
     # An option takes all words that follow, also what stands behind the addresses.
     lists = [words for words in typed.values() if isinstance(words, list)]
+    replaced = {a.option.instead_of for a in found if typed[a.name] is not None}
     for argument in found:
-        if argument.option.positional and typed[argument.name] is None:
+        is_wanted = argument.name not in replaced
+        if argument.option.positional and is_wanted and typed[argument.name] is None:
             holder = next((words for words in lists if words and not is_address(words[-1])), None)
             if holder is not None:
                 typed[argument.name] = argument.kind(holder.pop())

@@ -3,12 +3,13 @@ leaves half of one."""
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import time
@@ -23,8 +24,75 @@ TEMPORARY_SUFFIX = ".tmp"
 # A temporary file that nobody has written to for so long was left by a process that is gone.
 STALE_TEMPORARY_S = 3600.0
 _READ_BYTES = 2**20
+# What stands in the place of a file that was not fetched is shorter.
+_MOST_POINTER_BYTES = 1024
+# A link into a store of files by hash, kept as a text where there are no links.
+_LINK = re.compile(rb"(?:\.\./)+(?:[\w.-]+/)*(?:objects|blobs)/[\w./-]+\n?")
 # Of a disk, what is never filled: other programs and the system need some.
 MOST_RESERVE_BYTES, RESERVE_PART = 2**30, 20
+
+
+# Where folders are, if somebody says so.
+_FOLDER_VARIABLES = ("XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HF_HOME", "HOME")
+# What file systems without locks answer: NFS without its daemon, Lustre, some of FUSE.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+def folder_variable(name: str) -> str | None:
+    """Return a variable that names a folder, without the quotes and the white space that other
+    programs leave around it; None if it says nothing."""
+    return tidy(os.environ.get(name, "")) or None
+
+
+def tidy(value: str) -> str:
+    """Return a value without what stands around it by mistake: the quotes of `docker --env-file`,
+    the line ends of Windows, spaces."""
+    value = value.strip()
+    if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
+        value = value[1:-1].strip()
+    return value
+
+
+def set_by(path: Path) -> str:
+    """Return which variable put a path where it is, as the rest of a sentence; "" for none."""
+    for name in _FOLDER_VARIABLES:
+        folder = folder_variable(name)
+        if folder is not None and (
+            path.is_relative_to(folder) or Path(folder).is_relative_to(path)
+        ):
+            return f" ({name}={folder})"
+    return ""
+
+
+def try_lock(descriptor: int, folder: Path) -> bool:
+    """Lock an open file in a folder, unless another process has; returns whether it is locked.
+
+    Raises StorageError where files cannot be locked, and OSError.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise StorageError(
+            f"{folder} is on a file system ({file_system_of(folder.resolve()) or 'unknown'}) that "
+            f"cannot lock files: {error.strerror}; give a folder on a local disk with --cache-dir"
+        ) from None
+    return True
+
+
+def file_system_of(folder: Path, root: Path = Path("/")) -> str:
+    """Return the type of the file system that a folder lies on, "" if it is unknown."""
+    try:
+        mounts = (root / "proc/mounts").read_text(errors="replace")
+    except OSError:
+        return ""
+    words = [line.split() for line in mounts.splitlines()]
+    kinds = {w[1].replace("\\040", " "): w[2] for w in words if len(w) > 2}
+    holders = [mount for mount in kinds if folder.is_relative_to(mount)]
+    return kinds[max(holders, key=len)] if holders else ""
 
 
 def home_folder() -> Path:
@@ -38,13 +106,25 @@ def home_folder() -> Path:
 
 def decoded(content: bytes) -> str:
     """Return a text that a person has saved, also as Windows does: with a byte order mark, or in
-    UTF-16. Raises UnicodeDecodeError."""
-    return content.decode("utf-16" if is_utf16(content) else "utf-8-sig")
+    UTF-16 or UTF-32. Raises UnicodeDecodeError."""
+    return content.decode(json.detect_encoding(content[:4]))
 
 
-def is_utf16(content: bytes) -> bool:
-    """Tell whether a text begins with the mark of UTF-16."""
-    return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+def missing_content(path: Path) -> str | None:
+    """Return why a file is there by name alone, and what to do, as the rest of a line that begins
+    with its name. None of a file that is there, or not even by name. Raises OSError."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {os.readlink(path)}, which does not exist; fetch it"
+    if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+        return None
+    content = path.read_bytes()
+    if content.startswith(b"version https://git-lfs.github.com/spec/"):
+        return "is a pointer of Git LFS to a file that was not fetched; fetch it: git lfs pull"
+    if content.startswith(b"/annex/objects/"):
+        return "is a pointer of git-annex to a file that was not fetched; fetch it: git annex get"
+    if link := _LINK.fullmatch(content):
+        return f"holds the text of a link, {link[0].decode()}; fetch the file itself"
+    return None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -81,7 +161,9 @@ def storage_errors(folder: Path) -> Iterator[None]:
                 f"another folder with --cache-dir (or --out)"
             ) from error
         where = error.filename or folder
-        raise StorageError(f"cannot use {where}: {error.strerror or error}") from error
+        raise StorageError(
+            f"cannot use {where}: {error.strerror or error}{set_by(Path(where))}"
+        ) from error
 
 
 def spare_bytes(folder: Path) -> int:

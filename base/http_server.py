@@ -18,6 +18,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dipaco.base.errors import AddressError
+from dipaco.base.running import stop_signals
 
 # Answers under way get so long when the service is told to end.
 _GRACE_S = 3
@@ -100,12 +101,11 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Take SIGINT and SIGTERM for the time of serving; the second one ends at once."""
+        """Take the signals that end a command while it serves; the second ends at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        told = (signal.SIGINT, signal.SIGTERM)
-        before = {number: signal.signal(number, self.handle_exit) for number in told}
+        before = {n: signal.signal(n, self.handle_exit) for n in stop_signals()}
         try:
             yield
         finally:
@@ -137,7 +137,7 @@ def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicor
 def serve_until_told(
     application: Starlette, listening: socket.socket, names: tuple[str, ...] = ()
 ) -> None:
-    """Serve until SIGINT or SIGTERM; a second one ends at once.
+    """Serve until a signal that ends a command; a second one ends at once.
 
     What listens on this machine alone answers to the names of this machine and to `names`: a page
     from elsewhere whose name leads here must not read it through a visitor's browser.

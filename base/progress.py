@@ -74,9 +74,8 @@ class StageProgress:
             self._bar.update(self._task, completed=done, total=total, amount=amount, note=note)
         elif self._now() - self._said_at >= LINE_EVERY_S:
             self._said_at = self._now()
-            if total is not None:
-                amount += self.estimate(done, total)
-            self._say(f"{self._name}: {amount} {note}".rstrip())
+            line = f"{self._name}: {amount} {note}".rstrip()
+            self._say(line if total is None else line + self.estimate(done, total))
 
     def estimate(self, done: float, total: float) -> str:
         """Return how long the rest takes at the speed so far, as the end of a line."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-import select
 import signal
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
 from .errors import DipacoError, NetworkError, StorageError, printable
+from .files import set_by
 from .settings import Settings
 
 # For the OpenMP that PyTorch brings: so many turns, some microseconds, then a thread that waits
@@ -40,9 +40,6 @@ def run_with_settings(
         found.append(read())
         return 0
 
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # Texts and names have characters that the terminal may lack.
-        sys.stdout.reconfigure(errors="backslashreplace")
     with _interrupted_imports_end():
         exit_code = run_command(read_settings, debug)
         if not found:
@@ -80,6 +77,14 @@ def _interrupted_imports_end() -> Iterator[None]:
         # A command may have installed its own, and goes by that until its process ends.
         if signal.getsignal(signal.SIGINT) is interrupt:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask a command to end: Ctrl+C, SIGTERM, and SIGHUP when its terminal
+    is closed, unless it was started to outlive that (`nohup`)."""
+    outlives = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    asked = (signal.SIGINT, signal.SIGTERM)
+    return asked if outlives else (*asked, signal.SIGHUP)
 
 
 def quiet_threads() -> None:
@@ -133,8 +138,7 @@ def run_command(main: Callable[[], int], debug: bool) -> int:
         if debug:
             traceback.print_exc()
         exit_code, line = _explain(error)
-        if line:
-            print(f"error: {printable(' '.join(line.split()))}", file=sys.stderr)
+        print(f"error: {printable(' '.join(line.split()))}", file=sys.stderr)
         return exit_code
 
 
@@ -142,29 +146,14 @@ def _explain(error: Exception) -> tuple[int, str]:
     """Return the exit code and the one line of an error that ends a command."""
     if isinstance(error, DipacoError):
         return error.exit_code, str(error)
-    if isinstance(error, BrokenPipeError) and _reader_left():
-        return 1, ""
     if isinstance(error, ConnectionError):
         return NetworkError.exit_code, f"the network layer broke off ({error}); start again"
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
         where = f"{error.filename}: " if error.filename else ""
-        return StorageError.exit_code, f"{where}{reason}; free space, or give another folder"
+        variable = set_by(Path(str(error.filename))) if error.filename else ""
+        remedy = "free space, or give another folder"
+        return StorageError.exit_code, f"{where}{reason}{variable}; {remedy}"
     return DipacoError.exit_code, (
         f"unexpected {type(error).__name__}: {error}; give --debug for the traceback and report it"
     )
-
-
-def _reader_left() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more, as with `| head`."""
-    try:
-        descriptor = sys.stdout.fileno()
-    except (AttributeError, OSError, ValueError):  # None where it was closed at the start.
-        return False
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    if not any(event & select.POLLERR for _, event in poll.poll(0)):
-        return False
-    # Python flushes again on exit, and would complain then.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-    return True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from .errors import ConfigurationError, nearest_name
-from .files import home_folder, read_toml
+from .files import home_folder, read_toml, tidy
 from .settings import Argument
 
 CONFIG_VARIABLE = "DIPACO_CONFIG"
@@ -17,7 +17,7 @@ CONFIG_VARIABLE = "DIPACO_CONFIG"
 
 def default_file(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the settings file that is read when none is named; it need not exist."""
-    base = environment.get("XDG_CONFIG_HOME") or str(home_folder() / ".config")
+    base = tidy(environment.get("XDG_CONFIG_HOME", "")) or str(home_folder() / ".config")
     return Path(base) / "dipaco" / "config.toml"
 
 
@@ -25,7 +25,7 @@ def find_file(named: str | None, environment: Mapping[str, str] = os.environ) ->
     """Return the settings file to read: that of `--config`, else of the variable, else the default
     if there is one. Raises ConfigurationError for a named file that does not exist."""
     for source, name in (("--config", named), (CONFIG_VARIABLE, environment.get(CONFIG_VARIABLE))):
-        if name:
+        if name and (name := tidy(name)):
             path = Path(name).expanduser()
             if not path.is_file():
                 raise ConfigurationError(f"{source} {name}: there is no such file")
@@ -105,7 +105,7 @@ def _value(argument: Argument, given: Any, where: str, file: Path) -> Any:
     elif kind is float and type(given) is int:
         return float(given)
     elif kind is Path and isinstance(given, str):
-        return file.parent / Path(given).expanduser()
+        return file.parent / Path(tidy(given)).expanduser()
     elif type(given) is kind:
         return given
     raise ConfigurationError(f"{where} must be {wanted}, not {given!r}")

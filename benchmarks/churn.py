@@ -115,7 +115,6 @@ class World:
     modules_per_level: tuple[int, ...] = (2, 2)
     inner_steps: int = 0
     contributions: Mapping[str, Any] = {}
-    outer: Mapping[str, Any] = {}
     rounds: Mapping[str, Any] = {}
     """What a benchmark sets of the run's sections of these names."""
 
@@ -127,7 +126,6 @@ class World:
             folder / "run",
             modules_per_level=self.modules_per_level,
             contributions=dict(self.contributions),
-            outer=dict(self.outer),
             inner_steps=self.inner_steps,
             duration_s=chosen.round_s,
             start_s=time.time(),

@@ -89,11 +89,13 @@ class Peer:
         self.identity.release()
 
 
-def grind(count: int) -> list[Ed25519PrivateKey]:
+def grind(
+    count: int, run_id: str = RUN, module: str = MODULE, tries: int = TRIES_PER_LIAR
+) -> list[Ed25519PrivateKey]:
     """Return keys whose node ids are the nearest to the module's key of many."""
-    wanted = DHTID.generate(source=record_key("modules", RUN, MODULE))
+    wanted = DHTID.generate(source=record_key("modules", run_id, module))
     made = []
-    for _ in range(count * TRIES_PER_LIAR):
+    for _ in range(count * tries):
         key = Ed25519PrivateKey.generate()
         peer = PeerID(PEER_ID_PREFIX + raw_public_key(key))
         made.append((wanted.xor_distance(DHTID.generate(source=peer.to_bytes())), key))
@@ -172,7 +174,8 @@ async def _lie(keys: list[bytes], given: list[str], folder: Path, ready: Any) ->
         await asyncio.sleep(1)
 
 
-def _liars(keys: list[bytes], given: list[str], folder: Path, ready: Any) -> None:
+def lie(keys: list[bytes], given: list[str], folder: Path, ready: Any) -> None:
+    """Run nodes that lie, until the process is ended; `ready` is set when they are there."""
     asyncio.run(_lie(keys, given, folder, ready))
 
 
@@ -201,7 +204,7 @@ def main() -> None:
             before = [peer.sees() for peer in peers]
             if keys:
                 liars = context.Process(
-                    target=_liars, args=(keys, addresses, folder, ready), daemon=False
+                    target=lie, args=(keys, addresses, folder, ready), daemon=False
                 )
                 liars.start()
                 assert ready.wait(400), "the liars did not start"

@@ -5,8 +5,8 @@
 Real `dipaco-peer` processes on loopback train a tiny run: for each of --paths paths three honest
 peers, and one that does what its kind says. All take as many steps in each round (fixed steps), so
 that a busy machine changes nothing. All train one module in common, and one for each path, so that
-every path has four trainers: a robust mean needs three at least. Learning rates, inner and outer,
-fall to a tenth to the end, so that perplexities can be compared.
+every path has four trainers: a robust mean needs three at least. The inner learning rate falls
+to a tenth to the end, so that perplexities can be compared.
 
 * thousand: its contributions are a thousand times as large;
 * flipped: eight times as large, and in the other direction;
@@ -159,7 +159,7 @@ OuterRule.step = spoiled
 _STRANGER = """
 import hashlib, os, sys, threading
 from pathlib import Path
-from dipaco.protocol.chain import Row, sign_row
+from dipaco.protocol.chain import Row, genesis_name, sign_row
 from dipaco.base.blobs import BlobStore
 from dipaco.peer.node import join_run
 from dipaco.peer.owner.uplink import Uplink
@@ -182,9 +182,9 @@ def ask_without_end():
     while True:
         number += 1
         for module in node.grid.modules():
-            genesis = node.genesis_step(module)
+            genesis = genesis_name(node.run_id, module)
             data = os.urandom(4096)
-            rows = [sign_row(Row(module, number % 9, genesis, 0, node.me, 1000,
+            rows = [sign_row(Row(module, number % 9, genesis, "0" * 64, 0, node.me, 1000,
                 hashlib.sha256(data + bytes([k])).hexdigest(), 4096), node.identity.key)
                 for k in range(64)]
             peers = [peer for peer in node.exchange.connected_peers() if peer != node.me]
@@ -208,7 +208,6 @@ class MixedWorld(World):
         self.modules_per_level = (1, chosen.paths)
         self.contributions = MEANS[mean]
         self.rounds = {"gather_s": 4.0, "grace_s": 1.0}
-        self.outer = {"decay_steps": chosen.rounds}
         self.inner_steps = chosen.steps
         super().__init__(folder, chosen)
         self.honest = HONEST_OF_A_PATH * chosen.paths
@@ -265,11 +264,11 @@ class MixedWorld(World):
             "agreed": self._agreed(honest) and not stopped,
             "never_stepped": missing,
             "commits": len(commits),
-            "rows": round(statistics.fmean(event["rows"] for event in commits), 2),
+            "rows": round(statistics.fmean([event["rows"] for event in commits] or [0]), 2),
             "carried_on": sum(len(peer.of("carry_on")) for peer in honest),
             "refused_states": self.refusals(),
             "did_not_end": stopped,
-            "seconds": round(commits[-1]["time_s"] - self.plan.start_s, 1),
+            "seconds": round(commits[-1]["time_s"] - self.plan.start_s, 1) if commits else 0,
         }
 
     def _agreed(self, honest: list[Member]) -> bool:

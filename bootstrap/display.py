@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dipaco.base.errors import printable
 from dipaco.base.progress import StageProgress, bar_or_lines, shown_bytes, shown_time
-from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.plan import PathShard, RunPlan
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 
@@ -44,7 +44,7 @@ class Display:
             yield progress
         self.say(f"{name}: done in {time.monotonic() - started_at:.1f} s")
 
-    def shards(self, index: ShardIndex, summaries: Sequence[PathSummary]) -> None:
+    def shards(self, shards: Sequence[PathShard], summaries: Sequence[PathSummary]) -> None:
         """Show the table of shard sizes."""
         table = Table(title="Shards", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
         for heading in ("path", "documents", "sequences", "tokens", "share", "held out"):
@@ -53,7 +53,7 @@ class Display:
         if labelled:
             table.add_column("mostly")
         total_tokens = sum(summary.train_tokens for summary in summaries)
-        for shard, summary in zip(index.paths, summaries, strict=True):
+        for shard, summary in zip(shards, summaries, strict=True):
             cells = [
                 str(shard.path),
                 f"{summary.train_documents:,}",
@@ -68,13 +68,16 @@ class Display:
         cells = [
             "all",
             f"{sum(summary.train_documents for summary in summaries):,}",
-            f"{sum(shard.train_sequences for shard in index.paths):,}",
+            f"{sum(shard.train_sequences for shard in shards):,}",
             f"{total_tokens:,}",
             "100.0%",
-            f"{sum(shard.validation_sequences for shard in index.paths):,}",
+            f"{sum(shard.validation_sequences for shard in shards):,}",
         ]
         table.add_row(*cells, *([""] if labelled else []))
         self.console.print(table)
+        learned = [s.learned_tokens for s in summaries if s.learned_tokens is not None]
+        if learned:
+            self.say(learned_line(sum(learned), total_tokens))
 
     def routing(self, report: RoutingReport) -> None:
         """Show how even the shards are, and whether they follow the labels."""
@@ -93,6 +96,7 @@ class Display:
     def run(self, plan: RunPlan, counts: dict[str, int], folder: str) -> None:
         """Show what was made and how to start it."""
         levels = " x ".join(map(str, plan.grid.modules_per_level))
+        levels += f" and {plan.grid.added_paths} added" * bool(plan.grid.added_paths)
         starts = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(plan.start_s))
         self.say(
             f"Run {plan.name} {plan.run_id}: grid {levels}, "
@@ -105,6 +109,15 @@ class Display:
         self.say(f"Start it with: dipaco-bootstrap serve {shlex.quote(str(folder))}{beside}")
 
 
+def learned_line(learned_tokens: int, tokens: int) -> str:
+    """Say how much of some chats is learned."""
+    return (
+        f"Of {tokens:,} tokens of chats {learned_tokens:,} are learned "
+        f"({learned_tokens / max(1, tokens):.0%}): what the assistant says; "
+        f"{tokens - learned_tokens:,} are only read"
+    )
+
+
 def show_figures(figures: PlanFigures, console: Console) -> None:
     """Print the figures for people."""
     console.print(
@@ -113,6 +126,19 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
         f"{_millions(figures.shared_parameters)} in shared modules, "
         f"{_millions(figures.private_parameters)} private to each path"
     )
+    if figures.begins_as is not None:
+        start = figures.begins_as
+        console.print(
+            f"A path begins as the base '{start.name}' and trains all of it: "
+            f"{_millions(start.parameters)} parameters, {_millions(start.in_tables)} of them in "
+            f"the tables of its vocabulary"
+        )
+    if figures.base is not None:
+        console.print(
+            f"Adapters of rank {figures.base.rank} over {figures.base.name}, which is frozen: "
+            f"{_millions(figures.base.parameters)} parameters, "
+            + ", ".join(f"{shown_bytes(n)} in {f}" for f, n in figures.base.memory_bytes.items())
+        )
     if figures.tokens_per_round is not None:
         console.print(
             f"{figures.tokens_per_round:,} tokens a round and path, "
@@ -126,11 +152,16 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(
         _sizes("In a peer's GPU memory, at least", figures.device_bytes, figures.device_total_bytes)
     )
-    plain, in_8_bits = (figures.greatest_paths[kind] for kind in ("adamw", "adamw8bit"))
+    if figures.base is None:
+        plain, others = (figures.greatest_paths[kind] for kind in ("adamw", "adamw8bit"))
+        what, besides = "a path like this one of about", "with --optimizer adamw8bit of"
+    else:
+        plain, others = (figures.base.greatest[kind] for kind in ("bf16", "nf4"))
+        what, besides = "adapters of a base like this one of about", "in nf4 of"
     console.print(
-        f"A GPU of {', '.join(map(str, plain))} GiB trains a path like this one of about "
-        f"{', '.join(map(_millions, plain.values()))} parameters, with --optimizer adamw8bit of "
-        f"{', '.join(map(_millions, in_8_bits.values()))}: a sequence at a time, blocks twice"
+        f"A GPU of {', '.join(map(str, plain))} GiB trains {what} "
+        f"{', '.join(map(_millions, plain.values()))} parameters, {besides} "
+        f"{', '.join(map(_millions, others.values()))}: a sequence at a time, blocks twice"
     )
     console.print(
         _sizes(

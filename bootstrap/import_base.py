@@ -7,21 +7,25 @@ written anew; a `tokenizer.json` stays as it is, and its numbers come back in ex
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from google.protobuf.message import DecodeError
+from pydantic import ValidationError
 from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import sha256_of_file, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
+from dipaco.modules.frozen_file import renumbered, row_runs
 from dipaco.modules.llama import (
     CHAT_TEMPLATE,
     CONFIG_FILE,
@@ -29,13 +33,17 @@ from dipaco.modules.llama import (
     TOKENIZER_JSON,
     TOKENIZER_SETTINGS,
     llama_weight_files,
+    read_config_file,
     read_llama_config,
     read_llama_parameters,
 )
+from dipaco.modules.plan import BaseFile, BaseSource
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.routing.tokenizer_json import (
     SPLITS_SPECIAL,
+    GenerationSettings,
     JsonPieces,
+    SpecialNumbers,
     pack_tokenizer,
     with_added_tokens,
 )
@@ -44,6 +52,7 @@ from dipaco.routing.tokenizer_json import (
 sentencepiece_format: Any = sentencepiece_model_pb2
 _Piece = sentencepiece_format.ModelProto.SentencePiece
 ADDED_TOKENS, SPECIAL_TOKENS = "added_tokens.json", "special_tokens_map.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -99,7 +108,7 @@ class ImportedBase:
         resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
         for key, value in given.items() if isinstance(given, dict) else ():
             if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:
-                kept[key] = value
+                kept |= {key: value, "context_length": model.sequence_length}
             elif key in kept and value not in (kept[key], resolved.get(key, kept[key])):
                 raise ConfigurationError(
                     f"{source}: model.{key} is {value!r}, but {self.folder / CONFIG_FILE} has "
@@ -115,11 +124,16 @@ class ImportedBase:
         return self._numbered.model if self._numbered else None
 
     @cached_property
+    def _weight_digests(self) -> dict[str, str]:
+        with storage_errors(self.folder):
+            files = llama_weight_files(self.folder)
+            return {file.name: sha256_of_file(file) for file in files}
+
+    @cached_property
     def fingerprint(self) -> str:
         """A hash of all that is imported."""
-        files = (self.folder / CONFIG_FILE, *llama_weight_files(self.folder))
         with storage_errors(self.folder):
-            digests = [sha256_of_file(file) for file in files]
+            digests = [sha256_of_file(self.folder / CONFIG_FILE), *self._weight_digests.values()]
         return hashlib.sha256("".join(digests).encode() + (self.tokenizer or b"")).hexdigest()
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -131,7 +145,7 @@ class ImportedBase:
         if self._numbered is not None:
             for name in (EMBEDDING, HEAD):
                 if name in parameters:
-                    parameters[name] = _renumbered(parameters[name], self._numbered.order)
+                    parameters[name] = renumbered(parameters[name], self.rows)
         return parameters
 
     @cached_property
@@ -161,6 +175,23 @@ class ImportedBase:
             )
         # Rows without a piece follow.
         return NumberedTokenizer(numbered.model, (*numbered.order, *range(pieces, rows)))
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, int], ...]:
+        """Which rows of the checkpoint's embedding the run's tokens have, as `row_runs`."""
+        if self._numbered is None:
+            return ((0, self._stored_model.vocabulary_size),)
+        return row_runs(self._numbered.order)
+
+    def source(self, name: str) -> BaseSource:
+        """Return what the plan of a run with adapters says of the checkpoint."""
+        return BaseSource(
+            name=name,
+            files=tuple(
+                BaseFile(name=file, sha256=sha256) for file, sha256 in self._weight_digests.items()
+            ),
+            rows=self.rows,
+        )
 
 
 def lacking_tokens(folder: Path, model: bytes) -> list[str]:
@@ -236,7 +267,14 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         )
     content = with_added_tokens(_json_object(file), added_tokens(folder), str(file))
     splits = _settings(folder).get(SPLITS_SPECIAL) is True
-    model, new = pack_tokenizer(content, special, template, str(file), splits_special=splits)
+    generation = _json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    model, new = pack_tokenizer(
+        content, special, template, str(file),
+        rows=rows,
+        stated=_stated(SpecialNumbers, read_config_file(folder)),
+        generation=None if generation is None else _stated(GenerationSettings, generation),
+        splits_special=splits,
+    )  # fmt: skip
     pieces = JsonPieces(model, str(file))
     numbers = pieces.file_order(max(rows, pieces.vocabulary_size)).tolist()
     without_row = [number for number in numbers if number >= rows and number not in new]
@@ -262,6 +300,19 @@ def _special_names(folder: Path) -> list[str | None]:
         called = value.get("content") if isinstance(value, dict) else value
         names.append(called if isinstance(called, str) else None)
     return names
+
+
+StatedT = TypeVar("StatedT", SpecialNumbers, GenerationSettings)
+
+
+def _stated(kind: type[StatedT], values: Mapping[str, Any]) -> StatedT:
+    """Return what a file of a checkpoint says, without what is not known of its kind."""
+    found: dict[str, Any] = {}
+    for key in kind.model_fields:
+        with contextlib.suppress(ValidationError):
+            kind.model_validate({key: values.get(key)})
+            found[key] = values.get(key)
+    return kind.model_validate(found)
 
 
 def _chat_template(folder: Path) -> str | None:
@@ -340,13 +391,3 @@ def number_pieces(model: bytes, source: str) -> NumberedTokenizer:
     proto.normalizer_spec.add_dummy_prefix = False
     proto.normalizer_spec.remove_extra_whitespaces = False
     return NumberedTokenizer(proto.SerializeToString(deterministic=True), order)
-
-
-def _renumbered(rows: torch.Tensor, order: tuple[int | None, ...]) -> torch.Tensor:
-    """Return the rows of an embedding in the order of the pieces; a new one has their mean."""
-    if order == tuple(range(len(rows))):
-        return rows
-    chosen = rows[torch.tensor([0 if old is None else old for old in order])]
-    new = [index for index, old in enumerate(order) if old is None]
-    chosen[new] = rows.mean(dim=0)
-    return chosen

@@ -15,7 +15,6 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.transformer import PathModel
 from dipaco.routing.token_corpus import Mapped
 from dipaco.training.scoring import row_losses
 
@@ -83,7 +82,7 @@ class LocalScores:
             if not np.isfinite(scores).all():
                 raise ConfigurationError(
                     f"path {path} of {self._predecessor.path} gives a document no finite loss; its "
-                    f"states are of no use for a router that is trained on scores"
+                    f"states are of no use"
                 )
             _write_array(self._file(path), scores)
             progress(done, len(paths))
@@ -107,7 +106,7 @@ def score_path(
     """Return the loss of every row by a path of a trained run: a piece for `workers.py`."""
     rows: np.ndarray = np.load(documents, mmap_mode="r", allow_pickle=False)
     grid = predecessor.grid
-    model = PathModel(grid.model).to(device).eval()
+    model = predecessor.folder.path_model(predecessor.plan, torch.device(device)).eval()
     states = {module: predecessor.load(module) for module in grid.modules_of_path(path)}
     load_path(model, grid, path, states)
     with one_thread():

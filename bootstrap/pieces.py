@@ -16,6 +16,7 @@ import torch
 
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
+from dipaco.routing.chat_tokens import ChatEncoder
 from dipaco.routing.corpus import Document
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.routers import load_router
@@ -39,10 +40,18 @@ class RoutingTools:
 
 
 def encode(
-    folder: Path, tokenizer: str, chunk: Sequence[tuple[Document, bool]]
+    folder: Path,
+    tokenizer: str,
+    chat_prefix_tokens: int | None,
+    chunk: Sequence[tuple[Document, bool]],
 ) -> list[EncodedDocument]:
-    """Return the tokens of a chunk of documents. Raises CorpusError as `encoded` does."""
-    return encoded(chunk, _tokenizer(folder, tokenizer), torch.get_num_threads())
+    """Return the tokens of a chunk of documents, which are chats if there is a number of tokens
+    that routing sees of them. Raises CorpusError as `encoded` does, ConfigurationError for a
+    template that cannot be used."""
+    chats = None
+    if chat_prefix_tokens is not None:
+        chats = _chat_encoder(folder, tokenizer, chat_prefix_tokens)
+    return encoded(chunk, _tokenizer(folder, tokenizer), torch.get_num_threads(), chats)
 
 
 def route(tools: RoutingTools, beginnings: Beginnings) -> np.ndarray:
@@ -67,12 +76,17 @@ def one_thread() -> Iterator[None]:
 @functools.lru_cache(maxsize=1)
 def base_model(folder: Path, config: ModelConfig, base: str, device: str) -> PathModel:
     """Return a run's base model on a device."""
-    return RunFolder(folder).load_base_model(config, base).to(device)
+    return RunFolder(folder).load_base_model(config, base, torch.device(device))
 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: Path, tokenizer: str) -> Tokenizer:
     return Tokenizer(RunFolder(folder).blobs.read(tokenizer))
+
+
+@functools.lru_cache(maxsize=1)
+def _chat_encoder(folder: Path, tokenizer: str, prefix_tokens: int) -> ChatEncoder:
+    return ChatEncoder(_tokenizer(folder, tokenizer), prefix_tokens)
 
 
 @functools.lru_cache(maxsize=1)

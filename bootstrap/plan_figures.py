@@ -6,6 +6,7 @@ first document is read.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.grid import PRIVATE_LEVEL, Grid
-from dipaco.modules.memory import ADAMW_BYTES, FP32_BYTES
-from dipaco.modules.plan import RunBlobs
+from dipaco.modules.frozen_base import FILE_FORMATS
+from dipaco.modules.frozen_file import base_file_bytes, base_parameter_count, frozen_bytes
+from dipaco.modules.grid import PRIVATE_LEVEL, Grid, ModuleLayout, parameter_shapes
+from dipaco.modules.llama import WEIGHTS_FILE
+from dipaco.modules.memory import ADAMW_BYTES
+from dipaco.modules.plan import BaseFile, BaseSource, RunBlobs
+from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.peer.check.needs import (
     device_bytes,
     disk_bytes,
+    greatest_bases,
     greatest_paths,
     grid_of,
     main_memory_bytes,
@@ -92,6 +98,31 @@ class CodecFigures:
 
 
 @dataclass(frozen=True)
+class StartFigures:
+    """The checkpoint that every path begins as, and trains."""
+
+    name: str
+    parameters: int
+    in_tables: int
+    """Of them in its embedding and head, which grow with the vocabulary."""
+
+
+@dataclass(frozen=True)
+class BaseFigures:
+    """The frozen base of a run with adapters."""
+
+    name: str
+    rank: int
+    parameters: int
+    file_bytes: int
+    """That a peer has on its disk."""
+    memory_bytes: dict[str, int]
+    """By format."""
+    greatest: dict[str, dict[int, int]]
+    """By format and GiB of a GPU: parameters of the largest base like this one."""
+
+
+@dataclass(frozen=True)
 class PlanFigures:
     """The figures of a run, for a peer that trains one path."""
 
@@ -99,11 +130,15 @@ class PlanFigures:
     paths: int
     peers: int
     path_parameters: int
+    base: BaseFigures | None
+    """With adapters, which all other parameters are then."""
     total_parameters: int
     shared_parameters: int
     private_parameters: int
     """Of one path."""
     levels: tuple[LevelFigures, ...]
+    begins_as: StartFigures | None
+    """Without adapters, where there is a checkpoint."""
     tokens_per_step: int
     tokens_per_round: int | None
     """Of one path; None when a round has as many steps as fit."""
@@ -190,10 +225,12 @@ def plan_figures(
         paths=grid.path_count,
         peers=peers,
         path_parameters=counts["path"],
+        base=_base(config),
         total_parameters=counts["total"],
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
         levels=levels,
+        begins_as=_begins_as(config),
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
         line_mbit_per_s=expected.line_mbit_per_s,
@@ -202,7 +239,7 @@ def plan_figures(
         moved_bytes=moved,
         round_mbit_per_s=round(8e-6 * moved / config.rounds.duration_s, 3),
         requests=sum(_requests(level, config.rounds.copies) for level in levels),
-        join_bytes=FP32_BYTES * counts["path"] + states,
+        join_bytes=base_file_bytes(config.model) + states,
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),
         device_bytes=device_bytes(config, counts["path"]),
@@ -226,6 +263,31 @@ def look_at_data(config: CorpusConfig) -> None:
         next(iterate_documents(config, part))
 
 
+def _begins_as(config: RunConfig) -> StartFigures | None:
+    if config.base.checkpoint is None or config.model.adapters is not None:
+        return None
+    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
+    return StartFigures(
+        name=config.base.name or config.base.checkpoint.name,
+        parameters=sum(sizes.values()),
+        in_tables=sizes[EMBEDDING] + sizes.get(HEAD, 0),
+    )
+
+
+def _base(config: RunConfig) -> BaseFigures | None:
+    model = config.model
+    if model.adapters is None:
+        return None
+    return BaseFigures(
+        name=config.base.name or "the base of the run before",
+        rank=model.adapters.rank,
+        parameters=base_parameter_count(model),
+        file_bytes=base_file_bytes(model),
+        memory_bytes={name: frozen_bytes(model, name) for name in FILE_FORMATS},
+        greatest=greatest_bases(config),
+    )
+
+
 def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigures:
     modules = [module for module in grid.modules() if grid.level_of(module) == level]
     layout, paths = grid.layout(level), paths_per_module(grid, level)
@@ -243,7 +305,7 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
         trainers=trainers,
         parameters=layout.size,
         state_bytes=state_bytes(grid, level),
-        holds=_holds(layout.names),
+        holds=_holds(layout),
         codec=own,
         file_bytes=files,
         moved_bytes={name: others * count for name, count in files.items()},
@@ -275,8 +337,9 @@ def _requests(level: LevelFigures, copies: int) -> int:
     return 2 * others + -(-others // max(1, level.trainers))
 
 
-def _holds(names: tuple[str, ...]) -> str:
-    """Say which parameters these are: "blocks 1-4, 7", "embedding", "final norm"."""
+def _holds(layout: ModuleLayout) -> str:
+    """Say which parameters these are: "blocks 1-4, 7", "embedding (28.31 M)", "final norm"."""
+    names, sizes = layout.names, dict(zip(layout.names, layout.sizes, strict=True))
     blocks = sorted({int(name.split(".")[2]) for name in names if ".layers." in name})
     ranges: list[list[int]] = []
     for block in blocks:
@@ -287,9 +350,12 @@ def _holds(names: tuple[str, ...]) -> str:
     shown = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
     others = {"embed_tokens": "embedding", "lm_head": "head", "model.norm": "final norm"}
     parts = [f"block{'s' if len(blocks) > 1 else ''} {shown}"] if blocks else []
-    return ", ".join(
-        [*parts, *(word for key, word in others.items() if any(key in name for name in names))]
-    )
+    for key, word in others.items():
+        if found := [name for name in names if key in name]:
+            # The tables of a vocabulary may be the larger part of a module.
+            table = f" ({sizes[found[0]] / 1e6:,.2f} M)" if found[0] in (EMBEDDING, HEAD) else ""
+            parts.append(f"{word}{table}")
+    return ", ".join(parts)
 
 
 def _shard_bytes(config: RunConfig, grid: Grid, corpus_tokens: int | None) -> int | None:
@@ -305,6 +371,13 @@ def _manifest_bytes(config: RunConfig) -> int:
         tokenizer=_ANY_SHA256, router=_ANY_SHA256, base=_ANY_SHA256, shards=_ANY_SHA256,
         genesis=_ANY_SHA256,
     )  # fmt: skip
+    source = None
+    if config.model.adapters is not None:
+        source = BaseSource(
+            name=config.base.name or "",
+            files=(BaseFile(name=WEIGHTS_FILE, sha256=_ANY_SHA256),),
+            rows=((0, config.model.vocabulary_size),),
+        )
     key = Ed25519PrivateKey.generate()
-    plan = opened(config.plan(blobs, start_s=2e9, successor_of=_ANY_SHA256[:16]), key)
+    plan = opened(config.plan(blobs, 2e9, _ANY_SHA256[:16], source), key)
     return len(sign_manifest(plan, key))

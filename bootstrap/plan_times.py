@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dipaco.modules.frozen_file import unfilled_base
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.training.inner import InnerLoop
 
@@ -59,8 +60,12 @@ def measured_tokens_per_s(config: RunConfig, device: torch.device) -> float:
 
     Raises ConfigurationError when not even one sequence fits in memory.
     """
-    model, length = PathModel(config.model), config.model.sequence_length
-    initialise(model, 0)
+    length = config.model.sequence_length
+    if config.model.adapters is None:
+        model = PathModel(config.model)
+        initialise(model, 0)
+    else:
+        model = PathModel(config.model, unfilled_base(config.model).on(device))
     loop = InnerLoop(model.to(device), config.inner, device)
     sequences = min(config.inner.batch_sequences, max(1, MEASURED_TOKENS // length))
     tokens = torch.randint(config.model.vocabulary_size, (sequences, length))

@@ -143,8 +143,8 @@ class Predecessor:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the old run has one path: an ordinary dense model."""
-        return self.grid.path_count == 1
+        """Whether the old run has one path, which is trained whole: an ordinary dense model."""
+        return self.grid.path_count == 1 and self.plan.model.adapters is None
 
     def base_bytes(self) -> bytes:
         """Return the base model of the successor: the trained model of a dense run, which is a

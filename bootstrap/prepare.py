@@ -20,13 +20,14 @@ import numpy as np
 import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.base.files import atomic_write, canonical_json
+from dipaco.base.files import atomic_write
+from dipaco.modules.frozen_file import write_base
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunBlobs, RunPlan, ShardIndex
+from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.admission import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
-from dipaco.routing.corpus import corpus_documents
+from dipaco.routing.corpus import corpus_documents, holds_chats
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
@@ -45,7 +46,7 @@ from .predecessor import Predecessor, check_start, operator_key_file
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
 from .stages import StageMarkers, corpus_fingerprint, differing_keys, inputs_hash
-from .succession import SUMMARY_SEQUENCES, Succession
+from .succession import Succession, summary_sequences
 from .token_stage import TokenStage
 from .workers import Workers
 
@@ -123,6 +124,8 @@ class Preparation:
                 f"documents; train a run with kind = 'kmeans' under [router] first, and give it "
                 f"with --from RUN"
             )
+        if self._holds_chats:
+            self._check_chats()
         if self._signed is not None:
             # What the blobs do not decide is refused before hours of work.
             self._is_signed(self._plan(self._signed.blobs, start_in_s), start_in_s)
@@ -149,7 +152,12 @@ class Preparation:
             self.device,
             self.display,
             self.workers,
+            self._copied,
         )
+
+    def _copied(self) -> tuple[int, ...]:
+        """Return the old paths that paths which are added begin as."""
+        return ()
 
     # Each stage: the hash of its inputs, and its result as the SHA-256 of a blob.
 
@@ -224,6 +232,17 @@ class Preparation:
     @cached_property
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """Stage 2: all documents as tokens, training and held-out."""
+        self.check_tokenizer()
+        chat_prefix_tokens = self.config.router.prefix_tokens if self._holds_chats else None
+        stage = TokenStage(
+            self.config, self.work, self.markers, self.display, self._tokens_hash,
+            functools.partial(encode, self.out, self.tokenizer, chat_prefix_tokens), self.workers,
+            chat_prefix_tokens,
+        )  # fmt: skip
+        return stage.corpora(self.predecessor)
+
+    def check_tokenizer(self) -> None:
+        """Raise ConfigurationError for tokens of another tokenizer."""
         made_with = self.config.data.tokenizer_sha256
         if made_with not in (None, self.tokenizer):
             raise ConfigurationError(
@@ -231,15 +250,28 @@ class Preparation:
                 f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
                 f"that one as model_file under [tokenizer], or the texts"
             )
-        stage = TokenStage(
-            self.config, self.work, self.markers, self.display, self._tokens_hash,
-            functools.partial(encode, self.out, self.tokenizer), self.workers,
-        )  # fmt: skip
-        return stage.corpora(self.predecessor)
+
+    @cached_property
+    def _holds_chats(self) -> bool:
+        return holds_chats(self.config.data)
+
+    def _check_chats(self) -> None:
+        """Refuse before any work what cannot be done with chats."""
+        if self.imported is None and self.predecessor is None:
+            raise ConfigurationError(
+                "[data] holds chats, which need the chat template of a base; name its folder with "
+                "base = 'FOLDER', or give texts"
+            )
+        if self.config.base.steps and self.predecessor is None:
+            raise ConfigurationError(
+                f"[data] holds chats, and steps is {self.config.base.steps} under [base]; only "
+                f"paths train on chats, so leave steps out"
+            )
 
     @cached_property
     def _tokens_hash(self) -> str:
-        return inputs_hash("tokens", self._corpus_hash, self.tokenizer)
+        chats = [self.config.router.prefix_tokens] if self._holds_chats else []
+        return inputs_hash("tokens", self._corpus_hash, self.tokenizer, *chats)
 
     @cached_property
     def base(self) -> str:
@@ -247,6 +279,8 @@ class Preparation:
         config = self.config
         if self.succession:
             return self.succession.base
+        if config.model.adapters is not None:
+            return self._frozen_base(config.model.adapters.base_format)
         inputs = inputs_hash(
             "base", self._tokens_hash, config.model, config.base_inner(), config.base.steps,
             config.seed, *([self.imported.fingerprint] if self.imported else []),
@@ -254,6 +288,20 @@ class Preparation:
         sha256 = str(self.markers.stage("base", inputs, lambda: self._train_base(inputs))["sha256"])
         (self.work / "base.pt").unlink(missing_ok=True)
         return sha256
+
+    def _frozen_base(self, base_format: str) -> str:
+        """Stage 3 with adapters: the checkpoint as it is, in the order of the run's tokens."""
+        imported = self.imported
+        assert imported is not None  # a RUN.toml with adapters names a base
+        inputs = inputs_hash("frozen base", imported.fingerprint, imported.rows, base_format)
+
+        def make() -> dict[str, Any]:
+            with self.display.stage("base model"):
+                file = self.work / "base.safetensors"
+                write_base(imported.folder, imported.rows, base_format, file)
+                return {"sha256": self.blobs.add_file(file, move=True)}
+
+        return str(self.markers.stage("base", inputs, make)["sha256"])
 
     def _train_base(self, inputs: str) -> dict[str, Any]:
         config = self.config
@@ -326,6 +374,8 @@ class Preparation:
 
     def _make_shards(self) -> dict[str, Any]:
         builder = self._shard_builder()
+        if self._holds_chats:
+            self._say_what_is_cut()
         tools = RoutingTools(
             self.out, self.tokenizer, self.base, self.router, self.config.model,
             self.config.router.prefix_tokens, str(self.device),
@@ -337,8 +387,15 @@ class Preparation:
             )  # fmt: skip
             check_shards(builder.summaries())
             index = builder.finish(self.blobs)
-        sha256 = self.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
-        return {"sha256": sha256}
+        return {"sha256": self.blobs.add_bytes(index.canonical_json())}
+
+    def _say_what_is_cut(self) -> None:
+        length, lengths = self.config.model.sequence_length, self.corpora[0].lengths()
+        if cut := int((lengths > length).sum()):
+            self.display.say(
+                f"{cut:,} of {len(lengths):,} chats are longer than a row of {length:,} tokens; "
+                f"what is cut off them no longer sees the question (sequence_length under [model])"
+            )
 
     @cached_property
     def _shards_hash(self) -> str:
@@ -357,6 +414,7 @@ class Preparation:
             self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
+            marked=self._holds_chats,
         )
 
     @cached_property
@@ -365,7 +423,7 @@ class Preparation:
 
     @property
     def _paths(self) -> int:
-        return math.prod(self.config.grid.modules_per_level)
+        return self.config.grid.path_count
 
     @cached_property
     def _signed(self) -> RunPlan | None:
@@ -377,7 +435,18 @@ class Preparation:
             blobs,
             round(time.time() + (start_in_s or 0.0), 3),
             self.predecessor.plan.run_id if self.predecessor else None,
+            self._base_source,
         ).model_copy(update={"invitations_of": self._invitations_of})
+
+    @property
+    def _base_source(self) -> BaseSource | None:
+        """Where the frozen base comes from, with adapters."""
+        if self.predecessor is not None:
+            return self.predecessor.plan.base_source
+        if self.config.model.adapters is None:
+            return None
+        assert self.imported is not None  # a RUN.toml with adapters names a base
+        return self.imported.source(self.config.base.name or self.imported.folder.name)
 
     def _is_signed(self, plan: RunPlan, start_in_s: float | None) -> bool:
         """Whether the folder holds this run already, whenever it began. Raises ConfigurationError
@@ -436,7 +505,7 @@ class Preparation:
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
         index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()
-        self.display.shards(index, summaries)
+        self.display.shards(index.paths, summaries)
         report = report_routing(plan, index, summaries)
         atomic_write(self.out / "routing.json", report.model_dump_json(indent=1).encode())
         self.display.routing(report)
@@ -447,6 +516,9 @@ class Preparation:
             )
         if self.succession:
             self.succession.say_where_it_stands(self.folder, plan)
+        self._say_how_to_start(plan, is_new)
+
+    def _say_how_to_start(self, plan: RunPlan, is_new: bool) -> None:
         self.display.run(plan, self.folder.grid(plan).parameter_counts(), str(self.out))
         if not is_new:
             self.display.say(
@@ -461,17 +533,17 @@ class Preparation:
 
     def _base_perplexity(self, plan: RunPlan) -> tuple[float, int]:
         """Score the base model on some held-out sequences of every path."""
-        each = max(1, SUMMARY_SEQUENCES // self._paths)
+        each = summary_sequences(plan.model, self._paths)
         total_nll, total_tokens = 0.0, 0
-        for path in range(self._paths):
-            held_out = self.folder.validation_tokens(plan, path)
-            rows = held_out[:each]
-            if len(rows):
-                tokens = torch.from_numpy(rows.astype(np.int64))
-                nll, count = sum_losses(
-                    self.base_model, tokens, plan.routing.prefix_tokens, device=self.device
-                )
-                total_nll, total_tokens = total_nll + nll, total_tokens + count
+        with self.display.stage("base model's perplexity") as progress:
+            for path in range(self._paths):
+                rows = self.folder.validation_tokens(plan, path)[:each]
+                if len(rows):
+                    nll, count = sum_losses(
+                        self.base_model, rows, plan.routing.prefix_tokens, device=self.device
+                    )
+                    total_nll, total_tokens = total_nll + nll, total_tokens + count
+                progress.update(path + 1, self._paths, "paths")
         return math.exp(total_nll / max(1, total_tokens)), total_tokens
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import read_toml
 from dipaco.modules.config import (
+    AdaptersConfig,
     Config,
     ContributionsConfig,
     GridConfig,
@@ -19,11 +20,15 @@ from dipaco.modules.config import (
     ModelConfig,
     OuterConfig,
     RoundsConfig,
+    check_adapters,
     parse_config,
 )
 from dipaco.modules.grid import Grid
+from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
+from dipaco.modules.llama import CONFIG_FILE
 from dipaco.modules.plan import (
     PROTOCOL_VERSION,
+    BaseSource,
     Mirror,
     RoutingPlan,
     RunBlobs,
@@ -56,7 +61,14 @@ class BaseConfig(Config):
 
     checkpoint: Path | None = Field(
         None,
-        description="Folder of a Llama checkpoint to start from; steps is 0 then, unless given.",
+        description="Folder of a Llama checkpoint to start from, or what the Hugging Face Hub "
+        "calls one that is in its cache; steps is 0 then, unless given.",
+    )
+    name: str | None = Field(
+        None,
+        max_length=200,
+        description="What the Hugging Face Hub calls the checkpoint in a folder; peers then look "
+        "for it in their cache.",
     )
     steps: int = Field(1000, ge=0, description="0: paths start from random parameters.")
     learning_rate: float = Field(4e-3, gt=0, description="Peak learning rate.")
@@ -80,6 +92,30 @@ class BaseConfig(Config):
         return values
 
 
+# What adapters have as defaults, by table: see docs/configuration.md, "adapters".
+ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "grid": {"modules_per_level": [1, 4]},
+    "inner": {
+        "optimizer": "adamw",
+        "learning_rate": 1e-3,
+        "weight_decay": 0.0,
+        "fresh_state_warmup_steps": 5,
+    },
+    "outer": {
+        "learning_rate": 1.0,
+        "momentum": 0.0,
+        "private_learning_rate": 1.0,
+        "sqrt_paths_rescaling": False,
+    },
+}
+
+
+class _Adapters(Config):
+    """The table of a RUN.toml alone, to be checked before others get their defaults from it."""
+
+    adapters: AdaptersConfig | None = None
+
+
 class RunConfig(Config):
     """A RUN.toml. `data` has no default; everything else has one that works."""
 
@@ -92,6 +128,9 @@ class RunConfig(Config):
     model: ModelConfig = ModelConfig()
     grid: GridConfig = GridConfig()
     base: BaseConfig = BaseConfig()
+    adapters: AdaptersConfig | None = Field(
+        None, description="Train adapters over a frozen base; see the table."
+    )
     router: RouterConfig = RouterConfig()
     inner: InnerConfig = InnerConfig()
     outer: OuterConfig = OuterConfig()
@@ -101,7 +140,18 @@ class RunConfig(Config):
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
 
-    def plan(self, blobs: RunBlobs, start_s: float, successor_of: str | None = None) -> RunPlan:
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        check_adapters(self.model, self.grid, self.inner)
+        return self
+
+    def plan(
+        self,
+        blobs: RunBlobs,
+        start_s: float,
+        successor_of: str | None = None,
+        base_source: BaseSource | None = None,
+    ) -> RunPlan:
         """Return the plan of the run with these blobs, that begins at `start_s`."""
         return RunPlan(
             protocol_version=PROTOCOL_VERSION,
@@ -120,6 +170,7 @@ class RunConfig(Config):
                 train_paths=self.router.train_paths,
             ),
             blobs=blobs,
+            base_source=base_source,
             mirrors=self.mirrors,
             successor_of=successor_of,
         )
@@ -139,7 +190,7 @@ class RunConfig(Config):
         )
 
 
-def _change(values: dict[str, Any], change: str) -> None:
+def change_value(values: dict[str, Any], change: str) -> None:
     """Set one value of a RUN.toml. Raises ConfigurationError."""
     key, equals, text = change.partition("=")
     *tables, name = key.strip().split(".")
@@ -175,19 +226,26 @@ def load_run_config(
         raise ConfigurationError(f"there is no {path}; start from a copy of examples/tiny/RUN.toml")
     values = read_toml(path)
     for change in changes:
-        _change(values, change)
+        change_value(values, change)
     if "data" not in values:
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"
         )
     folder = path.absolute().parent
+    _place_base(values, folder, str(path))
     if trained is None:
-        _import_model(values, folder, str(path))
+        _import_model(values, str(path))
     else:
         values["model"] = _trained_model(values.get("model", {}), trained, str(path))
+    _use_adapters(values, trained, str(path))
     config = parse_config(RunConfig, values, str(path))
     window_stride(config.model.sequence_length, config.router.prefix_tokens)
     grid = Grid(config.model, config.grid, config.rounds.level_offsets)
+    if config.grid.added_paths:
+        raise ConfigurationError(
+            f"{path}: added_paths under [grid] is counted by 'prepare --from RUN --add-path "
+            f"NEW.jsonl'; leave it out"
+        )
     if config.router.train_paths > grid.path_count:
         raise ConfigurationError(
             f"{path}: train_paths {config.router.train_paths} under [router] is more than the "
@@ -212,22 +270,74 @@ def load_run_config(
         )
     if tokenizer.model_file is not None:
         tokenizer = tokenizer.model_copy(update={"model_file": folder / tokenizer.model_file})
-    if base.checkpoint is not None:
-        base = base.model_copy(update={"checkpoint": folder / base.checkpoint})
     return config.model_copy(
-        update={"data": config.data.relative_to(folder), "tokenizer": tokenizer, "base": base}
+        update={"data": config.data.relative_to(folder), "tokenizer": tokenizer}
     )
 
 
-def _import_model(values: dict[str, Any], folder: Path, source: str) -> None:
+def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
+    """Put the folder of the checkpoint that `base` names in the place of its name, and say what
+    the hub calls it. Raises ConfigurationError."""
+    base = values.get("base")
+    table = {"checkpoint": base} if isinstance(base, str) else base
+    if not isinstance(table, dict) or not isinstance(table.get("checkpoint"), str):
+        return
+    given = table["checkpoint"]
+    place, name = folder / given, Path(given).name
+    if not (place / CONFIG_FILE).is_file() and is_hub_name(given):
+        snapshots = cached_snapshots(given)
+        if not snapshots and not place.exists():
+            raise ConfigurationError(
+                f"{source}: base '{given}' is no folder beside it, and not in the cache of the "
+                f"Hugging Face Hub; fetch it with: hf download {given}"
+            )
+        place, name = (snapshots[0], given) if snapshots else (place, name)
+    values["base"] = {"name": name, **table, "checkpoint": str(place)}
+
+
+def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: str) -> None:
+    """Give a run with adapters the defaults that these have, and let its model have them.
+
+    Raises ConfigurationError for adapters without a base, or with one that is trained further.
+    """
+    adapters, model = values.get("adapters"), values.get("model")
+    if adapters is None and (trained is None or trained.adapters is None):
+        return
+    if not isinstance(adapters, dict | None) or not isinstance(model, dict | None):
+        return  # whoever parses it says so
+    found = parse_config(_Adapters, {"adapters": adapters}, source).adapters
+    base = values.get("base")
+    if trained is None:
+        if not isinstance(base, dict) or "checkpoint" not in base:
+            raise ConfigurationError(
+                f"{source}: [adapters] need a base, which stays as it is; name a checkpoint in a "
+                f'first line: base = "FOLDER or OWNER/NAME"'
+            )
+        if base.get("steps"):
+            raise ConfigurationError(
+                f"{source}: base.steps is {base['steps']}, but with [adapters] the base stays as "
+                f"it is; leave it out"
+            )
+        values["model"] = {**(model or {}), "adapters": adapters}
+    elif found is not None and found != trained.adapters:
+        raise ConfigurationError(
+            f"{source}: [adapters] differ from those of the run that this one goes on with; leave "
+            f"the table out"
+        )
+    for table, defaults in ADAPTER_DEFAULTS.items():
+        given = values.get(table, {})
+        values[table] = {**defaults, **given} if isinstance(given, dict) else given
+
+
+def _import_model(values: dict[str, Any], source: str) -> None:
     """Fill `[model]` from the checkpoint that `base` names, if it names one."""
     base = values.get("base")
-    checkpoint = base.get("checkpoint") if isinstance(base, dict) else base
+    checkpoint = base.get("checkpoint") if isinstance(base, dict) else None
     if not isinstance(checkpoint, str):
         return
     tokenizer = values.get("tokenizer", {})
     given = isinstance(tokenizer, dict) and "model_file" in tokenizer
-    imported = ImportedBase(folder / checkpoint, own_tokenizer=not given)
+    imported = ImportedBase(Path(checkpoint), own_tokenizer=not given)
     values["model"] = imported.agreed_model(values.get("model", {}), source)
 
 

@@ -9,6 +9,8 @@ that is trained on scores gets them from its paths.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +22,11 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json, sha256_of_file
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import InnerConfig
-from dipaco.modules.grid import Grid
+from dipaco.modules.config import InnerConfig, ModelConfig
+from dipaco.modules.grid import Grid, parameter_shapes
 from dipaco.modules.grow import Growth, check_genesis_index
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import write_state
-from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import LossSum, sum_losses
 
@@ -37,6 +38,8 @@ from .workers import Workers
 
 # Held-out sequences that a model is scored on for the summary, over all paths.
 SUMMARY_SEQUENCES = 256
+# So much is computed for it: a minute of a few cores.
+SUMMARY_OPERATIONS = 2e12
 
 
 @dataclass
@@ -53,11 +56,13 @@ class Succession:
     device: torch.device
     display: Display
     workers: Workers
+    copied: Callable[[], tuple[int, ...]] = tuple
+    """The old paths that paths which are added now begin as."""
 
     @cached_property
     def growth(self) -> Growth:
         """How old and new modules belong together."""
-        return Growth(self.predecessor.grid, self.grid)
+        return Growth(self.predecessor.grid, self.grid, self.copied())
 
     def tokenizer(self, given: Path | None) -> str:
         """Take over the old run's tokenizer as a blob of the new run and return its SHA-256.
@@ -70,13 +75,13 @@ class Succession:
                 f"[tokenizer] model_file {given} is not the tokenizer of the run to go on with, "
                 f"and modules fit only the tokens that they were trained on; leave it out"
             )
-        return self._take(sha256)
+        return self.take(sha256)
 
     @cached_property
     def base(self) -> str:
         """The base model: the old one, or the trained model of a dense run."""
         if not self.predecessor.is_dense:
-            return self._take(self.predecessor.plan.blobs.base)
+            return self.take(self.predecessor.plan.blobs.base)
         inputs = inputs_hash("base of a dense run", self.predecessor.digests)
         if found := self.markers.done("base", inputs):
             return str(found["sha256"])
@@ -88,7 +93,7 @@ class Succession:
     def genesis(self) -> str:
         """The first state of every module as blobs, and the index that names them."""
         old = self.predecessor
-        inputs = inputs_hash("genesis", old.digests, old.plan.grid, self.grid.config)
+        inputs = inputs_hash("genesis", old.digests, old.plan.grid, self.grid.config, self.copied())
         if found := self.markers.done("genesis", inputs):
             index = json.loads(self.blobs.read(str(found["sha256"])))
             digests = check_genesis_index(index, self.grid)
@@ -105,13 +110,14 @@ class Succession:
         sha256 = self.blobs.add_bytes(canonical_json(digests))
         self.markers.mark("genesis", inputs, {"sha256": sha256})
         if given_up := self.growth.unused():
+            shown = f"{', '.join(given_up[:6])}{' ...' if len(given_up) > 6 else ''}"
             self.display.say(
                 f"{len(given_up)} modules of the old run are not taken over, because the new grid "
-                f"is smaller there: {', '.join(given_up[:6])}{' ...' if len(given_up) > 6 else ''}"
+                f"has no place for them: {shown}"
             )
         return sha256
 
-    def _take(self, sha256: str) -> str:
+    def take(self, sha256: str) -> str:
         """Copy a blob of the old run."""
         return self.blobs.add_file(self.predecessor.folder.blobs.require(sha256))
 
@@ -150,8 +156,8 @@ class Succession:
 
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""
-        each = max(1, SUMMARY_SEQUENCES // self.grid.path_count)
-        model = PathModel(plan.model).to(self.device).eval()
+        each = summary_sequences(plan.model, self.grid.path_count)
+        model = run.path_model(plan, self.device).eval()
         scores = []
         for path in range(self.grid.path_count):
             held_out = run.validation_tokens(plan, path)
@@ -177,3 +183,11 @@ class Succession:
                 f"[inner] The learning rate starts its warmup and decay over; the modules have "
                 f"{steps} steps behind them. To go on with one schedule write first_step = {steps}"
             )
+
+
+def summary_sequences(model: ModelConfig, paths: int) -> int:
+    """Return how many held-out sequences of each path are scored to sum up a preparation: fewer of
+    a large model."""
+    parameters = sum(map(math.prod, parameter_shapes(model.without_adapters).values()))
+    operations = 2 * parameters * model.sequence_length
+    return max(1, min(SUMMARY_SEQUENCES, int(SUMMARY_OPERATIONS / operations)) // paths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Sequence
 
 from multiaddr import Multiaddr
@@ -72,6 +73,23 @@ def split_operator(addresses: Sequence[str]) -> tuple[tuple[str, ...], str | Non
             "those of one run"
         )
     return tuple(plain), pinned[0] if pinned else None
+
+
+def listening_everywhere(port: int) -> tuple[str, ...]:
+    """Return the addresses that listen on all there are, of IPv4 and, where a machine has it, of
+    IPv6."""
+    everywhere = (f"/ip4/0.0.0.0/tcp/{port}", f"/ip6/::/tcp/{port}")
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return everywhere[:1]
+    return everywhere
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether only this machine can call an address."""
+    return re.match(r"/ip4/127\.|/ip6/::1/", address) is not None
 
 
 def check_listen_address(address: str, flag: str) -> str:

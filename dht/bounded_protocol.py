@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
-from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import P2PContext, PeerID
@@ -30,7 +30,7 @@ from dipaco.protocol.admission import Gate
 from dipaco.protocol.record_keys import parse_subkey
 
 from .company import Company, node_id_of, wants_to_be_asked
-from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, ServedRun
+from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, KnownRun
 
 logger = logging.getLogger("dipaco.dht.bounded_protocol")
 
@@ -51,6 +51,7 @@ MOST_NESTED = 2
 _nested = threading.local()
 
 _get_stub = DHTProtocol.get_stub
+_ping = DHTProtocol.call_ping
 _find = DHTProtocol.call_find
 _store = DHTProtocol.call_store
 _update = DHTProtocol.update_routing_table
@@ -61,7 +62,9 @@ _decode = MSGPackSerializer._decode_ext_types
 def install(given: Iterable[str] = ()) -> None:
     """Change the DHT protocol of this process, whose node was given the addresses of `given`."""
     DHTProtocol.company = Company(given)
+    DHTProtocol.refusal = None
     DHTProtocol.get_stub = get_stub
+    DHTProtocol.call_ping = call_ping
     DHTProtocol.rpc_ping = rpc_ping
     DHTProtocol._validate_dictionary = drop_refused
     DHTProtocol.call_find = call_find
@@ -85,7 +88,7 @@ def decode_shallow(type_code: int, data: bytes) -> Any:
         _nested.depth = depth
 
 
-async def serve_run(node: Any, run: ServedRun) -> None:
+async def serve_run(node: Any, run: KnownRun) -> None:
     """Store the records of `run` from here on, and let in who is in it. Called through
     `GuardedDHT.call`, also by a reader, which stores nothing."""
     protocol = node.protocol
@@ -404,6 +407,20 @@ async def _meet(protocol: DHTProtocol, named: Collection[PeerID]) -> None:
 async def _ask_who(protocol: DHTProtocol, peer: PeerID) -> None:
     if await protocol.call_ping(peer) is None:
         protocol.company.hears(peer, b"")  # it is not asked again at once
+
+
+async def call_ping(
+    self: DHTProtocol, peer: PeerID, validate: bool = False, strict: bool = True
+) -> DHTID | None:
+    """Say hello. Where the answer does not fit to this node at joining, such as another time, the
+    peer counts as silent, as one of several may be wrong; `refusal` says why."""
+    try:
+        found: DHTID | None = await _ping(self, peer, validate, strict)
+    except ValidationError as error:
+        logger.warning("%s is passed over: %s", peer, error)
+        DHTProtocol.refusal = error
+        return None
+    return found
 
 
 async def rpc_ping(

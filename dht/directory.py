@@ -51,7 +51,7 @@ from dipaco.protocol.view import SwarmView, view_of_records
 
 from .bounded_protocol import introduce, let_in, note_contributors, serve_run
 from .guarded_dht import GuardedDHT, start_task
-from .quotas import ServedRun
+from .quotas import KnownRun
 
 logger = logging.getLogger("dipaco.dht.directory")
 
@@ -96,7 +96,7 @@ class Directory:
         """Hears what became of that."""
         self.admission: bytes | None = None
         """This peer's, which goes with all its records; None for one that only reads."""
-        self._served: ServedRun | None = None
+        self._served: KnownRun | None = None
         self._identity = identity
         self._run_id = run_id
         self._public_key = identity.public_key
@@ -125,9 +125,9 @@ class Directory:
     def serve(self, grid: Grid) -> None:
         """Have this node store the records of the run for others. Raises `NetworkError`."""
         assert self.gate is not None, "a run has a gate"
-        run = ServedRun(
+        run = KnownRun(
             run_id=self.run_id,
-            modules_per_level=tuple(grid.config.modules_per_level),
+            module_counts=grid.config.module_counts,
             private_modules=grid.path_count if grid.has_private else 0,
             buckets=bucket_count(grid.path_count),
             gate=self.gate,

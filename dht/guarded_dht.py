@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 
 from hivemind import DHT
 from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import P2P
 from hivemind.utils.asyncio import switch_to_uvloop
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
@@ -366,7 +367,8 @@ class GuardedDHT(DHT):
 
     async def _serve(self) -> int:
         """Make the node, answer requests, and return the exit code."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         start_task(self._beat())
         try:
             self._node = await self._make_node()
@@ -419,9 +421,12 @@ class GuardedDHT(DHT):
                 wait_timeout=answer_limit_s,
                 **{name: self.kwargs[name] for name in self.kwargs.keys() - of_p2p.keys()},
             )
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(p2p.shutdown(), CLOSE_LIMIT_S)
+            if isinstance(error, Exception) and DHTProtocol.refusal is not None:
+                # Nobody else answered, so this says more than that they were silent.
+                raise DHTProtocol.refusal from error
             raise
         node._should_shutdown_p2p = True
         node.protocol.wait_timeout = ANSWER_LIMIT_S

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing.util
+import os
 import platform
 import re
 import socket
@@ -31,7 +32,13 @@ from dipaco.base.files import atomic_write, sha256_of_file
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import SignedManifest, current_runs, newest_run
 
-from .addresses import check_listen_address, check_peer_address, parse_listen, port_of
+from .addresses import (
+    check_listen_address,
+    check_peer_address,
+    listening_everywhere,
+    parse_listen,
+    port_of,
+)
 from .bounded_protocol import introduce
 from .guarded_dht import GuardedDHT
 from .record_validator import record_validators
@@ -48,6 +55,8 @@ P2PD_SHA256 = {
     "x86_64": "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8",
     "aarch64": "046f18480c785a84bdf139d7486086d379397ca106cb2f0191598da32f81447a",
 }
+# What the processes of a node share is there, some pages of it.
+SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 2**18
 # Runs in one message; anybody can announce some.
 MOST_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
@@ -68,6 +77,8 @@ def check_port_is_free(address: str) -> None:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             # As p2pd does it: a port in TIME_WAIT is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             try:
                 probe.bind((host, port))
             except OSError as error:
@@ -91,7 +102,8 @@ def take_port(first: int = DEFAULT_PORT, last_time: Path | None = None) -> int:
         name = socket.socket(socket.AF_UNIX)
         try:
             name.bind(f"\0dipaco-port-{port}")
-            check_port_is_free(f"/ip4/0.0.0.0/tcp/{port}")
+            for address in listening_everywhere(port):
+                check_port_is_free(address)
         except (OSError, AddressError):
             name.close()
             continue
@@ -138,6 +150,7 @@ def join_dht(
     the network layer itself does not start. No process is left behind then.
     """
     check_p2pd()
+    check_shared_memory()
     shorten_sockets()
     for address in initial_peers:
         check_peer_address(address)
@@ -179,6 +192,20 @@ def join_dht(
         dht.shutdown()
         raise
     return dht
+
+
+def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
+    """Raise `StorageError` unless the processes of a node can share memory, as Hivemind's do."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, SHARED_BYTES)
+    except OSError as error:
+        raise StorageError(
+            f"processes cannot share memory: {folder}: {error.strerror}; mount it: mount -t tmpfs "
+            f"tmpfs {folder}, or in a container docker run --shm-size 64m"
+        ) from None
 
 
 def check_p2pd(program: Path | None = None) -> None:

@@ -54,11 +54,11 @@ _MODULE = re.compile(r"L(0|[1-9][0-9]*)\.E(0|[1-9][0-9]*)|P(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
-class ServedRun:
+class KnownRun:
     """A run whose records a node stores, and which keys it has."""
 
     run_id: str
-    modules_per_level: tuple[int, ...]
+    module_counts: tuple[int, ...]
     private_modules: int
     """As many as paths if anything is private to a path, else 0."""
     buckets: int
@@ -104,7 +104,7 @@ class ServedRun:
         level, number, private = match.groups()
         if private is not None:
             return int(private) < self.private_modules
-        levels = self.modules_per_level
+        levels = self.module_counts
         return int(level) < len(levels) and int(number) < levels[int(level)]
 
 
@@ -159,7 +159,7 @@ class HeldRecords:
 
     def __init__(self, now: Callable[[], float] = get_dht_time) -> None:
         self._now = now
-        self._runs: dict[str, ServedRun] = {}
+        self._runs: dict[str, KnownRun] = {}
         self._keys: dict[Any, _Key] = {}
         self._expiring: list[tuple[float, bytes, Any]] = []
         self._kinds = {kind: _Box(quota.records, quota.bytes) for kind, quota in QUOTAS.items()}
@@ -174,7 +174,7 @@ class HeldRecords:
         """Those of the runs that are served."""
         return tuple(run.gate for run in self._runs.values())
 
-    def serve(self, run: ServedRun) -> None:
+    def serve(self, run: KnownRun) -> None:
         """Store the records of `run` from here on, and drop those of runs that are not served.
 
         Until the first call a node does not know its run yet, and takes manifests alone.

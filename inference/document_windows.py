@@ -5,6 +5,7 @@ Every token after a document's routing prefix is scored exactly once.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import numpy as np
 
 from dipaco.base.files import storage_errors
 from dipaco.modules.plan import RunPlan
+from dipaco.routing.chat_tokens import ChatEncoder, UnusableChatError
 from dipaco.routing.corpus import Document
 from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.token_files import scoring_windows, token_dtype, window_stride
@@ -31,7 +33,20 @@ class TokenDocument:
     """A document as tokens, int [n] with its begin, and its label."""
 
     tokens: np.ndarray
+    """Those of a chat are marked (`dipaco.modules.marked_tokens`): what is learned is scored."""
     label: str | None = None
+    beginning: np.ndarray | None = None
+    """What routing sees of a chat; of a text it is its first tokens."""
+
+    @property
+    def seen(self) -> np.ndarray:
+        """What it is routed by."""
+        return self.tokens if self.beginning is None else self.beginning
+
+    @property
+    def scored(self) -> np.ndarray:
+        """Which tokens count, bool [n]."""
+        return self.tokens >= 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,8 @@ class DocumentWindows:
     """
 
     rows: np.ndarray
-    """[R, sequence_length], a memory map; the last row of a document is padded."""
+    """[R, sequence_length], a memory map; the last row of a document is padded. Those of chats
+    are marked."""
     row_tokens: np.ndarray
     """int32 [R]: tokens of a row without its padding."""
     row_documents: np.ndarray
@@ -57,7 +73,8 @@ class DocumentWindows:
     label_names: tuple[str, ...]
     prefix_tokens: int
     short_documents: int
-    """Documents left out: they end within the routing prefix."""
+    """Documents left out: they end within the routing prefix, or are chats without an answer
+    behind it."""
 
     def __len__(self) -> int:
         return len(self.ranked)
@@ -70,6 +87,11 @@ class DocumentWindows:
     def rows_of_documents(self, chosen: np.ndarray) -> np.ndarray:
         """Return the rows of some documents, int64; `chosen` is bool [N]."""
         return np.flatnonzero(chosen[self.row_documents])
+
+    def scored(self, rows: np.ndarray, targets: int) -> np.ndarray:
+        """Return which of the first targets of some rows count, bool [B, targets]."""
+        behind = np.arange(1, targets + 1)[None, :] >= self.prefix_tokens
+        return behind & (self.rows[rows, 1 : targets + 1] >= 0)
 
 
 def collect_windows(
@@ -87,27 +109,33 @@ def collect_windows(
     Raises StorageError when the disk is full.
     """
     length, prefix_tokens = plan.model.sequence_length, plan.routing.prefix_tokens
-    dtype = token_dtype(plan.model.vocabulary_size)
+    documents = iter(documents)
+    first = next(documents, None)
+    documents = itertools.chain([] if first is None else [first], documents)
+    marked = first is not None and first.beginning is not None
+    dtype = token_dtype(plan.model.vocabulary_size, marked=marked)
     file = folder / "windows.bin"
     names: dict[str, int] = {}
-    counts, paths, labels = array("q"), array("q"), array("q")
+    counts, scored, paths, labels = array("q"), array("q"), array("q"), array("q")
     short = 0
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as handle:
             for chunk in chunks(documents, _DOCUMENTS_AT_ONCE):
-                chosen = [item for item in chunk if len(item.tokens) > prefix_tokens]
+                chosen = [item for item in chunk if item.scored[prefix_tokens:].any()]
                 short += len(chunk) - len(chosen)
                 if not chosen:
                     continue
-                found = router.nearest_paths(
-                    [item.tokens for item in chosen], ranked, [item.label for item in chosen]
-                )
+                seen = [
+                    item.tokens if item.beginning is None else item.beginning for item in chosen
+                ]
+                found = router.nearest_paths(seen, ranked, [item.label for item in chosen])
                 paths.extend(found.reshape(-1).tolist())
                 for item in chosen:
                     windows = scoring_windows(item.tokens, length, prefix_tokens)
                     handle.write(windows.astype(dtype).tobytes())
                     counts.append(len(item.tokens))
+                    scored.append(int(item.scored[prefix_tokens:].sum()))
                     known = None if item.label is None else names.setdefault(item.label, len(names))
                     labels.append(-1 if known is None else known)
     sizes = np.array(counts, dtype=np.int64)
@@ -122,7 +150,7 @@ def collect_windows(
         rows=np.memmap(file, dtype, "r", shape=shape) if counts else np.empty(shape, dtype),
         row_tokens=row_tokens.astype(np.int32),
         row_documents=row_documents,
-        document_tokens=sizes - prefix_tokens,
+        document_tokens=np.array(scored, dtype=np.int64),
         ranked=np.array(paths, dtype=np.int64).reshape(-1, ranked),
         label_numbers=np.array(labels, dtype=np.int32),
         label_names=tuple(names),
@@ -132,12 +160,28 @@ def collect_windows(
 
 
 def tokenised(router: DocumentRouter, documents: Iterable[Document]) -> Iterator[TokenDocument]:
-    """Turn texts into tokens as the run's shards were made."""
-    for document in documents:
-        yield TokenDocument(
-            np.array(router.tokenizer.document_tokens(document.text), dtype=np.int64),
-            document.label,
-        )
+    """Turn texts and chats into tokens as the run's shards were made.
+
+    A chat in which nothing is learned has no tokens. Raises ConfigurationError for chats where the
+    run has no chat template.
+    """
+    encoder: ChatEncoder | None = None
+    try:
+        for document in documents:
+            if document.chat is None:
+                tokens = router.tokenizer.document_tokens(document.text)
+                yield TokenDocument(np.array(tokens, dtype=np.int64), document.label)
+                continue
+            encoder = encoder or ChatEncoder(router.tokenizer, router.prefix_tokens)
+            nothing = np.empty(0, dtype=np.int64)
+            try:
+                found, beginning = encoder.encode(document.chat)
+            except UnusableChatError:
+                found = beginning = nothing
+            yield TokenDocument(found, document.label, beginning)
+    finally:
+        if encoder is not None:
+            encoder.close()
 
 
 def chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:

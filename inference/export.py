@@ -22,12 +22,20 @@ from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
+from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
+from .export_adapter import Rounding, rounding
 from .export_gguf import check_gguf, gguf_name, modelfile, write_gguf
-from .export_tokenizer import file_rows, file_specials, json_bytes, tokenizer_files
+from .export_tokenizer import (
+    file_rows,
+    generation_settings,
+    json_bytes,
+    special_numbers,
+    tokenizer_files,
+)
 from .sources import StateSource, assemble_path, path_states
 
 DTYPES: Final[dict[str, torch.dtype]] = {
@@ -35,6 +43,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+GENERATION_FILE = "generation_config.json"
 PROVENANCE_FILE = "dipaco.json"
 PROVENANCE_FORMAT = "dipaco-export/1"
 
@@ -44,6 +53,7 @@ Readme = Callable[[int], str]
 class Exporter:
     """Writes paths of one source, all in the same way, one in memory at a time.
 
+    Adapters are merged into their base (`AdapterExporter` writes them by themselves).
     `dtype` is what the parameters are stored as. With `share_in`, a folder, parameters of a
     module that several paths have are stored there once and hard-linked into their folders; a
     GGUF is one file in any case.
@@ -63,7 +73,10 @@ class Exporter:
     ) -> None:
         self.source = source
         self.dtype = dtype
-        self._share_in = share_in if gguf is None else None
+        self._is_merged = source.plan.model.adapters is not None
+        self.rounding: Rounding | None = None
+        """What storing the last path lost, if adapters were merged into it."""
+        self._share_in = share_in if gguf is None and not self._is_merged else None
         self._linked: set[str] = set()
         self._model: PathModel | None = None
         tokenizer = source.blob(source.plan.blobs.tokenizer)
@@ -84,28 +97,25 @@ class Exporter:
         states = path_states(self.source, path)
         provenance = self._provenance(path, states)
         self._linked |= {self._shared_file(state) for state in states.values()}
-        if read_provenance(folder) == provenance:
-            if readme is not None:
-                atomic_write(folder / "README.md", readme(path).encode())
-            self.source.forget(path)
-            return False
-        check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
-        with whole_folder(folder) as staging:
+
+        def fill(staging: Path) -> None:
             if self._gguf is not None:
                 self._write_gguf(path, staging)
-                self._write_notes(staging, provenance, readme(path) if readme else None)
-                return True
+                return
             if self._share_in is not None:
                 self._link_modules(states, staging)
             else:
-                self._model = assemble_path(self.source, path, model=self._model)
-                self._save(dict(self._model.named_parameters()), staging)
-            self._write_files(staging, provenance, readme(path) if readme else None)
+                self._save_whole(path, staging)
+            for name, content in self._files.items():
+                (staging / name).write_bytes(content)
+
+        is_new = write_export(folder, provenance, fill, readme and (lambda: readme(path)))
         self.source.forget(path)
-        return True
+        return is_new
 
     def write_base(self, folder: Path, readme: str | None = None) -> bool:
-        """Write the base model, whose features the router sees, always in fp32."""
+        """Write the base model, whose features the router sees: always in fp32, and with what the
+        run added to its tokenizer, so that a document has the tokens that it had in the run."""
         plan = self.source.plan
         provenance = {
             "format": PROVENANCE_FORMAT,
@@ -119,11 +129,15 @@ class Exporter:
         check_replaceable(folder, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
         model = self.source.base_model(torch.device("cpu"))
         with whole_folder(folder) as staging:
-            parameters = dict(model.named_parameters())
-            save_parameters(parameters, staging, torch.float32, rows=self._rows)
-            self._write_files(staging, provenance, readme)
-            stored = json.loads(self._files[CONFIG_FILE])
-            write_json(staging / CONFIG_FILE, {**stored, **_dtype_fields(torch.float32)})
+            parameters = model.whole_parameters()
+            rows = file_rows(self._tokenizer, plan.model.vocabulary_size, as_in_run=True)
+            save_parameters(parameters, staging, torch.float32, rows=rows)
+            files = checkpoint_files(
+                plan.model, self._tokenizer, torch.float32, self._exact_tokenizer, as_in_run=True
+            )
+            for name, content in files.items():
+                (staging / name).write_bytes(content)
+            write_notes(staging, provenance, readme)
         return True
 
     def remove_unused_modules(self) -> None:
@@ -136,16 +150,14 @@ class Exporter:
 
     def _provenance(self, path: int, states: Mapping[str, ModuleState]) -> dict[str, Any]:
         """Return what a folder of this path is made of."""
-        return {
-            "format": PROVENANCE_FORMAT,
-            "run": self.source.plan.run_id,
-            "name": self.source.plan.name,
-            "path": path,
-            "dtype": _name(self.dtype),
-            "tokenizer": "exact" if self._exact_tokenizer else "sentencepiece",
+        return path_provenance(
+            self.source.plan,
+            path,
+            states,
+            dtype=_name(self.dtype),
+            tokenizer="exact" if self._exact_tokenizer else "sentencepiece",
             **({"gguf": self._gguf} if self._gguf else {}),
-            "states": {module: state.digest for module, state in states.items()},
-        }
+        )
 
     def _write_gguf(self, path: int, folder: Path) -> None:
         assert self._gguf is not None
@@ -156,7 +168,7 @@ class Exporter:
         parameters = dict(self._model.named_parameters())
         write_gguf(parameters, plan.model, self._tokenizer, file, stored=self._gguf, name=file.stem)
         template = Tokenizer(self._tokenizer).chat_template
-        content = modelfile(file.name, plan.model.sequence_length, template is not None)
+        content = modelfile(file.name, plan.model.context, template is not None)
         (folder / "Modelfile").write_text(content, encoding="utf-8")
 
     def _link_modules(self, states: Mapping[str, ModuleState], folder: Path) -> None:
@@ -166,7 +178,12 @@ class Exporter:
             shard = f"model-{index + 1:05d}-of-{len(states):05d}.safetensors"
             self._link(state, folder, shard)
             weight_map |= dict.fromkeys(state.layout.names, shard)
-        total = self.dtype.itemsize * sum(state.layout.size for state in states.values())
+        rows = self.source.plan.model.vocabulary_size
+        cut = 0 if self._rows is None else rows - len(self._rows)
+        names = [name for state in states.values() for name in state.layout.names]
+        cut *= sum(name in (EMBEDDING, HEAD) for name in names)
+        values = sum(state.layout.size for state in states.values())
+        total = self.dtype.itemsize * (values - cut * self.source.plan.model.hidden_size)
         index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index_content)
 
@@ -194,40 +211,65 @@ class Exporter:
     ) -> None:
         save_parameters(parameters, folder, self.dtype, name, rows=self._rows)
 
-    def _write_files(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
-        for name, content in self._files.items():
-            (folder / name).write_bytes(content)
-        self._write_notes(folder, provenance, readme)
+    def _save_whole(self, path: int, folder: Path) -> None:
+        self._model = assemble_path(self.source, path, model=self._model)
+        parameters = self._model.whole_parameters()
+        if self._model.base is not None:
+            self.rounding = rounding(self._model.base.weights, parameters, self.dtype)
+        self._save(parameters, folder)
 
-    def _write_notes(self, folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
+
+def write_export(
+    folder: Path,
+    provenance: Mapping[str, Any],
+    fill: Callable[[Path], None],
+    readme: Callable[[], str] | None,
+) -> bool:
+    """Let `fill` write what `provenance` says into `folder`, with a note of it; False if that lies
+    there already, of which only the README is then written again.
+
+    An older export of the same path is replaced. Raises ConfigurationError if there is anything
+    else in the folder.
+    """
+    if read_provenance(folder) == provenance:
         if readme is not None:
-            (folder / "README.md").write_text(readme, encoding="utf-8")
-        write_json(folder / PROVENANCE_FILE, provenance)
+            atomic_write(folder / "README.md", readme().encode())
+        return False
+    check_replaceable(folder, {key: provenance[key] for key in ("format", "run", "path")})
+    with whole_folder(folder) as staging:
+        fill(staging)
+        write_notes(staging, provenance, readme() if readme else None)
+    return True
+
+
+def write_notes(folder: Path, provenance: Mapping[str, Any], readme: str | None) -> None:
+    """Write what a folder is made of, and its README."""
+    if readme is not None:
+        (folder / "README.md").write_text(readme, encoding="utf-8")
+    write_json(folder / PROVENANCE_FILE, provenance)
 
 
 def checkpoint_files(
-    model: ModelConfig, tokenizer: bytes, dtype: torch.dtype, exact_tokenizer: bool = True
+    model: ModelConfig,
+    tokenizer: bytes,
+    dtype: torch.dtype,
+    exact_tokenizer: bool = True,
+    *,
+    as_in_run: bool = False,
 ) -> dict[str, bytes]:
     """Return the small files of a checkpoint, by name: configuration and tokenizer.
 
-    Raises ConfigurationError as `tokenizer_json` does, unless `exact_tokenizer` is off.
+    Those of an imported base say what its own said, unless `as_in_run`. Raises ConfigurationError
+    as `tokenizer_json` does, unless `exact_tokenizer` is off.
     """
-    unknown, begin, end, pad = file_specials(tokenizer)
-    generation = {
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "pad_token_id": pad,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_k": 50,
-        # As in dipaco-generate: pieces that are never part of a text are never chosen.
-        "suppress_tokens": [unknown, begin, pad],
-    }
-    config = llama_config(model, dtype, begin=begin, end=end, pad=pad)
+    rows = file_rows(tokenizer, model.vocabulary_size, as_in_run=as_in_run)
+    size = model.vocabulary_size if rows is None else len(rows)
+    special = special_numbers(tokenizer, as_in_run=as_in_run)
+    config = {**llama_config(model, dtype), "vocab_size": size, **special}
     return {
         CONFIG_FILE: json_bytes(config),
-        "generation_config.json": json_bytes(generation),
-        **tokenizer_files(tokenizer, model.sequence_length, exact_tokenizer),
+        GENERATION_FILE: json_bytes(generation_settings(tokenizer, as_in_run=as_in_run)),
+        **tokenizer_files(tokenizer, model.context, exact_tokenizer, as_in_run=as_in_run),
     }
 
 
@@ -265,6 +307,20 @@ def save_parameters(
             raise StorageError(
                 f"cannot write {folder / name}: {error}; free space, or give another --out"
             ) from None
+
+
+def path_provenance(
+    plan: RunPlan, path: int, states: Mapping[str, ModuleState], **how: str
+) -> dict[str, Any]:
+    """Return what the folder of a path is made of, and `how` it is written."""
+    return {
+        "format": PROVENANCE_FORMAT,
+        "run": plan.run_id,
+        "name": plan.name,
+        "path": path,
+        **how,
+        "states": {module: state.digest for module, state in states.items()},
+    }
 
 
 def read_provenance(folder: Path) -> dict[str, Any] | None:
@@ -323,11 +379,6 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write JSON for people and programs."""
     file.write_bytes(json_bytes(content))
-
-
-def _dtype_fields(dtype: torch.dtype) -> dict[str, str]:
-    """Return what a configuration says of how parameters are stored."""
-    return {"torch_dtype": _name(dtype), "dtype": _name(dtype)}
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -5,6 +5,9 @@ plan.json           the plan of the run, as its operator signed it
 paths/00000 ...     every path, a folder for transformers
 modules/            parameters that several paths have in common (hard links)
 router/             router.safetensors, base/, routing.json, how to route
+
+Of a run with adapters a path is a folder for PEFT (or a file for llama.cpp), the base is not
+written, and router/route.py finds the adapter for a text without dipaco.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ import torch
 from dipaco.base.errors import StorageError
 from dipaco.base.files import atomic_write, storage_errors
 from dipaco.base.progress import each
+from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import ShardIndex
 from dipaco.routing.router import Router
 from dipaco.routing.routers import load_router
 from dipaco.routing.tokenizer import is_json
 
+from .adapter_exporter import AdapterExporter
 from .export import (
     PROVENANCE_FILE,
     PROVENANCE_FORMAT,
@@ -33,6 +38,7 @@ from .export import (
     read_provenance,
 )
 from .export_card import CardNotes, model_card
+from .export_router import write_standalone_router
 from .export_tokenizer import json_bytes
 from .sources import StateSource
 
@@ -40,6 +46,10 @@ from .sources import StateSource
 _SPARE_BYTES = 2**26
 # A tokenizer whose numbers in the files are not those of the run: routers see those of the run.
 _RUN_TOKENIZER = "tokenizer.dipaco"
+_OF_CHATS = """
+This run learned from chats. A chat is routed by the first turn of the user alone: `text` is that
+turn, without the words of the chat template.
+"""
 
 
 def export_all(
@@ -51,38 +61,53 @@ def export_all(
     evaluation: dict[str, Any] | None = None,
     exact_tokenizer: bool = True,
     gguf: str | None = None,
+    adapters: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write every path of a run, its router and a model card to the folder `out`.
 
     Modules that paths have in common are stored once. What an earlier call wrote of the same
-    states is kept. With `gguf` (see `Exporter`) paths are files for llama.cpp.
+    states is kept. With `gguf` (see `Exporter`) paths are files for llama.cpp. With `adapters`
+    paths are adapters alone (see `AdapterExporter`).
 
     Raises StorageError if the disk is too small, before anything is written, and what
     `assemble_path` raises if a module has no state.
     """
     plan, grid = source.plan, source.grid
     check_replaceable(out, {"format": PROVENANCE_FORMAT, "run": plan.run_id, "paths": "all"})
-    check_space(source, out, dtype, gguf is None, say)
+    shared = gguf is None and plan.model.adapters is None
+    check_space(source, out, dtype, shared, whole=not adapters, say=say)
     with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     marker = {"format": PROVENANCE_FORMAT, "run": plan.run_id, "name": plan.name, "paths": "all"}
     atomic_write(out / PROVENANCE_FILE, json_bytes(marker))
-    exporter = Exporter(
-        source, dtype, share_in=out / "modules", exact_tokenizer=exact_tokenizer, gguf=gguf
-    )
+    exporter: Exporter | AdapterExporter
+    if adapters:
+        exporter = AdapterExporter(source, dtype, gguf=gguf, base=notes.base_model)
+    else:
+        exporter = Exporter(
+            source, dtype, share_in=out / "modules", exact_tokenizer=exact_tokenizer, gguf=gguf
+        )
     stored = gguf or str(dtype).removeprefix("torch.")
 
     def card(path: int | None = None) -> str:
         return model_card(
-            source, notes, stored, path=path, gguf=gguf is not None, evaluation=evaluation
+            source,
+            notes,
+            stored,
+            path=path,
+            gguf=gguf is not None,
+            adapters=adapters,
+            rounding=exporter.rounding if isinstance(exporter, Exporter) else None,
+            evaluation=evaluation,
         )
 
     for path in each(range(grid.path_count), say, lambda path: f"writing path {path}"):
         is_new = exporter.write_path(path, path_folder(out, path), card)
         if not is_new:
             say(f"path {path} was there already")
-    exporter.remove_unused_modules()
+    if isinstance(exporter, Exporter):
+        exporter.remove_unused_modules()
     _write_router(source, out / "router", exporter)
     atomic_write(out / "plan.json", json_bytes(plan.model_dump(mode="json")))
     atomic_write(out / "README.md", card().encode())
@@ -93,10 +118,22 @@ def path_folder(out: Path, path: int) -> Path:
     return out / "paths" / f"{path:05d}"
 
 
-def export_bytes(grid: Grid, dtype: torch.dtype, *, shared: bool, paths: int | None = None) -> int:
-    """Return about how many bytes an export of `paths` paths (all) takes, with the base model."""
+def export_bytes(
+    grid: Grid,
+    dtype: torch.dtype,
+    *,
+    shared: bool,
+    whole: bool = True,
+    paths: int | None = None,
+) -> int:
+    """Return about how many bytes an export of `paths` paths (all) takes, with the base model if
+    paths are `whole`, not adapters alone."""
     counts = grid.parameter_counts()
     count = grid.path_count if paths is None else paths
+    if not whole:
+        return dtype.itemsize * counts["path"] * count
+    if grid.model.adapters is not None:
+        return (dtype.itemsize * count + 4) * base_parameter_count(grid.model)
     stored = counts["shared"] + counts["private"] * count if shared else counts["path"] * count
     return dtype.itemsize * stored + 4 * counts["path"]
 
@@ -106,6 +143,8 @@ def check_space(
     out: Path,
     dtype: torch.dtype,
     shared: bool,
+    *,
+    whole: bool = True,
     say: Callable[[str], None],
 ) -> None:
     """Say how large the export will be. Raises StorageError if the disk is too small for it."""
@@ -115,9 +154,11 @@ def check_space(
     for path in range(grid.path_count):
         found = read_provenance(path_folder(out, path)) or {}
         there += (found.get("run"), found.get("dtype")) == (source.plan.run_id, name)
-    needed = export_bytes(grid, dtype, shared=shared, paths=grid.path_count - there)
+    needed = export_bytes(grid, dtype, shared=shared, whole=whole, paths=grid.path_count - there)
     free = _free_bytes(out)
-    each = dtype.itemsize * grid.parameter_counts()["path"]
+    is_merged = whole and grid.model.adapters is not None
+    count = base_parameter_count(grid.model) if is_merged else grid.parameter_counts()["path"]
+    each = dtype.itemsize * count
     say(
         f"{grid.path_count} paths of {_size(each)} as {name}"
         f"{', shared modules stored once' if shared else ''}"
@@ -139,19 +180,25 @@ def _free_bytes(folder: Path) -> int:
         return shutil.disk_usage(existing).free
 
 
-def _write_router(source: StateSource, folder: Path, exporter: Exporter) -> None:
+def _write_router(source: StateSource, folder: Path, exporter: Exporter | AdapterExporter) -> None:
     """Write what finds the path of a text, with figures on how evenly it did so."""
-    data = source.blob(source.plan.blobs.router)
+    plan, data = source.plan, source.blob(source.plan.blobs.router)
     router = load_router(data)
-    exporter.write_base(folder / "base")
+    note = _OF_CHATS if source.shard_index().marked else ""
     atomic_write(folder / "router.safetensors", data)
     atomic_write(folder / "routing.json", json_bytes(routing_figures(source.shard_index())))
+    if isinstance(exporter, AdapterExporter):
+        names = [path_folder(Path(), path).as_posix() for path in range(source.grid.path_count)]
+        is_alone = write_standalone_router(router, plan, folder, exporter.base, names)
+        readme = adapter_router_readme(router, plan.routing.prefix_tokens, is_alone)
+        atomic_write(folder / "README.md", (readme + note).encode())
+        return
+    exporter.write_base(folder / "base")
     tokenizer = source.blob(source.plan.blobs.tokenizer)
     if is_json(tokenizer):
         atomic_write(folder / _RUN_TOKENIZER, tokenizer)
-    prefix = source.plan.routing.prefix_tokens
-    readme = router_readme(router, prefix, renumbered=is_json(tokenizer))
-    atomic_write(folder / "README.md", readme.encode())
+    readme = router_readme(router, plan.routing.prefix_tokens, renumbered=is_json(tokenizer))
+    atomic_write(folder / "README.md", (readme + note).encode())
 
 
 def routing_figures(index: ShardIndex) -> dict[str, Any]:
@@ -238,6 +285,27 @@ def router_readme(router: Router, prefix_tokens: int, *, renumbered: bool) -> st
             "`routing.json` says how many training documents and sequences each path got.",
             "",
         ]
+    )
+
+
+def adapter_router_readme(router: Router, prefix_tokens: int, stands_alone: bool) -> str:
+    """Return how to find the adapter for a text with the files beside it."""
+    head = f"# Routing: a router of kind `{router.kind}`, {router.path_count} adapters\n\n"
+    if not stands_alone:
+        return (
+            f"{head}This kind of router does not look at what a text says. `dipaco` reads "
+            f"`router.safetensors` (`dipaco.routing.routers.load_router`); see docs/export.md.\n"
+        )
+    return (
+        f"{head}A text goes to one adapter by its first {prefix_tokens} tokens; a chat goes by "
+        f"what the user says first.\n\n"
+        f"    python router/route.py 'How do I appeal a decision?'\n\n"
+        f"prints the adapter's folder. It needs torch, transformers, safetensors and the base "
+        f"model, and not dipaco. `route.json` names the base; `linear.safetensors` is the router: "
+        f"the path with the greatest `weight @ features + bias`, where the features are the mean "
+        f"of the base's last hidden states over these tokens, before the final norm. "
+        f"`router.safetensors` is the run's own file, and `routing.json` says how many training "
+        f"documents and sequences each path got.\n"
     )
 
 

@@ -19,7 +19,9 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.modules.plan import RunPlan
 
+from .export_adapter import Rounding, written_rank
 from .export_gguf import gguf_name, ollama_name
+from .export_router import begin_row
 from .sources import StateSource
 
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
@@ -89,11 +91,14 @@ def model_card(
     *,
     path: int | None = None,
     gguf: bool = False,
+    adapters: bool = False,
+    rounding: Rounding | None = None,
     evaluation: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the README.md of an export of one path, or (None) of all. No state is fetched for it.
 
-    `stored` is the type of the parameters, and `gguf` whether they are in files for llama.cpp.
+    `stored` is the type of the parameters, `gguf` whether they are in files for llama.cpp, and
+    `adapters` whether they are adapters alone. `rounding` is what merging lost.
     """
     plan, grid = source.plan, source.grid
     report: Mapping[str, Any] | None = evaluation
@@ -113,10 +118,15 @@ def model_card(
     private += ["the embedding"] * plan.grid.private_embedding
     private += ["the head"] * plan.grid.private_head
     card = ModelCard.from_template(
-        _metadata(plan, notes, report, gguf=gguf),
+        _metadata(plan, notes, report, library=_library(gguf, adapters)),
         template_path=str(TEMPLATE),
         plan=plan,
         model=plan.model,
+        adapters=plan.model.adapters if adapters else None,
+        written_rank=written_rank(plan.model.adapters.rank) if plan.model.adapters else 0,
+        base=base_name(plan, notes),
+        begin=begin_row(plan) if adapters else None,
+        rounding=rounding,
         family=f"{plan.model.family.capitalize()}-shaped",
         path=path,
         folder="paths/00000" if path is None else "",
@@ -142,6 +152,17 @@ def model_card(
     return f"{card.content}\n"
 
 
+def base_name(plan: RunPlan, notes: CardNotes) -> str | None:
+    """Return what the run's base is called, if it is known."""
+    return notes.base_model or (plan.base_source.name if plan.base_source else None)
+
+
+def _library(gguf: bool, adapters: bool) -> str:
+    if gguf:
+        return "gguf"
+    return "peft" if adapters else "transformers"
+
+
 def _figures(source: StateSource, path: int, report: Mapping[str, Any] | None) -> PathFigures:
     """Return the figures of a path: its perplexity by an evaluation, else as training found it."""
     progress = source.progress(path)
@@ -159,7 +180,7 @@ def _figures(source: StateSource, path: int, report: Mapping[str, Any] | None) -
 
 
 def _metadata(
-    plan: RunPlan, notes: CardNotes, report: Mapping[str, Any] | None, *, gguf: bool
+    plan: RunPlan, notes: CardNotes, report: Mapping[str, Any] | None, *, library: str
 ) -> ModelCardData:
     """Return what the Hub reads: the header of the card, with the perplexities of an evaluation."""
     parts = {None: report or {}, **((report or {}).get("labels") or {})}
@@ -177,9 +198,9 @@ def _metadata(
     ]
     return ModelCardData(
         license=notes.licence,
-        base_model=notes.base_model,
+        base_model=base_name(plan, notes),
         datasets=list(notes.datasets) or None,
-        library_name="gguf" if gguf else "transformers",
+        library_name=library,
         pipeline_tag="text-generation",
         tags=["dipaco"],
         metrics=["perplexity"] if results else None,

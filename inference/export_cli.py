@@ -35,13 +35,20 @@ class ExportSettings(InferenceSettings):
     all: Annotated[bool, Option("export every path, the router and a model card")] = False
     out: Annotated[Path, Option("folder to write; with --format gguf also a file, x.gguf", "DIR")]
     format: Annotated[
-        Literal["llama", "gguf"],
-        Option("of a path: a folder for transformers (and vLLM), or a file for llama.cpp"),
-    ] = "llama"
+        Literal["llama", "gguf", "peft"] | None,
+        Option(
+            "of a path: a folder for transformers and vLLM, or a file for llama.cpp. Of a run "
+            "with adapters: peft (the default) and gguf are the adapters alone, llama is the base "
+            "with the adapters merged into it"
+        ),
+    ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "q8_0"],
-        Option("how parameters are stored; float32 is exact, q8_0 is for gguf"),
-    ] = "float32"
+        Literal["float32", "bfloat16", "float16", "q8_0"] | None,
+        Option(
+            "how parameters are stored; q8_0 is for gguf (default: float32, which is exact; of a "
+            "merged path the format of the base)"
+        ),
+    ] = None
     tokenizer: Annotated[
         Literal["exact", "sentencepiece"],
         Option(
@@ -75,9 +82,9 @@ class ExportSettings(InferenceSettings):
         if (self.path is not None) == self.all:
             raise ConfigurationError("give --path P for one path, or --all for all of them")
         fits = ("float32", "float16", "q8_0" if self.format == "gguf" else "bfloat16")
-        if self.dtype not in fits:
+        if self.dtype not in (*fits, None):
             raise ConfigurationError(
-                f"--format {self.format} cannot be stored as {self.dtype}; give --dtype "
+                f"--format {self.format or 'llama'} cannot be stored as {self.dtype}; give --dtype "
                 f"{', '.join(fits[:2])} or {fits[2]}"
             )
 
@@ -106,18 +113,32 @@ def _say(line: str) -> None:
 def _export_path(
     settings: ExportSettings, path: int, source: StateSource, notes: CardNotes
 ) -> None:
+    from .adapter_exporter import AdapterExporter
     from .export import Exporter
     from .export_card import model_card
 
-    gguf = _gguf_type(settings)
-    exporter = Exporter(
-        source, _dtype(settings), exact_tokenizer=settings.tokenizer == "exact", gguf=gguf
+    gguf, dtype, adapters = (
+        _gguf_type(settings),
+        _dtype(settings, source),
+        _adapters(settings, source),
     )
-    evaluation, stored = _evaluation(settings, source), gguf or settings.dtype
+    exporter: Exporter | AdapterExporter
+    if adapters:
+        exporter = AdapterExporter(source, dtype, gguf=gguf, base=notes.base_model)
+    else:
+        exporter = Exporter(source, dtype, exact_tokenizer=settings.tokenizer == "exact", gguf=gguf)
+    evaluation = _evaluation(settings, source)
 
     def card(path: int) -> str:
         return model_card(
-            source, notes, stored, path=path, gguf=gguf is not None, evaluation=evaluation
+            source,
+            notes,
+            gguf or str(dtype).removeprefix("torch."),
+            path=path,
+            gguf=gguf is not None,
+            adapters=adapters,
+            rounding=exporter.rounding if isinstance(exporter, Exporter) else None,
+            evaluation=evaluation,
         )
 
     if gguf is not None and settings.out.suffix == ".gguf":
@@ -140,11 +161,12 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
     export_all(
         source,
         settings.out,
-        _dtype(settings),
+        _dtype(settings, source),
         notes=notes,
         evaluation=_evaluation(settings, source),
         exact_tokenizer=settings.tokenizer == "exact",
         gguf=_gguf_type(settings),
+        adapters=_adapters(settings, source),
         say=_say,
     )
 
@@ -158,14 +180,31 @@ def _evaluation(settings: ExportSettings, source: StateSource) -> dict[str, Any]
 def _gguf_type(settings: ExportSettings) -> str | None:
     from .export_gguf import GGUF_TYPES
 
-    return GGUF_TYPES[settings.dtype] if settings.format == "gguf" else None
+    return GGUF_TYPES[settings.dtype or "float32"] if settings.format == "gguf" else None
 
 
-def _dtype(settings: ExportSettings) -> torch.dtype:
+def _adapters(settings: ExportSettings, source: StateSource) -> bool:
+    """Return whether adapters alone are written. Raises ConfigurationError."""
+    if source.plan.model.adapters is not None:
+        return settings.format != "llama"
+    if settings.format == "peft":
+        raise ConfigurationError(
+            f"run '{source.plan.name}' has no adapters, which --format peft is for; give --format "
+            f"llama"
+        )
+    return False
+
+
+def _dtype(settings: ExportSettings, source: StateSource) -> torch.dtype:
     """Return how parameters are stored; of q8_0, what is nearest in size."""
+    from dipaco.modules.frozen_base import FILE_FORMATS
+
     from .export import DTYPES
 
-    return DTYPES["float16" if settings.dtype == "q8_0" else settings.dtype]
+    adapters = source.plan.model.adapters
+    if settings.dtype is None and adapters is not None and settings.format == "llama":
+        return FILE_FORMATS[adapters.base_format]
+    return DTYPES["float16" if settings.dtype == "q8_0" else settings.dtype or "float32"]
 
 
 def _notes(settings: ExportSettings) -> CardNotes:

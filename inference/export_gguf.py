@@ -7,7 +7,7 @@ decided here: which of llama.cpp's tokenizers gives the run's ids. What it canno
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,8 @@ from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import JsonPieces
 
+from .export_tokenizer import file_rows, json_pieces
+
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2
 _Trainer = sentencepiece_format.TrainerSpec
@@ -32,6 +34,7 @@ _NORMAL, _UNUSED, _BYTE = 1, 5, 6
 # What SentencePiece takes off the worst score for a character that it does not know.
 _UNKNOWN_PENALTY = 10.0
 _ROWS_OF_Q8 = 32
+_OLLAMA_CONTEXT = 4096
 # How the text is cut before BPE, and what llama.cpp calls that. `%d` is what is done with digits.
 _CUT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%d| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -50,13 +53,13 @@ def check_gguf(model: ModelConfig, tokenizer: bytes) -> None:
 
     Raises ConfigurationError, also where the library is not installed.
     """
-    _library()
+    gguf_library()
     if model.family == "qwen3" and model.attention_bias:
         raise ConfigurationError(
             "llama.cpp has no biases for the family qwen3 (attention_bias); use --format llama"
         )
     if is_json(tokenizer):
-        _cut_name(JsonPieces(tokenizer, "the tokenizer").tokenizer)
+        _cut_name(json_pieces(tokenizer).tokenizer)
         return
     proto = sentencepiece_format.ModelProto.FromString(tokenizer)
     if proto.trainer_spec.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM):
@@ -79,7 +82,7 @@ def write_gguf(
     `stored` is one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf`
     does, StorageError if the disk is full.
     """
-    gguf = _library()
+    gguf = gguf_library()
     check_gguf(model, tokenizer)
     writer = gguf.GGUFWriter(file, model.family)
     types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
@@ -88,14 +91,15 @@ def write_gguf(
     writer.add_name(name)
     _add_model(writer, gguf, model)
     rows = _add_tokenizer(writer, model.vocabulary_size, tokenizer)
+    writer.add_vocab_size(model.vocabulary_size if rows is None else len(rows))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.family.upper()], model.block_count)
     for key, parameter in parameters.items():
         values = parameter.detach().to("cpu", torch.float32)
         if key in (EMBEDDING, HEAD) and rows is not None:
             values = values[rows]
-        array = _paired(key, values, model).numpy()
+        array = paired(key, values, model).numpy()
         found = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        _add_tensor(writer, gguf, found, array, stored)
+        add_tensor(writer, gguf, found, array, stored)
     with storage_errors(file.parent):
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -124,7 +128,8 @@ def modelfile(gguf_name: str, context: int, chat_template: bool) -> str:
         "top_k": 50,
         "top_p": 1.0,
         "repeat_penalty": 1.0,
-        "num_ctx": context,
+        # As many as Ollama has by itself, if the model has them: memory grows with the number.
+        "num_ctx": min(context, _OLLAMA_CONTEXT),
     }
     lines = [f"FROM ./{gguf_name}"]
     lines += [f"PARAMETER {name} {value}" for name, value in parameters.items()]
@@ -132,7 +137,8 @@ def modelfile(gguf_name: str, context: int, chat_template: bool) -> str:
     return "\n".join(lines if chat_template else [*lines, 'TEMPLATE "{{ .Prompt }}"']) + "\n"
 
 
-def _library() -> Any:
+def gguf_library() -> Any:
+    """Return the library. Raises ConfigurationError where it is not installed."""
     try:
         import gguf
     except ImportError:
@@ -143,7 +149,7 @@ def _library() -> Any:
 
 
 def _add_model(writer: Any, gguf: Any, model: ModelConfig) -> None:
-    writer.add_context_length(model.sequence_length)
+    writer.add_context_length(model.context)
     writer.add_embedding_length(model.hidden_size)
     writer.add_block_count(model.block_count)
     writer.add_feed_forward_length(model.feed_forward)
@@ -154,7 +160,6 @@ def _add_model(writer: Any, gguf: Any, model: ModelConfig) -> None:
     writer.add_rope_dimension_count(model.width_of_head)
     writer.add_rope_freq_base(model.rope_theta)
     writer.add_layer_norm_rms_eps(model.norm_epsilon)
-    writer.add_vocab_size(model.vocabulary_size)
     scaling = model.rope_scaling
     if scaling is not None and scaling.kind == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -166,7 +171,7 @@ def _add_model(writer: Any, gguf: Any, model: ModelConfig) -> None:
         writer.add_tensor("rope_freqs.weight", slower.numpy().astype(np.float32))
 
 
-def _paired(name: str, values: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+def paired(name: str, values: torch.Tensor, model: ModelConfig) -> torch.Tensor:
     """Order the rows of queries and keys as llama.cpp pairs them: it rotates neighbours in a Llama,
     halves in a Qwen."""
     heads = {"q_proj": model.head_count, "k_proj": model.kv_heads}
@@ -177,7 +182,7 @@ def _paired(name: str, values: torch.Tensor, model: ModelConfig) -> torch.Tensor
     return split.transpose(1, 2).reshape(values.shape).contiguous()
 
 
-def _add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str) -> None:
+def add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str) -> None:
     if array.ndim < 2 or stored == "f32":
         writer.add_tensor(name, array)
     elif stored == "q8_0" and array.shape[-1] % _ROWS_OF_Q8 == 0:
@@ -198,9 +203,10 @@ def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes) -> torch.Tensor | N
     if not is_json(tokenizer):
         _add_sentencepiece(writer, rows, tokenizer)
         return None
-    pieces = JsonPieces(tokenizer, "the tokenizer")
-    _add_byte_level(writer, rows, pieces)
-    return torch.from_numpy(np.argsort(pieces.file_order(rows)))
+    stored = file_rows(tokenizer, rows)
+    assert stored is not None
+    _add_byte_level(writer, len(stored), json_pieces(tokenizer))
+    return stored
 
 
 def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
@@ -219,7 +225,7 @@ def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
     writer.add_token_types(types)
     writer.add_add_space_prefix(bool(proto.normalizer_spec.add_dummy_prefix))
     writer.add_remove_extra_whitespaces(bool(proto.normalizer_spec.remove_extra_whitespaces))
-    _add_specials(writer, (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN))
+    _add_specials(writer, (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN), begins=True)
 
 
 def _with_plain_bytes(pieces: list[tuple[str, float, int]]) -> list[tuple[str, float, int]]:
@@ -237,7 +243,7 @@ def _with_plain_bytes(pieces: list[tuple[str, float, int]]) -> list[tuple[str, f
 
 
 def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
-    content = pieces.tokenizer
+    content = pieces.own_tokenizer()
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [_UNUSED] * rows
     for token, number in content["model"]["vocab"].items():
@@ -251,19 +257,31 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
     writer.add_token_types(types)
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in merges])
     writer.add_add_space_prefix(False)
-    _add_specials(writer, pieces.special)
+    numbers = {token: number for number, token in enumerate(tokens)}
+    special = [None if name is None else numbers[name] for name in pieces.origin.names]
+    _add_specials(writer, special, begins=_begins(content["post_processor"]))
     if pieces.chat_template is not None:
         writer.add_chat_template(pieces.chat_template)
 
 
-def _add_specials(writer: Any, special: tuple[int, ...]) -> None:
-    unknown, begin, end, pad = special
-    writer.add_unk_token_id(unknown)
-    writer.add_bos_token_id(begin)
-    writer.add_eos_token_id(end)
-    writer.add_pad_token_id(pad)
-    writer.add_add_bos_token(True)
+def _add_specials(writer: Any, special: Sequence[int | None], *, begins: bool) -> None:
+    """Name unknown, begin, end and padding, and say whether a text gets the begin in front."""
+    adders = (
+        writer.add_unk_token_id, writer.add_bos_token_id, writer.add_eos_token_id,
+        writer.add_pad_token_id,
+    )  # fmt: skip
+    for add, number in zip(adders, special, strict=True):
+        if number is not None:
+            add(number)
+    writer.add_add_bos_token(begins)
     writer.add_add_eos_token(False)
+
+
+def _begins(post_processor: Any) -> bool:
+    """Return whether a tokenizer.json puts a token in front of a text."""
+    part = post_processor or {}
+    parts = part.get("processors", [part])
+    return any("SpecialToken" in (part.get("single") or [{}])[0] for part in parts)
 
 
 def _cut_name(tokenizer: Mapping[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """A run's tokenizer as the tokenizer files that `transformers` reads.
 
-A `tokenizer.json` that came with an imported base goes back as it was, with its own numbers; new in
-it is only what the run added.
+A `tokenizer.json` that came with an imported base goes back as it was, with its own numbers and
+special tokens: what the run added has no place in it. Only beside the router, where documents must
+look as in the run, it stays.
 
 A SentencePiece model is written as one. The plain conversion of `transformers` changes ids: it adds
 a space in front, parses `<s>` where a text has it, and takes U+2581 for a space. Here a space stays
@@ -12,9 +13,10 @@ is refused by name.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,45 +39,77 @@ _Trainer = sentencepiece_format.TrainerSpec
 _NEVER_CHOSEN = -1000.0
 
 
-def tokenizer_files(tokenizer: bytes, sequence_length: int, exact: bool) -> dict[str, bytes]:
+def tokenizer_files(
+    tokenizer: bytes, context: int, exact: bool, *, as_in_run: bool = False
+) -> dict[str, bytes]:
     """Return the tokenizer's files of a checkpoint, by name. `tokenizer` is the blob of the run.
 
+    `as_in_run`: with the special tokens that the run added, and with its begin in front of a text.
     Raises ConfigurationError as `tokenizer_json` does, unless `exact` is off.
     """
     if is_json(tokenizer):
-        pieces = JsonPieces(tokenizer, "the tokenizer")
-        settings = _json_settings(pieces, sequence_length)
-        content = {TOKENIZER_JSON: pieces.tokenizer, TOKENIZER_SETTINGS: settings}
+        pieces = json_pieces(tokenizer)
+        names = pieces.special_names() if as_in_run else pieces.origin.names
+        content = {
+            TOKENIZER_JSON: pieces.tokenizer if as_in_run else pieces.own_tokenizer(),
+            TOKENIZER_SETTINGS: _json_settings(pieces, names, context),
+        }
         return {name: json_bytes(value) for name, value in content.items()}
     files = {TOKENIZER_FILE: tokenizer}
     if exact:
         files[TOKENIZER_JSON] = json_bytes(tokenizer_json(tokenizer))
-        files[TOKENIZER_SETTINGS] = json_bytes(tokenizer_config(tokenizer, sequence_length))
+        files[TOKENIZER_SETTINGS] = json_bytes(tokenizer_config(tokenizer, context))
     return files
 
 
-def file_rows(tokenizer: bytes, rows: int) -> torch.Tensor | None:
-    """Return which of the run's tokens stands in each of the `rows` of an exported embedding;
-    None where the numbers of the file are those of the run."""
+def file_rows(tokenizer: bytes, rows: int, *, as_in_run: bool = False) -> torch.Tensor | None:
+    """Return which of the run's tokens stands in each row of an exported embedding, of `rows` that
+    the run has; None where the numbers of the file are those of the run.
+
+    Rows that the run added are left out, unless `as_in_run`.
+    """
     if not is_json(tokenizer):
         return None
-    order = JsonPieces(tokenizer, "the tokenizer").file_order(rows)
-    return torch.from_numpy(np.argsort(order))
+    pieces = json_pieces(tokenizer)
+    of_run = torch.from_numpy(np.argsort(pieces.file_order(rows)))
+    return of_run if as_in_run else of_run[: pieces.origin.rows]
 
 
-def file_specials(tokenizer: bytes) -> tuple[int, ...]:
-    """Return the numbers of unknown, begin, end and padding in the exported tokenizer."""
-    if is_json(tokenizer):
-        return JsonPieces(tokenizer, "the tokenizer").special
-    return (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN)
+def special_numbers(tokenizer: bytes, *, as_in_run: bool = False) -> dict[str, Any]:
+    """Return what `config.json` says of begin, end and padding in the exported tokenizer."""
+    if not is_json(tokenizer):
+        begin, end, pad = BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+    elif as_in_run:
+        _, begin, end, pad = json_pieces(tokenizer).special
+    else:
+        return json_pieces(tokenizer).origin.numbers.model_dump(mode="json")
+    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
 
 
-def _json_settings(pieces: JsonPieces, sequence_length: int) -> dict[str, Any]:
+def generation_settings(tokenizer: bytes, *, as_in_run: bool = False) -> dict[str, Any]:
+    """Return the content of `generation_config.json`: that of the base, or as `dipaco-generate`."""
+    if is_json(tokenizer) and not as_in_run:
+        origin = json_pieces(tokenizer).origin
+        found = origin.generation or origin.numbers
+        return found.model_dump(mode="json", exclude_none=True)
+    special = special_numbers(tokenizer, as_in_run=as_in_run)
+    unknown = json_pieces(tokenizer).special[0] if is_json(tokenizer) else UNKNOWN_TOKEN
+    return {
+        **special,
+        "do_sample": True,
+        "temperature": 0.8,
+        "top_k": 50,
+        # As in dipaco-generate: pieces that are never part of a text are never chosen.
+        "suppress_tokens": [unknown, special["bos_token_id"], special["pad_token_id"]],
+    }
+
+
+def _json_settings(pieces: JsonPieces, names: Sequence[str | None], context: int) -> dict[str, Any]:
     keys = ("unk_token", "bos_token", "eos_token", "pad_token")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": sequence_length,
-        **dict(zip(keys, pieces.special_names(), strict=True)),
+        "model_max_length": context,
+        **dict(zip(keys, names, strict=True)),
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
@@ -84,6 +118,12 @@ def _json_settings(pieces: JsonPieces, sequence_length: int) -> dict[str, Any]:
     if pieces.chat_template is not None:
         settings["chat_template"] = pieces.chat_template
     return settings
+
+
+@functools.lru_cache(maxsize=1)
+def json_pieces(tokenizer: bytes) -> JsonPieces:
+    """Return the tokenizer of a blob; one of a real model takes a second to read."""
+    return JsonPieces(tokenizer, "the tokenizer")
 
 
 def tokenizer_json(model: bytes) -> dict[str, Any]:
@@ -128,12 +168,12 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def tokenizer_config(model: bytes, sequence_length: int) -> dict[str, Any]:
+def tokenizer_config(model: bytes, context: int) -> dict[str, Any]:
     """Return the content of `tokenizer_config.json`, which goes with `tokenizer_json`."""
     proto = sentencepiece_format.ModelProto.FromString(model)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": sequence_length,
+        "model_max_length": context,
         "unk_token": proto.pieces[UNKNOWN_TOKEN].piece,
         "bos_token": proto.pieces[BEGIN_TOKEN].piece,
         "eos_token": proto.pieces[END_TOKEN].piece,

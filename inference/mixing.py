@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.transformer import PathModel
 
+from .adapter_decoder import AdapterDecoder, decoders_over_one_base, step_together
 from .decoder import Decoder
 
 FORGETTING = 0.9
@@ -44,13 +46,26 @@ class MixedDecoder:
     """Paths that give each token together; used as `Decoder` is. Its logits are
     log-probabilities."""
 
-    def __init__(self, decoders: Sequence[Decoder]) -> None:
+    def __init__(self, decoders: Sequence[Decoder | AdapterDecoder]) -> None:
         self._decoders = decoders
-        self.config, self.lengths = decoders[0].config, decoders[0].lengths
+        self.config = decoders[0].config
         paths, slots = len(decoders), len(self.lengths)
         self._evidence = torch.zeros(paths, slots, 1)
         self._next = torch.zeros(paths, slots, self.config.vocabulary_size)
         """Each path's log-probabilities of the next token."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """As `Decoder.lengths`."""
+        return self._decoders[0].lengths
+
+    @property
+    def free_slots(self) -> int:
+        """As `Decoder.free_slots`."""
+        first = self._decoders[0]
+        # Paths over one base take slots of one store.
+        each = len(self._decoders) if isinstance(first, AdapterDecoder) else 1
+        return first.free_slots // each
 
     def read(
         self, slot: int, tokens: Sequence[int], *, every: bool = False
@@ -71,14 +86,21 @@ class MixedDecoder:
                 yield mixed if every else mixed[-1:]
         self._evidence[:, slot], self._next[:, slot] = evidence, logprobs[:, -1]
 
-    def step(self, tokens: Sequence[int]) -> torch.Tensor:
-        """As `Decoder.step`."""
+    def step(self, tokens: Sequence[int | None]) -> torch.Tensor:
+        """As `Decoder.step`; a slot that is left alone must be read again."""
         width = len(tokens)
-        nats = -self._next[:, torch.arange(width), torch.tensor(tokens)]
+        given = torch.tensor([PAD_TOKEN if token is None else token for token in tokens])
+        nats = -self._next[:, torch.arange(width), given]
         self._evidence[:, :width] = with_evidence(self._evidence[:, :width], nats[:, :, None])
-        logits = torch.stack([decoder.step(tokens) for decoder in self._decoders])
+        logits = torch.stack(self._step_each(tokens))
         self._next[:, :width] = logits.log_softmax(dim=-1)
         return mixed_logprobs(self._evidence[:, :width], self._next[:, :width])
+
+    def _step_each(self, tokens: Sequence[int | None]) -> list[torch.Tensor]:
+        over_one_base = [d for d in self._decoders if isinstance(d, AdapterDecoder)]
+        if over_one_base:
+            return step_together(over_one_base, [tokens] * len(over_one_base))
+        return [decoder.step(tokens) for decoder in self._decoders]
 
     def copy(self, slot: int, length: int) -> list[torch.Tensor]:
         """As `Decoder.copy`, right after the text was read."""
@@ -98,7 +120,11 @@ class MixedDecoder:
             decoder.free(slot)
 
 
-def decoder_of(models: Sequence[PathModel], slots: int) -> Decoder | MixedDecoder:
+def decoder_of(models: Sequence[PathModel], slots: int) -> Decoder | AdapterDecoder | MixedDecoder:
     """Return what gives tokens by one path, or by several together."""
-    decoders = [Decoder(model, slots) for model in models]
+    decoders: Sequence[Decoder | AdapterDecoder]
+    if models[0].config.adapters is not None:
+        decoders = decoders_over_one_base(models, slots)
+    else:
+        decoders = [Decoder(model, slots) for model in models]
     return decoders[0] if len(decoders) == 1 else MixedDecoder(decoders)

@@ -6,7 +6,6 @@ rerouter serves any W. Its file is a safetensors file that names the run it was 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +39,8 @@ class Rerouter(nn.Module):
     def __init__(self, model: ModelConfig, path_count: int) -> None:
         super().__init__()
         # With a tied embedding there is no output head, which a rerouter has no use for.
-        self.backbone = PathModel(model.model_copy(update={"tied_embedding": True}))
+        whole = model.without_adapters.model_copy(update={"tied_embedding": True})
+        self.backbone = PathModel(whole)
         self.head = nn.Linear(2 * model.hidden_size, path_count)
         self.routed = nn.Parameter(_FIRST_PREFERENCE * torch.eye(path_count))
         nn.init.zeros_(self.head.weight)
@@ -53,7 +53,7 @@ class Rerouter(nn.Module):
 
     def load_base(self, base: PathModel) -> None:
         """Copy embedding, blocks and norm of the base model."""
-        parameters = dict(base.named_parameters())
+        parameters = base.whole_parameters()
         with torch.no_grad():
             for name, parameter in self.backbone.named_parameters():
                 parameter.copy_(parameters[name])
@@ -139,7 +139,7 @@ def read_rerouter(file: Path, plan: RunPlan) -> Rerouter:
             f"{file} was fitted for run {str(content.get('run'))[:16]}, this is run "
             f"{plan.run_id}; fit one for it with --fit-rerouter"
         )
-    rerouter = Rerouter(plan.model, math.prod(plan.grid.modules_per_level))
+    rerouter = Rerouter(plan.model, plan.grid.path_count)
     try:
         rerouter.load_state_dict({n: torch.from_numpy(array) for n, array in arrays.items()})
     except (RuntimeError, TypeError) as error:

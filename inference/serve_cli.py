@@ -15,7 +15,7 @@ from typing import Annotated
 
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, StorageError
-from dipaco.base.files import decoded
+from dipaco.base.files import decoded, tidy
 from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
 
@@ -41,10 +41,22 @@ class ServeSettings(InferenceSettings):
         ),
     ] = None
     memory_gb: Annotated[
-        float, Option("memory for paths and their caches; at least one is held", "GB", least=0)
+        float,
+        Option(
+            "memory for paths and their caches (of adapters: beside base and caches); at least one "
+            "path is held",
+            "GB",
+            least=0,
+        ),
     ] = 4.0
     parallel: Annotated[
-        int, Option("answers of one path that get a token together", "N", least=1, most=256)
+        int,
+        Option(
+            "answers of one path that get a token together; with adapters, of all paths",
+            "N",
+            least=1,
+            most=256,
+        ),
     ] = 8
     queue: Annotated[
         int, Option("answers that may be waiting or at work; more are refused", "N", least=1)
@@ -58,6 +70,19 @@ class ServeSettings(InferenceSettings):
         Path | None,
         Option("a Jinja file that makes a text of messages (default: the model's own)", "FILE"),
     ] = None
+
+    def key(self) -> str | None:
+        """Return what clients must send, if anything. Raises ConfigurationError for what they
+        cannot."""
+        given = self.api_key or os.environ.get(_KEY_VARIABLE, "")
+        key = tidy(given)
+        if (given and not key) or not all("!" <= character <= "~" for character in key):
+            raise ConfigurationError(
+                f"{'--api-key' if self.api_key else _KEY_VARIABLE} is empty, or has a character "
+                f"that no client can send (a line break, a space, an accent); use letters, digits "
+                f"and signs of ASCII alone"
+            )
+        return key or None
 
     def read_chat_template(self, own: str | None) -> str | None:
         """Return the chat template, if there is one. Raises StorageError."""
@@ -102,18 +127,21 @@ def run(settings: ServeSettings) -> int:
             limits=ServiceLimits(
                 body_bytes=int(settings.max_body_mb * 1e6), timeout_s=settings.timeout_s
             ),
-            api_key=settings.api_key or os.environ.get(_KEY_VARIABLE) or None,
+            api_key=settings.key(),
             template=settings.read_chat_template(engine.tokenizer.chat_template),
         )
     except BaseException:
         source.close()
         raise
     paths = engine.grid.path_count
+    company = "a path" if engine.plan.model.adapters is None else "all paths"
     _say(f"run '{engine.plan.name}' ({engine.plan.run_id[:16]}), {paths} paths")
     _say(
         f"memory: {settings.memory_gb:g} GB hold {min(engine.capacity, paths)} paths of "
-        f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of a path together"
+        f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of {company} together"
     )
+    if engine.base_bytes:
+        _say(f"the base and the room for texts take {engine.base_bytes / 1e9:.1f} GB beside that")
     engine.start()
     try:
         host, port = socket.getsockname()[:2]

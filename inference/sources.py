@@ -112,14 +112,18 @@ class StateSource(ABC):
         """Return what finds the path of a document, its base model on `device`."""
         for sha256 in (self.plan.blobs.tokenizer, self.plan.blobs.base, self.plan.blobs.router):
             self._require_blob(sha256)
-        router = self._run.document_router(self.plan)
-        router.base_model.to(device)
-        return router
+        return self._run.document_router(self.plan, device)
 
     def base_model(self, device: torch.device) -> PathModel:
         """Return the model that the run began with, for comparison."""
         self._require_blob(self.plan.blobs.base)
-        return self._run.base_model(self.plan).to(device)
+        return self._run.base_model(self.plan, device)
+
+    def path_model(self, device: torch.device) -> PathModel:
+        """Return a model that `load_path` fills, on the run's base if that is frozen."""
+        if self.plan.model.adapters is not None:
+            self._require_blob(self.plan.blobs.base)
+        return self._run.path_model(self.plan, device)
 
     def blob(self, sha256: str) -> bytes:
         """Return the content of a blob of the run, fetched if need be. Raises IntegrityError."""
@@ -397,7 +401,7 @@ def assemble_path(
     """
     states = path_states(source, path)
     if model is None:
-        model = PathModel(source.plan.model).to(device or torch.device("cpu"))
+        model = source.path_model(device or torch.device("cpu"))
     load_path(model, source.grid, path, states)
     return model.eval()
 

@@ -12,6 +12,7 @@ from dipaco.base.errors import IntegrityError
 from dipaco.base.files import storage_errors
 from dipaco.base.progress import each
 from dipaco.modules.device import autocast_for
+from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.modules.memory import AtOnce
 from dipaco.modules.transformer import PathModel, token_losses
 
@@ -61,7 +62,7 @@ def row_losses(
     Rows of like length go together, cut to the longest: what is padded costs time. Loss t of a row
     is that of its token t + 1. Raises IntegrityError for one that is no number.
     """
-    vocabulary, device = model.config.vocabulary_size, next(model.parameters()).device
+    vocabulary, device = model.config.vocabulary_size, model.device
     at_once = AtOnce(tokens_at_once(vocabulary, device), device, "scoring", in_tokens=True)
     for batch in length_batches(documents.row_tokens, rows, vocabulary, device):
         tokens = row_tensor(documents, batch)
@@ -97,11 +98,13 @@ def tokens_at_once(width: int, device: torch.device) -> int:
 
 
 def row_tensor(documents: DocumentWindows, rows: np.ndarray) -> torch.Tensor:
-    """Return rows as int64 [B, L] on the CPU, cut to the longest of them."""
+    """Return rows as int64 [B, L] on the CPU, cut to the longest of them, without marks."""
     longest = int(documents.row_tokens[rows].max())
     ordered = np.sort(rows)  # the file is read forward
     places = np.searchsorted(ordered, rows)
-    return torch.from_numpy(documents.rows[ordered, :longest].astype(np.int64)[places])
+    return plain_tokens(
+        torch.from_numpy(documents.rows[ordered, :longest].astype(np.int64)[places])
+    )
 
 
 @torch.no_grad()
@@ -110,7 +113,7 @@ def batch_losses(model: PathModel, tokens: torch.Tensor, at_once: AtOnce) -> tor
 
     As many rows at once as memory allows. Raises ConfigurationError when not even one fits.
     """
-    device, length = next(model.parameters()).device, tokens.shape[1]
+    device, length = model.device, tokens.shape[1]
 
     def score(token_count: int) -> torch.Tensor:
         losses = []

@@ -49,6 +49,24 @@ class RopeScaling(Config):
         return self
 
 
+class AdaptersConfig(Config):
+    """Low-rank adapters of all linear maps of the blocks, over a frozen base (design 4.13,
+    adapters): `base(x) + alpha / rank * B(A(x))`."""
+
+    rank: int = Field(16, ge=1, le=2**12, description="Rows of A, columns of B.")
+    alpha: float | None = Field(
+        None, gt=0, description="The adapters count alpha / rank times. Default: twice the rank."
+    )
+    base_format: Literal["bf16", "nf4", "float32"] = Field(
+        "bf16", description="How the base lies in memory; nf4 is 4 bits, by bitsandbytes."
+    )
+
+    @property
+    def scale(self) -> float:
+        """What the product of A and B is multiplied by."""
+        return (self.alpha or 2.0 * self.rank) / self.rank
+
+
 class ModelConfig(Config):
     """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
 
@@ -71,6 +89,13 @@ class ModelConfig(Config):
         description="Width of the SwiGLU. Default: 8/3 of hidden_size, up to 32.",
     )
     sequence_length: int = Field(256, ge=8, le=2**24, description="Tokens in a training sequence.")
+    context_length: int | None = Field(
+        None,
+        ge=8,
+        le=2**24,
+        description="Tokens of the longest text that an imported base is made for. Default: "
+        "sequence_length.",
+    )
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
     tied_embedding: bool = Field(True, description="Use the embedding as the output head.")
@@ -88,12 +113,19 @@ class ModelConfig(Config):
     rope_scaling: RopeScaling | None = Field(
         None, description="How the rotary frequencies are stretched."
     )
+    adapters: AdaptersConfig | None = Field(
+        None, description="Train adapters alone; everything else is a frozen base."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.head_width is None and self.hidden_size % self.head_count:
             raise ValueError(
                 f"head_count {self.head_count} does not divide hidden_size {self.hidden_size}"
+            )
+        if self.context < self.sequence_length:
+            raise ValueError(
+                f"context_length {self.context} is less than sequence_length {self.sequence_length}"
             )
         if self.width_of_head % 2:
             raise ValueError(
@@ -108,6 +140,16 @@ class ModelConfig(Config):
                 f"kv_head_count {self.kv_heads} does not divide head_count {self.head_count}"
             )
         return self
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text that the model is made for, the default resolved."""
+        return self.context_length or self.sequence_length
+
+    @property
+    def without_adapters(self) -> ModelConfig:
+        """The same model as it is without adapters: of these, the base."""
+        return self.model_copy(update={"adapters": None})
 
     @property
     def width_of_head(self) -> int:
@@ -139,6 +181,13 @@ class GridConfig(Config):
     private_head: bool = Field(
         False, description="Each path has its own final norm and (untied) output head."
     )
+    added_paths: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Paths beside those of the grid, each with a module of its own in every level. "
+        "`prepare --add-path` counts them.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -147,6 +196,21 @@ class GridConfig(Config):
         if len(set(self.private_blocks)) != len(self.private_blocks):
             raise ValueError(f"private_blocks repeats a block: {self.private_blocks}")
         return self
+
+    @property
+    def combination_count(self) -> int:
+        """Paths that are combinations of modules: all but the added ones, and before them."""
+        return math.prod(self.modules_per_level)
+
+    @property
+    def path_count(self) -> int:
+        """All paths of the run."""
+        return self.combination_count + self.added_paths
+
+    @property
+    def module_counts(self) -> tuple[int, ...]:
+        """Modules of each level, with those of the added paths."""
+        return tuple(count + self.added_paths for count in self.modules_per_level)
 
 
 class InnerConfig(Config):
@@ -181,6 +245,20 @@ class InnerConfig(Config):
     fresh_state_warmup_steps: int = Field(
         10, ge=0, description="Warmup of a peer that starts a path with a fresh optimizer state."
     )
+
+
+def check_adapters(model: ModelConfig, grid: GridConfig, inner: InnerConfig) -> None:
+    """Raise ValueError for settings that are not for a model with adapters, if it has some."""
+    if model.adapters is None:
+        return
+    if inner.optimizer == "muon":
+        raise ValueError(
+            "inner.optimizer 'muon' is not for adapters, whose matrices are of low rank; write "
+            'optimizer = "adamw" under [inner]'
+        )
+    for part in ("private_embedding", "private_head"):
+        if getattr(grid, part):
+            raise ValueError(f"grid.{part} is not for adapters: that part of the base is frozen")
 
 
 class OuterConfig(Config):
@@ -239,7 +317,6 @@ class RoundsConfig(Config):
         64, ge=1, description="Sequences scored for a path's published loss, at most."
     )
     copies: int = Field(3, ge=1, le=16, description="Peers that keep each module state.")
-    save_every_rounds: int = Field(1, ge=1, description="Rounds between saves to disk.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -18,6 +18,10 @@ from dipaco.base.errors import ConfigurationError
 LEAST_OWN_VALUES = 2**16
 # Looked at at a time: it fits into a processor's cache.
 LOOKED_AT_VALUES = 2**18
+# Asked once, here: PyTorch 2.11 cannot compile the question, and each product would cut the graph.
+HAVE_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
+)
 
 
 def prepare_process(threads: int | None) -> None:
@@ -128,6 +132,15 @@ def number_format(device: torch.device) -> torch.dtype:
         if capability >= (7, 0):
             return torch.float16
     return torch.float32
+
+
+def format_of_products(inputs: torch.Tensor) -> torch.dtype:
+    """Return what products of `inputs` are computed in just now: autocast's format, else their
+    own."""
+    kind = inputs.device.type
+    if kind in HAVE_AUTOCAST and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return inputs.dtype
 
 
 def training_format(device: torch.device, *, exact: bool) -> torch.dtype:

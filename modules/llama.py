@@ -6,6 +6,7 @@ what a `config.json` may ask for, everything that `PathModel` does not do is ref
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -88,18 +89,9 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def llama_config(
-    model: ModelConfig,
-    dtype: torch.dtype,
-    *,
-    begin: int = BEGIN_TOKEN,
-    end: int = END_TOKEN,
-    pad: int = PAD_TOKEN,
-) -> dict[str, Any]:
-    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`.
-
-    `begin`, `end` and `pad` are the numbers of these tokens in the tokenizer beside it.
-    """
+def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of the `config.json` of a path whose parameters are stored as `dtype`,
+    with the run's own numbers of tokens."""
     stored = str(dtype).removeprefix("torch.")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
@@ -117,7 +109,7 @@ def llama_config(
         "num_key_value_heads": model.kv_heads,
         "head_dim": model.width_of_head,
         "hidden_act": "silu",
-        "max_position_embeddings": model.sequence_length,
+        "max_position_embeddings": model.context,
         "rms_norm_eps": model.norm_epsilon,
         # Older versions of transformers read the one, newer ones the other.
         "rope_theta": model.rope_theta,
@@ -126,9 +118,9 @@ def llama_config(
         "mlp_bias": model.feed_forward_bias,
         "attention_dropout": 0.0,
         "tie_word_embeddings": model.tied_embedding,
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "pad_token_id": pad,
+        "bos_token_id": BEGIN_TOKEN,
+        "eos_token_id": END_TOKEN,
+        "pad_token_id": PAD_TOKEN,
         "initializer_range": 0.02,
         "use_cache": True,
         "torch_dtype": stored,
@@ -271,43 +263,68 @@ def llama_weight_files(folder: Path) -> tuple[Path, ...]:
 def read_llama_parameters(folder: Path, model: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the parameters of a checkpoint, fp32 on the CPU, by name: all of `model`, no others.
 
+    Raises as `iterate_llama_parameters`. Called when a base is imported.
+    """
+    return {n: t.to(torch.float32) for n, t in iterate_llama_parameters(folder, model)}
+
+
+def iterate_llama_parameters(
+    folder: Path, model: ModelConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of a checkpoint by name, sorted, in the format that it has: all of
+    `model`, no others. One is read at a time.
+
     Raises IntegrityError naming the parameter if one is missing, unknown, of another shape, or
-    not finite, and StorageError as `llama_weight_files` does. Called when a base is imported.
+    not finite, and StorageError as `llama_weight_files` does.
     """
     wanted = parameter_shapes(model)
-    found: dict[str, torch.Tensor] = {}
-    for file in llama_weight_files(folder):
-        for name, tensor in _tensors(file):
-            # Checkpoints of older versions store what is computed from the configuration.
-            if name.endswith("rotary_emb.inv_freq"):
-                continue
-            if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise IntegrityError(
-                    f"{file} has '{name}' as {tensor.dtype}; only float32, bfloat16 and float16 "
-                    f"can be imported"
-                )
-            found[name] = tensor.to(torch.float32)
-    head = found.pop(HEAD, None) if model.tied_embedding else None
-    if head is not None and not torch.equal(head, found.get(EMBEDDING, torch.empty(0))):
-        raise IntegrityError(
-            f"{folder} has a '{HEAD}' of its own, but its {CONFIG_FILE} says "
-            f"tie_word_embeddings; correct one or the other"
-        )
-    _check(found, wanted, folder)
-    return found
+    with contextlib.ExitStack() as stack:
+        found: dict[str, _Reader] = {}
+        for file in llama_weight_files(folder):
+            with _broken_file(file):
+                reader = stack.enter_context(safetensors.safe_open(file, framework="pt"))
+                found |= dict.fromkeys(reader.keys(), (file, reader))
+        # Checkpoints of older versions store what is computed from the configuration.
+        found = {n: at for n, at in found.items() if not n.endswith("rotary_emb.inv_freq")}
+        head = found.pop(HEAD, None) if model.tied_embedding else None
+        _check_names(found, wanted, folder)
+        table = found[EMBEDDING]
+        if head is not None and not torch.equal(_read(HEAD, head), _read(EMBEDDING, table)):
+            raise IntegrityError(
+                f"{folder} has a '{HEAD}' of its own, but its {CONFIG_FILE} says "
+                f"tie_word_embeddings; correct one or the other"
+            )
+        for name in sorted(wanted):
+            tensor = _read(name, found[name])
+            _check_tensor(name, tensor, wanted[name], folder)
+            yield name, tensor
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+_Reader = tuple[Path, Any]
+
+
+@contextlib.contextmanager
+def _broken_file(file: Path) -> Iterator[None]:
     try:
-        with safetensors.safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118 - no mapping, although it has keys
-                yield name, reader.get_tensor(name)
+        yield
     except (OSError, safetensors.SafetensorError) as error:
         raise IntegrityError(f"{file} cannot be read: {error}") from None
 
 
-def _check(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]], folder: Path
+def _read(name: str, place: _Reader) -> torch.Tensor:
+    file, reader = place
+    with _broken_file(file):
+        tensor: torch.Tensor = reader.get_tensor(name)
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise IntegrityError(
+            f"{file} has '{name}' as {tensor.dtype}; only float32, bfloat16 and float16 can be "
+            f"imported"
+        )
+    return tensor
+
+
+def _check_names(
+    found: Mapping[str, _Reader], wanted: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
     for name in sorted(set(wanted) - set(found)):
         raise IntegrityError(f"{folder} lacks the parameter '{name}'")
@@ -315,11 +332,13 @@ def _check(
         raise IntegrityError(
             f"{folder} has a parameter '{name}', which its {CONFIG_FILE} gives no place to"
         )
-    for name, shape in wanted.items():
-        if tuple(found[name].shape) != shape:
-            raise IntegrityError(
-                f"{folder} has '{name}' in shape {list(found[name].shape)}, but its "
-                f"{CONFIG_FILE} says {list(shape)}"
-            )
-        if not bool(torch.isfinite(found[name]).all()):
-            raise IntegrityError(f"{folder} has numbers in '{name}' that are not finite")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], folder: Path) -> None:
+    if tuple(tensor.shape) != shape:
+        raise IntegrityError(
+            f"{folder} has '{name}' in shape {list(tensor.shape)}, but its {CONFIG_FILE} says "
+            f"{list(shape)}"
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise IntegrityError(f"{folder} has numbers in '{name}' that are not finite")

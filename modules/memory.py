@@ -15,6 +15,7 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig
 from .device import free_and_total_bytes, numbered
+from .frozen_file import unfilled_base
 from .transformer import LOGITS_AT_ONCE_ON_GPU, PathModel
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,8 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
 
     kept: dict[int, torch.UntypedStorage] = {}
     with FakeTensorMode():
-        model = PathModel(config)
-        parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+        model = PathModel(config, None if config.adapters is None else unfilled_base(config))
+        parameters = {t.untyped_storage()._cdata for t in model.tensors()}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -165,9 +166,14 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * hidden.numel()
 
 
+def between_blocks_bytes(config: ModelConfig) -> int:
+    """Return what is kept of one sequence between blocks."""
+    return FP32_BYTES * config.block_count * config.sequence_length * config.hidden_size
+
+
 def least_pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     """Return the same where blocks are computed twice: what is between them, and within one."""
-    between = FP32_BYTES * config.block_count * config.sequence_length * config.hidden_size
+    between = between_blocks_bytes(config)
     one_block = config.model_copy(update={"block_count": 1})
     return between + pass_bytes(one_block, in_16_bits=in_16_bits)
 

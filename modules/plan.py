@@ -28,6 +28,7 @@ from .config import (
     ModelConfig,
     OuterConfig,
     RoundsConfig,
+    check_adapters,
 )
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
@@ -95,6 +96,9 @@ class ShardIndex(Config):
 
     sequence_length: int = Field(ge=8)
     paths: tuple[PathShard, ...]
+    marked: bool = Field(
+        False, description="Whether tokens have marks (`dipaco.modules.marked_tokens`)."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -102,17 +106,52 @@ class ShardIndex(Config):
             raise ValueError("paths must be listed in order, each once")
         return self
 
+    def canonical_json(self) -> bytes:
+        """Return the bytes of its blob."""
+        return canonical_json(self.model_dump(mode="json", exclude_defaults=True))
+
 
 class RunBlobs(Config):
     """SHA-256 of the parts of a run that are too large for the manifest."""
 
     tokenizer: Sha256
     router: Sha256
-    base: Sha256 = Field(description="The base model: genesis parameters and prefix features.")
+    base: Sha256 = Field(
+        description="The base model: genesis parameters (with adapters: the frozen base, as it is "
+        "loaded), and prefix features."
+    )
     shards: Sha256 = Field(description="The `ShardIndex` as JSON.")
     genesis: Sha256 | None = Field(
         None, description="JSON of module to state digest, for a successor run; else from `base`."
     )
+
+
+class BaseFile(Config):
+    """A weight file of a public checkpoint."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")
+    sha256: Sha256
+
+
+class BaseSource(Config):
+    """The public checkpoint that the frozen base of a run with adapters is made of.
+
+    `RunBlobs.base` is what it becomes; whoever has the checkpoint can make that and compare.
+    """
+
+    name: str = Field(max_length=200, description="What the Hugging Face Hub calls it.")
+    files: tuple[BaseFile, ...] = Field(min_length=1, max_length=256)
+    rows: tuple[tuple[int, int], ...] = Field(
+        max_length=1024,
+        description="Rows of its embedding, (first, count), in the order of the run's tokenizer; "
+        "-1 stands for new rows, the mean of all.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if any(first < -1 or count < 1 for first, count in self.rows):
+            raise ValueError("rows must be (first, count), first -1 or more and count 1 or more")
+        return self
 
 
 class RoutingPlan(Config):
@@ -141,6 +180,9 @@ class RunPlan(Config):
     contributions: ContributionsConfig
     routing: RoutingPlan
     blobs: RunBlobs
+    base_source: BaseSource | None = Field(
+        None, description="Where the frozen base of a run with adapters comes from."
+    )
     mirrors: tuple[Mirror, ...] = Field(
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
@@ -156,6 +198,18 @@ class RunPlan(Config):
         pattern=r"^[0-9a-f]{16}$",
         description="The run whose invitations count here too; None for this run's own.",
     )
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> Self:
+        check_adapters(self.model, self.grid, self.inner)
+        if (self.model.adapters is None) != (self.base_source is None):
+            raise ValueError("base_source is for a run with adapters, which cannot be without it")
+        rows = sum(count for _, count in self.base_source.rows) if self.base_source else 0
+        if rows and rows != self.model.vocabulary_size:
+            raise ValueError(
+                f"base_source has {rows} rows for {self.model.vocabulary_size} tokens of the model"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_admission(self) -> Self:

@@ -3,20 +3,26 @@
 RMSNorm, rotary positions (halves rotated, as Hugging Face does), SwiGLU and grouped-query
 attention; with biases a Qwen2, with norms of queries and keys a Qwen3. Because names and arithmetic
 are theirs, a trained path is a plain checkpoint for other tools. Parameters are zero (norms one)
-until `initialise` or `load_path` fills them.
+until `initialise` or `load_path` fills them. With adapters these are the only parameters, and what
+is theirs at Hugging Face is a frozen base (design 4.13, adapters).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .config import PAD_TOKEN, ModelConfig
+from .config import PAD_TOKEN, AdaptersConfig, ModelConfig
+from .device import format_of_products
+from .frozen_base import FrozenBase, Nf4Weight, product
+from .marked_tokens import learned_targets, plain_tokens
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -42,6 +48,43 @@ class Projection(nn.Linear):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return product(inputs, self.weight, self.bias)
+
+    @torch.no_grad()
+    def full_weight(self) -> torch.Tensor:
+        """Return the map as one matrix, fp32 [outputs, inputs]; to be read."""
+        return self.weight.to(torch.float32)
+
+
+class AdaptedProjection(Projection):
+    """A frozen linear map and a low-rank adapter beside it, which is trained."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, adapters: AdaptersConfig) -> None:
+        super().__init__(inputs, outputs, bias)
+        # The names of PEFT.
+        self.lora_A = Projection(inputs, adapters.rank)
+        self.lora_B = Projection(adapters.rank, outputs)
+        self.scale = adapters.scale
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Map [..., inputs] to [..., outputs]."""
+        return super().forward(inputs) + self.scale * self.lora_B(self.lora_A(inputs))
+
+    @torch.no_grad()
+    def full_weight(self) -> torch.Tensor:
+        """Return base and adapter together as one matrix, fp32 [outputs, inputs]; to be read."""
+        adapter = self.lora_B.weight @ self.lora_A.weight
+        return super().full_weight() + self.scale * adapter
+
+
+def _projection(config: ModelConfig, inputs: int, outputs: int, bias: bool) -> Projection:
+    """Return a linear map of a block, adapted if the model has adapters."""
+    if config.adapters is None:
+        return Projection(inputs, outputs, bias)
+    return AdaptedProjection(inputs, outputs, bias, config.adapters)
+
 
 class Embedding(nn.Embedding):
     """A token embedding, zero at first."""
@@ -49,6 +92,10 @@ class Embedding(nn.Embedding):
     def reset_parameters(self) -> None:
         """Fill with zeros."""
         nn.init.zeros_(self.weight)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return [B, T, H] of tokens [B, T] in fp32, whatever format a frozen embedding has."""
+        return super().forward(tokens).float()
 
 
 class RMSNorm(nn.Module):
@@ -66,10 +113,7 @@ class RMSNorm(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of [..., size]."""
         normed = F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.epsilon)
-        kind = hidden.device.type
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            return normed.to(torch.get_autocast_dtype(kind))
-        return normed.to(hidden.dtype)
+        return normed.to(format_of_products(hidden))
 
 
 class Attention(nn.Module):
@@ -80,17 +124,19 @@ class Attention(nn.Module):
         self.heads, self.kv_heads = config.head_count, config.kv_heads
         self.width = config.width_of_head
         hidden, inside = config.hidden_size, config.attention_bias or config.family == "qwen2"
-        self.q_proj = Projection(hidden, self.heads * self.width, inside)
-        self.k_proj = Projection(hidden, self.kv_heads * self.width, inside)
-        self.v_proj = Projection(hidden, self.kv_heads * self.width, inside)
-        self.o_proj = Projection(self.heads * self.width, hidden, config.attention_bias)
+        self.q_proj = _projection(config, hidden, self.heads * self.width, inside)
+        self.k_proj = _projection(config, hidden, self.kv_heads * self.width, inside)
+        self.v_proj = _projection(config, hidden, self.kv_heads * self.width, inside)
+        self.o_proj = _projection(config, self.heads * self.width, hidden, config.attention_bias)
         self.has_norms = config.family == "qwen3"
         if self.has_norms:
             self.q_norm = RMSNorm(self.width, config.norm_epsilon)
             self.k_norm = RMSNorm(self.width, config.norm_epsilon)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map [B, T, H] to [B, T, H]."""
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map [B, T, H] to [B, T, H]; `seen` as for `PathModel.hidden_states`."""
         batch, length, _ = hidden.shape
         queries = self._split(self.q_proj(hidden), self.heads)
         keys = self._split(self.k_proj(hidden), self.kv_heads)
@@ -101,7 +147,9 @@ class Attention(nn.Module):
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=seen, is_causal=seen is None
+        )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
     def _split(self, projected: torch.Tensor, heads: int) -> torch.Tensor:
@@ -116,9 +164,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inside, bias = config.hidden_size, config.feed_forward, config.feed_forward_bias
-        self.gate_proj = Projection(hidden, inside, bias)
-        self.up_proj = Projection(hidden, inside, bias)
-        self.down_proj = Projection(inside, hidden, bias)
+        self.gate_proj = _projection(config, hidden, inside, bias)
+        self.up_proj = _projection(config, hidden, inside, bias)
+        self.down_proj = _projection(config, inside, hidden, bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Map [B, T, H] to [B, T, H]."""
@@ -135,9 +183,11 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon)
         self.mlp = FeedForward(config)
 
-    def forward(self, hidden: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-        """Map [B, T, H] to [B, T, H]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation)
+    def forward(
+        self, hidden: torch.Tensor, rotation: Rotation, seen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map [B, T, H] to [B, T, H]; `seen` as for `PathModel.hidden_states`."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, seen)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -155,19 +205,97 @@ class PathModel(nn.Module):
     """One path: tokens [B, T] in, logits [B, T, V] out. Holds nothing but its parameters.
 
     Any path's parameters can be loaded into the same instance (`dipaco.modules.compose`).
+
+    With a `base` everything but adapters is frozen, and the base's own tensors: no parameters, and
+    shared with all models that stand on it. Without adapters that is the base itself as a model.
+    A model with adapters computes nothing until it has a base (`stand_on`).
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, base: FrozenBase | None = None) -> None:
         super().__init__()
         self.config = config
+        self._base: FrozenBase | None = None
+        is_frozen = config.adapters is not None or base is not None
+        # What is frozen takes no memory here.
+        with torch.device("meta") if is_frozen else nullcontext():
+            self._build(config)
+        if is_frozen:
+            self._freeze()
+        if base is not None:
+            self.stand_on(base)
+
+    def _build(self, config: ModelConfig) -> None:
         self.model = Backbone(config)
-        self.lm_head: nn.Module | None = None
+        self.lm_head: Projection | None = None
         """None: the head is the embedding."""
         self.recomputes = False
         """Whether the backward pass computes blocks again, instead of having kept what is in them:
         a third slower, with a fraction of the memory."""
         if not config.tied_embedding:
             self.lm_head = Projection(config.hidden_size, config.vocabulary_size)
+
+    def _freeze(self) -> None:
+        """Leave the adapters as parameters, zero, and of all others a place for the base's."""
+        for name, parameter in list(self.named_parameters()):
+            owner, leaf = self._owner(name)
+            delattr(owner, leaf)
+            is_trained = ".lora_" in name
+            setattr(owner, leaf, nn.Parameter(torch.zeros(parameter.shape)) if is_trained else None)
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        """Return the part that has a parameter, and what it is called there."""
+        path, _, leaf = name.rpartition(".")
+        return self.get_submodule(path), leaf
+
+    def stand_on(self, base: FrozenBase) -> None:
+        """Take the tensors of a base, on its device, for everything but adapters."""
+        for name, weight in base.weights.items():
+            owner, leaf = self._owner(name)
+            setattr(owner, leaf, weight)
+        self._base = base
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Follow the adapters to another device (`Module.to`), where one base serves all models."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._base is not None:
+            device = fn(torch.empty(0, device=self._base.device)).device
+            if device != self._base.device:
+                self.stand_on(self._base.on(device))
+        return self
+
+    @property
+    def base(self) -> FrozenBase | None:
+        """The frozen base that the model stands on."""
+        return self._base
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self.model.embed_tokens.weight.device
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield all that the model holds: parameters, and the tensors of a base."""
+        yield from self.parameters()
+        for weight in (self._base.weights if self._base else {}).values():
+            yield weight if isinstance(weight, torch.Tensor) else weight.packed
+
+    @torch.no_grad()
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """Return the model as one without adapters, fp32 by Hugging Face name; to be read.
+
+        Adapters are added to the base; without a base these are the parameters.
+        """
+        if self._base is None:
+            return {name: parameter.detach() for name, parameter in self.named_parameters()}
+        whole: dict[str, torch.Tensor] = {}
+        for name in self._base.weights:
+            owner, leaf = self._owner(name)
+            weight: torch.Tensor | Nf4Weight = getattr(owner, leaf)
+            if isinstance(owner, Projection) and leaf == "weight":
+                whole[name] = owner.full_weight()
+            else:
+                whole[name] = weight.to(torch.float32)
+        return whole
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, T, V] of the token after each of `tokens` [B, T]."""
@@ -177,30 +305,42 @@ class PathModel(nn.Module):
         """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them."""
         hidden = self.model.norm(hidden)
         if self.lm_head is None:
-            return F.linear(hidden, self.model.embed_tokens.weight)
+            return product(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
 
-    def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1)."""
-        rotation = self._rotation(tokens.shape[1], tokens.device)
-        hidden = self.model.embed_tokens(tokens)
+    def hidden_states(
+        self,
+        tokens: torch.Tensor,
+        seen: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1).
+
+        `seen` is which position sees which, bool [B, 1, T, T]; None: all that is before it.
+        `rotation` is `rotation_of` the length; whoever compiles this gives it.
+        """
+        rotation = rotation or rotation_of(self.config, tokens.shape[1], tokens.device)
+        hidden = self.model.embed_tokens(plain_tokens(tokens))
         for block in self.model.layers:
             if self.recomputes and torch.is_grad_enabled():
                 hidden = checkpoint(
-                    block, hidden, rotation, use_reentrant=False, preserve_rng_state=False
+                    block, hidden, rotation, seen, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden = block(hidden, rotation)
+                hidden = block(hidden, rotation, seen)
         return hidden
 
-    def _rotation(self, length: int, device: torch.device) -> Rotation:
-        """Return cosines and sines of the positions below `length` in fp32, [T, D/2].
 
-        Computed in each pass: they cost nothing beside a block, and no buffer can get stale.
-        """
-        positions = torch.arange(length, device=device, dtype=torch.float32)
-        angles = positions[:, None] * rotary_frequencies(self.config, device)
-        return angles.cos(), angles.sin()
+def rotation_of(config: ModelConfig, length: int, device: torch.device) -> Rotation:
+    """Return cosines and sines of the positions below `length` in fp32, [T, D/2].
+
+    Computed in each pass: they cost nothing beside a block, and no buffer can get stale. Not within
+    what is compiled, where each block would compute them anew for each number that it turns: on an
+    H100 a quarter of a step.
+    """
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = positions[:, None] * rotary_frequencies(config, device)
+    return angles.cos(), angles.sin()
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:
@@ -249,9 +389,10 @@ def initialise(model: PathModel, seed: int) -> None:
 def target_mask(tokens: torch.Tensor, skip_tokens: int = 0) -> torch.Tensor:
     """Return which targets count, bool [B, T-1] for the targets `tokens[:, 1:]`.
 
-    Padding does not, and neither do the first `skip_tokens` positions, which routing has seen.
+    Padding does not, nor what is marked as not to be learned, nor the first `skip_tokens`
+    positions, which routing has seen.
     """
-    mask = tokens[:, 1:] != PAD_TOKEN
+    mask = learned_targets(tokens[:, 1:]) != PAD_TOKEN
     if skip_tokens > 1:
         mask[:, : skip_tokens - 1] = False
     return mask
@@ -260,7 +401,7 @@ def target_mask(tokens: torch.Tensor, skip_tokens: int = 0) -> torch.Tensor:
 def token_losses(model: PathModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return the negative log-likelihood in nats of each target `tokens[:, 1:]`, fp32 [B, T-1].
 
-    Where the target is padding it is 0.
+    Where the target is padding, or is not to be learned, it is 0.
     """
     hidden = model.hidden_states(tokens)
     losses = [head_losses(model, *piece) for piece in head_pieces(model.config, hidden, tokens)]
@@ -277,7 +418,7 @@ def head_pieces(
     several times the memory of all blocks.
     """
     # The last position gets padding for a target: cutting it off would copy all others.
-    targets = F.pad(tokens[:, 1:], (0, 1), value=PAD_TOKEN).flatten()
+    targets = F.pad(learned_targets(tokens[:, 1:]), (0, 1), value=PAD_TOKEN).flatten()
     at_once = LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE_ON_GPU
     count = math.ceil(len(targets) * config.vocabulary_size / at_once)
     size = math.ceil(len(targets) / count)

@@ -15,6 +15,7 @@ from types import FrameType
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
+from dipaco.base.running import stop_signals
 from dipaco.dht.node import be_client, note_port
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import (
@@ -169,6 +170,7 @@ def _train(
         node.plan,
         node.grid,
         device,
+        new_model=lambda: node.run_folder.path_model(node.plan, device),
         optimizer=settings.optimizer,
         micro_batch_size=micro_batch_size,
         compile_model=settings.compile_model and device.type == "cuda",
@@ -268,7 +270,7 @@ def write_address_file(settings: NodeSettings, addresses: Sequence[str]) -> None
 
 
 def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) -> threading.Event:
-    """First Ctrl+C (or SIGTERM): leave cleanly, in bounded time. Second: exit at once.
+    """First Ctrl+C (SIGTERM, a closed terminal): leave cleanly, in bounded time. Second: at once.
 
     Returns an event for the caller to set once the swarm is joined: until then there is nothing
     to leave, and the first Ctrl+C raises `KeyboardInterrupt`.
@@ -295,8 +297,8 @@ def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) 
         say("leaving; press Ctrl+C again to exit at once")
         sys.stdout.flush()
 
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
+    for number in stop_signals():
+        signal.signal(number, stop)
     return joined
 
 

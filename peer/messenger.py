@@ -99,7 +99,6 @@ class Messenger:
 
     def _tell(self, action: a.Tell) -> None:
         self._chains.note_rows(action.rows)
-        self._chains.add_verified(action.steps)
         if action.peers:
             self._others.tell(action.peers, action.module, action.rows, action.steps, action.keep)
 

@@ -1,7 +1,7 @@
 """What every process of the swarm has, training or not: identity, DHT, exchange, clock, run.
 
 `join_run` does the steps of joining in order and stops at the first that fails with one clear
-line. Peers (`session.py`), bootstrap nodes (`dipaco.bootstrap.serve`) and read-only clients
+line. Peers (`session.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and read-only clients
 (`client.py`) stand on it. A `Membership` is a place in the swarm, a `Node` one with a run;
 `Node.open_successor` puts the next run on the same place, so nobody leaves the swarm to move.
 """
@@ -25,8 +25,8 @@ from dipaco.base.errors import (
     StorageError,
     UnreachableError,
 )
-from dipaco.base.files import atomic_write
-from dipaco.dht.addresses import split_operator
+from dipaco.base.files import atomic_write, set_by
+from dipaco.dht.addresses import is_loopback, listening_everywhere, split_operator
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.node import join_dht, select_run
@@ -48,7 +48,7 @@ from dipaco.peer.exchange.transport import HivemindTransport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.chain import MARK_BYTES, Step, genesis_name
+from dipaco.protocol.chain import MARK_BYTES, Step
 from dipaco.protocol.identity import Identity, let_go, load_or_create_identity, take_lock
 from dipaco.protocol.manifest import SignedManifest, verify_manifest
 from dipaco.protocol.member.rounds import RoundSchedule
@@ -134,10 +134,6 @@ class Node(Membership):
         if self._rule is None:
             self._rule = OuterRule.of(self.plan, self.load_shard_index())
         return self._rule
-
-    def genesis_step(self, module: str) -> str:
-        """Return the name that a module's first step stands on."""
-        return genesis_name(self.run_id, module)
 
     @property
     def me(self) -> str:
@@ -269,7 +265,7 @@ def join_run(
         return join_dht(
             through,
             identity=identity,
-            host_maddrs=host_maddrs or ("/ip4/0.0.0.0/tcp/0",),
+            host_maddrs=host_maddrs or listening_everywhere(0),
             announce_maddrs=announce_maddrs,
             client_mode=client_mode,
             is_relay=is_relay,
@@ -492,7 +488,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
-            f"cannot create {path}: {error.strerror}; choose another place with --cache-dir"
+            f"cannot create {path}: {error.strerror}{set_by(path)}; choose another place with "
+            f"--cache-dir"
         ) from None
 
 
@@ -511,6 +508,6 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
             logger.debug("visible addresses: %s", error)
             addresses = []
         if addresses:
-            return tuple(sorted(set(addresses), key=lambda a: ("/127.0.0.1/" in a, a)))
+            return tuple(sorted(set(addresses), key=lambda a: (is_loopback(a), a)))
         threading.Event().wait(0.5)
     raise NetworkError("the network layer reports no addresses; start again with --debug")

@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from dipaco.base.errors import (
     ConfigurationError,
@@ -36,18 +37,24 @@ from dipaco.base.errors import (
 )
 from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
+from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.contribution_files import ContributionFiles
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
+from dipaco.protocol.identity import Identity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.view import claimed_tokens
 from dipaco.training.trainer import PathTrainer, Snapshot
 
 from .handlers import Handlers
-from .node import Node
+from .joined_run import JoinedRun
 from .path_files import PathFiles
-from .states import head_of
+from .states import States, head_of
 
 logger = logging.getLogger("dipaco.peer.outer_steps")
 
@@ -61,6 +68,22 @@ GATHER_LIMIT_S = 600.0
 PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
+class OuterNode(JoinedRun, Protocol):
+    """What outer rounds need of a node: a `Node`, or what stands in for one."""
+
+    identity: Identity
+    chains: ChainStore
+    contributions: ContributionFiles
+    held: States
+    exchange: Exchange
+    fetcher: ContentFetcher
+
+    @property
+    def rule(self) -> OuterRule:
+        """How a step is computed."""
+        ...
+
+
 class OuterSteps:
     """Called by a shell, on its thread; reports from others.
 
@@ -70,7 +93,7 @@ class OuterSteps:
 
     def __init__(
         self,
-        node: Node,
+        node: OuterNode,
         files: PathFiles,
         events: EventLog,
         report: Callable[[e.Event], None],
@@ -186,12 +209,12 @@ class OuterSteps:
 
     def _compute(self, action: a.Compute) -> None:
         node, module = self._node, action.module
-        node.chains.add_verified(action.steps)
-        state = node.held.find(module, action.base)
-        if state is None and action.base == node.genesis_step(module):
+        base = action.base
+        state = node.held.find(module, base.step)
+        if state is None and base.version == 0:
             state = self._files.genesis_state(module)
         if state is None:
-            raise StorageError(f"the state after {action.base[:12]} is not here any more")
+            raise StorageError(f"the state after {base.step[:12]} is not here any more")
         paths = node.grid.paths_of_module(module)
         for step in action.steps:
             if step.state != state.digest:
@@ -200,7 +223,7 @@ class OuterSteps:
             state = node.rule.step(state, files, step.table, step.round_index, paths)
         step = action.steps[-1]
         node.held.put(step.name, state)
-        _, weight, _ = node.chains.weight(step.name)
+        weight = base.weight + sum(len(taken.rows) for taken in action.steps)
         self._report(e.StateHere(module, head_of(state, step.name, weight, step.round_index)))
 
     def _contribution(self, row: Row) -> memoryview:
@@ -280,14 +303,12 @@ class OuterSteps:
             return
         node.contributions.prune(head.module, head.round_index)
         self._announce()
-        if trainer is None or head.module not in trainer.anchors():
-            self._submit(self._saving, lambda: node.held.save(state))
+        if trainer is not None and head.module in trainer.anchors():
+            trainer.adopt(head.module, state)
+            self._tell(action, state)
+        else:
             self._events.emit("kept", module=head.module, version=head.version, digest=head.digest)
-            return
-        trainer.adopt(head.module, state)
-        if head.version % node.plan.rounds.save_every_rounds == 0:
-            self._submit(self._saving, lambda: node.held.save(state))
-        self._tell(action, state)
+        self._submit(self._saving, lambda: node.held.save(state))
 
     def _tell(self, action: a.Adopt, state: ModuleState) -> None:
         """Write to the log what was adopted: the step that ends a round, or what others made."""
@@ -303,7 +324,7 @@ class OuterSteps:
         if not action.is_round:
             self._events.emit("adopt", **told, own_work_merged=action.is_own_in)
             return
-        rows = node.chains.steps_to(head.module, head.step)[-1].rows
+        rows = action.step.rows if action.step is not None else ()
         late_s = node.clock.now() - self._boundary_s.get(head.module, math.inf)
         self._events.emit(
             "commit",
@@ -321,7 +342,7 @@ class OuterSteps:
     # -- what is held
 
     def _serve(self, action: a.Serve) -> None:
-        self._node.held.serve(action.module, action.step)
+        self._node.held.serve(action.module, action.step, action.steps)
 
     def _forget(self, action: a.Forget) -> None:
         self._node.held.forget(action.module, action.step)

@@ -7,10 +7,16 @@ their buckets; manifest and blobs under their hashes.
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
+from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError
+from dipaco.dht.directory import Directory
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.hello import SOFTWARE
 from dipaco.protocol.coverage import bucket_count, home_bucket
+from dipaco.protocol.manifest import SignedManifest
 from dipaco.protocol.records import (
     MAX_ENTRIES,
     PROGRESS_LIFE_S,
@@ -23,13 +29,29 @@ from dipaco.protocol.records import (
     clean_text,
 )
 
-from .node import Node
+from .joined_run import JoinedRun
 from .own_status import PeerStatus
+from .states import States
 
 logger = logging.getLogger("dipaco.peer.own_records")
 
 MANIFEST_LIFE_S = 3600.0
 BLOB_PERIODS = 8
+
+
+class RecordedNode(JoinedRun, Protocol):
+    """What is told of a node: a `Node`, or what stands in for one."""
+
+    directory: Directory
+    exchange: Exchange
+    held: States
+    blobs: BlobStore
+    fetcher: ContentFetcher
+    manifest: SignedManifest
+
+    def earlier_manifests(self) -> tuple[SignedManifest, ...]:
+        """Return the manifests of the runs that this process came here through."""
+        ...
 
 
 class OwnRecords:
@@ -38,7 +60,7 @@ class OwnRecords:
     :param life_s: how long a record counts that is not renewed
     """
 
-    def __init__(self, node: Node, status: PeerStatus, life_s: float) -> None:
+    def __init__(self, node: RecordedNode, status: PeerStatus, life_s: float) -> None:
         self._node, self._status, self._directory = node, status, node.directory
         self._life_s = life_s
         self._buckets = bucket_count(node.grid.path_count)

@@ -43,9 +43,10 @@ class PathFiles:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        # Modules are asked for at once, and the base model is as large as a path.
+        # Modules are asked for at once, and what they begin with is as large as a path.
         self._lock = threading.Lock()
-        self._base: dict[str, torch.Tensor] | None = None
+        self._first: dict[str, torch.Tensor] | None = None
+        """What every path begins with."""
         self._fetched_lock = threading.Lock()
         self._wanted: int | None = None
         """The path that is about to begin."""
@@ -135,9 +136,9 @@ class PathFiles:
         if plan.blobs.genesis is None:
             node.fetcher.blob(plan.blobs.base, "the base model")
             with self._lock:
-                if self._base is None:
-                    self._base = node.run_folder.base_parameters(plan)
-                return node.run_folder.genesis_state(plan, module, self._base)
+                if self._first is None:
+                    self._first = node.run_folder.first_parameters(plan)
+                return node.run_folder.genesis_state(plan, module, self._first)
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
         digests = node.run_folder.genesis_index(plan)
         assert digests is not None
@@ -145,9 +146,9 @@ class PathFiles:
         return node.run_folder.genesis_state(plan, module)
 
     def release(self) -> None:
-        """Forget what was fetched and not taken, and the base model, which is as large as a path;
-        called when training begins or goes on."""
-        self._base = None
+        """Forget what was fetched and not taken, and what paths begin with, which is as large as a
+        path; called when training begins or goes on."""
+        self._first = None
         with self._fetched_lock:
             self._wanted = self._fetched = None
 

@@ -258,8 +258,7 @@ class Session:
     def _end_round(self, action: a.EndRound) -> None:
         ended = action.round_index
         self._progress.end_round(ended, self._last_loss)
-        if (ended + 1) % self.node.plan.rounds.save_every_rounds == 0:
-            self._optimizer.save()
+        self._optimizer.save()
         self.events.emit(
             "round",
             round=ended,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,15 +9,20 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dipaco.base.errors import ConfigurationError, nearest_name
-from dipaco.base.files import home_folder
+from dipaco.base.files import folder_variable, home_folder
 from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings, check_device
-from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, check_listen_address
+from dipaco.dht.addresses import (
+    EXAMPLE_PEER,
+    check_given_peer,
+    check_listen_address,
+    listening_everywhere,
+)
 from dipaco.peer.owner.pauses import Hours
 
 
 def default_cache_folder() -> Path:
     """Return where a volunteer's states and blobs live when no flag says otherwise."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(home_folder() / ".cache")
+    base = folder_variable("XDG_CACHE_HOME") or str(home_folder() / ".cache")
     return Path(base) / "dipaco"
 
 
@@ -55,7 +59,7 @@ class NodeSettings(Settings):
     host_maddrs: Annotated[
         tuple[str, ...],
         Option(
-            "addresses to listen on (default: /ip4/0.0.0.0/tcp/PORT)",
+            "addresses to listen on (default: all, /ip4/0.0.0.0/tcp/PORT and /ip6/::/tcp/PORT)",
             "ADDR",
             check=partial(check_listen_address, flag="--host-maddrs"),
         ),
@@ -124,7 +128,7 @@ class NodeSettings(Settings):
             from dipaco.dht.node import take_port
 
             port = take_port(last_time=self.port_file)
-        return (f"/ip4/0.0.0.0/tcp/{port}",)
+        return listening_everywhere(port)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ LONGEST_WAIT_S = 0.25
 def start_member(node: Node, settings: MemberSettings) -> Member:
     """Return the member of a node, which knows what lies on this disk."""
     held = node.held.all()
-    steps = [step for head in held for step in node.chains.steps_to(head.module, head.step)]
+    steps = [step for head in held for step in node.chains.chain(head.module)]
     return Member(settings, node.plan, node.grid, steps=steps, held=held)
 
 

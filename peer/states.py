@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore
@@ -22,7 +22,7 @@ from dipaco.modules.state import ModuleState, read_state, state_chunks
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.content import Parts
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain import Head, Step
 
 logger = logging.getLogger("dipaco.peer.states")
 
@@ -76,7 +76,7 @@ class States:
                 if head is not None and state is not None:
                     with self._lock:
                         self._held[module], self._state_of[module] = head, state
-                    self._chains.serve(module, head.step, head)
+                    self._chains.serve(module, head.step, head=head)
                     break
         return self.all()
 
@@ -116,7 +116,7 @@ class States:
     # -- what is held
 
     def hold(self, head: Head) -> ModuleState:
-        """Serve a state that waits, or lies on the disk, from now on. Raises KeyError."""
+        """Hold a state that waits, or lies on the disk, from now on. Raises KeyError."""
         with self._lock:
             state = self._waiting.get(head.module, {}).pop(head.step, None)
             is_new = state is not None
@@ -130,18 +130,7 @@ class States:
             self._held[head.module], self._state_of[head.module] = head, state
             if is_new:
                 self._in_memory[head.digest] = state
-        self._tell_of(head.module, head.step, head)
         return state
-
-    def _tell_of(self, module: str, step: str, head: Head | None) -> None:
-        if self._chains.served(module) == (step, head):
-            return
-        try:
-            self._chains.serve(module, step, head)
-        except StorageError as error:
-            logger.warning("the chain of %s is not on disk: %s", module, error)
-        except KeyError:
-            logger.debug("the steps of %s to %s are not here", module, step)
 
     def save(self, state: ModuleState) -> None:
         """Write a held state to disk, to be served from there, and to lie there for its holders.
@@ -184,11 +173,21 @@ class States:
             if held is not None:
                 self._in_memory.pop(held.digest, None)
         self._store.remove(module)
-        self._tell_of(module, self._chains.served(module)[0], None)
+        self.serve(module, self._chains.served(module)[0])
 
-    def serve(self, module: str, step: str) -> None:
-        """Tell of the chain to a step, whose state is not here."""
-        self._tell_of(module, step, self.get(module))
+    def serve(self, module: str, step: str, steps: Sequence[Step] = ()) -> None:
+        """Tell of the chain to a step, and of the state that is held.
+
+        `steps`, oldest first, are those of it that were not served before. Raises KeyError when
+        they stand on nothing that was.
+        """
+        head = self.get(module)
+        if self._chains.served(module) == (step, head):
+            return
+        try:
+            self._chains.serve(module, step, steps, head)
+        except StorageError as error:
+            logger.warning("the chain of %s is not on disk: %s", module, error)
 
     def get(self, module: str) -> Head | None:
         """Return what is held of a module."""

@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.output import outlast_audience
+from dipaco.base.running import configure_logging, run_command, stop_signals
 
 from .settings import PeerSettings
 
@@ -161,8 +163,7 @@ def _train(settings: PeerSettings, output: Connection) -> None:
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     output.close()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    from dipaco.base.running import configure_logging, run_command
+    outlast_audience()
     from dipaco.dht.guarded_dht import die_with_parent
 
     from .app import run_peer
@@ -182,10 +183,10 @@ def _pass_signals_on(trainers: Sequence[_Trainer], stopping: threading.Event) ->
     def pass_on(number: int, frame: FrameType | None) -> None:
         if os.getpid() != process:
             return
-        if number in (signal.SIGINT, signal.SIGTERM):
+        if number not in (signal.SIGUSR1, signal.SIGUSR2):
             stopping.set()
         for trainer in trainers:
             trainer.signal(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (*stop_signals(), signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, pass_on)

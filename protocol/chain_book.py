@@ -2,8 +2,8 @@
 
 See design 4.4, chain.
 
-Pure and not safe for threads: the member of a peer has a book of its own, and what answers other
-peers has another one, under a lock. Whoever adds a step has checked its rows.
+Pure and not safe for threads: the member of a peer has a book of each module, and a reader has its
+own. Whoever adds a step has checked its rows.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from dipaco.base.errors import AddressError, StorageError
-from dipaco.base.files import atomic_write
+from dipaco.base.files import atomic_write, try_lock
 
 logger = logging.getLogger("dipaco.protocol.identity")
 
@@ -115,7 +115,7 @@ def take_lock(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-        while not _try_lock(lock):
+        while not try_lock(lock, path.parent):
             if until is None:
                 until = time.monotonic() + patience_s
                 say(
@@ -146,17 +146,11 @@ def is_in_use(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _try_lock(lock)
+        return not try_lock(lock, path.parent)
+    except (OSError, StorageError):
+        return False
     finally:
         os.close(lock)
-
-
-def _try_lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _owner(lock: int) -> str:

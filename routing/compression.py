@@ -7,12 +7,12 @@ rubbish, and the usual reader of .zst stops silently where a file was cut.
 from __future__ import annotations
 
 import bz2
+import gzip
 import io
 import lzma
 from collections.abc import Callable
 from typing import Any, BinaryIO, Protocol
 
-import fsspec.compression
 import zstandard
 
 # At the greatest ratios this becomes some tens of MB.
@@ -88,16 +88,24 @@ class StreamReader(io.RawIOBase):
         super().close()
 
 
-def read_compressed_whole() -> None:
-    """Have fsspec, with which `datasets` opens files, read the streams of a file as here."""
+def decompressed(file: BinaryIO, begin: bytes) -> BinaryIO:
+    """Return the content of a file, which `begin` is the first bytes of."""
+    for mark, reader in _READERS.items():
+        if begin.startswith(mark):
+            return io.BufferedReader(reader(file))
+    return file
 
-    def register(name: str, suffix: str, make: Callable[[], Any], *, padded: bool = False) -> None:
-        def opened(file: BinaryIO, mode: str = "rb", **_: Any) -> io.BufferedReader:
-            return io.BufferedReader(StreamReader(file, make, padded=padded))
 
-        fsspec.compression.register_compression(name, opened, suffix, force=True)
+def _streams(make: Callable[[], Any], *, padded: bool = False) -> Callable[[BinaryIO], Any]:
+    return lambda file: StreamReader(file, make, padded=padded)
 
-    zstd = zstandard.ZstdDecompressor(max_window_size=_GREATEST_ZSTD_WINDOW)
-    register("xz", "xz", lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padded=True)
-    register("bz2", "bz2", bz2.BZ2Decompressor)
-    register("zstd", "zst", zstd.decompressobj)
+
+# By the first bytes of a file.
+_READERS: dict[bytes, Callable[[BinaryIO], Any]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
+    b"\xfd7zXZ\0": _streams(lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padded=True),
+    b"BZh": _streams(bz2.BZ2Decompressor),
+    b"\x28\xb5\x2f\xfd": _streams(
+        lambda: zstandard.ZstdDecompressor(max_window_size=_GREATEST_ZSTD_WINDOW).decompressobj()
+    ),
+}

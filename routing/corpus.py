@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
-import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,37 +14,48 @@ from typing import Any, Literal, Self
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
-from dipaco.base.errors import CorpusError, nearest_name
-from dipaco.base.files import is_utf16
+from dipaco.base.errors import CorpusError, DipacoError, nearest_name
 from dipaco.modules.config import Config
+
+from .chats import CHAT_KEYS, Chat, chat_content, is_chat, read_chat
+from .corpus_files import identity_of, matched_files
+from .hub import hub_rows
+from .rows import Row, form_of, rows_of
 
 Part = Literal["train", "validation"]
 
-_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-_COMPRESSIONS = {".gz", ".zst", ".bz2", ".xz"}
+# A row may lack a field; if all of so many do, the field is not there.
+ROWS_WITHOUT_A_FIELD = 1000
 
 
 @dataclass(frozen=True)
 class Document:
     """One text of the corpus, and its label (a domain, a language) if the corpus has labels.
 
-    Of a corpus that is tokenised already there are the `tokens` in place of the text, int [N].
+    Of a corpus that is tokenised already there are the `tokens` in place of the text, int [N]; of
+    a corpus of chats the `chat`, and the `place` where it stands.
     """
 
     text: str
     label: str | None = None
     tokens: np.ndarray | None = field(default=None, compare=False)
+    chat: Chat | None = None
+    place: str = field(default="", compare=False)
 
     @property
     def content(self) -> bytes:
         """What is hashed where a document is chosen by its content."""
         if self.tokens is not None:
             return self.tokens.astype("<u4").tobytes()
-        return self.text.encode("utf-8", "replace")
+        if self.chat is not None:
+            return chat_content(self.chat)
+        return self.text.encode()
 
     @property
     def size(self) -> int:
         """Characters, or tokens: how much work it is."""
+        if self.chat is not None:
+            return sum(len(message.content) for message in self.chat)
         return len(self.text) if self.tokens is None else len(self.tokens)
 
 
@@ -100,12 +111,24 @@ class CorpusConfig(Config):
             )
         if self.validation and self.hub:
             raise ValueError("validation names files; with hub write validation_split = '...'")
+        if self.hub and self.validation_split and _overlap(self.train_split, self.validation_split):
+            raise ValueError(
+                f"validation_split = '{self.validation_split}' is in train_split = "
+                f"'{self.train_split}'; name another one, or leave it out: then a part of the "
+                f"training documents is held out"
+            )
         return self
 
     @property
     def is_tokenised(self) -> bool:
         """Whether there are tokens in place of texts."""
         return self.tokens_field is not None
+
+    @property
+    def fields_read(self) -> frozenset[str]:
+        """The fields of a row that matter."""
+        needed = {self.tokens_field or self.text_field, self.label_field or ""}
+        return frozenset(needed if self.is_tokenised else needed.union(CHAT_KEYS))
 
     @property
     def has_validation(self) -> bool:
@@ -131,58 +154,74 @@ class CorpusConfig(Config):
         return self.model_copy(update=files)
 
 
+def _overlap(train: str, validation: str) -> bool:
+    """Tell whether two splits share documents; parts of one, as train[:90%], may not."""
+    whole = train == validation or "[" not in train or "[" not in validation
+    return whole and train.partition("[")[0] == validation.partition("[")[0]
+
+
 def corpus_files(config: CorpusConfig, part: Part) -> list[Path]:
     """Return the files of a part, patterns resolved, in sorted order, each once.
 
-    Raises CorpusError if a name or pattern matches nothing.
+    A file of `validation` is none of `train`, whatever its pattern says. Raises CorpusError if a
+    name or pattern matches nothing, or a file that is not here.
     """
-    found: dict[Path, None] = {}
-    for pattern in config.train if part == "train" else config.validation:
-        matches = [Path(pattern)] if Path(pattern).is_file() else _matches(pattern)
-        if not matches:
-            if Path(pattern).is_dir():
-                raise CorpusError(
-                    f"{part} = '{pattern}' is a folder; name the files in it, for example "
-                    f"'{pattern.rstrip('/')}/**/*.jsonl.gz'"
-                )
-            folder = Path(pattern).parent
-            present = sorted(p.name for p in folder.glob("*") if p.is_file())[:8]
-            holds = f"{folder} holds {', '.join(present)}" if present else f"{folder} has no files"
-            raise CorpusError(
-                f"no file matches {part} = '{pattern}'; {holds}. Relative names are looked up "
-                f"beside the RUN.toml"
-            )
-        found.update(dict.fromkeys(matches))
-    return list(found)
+    if part == "validation":
+        return matched_files(config.validation, part)
+    held_out = set(files_in_both(config))
+    found = [path for path in matched_files(config.train, part) if path not in held_out]
+    if not found:
+        raise CorpusError(
+            f"every file of train is one of validation too; name others under train, or leave "
+            f"validation out: then {config.held_out_fraction:.0%} of the documents are held out"
+        )
+    return found
 
 
-def _matches(pattern: str) -> list[Path]:
-    return [
-        path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if path.is_file()
-    ]
+def files_in_both(config: CorpusConfig) -> list[Path]:
+    """Return the files that `train` names and `validation` as well. Raises CorpusError."""
+    held_out = {identity_of(path) for path in matched_files(config.validation, "validation")}
+    if not held_out:
+        return []
+    train = matched_files(config.train, "train")
+    return [path for path in train if identity_of(path) in held_out]
 
 
-def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
+def iterate_documents(
+    config: CorpusConfig, part: Part, *, chats: bool | None = None
+) -> Iterator[Document]:
     """Yield the documents of a part that are not empty, always in the same order.
 
-    Raises CorpusError, naming the file, if one cannot be read, lacks the text field, or if there
-    is no document with text in the whole part.
+    They are all chats or all texts: as `chats` says, else as the first one is. Raises CorpusError,
+    naming the file, if one cannot be read, lacks the text field or is of the other kind, or if
+    there is no document with text in the whole part.
     """
     limit = config.train_limit if part == "train" else config.validation_limit
     documents = 0
     for source in _sources(config, part):
+        names: set[str] = set()
+        number = 0
         try:
             for number, row in enumerate(source.open(), 1):
                 if documents == limit:
                     return
-                document = _document(row, number, source.name, config)
+                names.update(row)
+                if number == ROWS_WITHOUT_A_FIELD:
+                    _check_fields(names, source.name, config, chats)
+                if chats is None and row:
+                    chats = _is_chat(row, config)
+                document = _document(row, number, source.name, config, chats)
                 if document is not None:
                     documents += 1
                     yield document
-        except CorpusError:
+            if 0 < number < ROWS_WITHOUT_A_FIELD:
+                _check_fields(names, source.name, config, chats)
+        except DipacoError:
             raise
-        except Exception as error:  # datasets raises whatever its readers raise
+        except Exception as error:  # the readers raise whatever their libraries raise
             raise CorpusError(f"{source.complaint}: {_first_line(error)}{source.remedy}") from error
+    if not documents and chats:
+        raise CorpusError(f"the {part} data hold no chat")
     if not documents:
         raise CorpusError(
             f"the {part} data hold no text: every '{config.tokens_field or config.text_field}' is "
@@ -190,19 +229,43 @@ def iterate_documents(config: CorpusConfig, part: Part) -> Iterator[Document]:
         )
 
 
-def corpus_documents(config: CorpusConfig) -> Iterator[tuple[Document, bool]]:
+def corpus_documents(
+    config: CorpusConfig, left_out: Callable[[Document], None] = lambda document: None
+) -> Iterator[tuple[Document, bool]]:
     """Yield all documents, first those to train on, each with whether it is held out.
 
+    With a validation source, what is also there is not trained on: `left_out` is called with it.
     Raises CorpusError as `iterate_documents` does.
     """
+    chats, held_out = None, set[bytes]()
     for document in iterate_documents(config, "train"):
+        if chats is None:
+            chats = document.chat is not None
+            if config.has_validation:
+                found = iterate_documents(config, "validation", chats=chats)
+                held_out = {_content_hash(document) for document in found}
+        if held_out and _content_hash(document) in held_out:
+            left_out(document)
+            continue
         yield (
             document,
             not config.has_validation and is_held_out(document, config.held_out_fraction),
         )
     if config.has_validation:
-        for document in iterate_documents(config, "validation"):
+        for document in iterate_documents(config, "validation", chats=chats):
             yield document, True
+
+
+def holds_chats(config: CorpusConfig) -> bool:
+    """Tell whether the corpus is one of chats, by its first document. Raises CorpusError."""
+    return next(iterate_documents(config, "train")).chat is not None
+
+
+def _content_hash(document: Document) -> bytes:
+    """Return a short hash of a document, to which the white space around a text does not count:
+    it differs between forms of files."""
+    content = document.content if document.tokens is not None else document.content.strip()
+    return hashlib.sha256(content).digest()[:16]
 
 
 def is_held_out(document: Document, fraction: float) -> bool:
@@ -220,7 +283,7 @@ class _Source:
     after the reason if they cannot be read."""
 
     name: str
-    open: Callable[[], Iterable[dict[str, Any]]]
+    open: Callable[[], Iterable[Row]]
     complaint: str
     remedy: str = ""
 
@@ -234,72 +297,45 @@ def _sources(config: CorpusConfig, part: Part) -> list[_Source]:
 
 
 def _file_source(path: Path, config: CorpusConfig) -> _Source:
-    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSIONS]
-    builder = _BUILDERS.get(suffixes[-1] if suffixes else "")
+    def open_rows() -> Iterator[Row]:
+        return rows_of(str(path), lambda: path.open("rb"), config.fields_read, config.txt_documents)
 
-    def open_rows() -> Iterable[dict[str, Any]]:
-        if path.stat().st_size == 0:
-            raise CorpusError(f"{path} is empty; remove it from [data] or make it again")
-        with path.open("rb") as file:
-            if is_utf16(file.read(2)):
-                raise CorpusError(f"{path} is UTF-16; save it as UTF-8")
-        # Slow to import, and only preparation and evaluation read text.
-        import datasets
-
-        from .compression import read_compressed_whole
-
-        read_compressed_whole()
-        # What it would say is in the error that follows.
-        datasets.logging.set_verbosity(logging.CRITICAL)
-
-        if builder is None:
-            known = ", ".join(sorted(_BUILDERS))
-            raise CorpusError(
-                f"{path} has an ending this version cannot read; it reads {known}, all but parquet "
-                f"also compressed ({', '.join(sorted(_COMPRESSIONS))})"
-            )
-        options: dict[str, Any] = {}
-        if builder == "text":
-            unit = {"file": "document"}.get(config.txt_documents, config.txt_documents)
-            options = {"sample_by": unit}
-        # As an absolute local address; a plain name with [ or * would be taken for a pattern.
-        files = [glob.escape(str(path.absolute()))]
-        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
-            builder, data_files=files, split="train", streaming=True, **options
-        )
-        return rows
-
-    return _Source(str(path), open_rows, f"{path} cannot be read as {builder}")
+    return _Source(str(path), open_rows, f"{path} cannot be read")
 
 
 def _hub_source(config: CorpusConfig, part: Part) -> _Source:
     split = config.train_split if part == "train" else config.validation_split
     name = f"{config.hub} ({split})"
-
-    def open_rows() -> Iterable[dict[str, Any]]:
-        import datasets
-
-        rows: Iterable[dict[str, Any]] = datasets.load_dataset(
-            config.hub,
-            config.hub_config,
-            split=split,
-            revision=config.hub_revision,
-            streaming=True,
-        )
-        return rows
-
     remedy = "; check hub, hub_config and the split under [data], and the connection"
+    assert config.hub is not None
+    assert split is not None
+    open_rows = functools.partial(
+        hub_rows, config.hub, config.hub_config, config.hub_revision, split, config.fields_read,
+        config.txt_documents,
+    )  # fmt: skip
     return _Source(name, open_rows, f"{name} cannot be read from the Hub", remedy)
 
 
+def _is_chat(row: Row, config: CorpusConfig) -> bool:
+    return not config.is_tokenised and is_chat(row, config.text_field)
+
+
 def _document(
-    row: Mapping[str, Any], number: int, source: str, config: CorpusConfig
+    row: Row, number: int, source: str, config: CorpusConfig, chats: bool | None
 ) -> Document | None:
     """Turn a row into a document, or None if it has no text."""
     if config.tokens_field is not None:
         return _tokenised_document(row, number, source, config, config.tokens_field)
+    if not row and chats is not False:
+        return None
+    place = f"{source}:{number}"
+    if chats:
+        chat = read_chat(row, config.text_field, place)
+        return Document("", _label(row, source, config), chat=chat, place=place)
+    if row and _is_chat(row, config):
+        raise CorpusError(f"{place} is a chat, and the documents before it are texts")
     is_plain = _is_plain_text(source)
-    text = _field(row, "text" if is_plain else config.text_field, source)
+    text = row.get("text" if is_plain else config.text_field)
     if text is None or (isinstance(text, str) and not text.strip()):
         return None
     if not isinstance(text, str):
@@ -307,20 +343,17 @@ def _document(
             f"{source}, row {number}: '{config.text_field}' is a {type(text).__name__}, not a "
             f"text; name another field with text_field = '...' under [data]"
         )
-    if is_plain:
-        # What Windows puts first is no text, and would lead all files to one path.
-        text = text.removeprefix("\ufeff")
     return Document(text, _label(row, source, config))
 
 
 def _is_plain_text(source: str) -> bool:
-    return source.endswith((".txt", *(f".txt{packed}" for packed in _COMPRESSIONS)))
+    return form_of(source) == "text"
 
 
 def _tokenised_document(
-    row: Mapping[str, Any], number: int, source: str, config: CorpusConfig, name: str
+    row: Row, number: int, source: str, config: CorpusConfig, name: str
 ) -> Document | None:
-    values = _field(row, name, source, "tokens_field")
+    values = row.get(name)
     if values is None or not len(values):
         return None
     tokens = np.asarray(values) if isinstance(values, list | np.ndarray) else np.empty(0)
@@ -332,22 +365,29 @@ def _tokenised_document(
     return Document("", _label(row, source, config), tokens)
 
 
-def _label(row: Mapping[str, Any], source: str, config: CorpusConfig) -> str | None:
+def _label(row: Row, source: str, config: CorpusConfig) -> str | None:
     if config.label_field is None or _is_plain_text(source):
         return None
-    value = _field(row, config.label_field, source, "label_field")
+    value = row.get(config.label_field)
     return None if value is None else str(value)
 
 
-def _field(row: Mapping[str, Any], field: str, source: str, option: str = "text_field") -> Any:
-    if field in row:
-        return row[field]
-    names = sorted(row)
-    guess = nearest_name(field, names) or next(iter(names), "...")
-    raise CorpusError(
-        f"{source} has no field '{field}'; it has {', '.join(names) or 'no fields'}. Write "
-        f"{option} = '{guess}' under [data] (or give --{option.replace('_', '-')})"
-    )
+def _check_fields(
+    names: Collection[str], source: str, config: CorpusConfig, chats: bool | None
+) -> None:
+    """Raise CorpusError if no row of a source had a field that is needed."""
+    if _is_plain_text(source) or not names:
+        return
+    content = "tokens_field" if config.is_tokenised else "text_field"
+    for option in ("label_field", *([] if chats else [content])):
+        field = getattr(config, option)
+        if field is None or field in names:
+            continue
+        guess = nearest_name(field, names) or next(iter(sorted(names)), "...")
+        raise CorpusError(
+            f"{source} has no field '{field}'; it has {', '.join(sorted(names))}. "
+            f"Write {option} = '{guess}' under [data] (or give --{option.replace('_', '-')})"
+        )
 
 
 def _first_line(error: BaseException) -> str:

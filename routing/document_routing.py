@@ -32,7 +32,7 @@ def prefix_features(
 
     Raises ValueError for a document without tokens.
     """
-    device = next(model.parameters()).device
+    device = model.device
     features = np.empty((len(documents), model.config.hidden_size), dtype=np.float32)
     was_training = model.training
     model.eval()

@@ -10,7 +10,7 @@ import numpy as np
 
 from dipaco.base.errors import ConfigurationError
 
-from .balancing import balance_biases, nearest_centroids, squared_distances
+from .balancing import balance_biases, nearest_centroids, row_squares, squared_distances
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 # Lloyd's algorithm stops when an iteration gains less than this part of the sum of distances.
@@ -128,6 +128,7 @@ class KMeansRouter(FeatureRouter):
     """
 
     kind = "kmeans"
+    kind_with_path = "kmeans"
 
     def __init__(
         self, mean: np.ndarray, scale: np.ndarray, centroids: np.ndarray, biases: np.ndarray
@@ -135,6 +136,7 @@ class KMeansRouter(FeatureRouter):
         super().__init__(mean, scale)
         self._centroids = np.asarray(centroids, dtype=np.float64)
         self._biases = np.asarray(biases, dtype=np.float64)
+        self._squares = row_squares(self._centroids) if self._centroids.ndim == 2 else None
         if self._centroids.ndim != 2 or self._centroids.shape[1] != self.feature_size:
             raise ValueError("the centroids are not rows of the width of mean and scale")
         if self._biases.shape != (self.path_count,) or self.path_count < 1:
@@ -179,6 +181,19 @@ class KMeansRouter(FeatureRouter):
         )
         return cls(mean, scale, centroids, biases)
 
+    def with_path(self, features: np.ndarray) -> KMeansRouter:
+        """Return this router with one centroid more: the mean of the features.
+
+        Its bias is 0, the mean of those of a balanced fit.
+        """
+        centroid = self._standardised(features).mean(axis=0)
+        return KMeansRouter(
+            self._mean,
+            self._scale,
+            np.vstack([self._centroids, centroid]),
+            np.append(self._biases, 0.0),
+        )
+
     @property
     def path_count(self) -> int:
         """Number of centroids."""
@@ -186,7 +201,7 @@ class KMeansRouter(FeatureRouter):
 
     def point_costs(self, points: np.ndarray) -> np.ndarray:
         """Return squared distance plus bias, float64 [N, paths]."""
-        return squared_distances(points, self._centroids) + self._biases
+        return squared_distances(points, self._centroids, self._squares) + self._biases
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return mean, scale, centroids and biases, float64."""

@@ -103,7 +103,7 @@ def fit_corpus_router(
         chosen = corpus.sample(config.training_documents, seed)
     features = None
     if kind.needs_features:
-        prefixes = [corpus.document(int(index))[: config.prefix_tokens] for index in chosen]
+        prefixes = [corpus.beginning(int(index), config.prefix_tokens) for index in chosen]
         features = prefix_features(base_model, prefixes, config.prefix_tokens)
         alike = max(Counter(prefix.tobytes() for prefix in prefixes).values()) / len(prefixes)
         if alike * math.prod(modules_per_level) > _MANY_ALIKE:

@@ -29,7 +29,10 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.base.files import atomic_write, link_or_copy
+from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.config import ModelConfig, parse_config
+from dipaco.modules.frozen_base import FrozenBase
+from dipaco.modules.frozen_file import open_base
 from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
@@ -43,6 +46,8 @@ from .token_files import open_tokens
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 
 class RunFolder:
@@ -98,7 +103,7 @@ class RunFolder:
     def shard_index(self, plan: RunPlan) -> ShardIndex:
         """Return what each path's shard is. Raises IntegrityError if it does not fit the plan."""
         index = self._read_shard_index(plan.blobs.shards)
-        paths = int(np.prod(plan.grid.modules_per_level))
+        paths = plan.grid.path_count
         if len(index.paths) != paths or index.sequence_length != plan.model.sequence_length:
             raise IntegrityError(
                 f"the shard index of {self.path} describes {len(index.paths)} paths of "
@@ -123,19 +128,45 @@ class RunFolder:
         """Return the grid of the plan."""
         return Grid(plan.model, plan.grid, plan.rounds.level_offsets)
 
+    def path_model(self, plan: RunPlan, device: torch.device = _CPU) -> PathModel:
+        """Return a model on `device` that any path can be loaded into, on the run's base if that
+        is frozen.
+
+        Raises IntegrityError if the frozen base is missing, damaged, or of another model.
+        """
+        if plan.model.adapters is None:
+            return PathModel(plan.model).to(device)
+        base = self._frozen_base(plan.model, plan.blobs.base)
+        return PathModel(plan.model, base.on(device)).to(device)
+
+    def _frozen_base(self, model: ModelConfig, sha256: str) -> FrozenBase:
+        return open_base(self.blobs.require(sha256), sha256, model)
+
+    def first_parameters(self, plan: RunPlan) -> dict[str, torch.Tensor]:
+        """Return what every path begins with if the run is no successor, fp32 on the CPU by name:
+        the base model's parameters, or adapters drawn from the run's seed."""
+        if plan.model.adapters is not None:
+            return initial_adapters(plan.model, plan.seed)
+        return self.base_parameters(plan)
+
     def base_parameters(self, plan: RunPlan) -> dict[str, torch.Tensor]:
-        """Return the parameters of the base model: fp32 on the CPU, by their Hugging Face names."""
+        """Return the parameters of a base model that is trained on: fp32 on the CPU, by name."""
         return self._load_parameters(plan.blobs.base)
 
-    def base_model(self, plan: RunPlan) -> PathModel:
-        """Return the base model, on the CPU and in evaluation mode.
+    def base_model(self, plan: RunPlan, device: torch.device = _CPU) -> PathModel:
+        """Return the base model on `device` and in evaluation mode.
 
         Raises IntegrityError if its parameters are not those of the plan's model.
         """
-        return self.load_base_model(plan.model, plan.blobs.base)
+        return self.load_base_model(plan.model, plan.blobs.base, device)
 
-    def load_base_model(self, config: ModelConfig, sha256: str) -> PathModel:
+    def load_base_model(
+        self, config: ModelConfig, sha256: str, device: torch.device = _CPU
+    ) -> PathModel:
         """Return the model whose parameters are a blob, as `base_model` does."""
+        if config.adapters is not None:
+            base = self._frozen_base(config, sha256)
+            return PathModel(config.without_adapters, base.on(device)).eval()
         model = PathModel(config)
         parameters = self._load_parameters(sha256)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -148,7 +179,7 @@ class RunFolder:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(parameters[name])
-        return model.eval()
+        return model.to(device).eval()
 
     def _load_parameters(self, sha256: str) -> dict[str, torch.Tensor]:
         try:
@@ -169,7 +200,7 @@ class RunFolder:
     def router(self, plan: RunPlan) -> Router:
         """Return the router. Raises IntegrityError if it is not for this many paths."""
         router = load_router(self.blobs.read(plan.blobs.router))
-        paths = int(np.prod(plan.grid.modules_per_level))
+        paths = plan.grid.path_count
         if router.path_count != paths:
             raise IntegrityError(
                 f"the router of {self.path} knows {router.path_count} paths, the plan {paths}; "
@@ -177,11 +208,11 @@ class RunFolder:
             )
         return router
 
-    def document_router(self, plan: RunPlan) -> DocumentRouter:
-        """Return what finds the path of a document: tokenizer, base model and router."""
+    def document_router(self, plan: RunPlan, device: torch.device = _CPU) -> DocumentRouter:
+        """Return what finds the path of a document: tokenizer, base model on `device`, router."""
         return DocumentRouter(
             self.tokenizer(plan),
-            self.base_model(plan),
+            self.base_model(plan, device),
             self.router(plan),
             plan.routing.prefix_tokens,
         )
@@ -203,18 +234,18 @@ class RunFolder:
         return self._tokens(plan, shard.validation_sha256, shard.validation_sequences)
 
     def genesis_state(
-        self, plan: RunPlan, module: str, base: Mapping[str, torch.Tensor] | None = None
+        self, plan: RunPlan, module: str, first: Mapping[str, torch.Tensor] | None = None
     ) -> ModuleState:
         """Return the state that a module starts the run from.
 
-        It is cut out of the base model, or is the state that the plan of a successor run names.
-        To read several, give the `base_parameters`, which are otherwise read for each one.
+        It is cut out of what paths begin with, or is the state that the plan of a successor run
+        names. To read several, give the `first_parameters`, which are otherwise made for each one.
         Raises IntegrityError if that state is missing, or cannot begin a run.
         """
         layout = self.grid(plan).layout(module)
         digests = self.genesis_index(plan)
         if digests is None:
-            return genesis_state(module, layout, base or self.base_parameters(plan))
+            return genesis_state(module, layout, first or self.first_parameters(plan))
         if module not in digests:
             raise IntegrityError(f"the genesis of {self.path} names no state of module {module}")
         digest = digests[module]
@@ -257,7 +288,10 @@ class RunFolder:
         if not self.blobs.has(sha256):
             raise IntegrityError(f"the token file {sha256} is missing from {self.path / 'blobs'}")
         tokens = open_tokens(
-            self.blobs.path(sha256), plan.model.sequence_length, plan.model.vocabulary_size
+            self.blobs.path(sha256),
+            plan.model.sequence_length,
+            plan.model.vocabulary_size,
+            marked=self.shard_index(plan).marked,
         )
         if len(tokens) != sequences:
             raise IntegrityError(

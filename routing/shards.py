@@ -18,7 +18,7 @@ from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.plan import PathShard, ShardIndex
 
 from .token_corpus import Mapped, TokenCorpus
-from .token_files import scoring_windows, token_dtype, window_stride
+from .token_files import pack_documents, scoring_windows, token_dtype, window_stride
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,8 @@ class PathSummary:
     validation_documents: int
     labels: tuple[tuple[str, float], ...]  # the largest labels first, by their share of the tokens
     label_tokens: Mapping[str, int] = field(default_factory=dict)
+    learned_tokens: int | None = None
+    """Of chats, the tokens that are to be learned; the others are only read."""
 
 
 @dataclass
@@ -49,6 +51,9 @@ class _PathPart:
     bytes: int = 0
     documents: int = 0
     tokens: int = 0
+    learned: int = 0
+    rows: int = 0
+    """Of packed chats; 0 before they are packed."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,9 @@ class ShardBuilder:
     A path's training documents follow each other and are cut into rows of `sequence_length`
     tokens, the last row padded; each document is in the shards of its `train_paths` best paths
     (section 2.4.4). A path's validation file holds the `scoring_windows` of the held-out documents
-    whose best path it is, in the order of the corpus. The work is done in chunks of documents; a
+    whose best path it is, in the order of the corpus. `marked` documents, which are chats, share
+    rows only as a whole (`pack_documents`), and rows without a token to be learned are left out.
+    The work is done in chunks of documents; a
     builder that was killed goes on after its last finished chunk and the files come out the same.
 
     `inputs` is a hash of everything that the shards depend on.
@@ -93,6 +100,7 @@ class ShardBuilder:
         inputs: str,
         *,
         train_paths: int = 1,
+        marked: bool = False,
         chunk_documents: int = CHUNK_DOCUMENTS,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
@@ -100,7 +108,8 @@ class ShardBuilder:
         self._prefix_tokens = prefix_tokens
         self._path_count = path_count
         self._sequence_length = sequence_length
-        self._dtype = token_dtype(vocabulary_size)
+        self._marked = marked
+        self._dtype = token_dtype(vocabulary_size, marked=marked)
         self._row_bytes = sequence_length * self._dtype.itemsize
         self._inputs = inputs
         self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
@@ -132,7 +141,7 @@ class ShardBuilder:
                 self._add_chunk(part, corpus, chunk, paths)
                 if progress:
                     progress(sum(self._done.values()), total)
-        self._pad_train_files()
+        self._finish_train_files()
 
     def finish(self, blobs: BlobStore) -> ShardIndex:
         """Move the token files into the blob store and return the index of the shards.
@@ -142,15 +151,17 @@ class ShardBuilder:
         digests = self._moved()
         for part in _PARTS:
             for path in range(self._path_count):
-                file = self._file(part, path)
+                file = self._made(part, path)
                 if file.exists():
                     digests[file.name] = blobs.add_file(file)
         atomic_write(self._folder / "digests.json", canonical_json(digests))
         for part in _PARTS:
             for path in range(self._path_count):
                 self._file(part, path).unlink(missing_ok=True)
+                self._made(part, path).unlink(missing_ok=True)
         return ShardIndex(
             sequence_length=self._sequence_length,
+            marked=self._marked,
             paths=tuple(self._path_shard(path, digests) for path in range(self._path_count)),
         )
 
@@ -164,6 +175,7 @@ class ShardBuilder:
                 validation_documents=self._parts["validation"][path].documents,
                 labels=self._label_shares(path),
                 label_tokens=dict(self._labels[path]),
+                learned_tokens=self._parts["train"][path].learned if self._marked else None,
             )
             for path in range(self._path_count)
         )
@@ -178,7 +190,7 @@ class ShardBuilder:
 
     def _beginnings(self, part: Part, corpus: TokenCorpus, chunk: range) -> Beginnings:
         return Beginnings(
-            tuple(np.array(corpus.document(index)[: self._prefix_tokens]) for index in chunk),
+            tuple(np.array(corpus.beginning(index, self._prefix_tokens)) for index in chunk),
             tuple(corpus.label_name(index) for index in chunk),
             self._routed_to[part],
         )
@@ -188,12 +200,14 @@ class ShardBuilder:
         pieces: dict[int, list[np.ndarray]] = {}
         for index, chosen in zip(chunk, paths.tolist(), strict=True):
             document, label = corpus.document(index), corpus.label_name(index)
-            content = document if part == "train" else self._windows(document)
+            content = self._trained(document) if part == "train" else self._windows(document)
+            learned = int(((content >= 0) & (content != PAD_TOKEN)).sum()) if self._marked else 0
             content = content.astype(self._dtype).reshape(-1)
             for path in chosen:
                 pieces.setdefault(path, []).append(content)
                 self._parts[part][path].documents += 1
                 self._parts[part][path].tokens += len(document)
+                self._parts[part][path].learned += learned
                 if part == "train" and label is not None:
                     self._labels[path][label] += len(document)
         for path, arrays in pieces.items():
@@ -204,12 +218,36 @@ class ShardBuilder:
         self._done[part] = chunk.stop
         self._save()
 
-    def _windows(self, document: np.ndarray) -> np.ndarray:
-        return scoring_windows(document, self._sequence_length, self._prefix_tokens)
+    def _trained(self, document: np.ndarray) -> np.ndarray:
+        """Return what a training file gets of a document: of a chat the pieces of at most a row in
+        which something is to be learned, each with one token of padding behind it."""
+        if not self._marked:
+            return document
+        separator = np.array([PAD_TOKEN], self._dtype)
+        parts: list[np.ndarray] = [np.empty(0, self._dtype)]
+        for start in range(0, len(document), self._sequence_length):
+            piece = np.array(document[start : start + self._sequence_length])
+            # Nothing is before it, so it is no target.
+            piece[0] = min(piece[0], ~piece[0])
+            if (piece >= 0).any():
+                parts += [piece, separator]
+        return np.concatenate(parts)
 
-    def _pad_train_files(self) -> None:
-        """Fill up the last row of every training file; doing it twice changes nothing."""
+    def _windows(self, document: np.ndarray) -> np.ndarray:
+        rows = scoring_windows(document, self._sequence_length, self._prefix_tokens)
+        if not self._marked:
+            return rows
+        scored = rows[:, self._prefix_tokens :]
+        return rows[((scored >= 0) & (scored != PAD_TOKEN)).any(axis=1)]
+
+    def _finish_train_files(self) -> None:
+        """Give every training file whole rows; doing it twice changes nothing."""
         if self._moved():
+            return
+        if self._marked:
+            for path in range(self._path_count):
+                self._pack(path)
+            self._save()
             return
         row_tokens = self._sequence_length
         for path, done in enumerate(self._parts["train"]):
@@ -220,19 +258,38 @@ class ShardBuilder:
                 file.truncate(min(done.bytes, self._sequences("train", path) * self._row_bytes))
                 file.write(padding.tobytes())
 
+    def _pack(self, path: int) -> None:
+        """Write the rows of a training file of chats."""
+        file, done = self._file("train", path), self._parts["train"][path]
+        tokens = np.fromfile(file, self._dtype, done.bytes // self._dtype.itemsize)
+        ends = np.flatnonzero(tokens == PAD_TOKEN)
+        lengths = np.diff(ends, prepend=-1) - 1
+        packed = pack_documents(lengths, self._sequence_length)
+        rows = np.full((len(packed), self._sequence_length), PAD_TOKEN, self._dtype)
+        for row, documents in zip(rows, packed, strict=True):
+            start = 0
+            for index in documents:
+                end, length = int(ends[index]), int(lengths[index])
+                row[start : start + length] = tokens[end - length : end]
+                start += length + 1
+        atomic_write(self._made("train", path), rows.tobytes())
+        done.rows = len(rows)
+
     def _path_shard(self, path: int, digests: dict[str, str]) -> PathShard:
         return PathShard(
             path=path,
-            train_sha256=digests[self._file("train", path).name],
+            train_sha256=digests[self._made("train", path).name],
             train_sequences=self._sequences("train", path),
             train_documents=self._parts["train"][path].documents,
-            validation_sha256=digests[self._file("validation", path).name],
+            validation_sha256=digests[self._made("validation", path).name],
             validation_sequences=self._sequences("validation", path),
         )
 
     def _sequences(self, part: Part, path: int) -> int:
         """Return the rows of a file. One token alone in a last row predicts nothing and is left
         out: a batch of that row would have no loss."""
+        if self._marked and part == "train":
+            return self._parts[part][path].rows
         rows, rest = divmod(self._parts[part][path].bytes, self._row_bytes)
         return rows + (rest > self._dtype.itemsize)
 
@@ -243,6 +300,12 @@ class ShardBuilder:
 
     def _file(self, part: Part, path: int) -> Path:
         return self._folder / f"{part}-{path:05d}.bin"
+
+    def _made(self, part: Part, path: int) -> Path:
+        """Return the file that becomes a blob."""
+        if self._marked and part == "train":
+            return self._folder / f"packed-{path:05d}.bin"
+        return self._file(part, path)
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         for part in _PARTS:
@@ -283,13 +346,14 @@ class ShardBuilder:
         values = {
             "inputs": self._inputs,
             "done": self._done,
-            "parts": {
-                part: [[p.bytes, p.documents, p.tokens] for p in self._parts[part]]
-                for part in _PARTS
-            },
+            "parts": {part: [self._counts(done) for done in self._parts[part]] for part in _PARTS},
             "labels": [dict(counts) for counts in self._labels],
         }
         atomic_write(self._progress_path, canonical_json(values))
+
+    def _counts(self, done: _PathPart) -> list[int]:
+        more = [done.learned, done.rows] if self._marked else []
+        return [done.bytes, done.documents, done.tokens, *more]
 
     def _moved(self) -> dict[str, str]:
         """Return the digests of files already in the blob store, if they are of these inputs."""

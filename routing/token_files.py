@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,17 +12,24 @@ from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.config import PAD_TOKEN
 
 
-def token_dtype(vocabulary_size: int) -> np.dtype:
-    """Return the type of a token in a file: two bytes if the vocabulary allows it, else four."""
+def token_dtype(vocabulary_size: int, *, marked: bool = False) -> np.dtype:
+    """Return the type of a token in a file: two bytes if the vocabulary allows it, else four.
+
+    Tokens that are marked (`dipaco.modules.marked_tokens`) need a sign.
+    """
+    if marked:
+        return np.dtype("<i2" if vocabulary_size <= 2**15 else "<i4")
     return np.dtype("<u2" if vocabulary_size <= 2**16 else "<u4")
 
 
-def open_tokens(path: Path, sequence_length: int, vocabulary_size: int) -> np.memmap | np.ndarray:
+def open_tokens(
+    path: Path, sequence_length: int, vocabulary_size: int, *, marked: bool = False
+) -> np.memmap | np.ndarray:
     """Open a token file read-only as [N, sequence_length]; an empty file is [0, sequence_length].
 
     Raises IntegrityError if the size of the file is not a whole number of rows.
     """
-    dtype = token_dtype(vocabulary_size)
+    dtype = token_dtype(vocabulary_size, marked=marked)
     size = path.stat().st_size
     row_bytes = sequence_length * dtype.itemsize
     if size % row_bytes:
@@ -43,6 +51,8 @@ def check_tokens(tokens: np.ndarray, vocabulary_size: int, source: str) -> None:
     """
     for start in range(0, len(tokens), 4096):
         piece = tokens[start : start + 4096]
+        if piece.dtype.kind == "i":
+            piece = np.maximum(piece, ~piece)
         if piece.size and int(piece.max()) >= vocabulary_size:
             raise IntegrityError(
                 f"{source} holds the token {int(piece.max())}, but the vocabulary has only "
@@ -90,3 +100,32 @@ def window_stride(sequence_length: int, prefix_tokens: int) -> int:
             f"{sequence_length}: the tokens behind the prefix are the ones that are scored"
         )
     return sequence_length - prefix_tokens
+
+
+def pack_documents(lengths: Sequence[int] | np.ndarray, sequence_length: int) -> list[list[int]]:
+    """Return which documents share a row, by their indices: the longest first, each where the
+    least room is left over. None may be longer than a row.
+
+    Between two documents there is one token of padding, which tells them apart.
+    """
+    rows: list[list[int]] = []
+    by_room: dict[int, list[int]] = {}
+    rooms: list[int] = []  # what is in `by_room`, ascending
+    for index in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
+        length = int(lengths[index])
+        place = bisect.bisect_left(rooms, length)
+        if place == len(rooms):
+            rows.append([])
+            row, room = len(rows) - 1, sequence_length
+        else:
+            room = rooms[place]
+            row = by_room[room].pop()
+            if not by_room[room]:
+                del by_room[room], rooms[place]
+        rows[row].append(index)
+        left = room - length - 1
+        if left > 0:
+            if left not in by_room:
+                bisect.insort(rooms, left)
+            by_room.setdefault(left, []).append(row)
+    return rows

@@ -71,6 +71,11 @@ class Tokenizer:
         """Return the tokens of a text, without begin and end. Names of special tokens are text."""
         return self._pieces.encode([_clean(text)], 1)[0]
 
+    def unwritable_characters(self, text: str) -> int:
+        """Return how many characters of a text its tokens leave out: a base's tokenizer may lack
+        some control characters."""
+        return len(text) - len(self._pieces.writable(text))
+
     def encode_marked(self, text: str) -> list[int]:
         """Return the tokens of a text in which names of special tokens, as a chat template writes
         them, are these tokens. Never for the text of a stranger."""
@@ -124,6 +129,10 @@ class SentencePieces:
                 f"{source} has no byte pieces, so some texts could not be written in it; train it "
                 f"with byte_fallback=True, or leave out model_file"
             )
+
+    def writable(self, text: str) -> str:
+        """Return the text: every one can be written."""
+        return text
 
     def encode(self, texts: Sequence[str], threads: int) -> list[list[int]]:
         """Return the tokens of each text; those without the space's mark by several threads."""

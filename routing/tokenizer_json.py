@@ -4,12 +4,14 @@ A run's tokens 0 to 3 are unknown, begin, end and padding, whatever numbers they
 So every token has two numbers: that of the run, and that of the file, which exports have again.
 
 The blob of such a tokenizer is JSON: the file as it is (with the special tokens that it lacked),
-the numbers of the four in it, and the chat template of its checkpoint.
+the numbers of the four in it, the chat template of its checkpoint, and what an export needs to say
+again of it (`Origin`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,19 +19,27 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from pydantic import Field, JsonValue, ValidationError
 
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import canonical_json
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, Config
 
 FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"
 # Names of special tokens that a checkpoint lacks: unknown, begin, end, padding.
 NEW_NAMES = ("<|unknown|>", "<|begin_of_document|>", "<|end_of_document|>", "<|padding|>")
+_FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
 _GREATEST_BYTES = 2**27
 _GREATEST_TOKENS = 2**20
 _GREATEST_PATTERN = 4096
 _GREATEST_TEMPLATE = 2**18
+# What a tokenizer may lack: control characters, and what stands after the planes of Unicode that
+# are in use, a range for each first byte of UTF-8 there. No more is known to be missing anywhere.
+_DISPENSABLE = (
+    *((code, code) for code in (*range(9), 11, 12, *range(14, 32), 127)),
+    *((start, min(start + 0x3FFFF, 0x10FFFF)) for start in range(0x40000, 0x110000, 0x40000)),
+)
 # What reads a tokenizer does nothing but look up and replace; kinds with tables of their own in
 # other formats, or that draw, are not among these.
 _KINDS = {
@@ -38,6 +48,42 @@ _KINDS = {
     "pre_tokenizer": {"Sequence", "Split", "ByteLevel", "Digits", "Whitespace", "Punctuation"},
     "decoder": {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Replace"},
 }
+_POST_PROCESSORS = {"Sequence", "TemplateProcessing", "ByteLevel"}
+
+
+class SpecialNumbers(Config):
+    """What `config.json` and `generation_config.json` call the special tokens."""
+
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | list[int] | None = None
+
+
+class GenerationSettings(SpecialNumbers):
+    """What a `generation_config.json` may say; what else it says is left out."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+
+
+class Origin(Config):
+    """What a checkpoint says of itself that a run does not need, and its exports say again."""
+
+    names: tuple[str | None, str | None, str | None, str | None] = Field(
+        description="What it calls unknown, begin, end and padding; two may be the same."
+    )
+    rows: int = Field(ge=1, le=_GREATEST_TOKENS, description="Of its embedding.")
+    numbers: SpecialNumbers = SpecialNumbers()
+    generation: GenerationSettings | None = None
+    post_processor: dict[str, JsonValue] | None = Field(
+        None, description="Of its tokenizer.json: what is put around a text."
+    )
 
 
 class JsonPieces:
@@ -52,6 +98,7 @@ class JsonPieces:
         self.tokenizer: dict[str, Any] = content["tokenizer"]
         self.chat_template: str | None = content["chat_template"]
         self.special: tuple[int, ...] = tuple(content["special"])
+        self.origin: Origin = content["origin"]
         self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
         """Names of special tokens are text even in a chat."""
         self._plain = _load(self.tokenizer, source)
@@ -66,7 +113,9 @@ class JsonPieces:
             )
         self._to_file = self.file_order(self.vocabulary_size)
         self._to_run = np.argsort(self._to_file)
+        self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
+            self._unwritable = _unwritable(self)
             _check_round_trip(self, source)
 
     def file_order(self, rows: int) -> np.ndarray:
@@ -78,23 +127,38 @@ class JsonPieces:
         """Return unknown, begin, end and padding as they stand in the file."""
         return [str(self._plain.id_to_token(number)) for number in self.special]
 
+    def own_tokenizer(self) -> dict[str, Any]:
+        """Return the `tokenizer.json` of the checkpoint, without what was added for the run."""
+        named = zip(self.special, self.special_names(), self.origin.names, strict=True)
+        new = {number for number, name, own in named if name != own}
+        added = [token for token in self.tokenizer["added_tokens"] if token["id"] not in new]
+        post_processor = self.origin.post_processor
+        return {**self.tokenizer, "added_tokens": added, "post_processor": post_processor}
+
     def run_tokens(self, numbers: Sequence[int]) -> list[int]:
         """Return the run's tokens for the numbers of the file."""
         tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
         return tokens
 
+    def writable(self, text: str) -> str:
+        """Return the text without the characters that the tokenizer lacks."""
+        return self._unwritable.sub("", text) if self._unwritable else text
+
     def encode(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Return the run's tokens of each text; names of special tokens are text."""
+        """Return the run's tokens of each text; names of special tokens are text, and what the
+        tokenizer lacks is left out."""
+        texts = [self.writable(text) for text in texts]
         if threads == 1:
             found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
         else:
-            encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
             found = [encoding.ids for encoding in encoded]
         return [self.run_tokens(ids) for ids in found]
 
     def encode_marked(self, text: str) -> list[int]:
         """Return the run's tokens of a text in which names of special tokens are these."""
-        return self.run_tokens(self._marked.encode(text, add_special_tokens=False).ids)
+        written = self.writable(text)
+        return self.run_tokens(self._marked.encode(written, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the run's tokens; special ones vanish."""
@@ -135,13 +199,17 @@ def pack_tokenizer(
     chat_template: str | None,
     source: str,
     *,
+    rows: int,
+    stated: SpecialNumbers | None = None,
+    generation: GenerationSettings | None = None,
     splits_special: bool = False,
 ) -> tuple[bytes, frozenset[int]]:
     """Return the blob of a `tokenizer.json` whose unknown, begin, end and padding are `special`,
     and the numbers that are new in the file.
 
     Where one is None, unknown to the file, or the same as another, the file gets a new token
-    behind its last. Called when a base is imported. Raises as `JsonPieces` does.
+    behind its last. `rows`, `stated` and `generation` are for the `Origin`. Called when a base is
+    imported. Raises as `JsonPieces` does.
     """
     content = {**tokenizer, "truncation": None, "padding": None}
     known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
@@ -170,6 +238,13 @@ def pack_tokenizer(
     there = {token["content"] for token in tokens}
     tokens += [_added_token(chosen[name], name) for name in chosen if name not in there]
     content["added_tokens"] = sorted(tokens, key=lambda token: int(token["id"]))
+    origin = Origin(
+        names=(special[0], special[1], special[2], special[3]),
+        rows=rows,
+        numbers=stated or SpecialNumbers(),
+        generation=generation,
+        post_processor=_known_post_processor(tokenizer.get("post_processor")),
+    )
     content["post_processor"] = _begin_in_front(str(names[BEGIN_TOKEN]), chosen)
     blob = canonical_json(
         {
@@ -177,6 +252,7 @@ def pack_tokenizer(
             "special": list(chosen.values()),
             "chat_template": chat_template,
             "tokenizer": content,
+            "origin": origin.model_dump(mode="json"),
             **({SPLITS_SPECIAL: True} if splits_special else {}),
         }
     )
@@ -187,6 +263,12 @@ def pack_tokenizer(
             f"save it again with save_pretrained"
         )
     return blob, frozenset(chosen.values()) - frozenset(known.values())
+
+
+def _known_post_processor(part: Any) -> dict[str, JsonValue] | None:
+    """Return what puts tokens around a text, if it does no more than that."""
+    kinds = {found.get("type") for found in _parts(part)}
+    return dict(part) if part and kinds <= _POST_PROCESSORS else None
 
 
 def _new_name(place: int, known: Mapping[str, int]) -> str:
@@ -225,7 +307,7 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         raise IntegrityError(f"{source} is no tokenizer of format {FORMAT}")
     special, template = content.get("special"), content.get("chat_template")
     if (
-        set(content) - {SPLITS_SPECIAL} != {"format", "special", "chat_template", "tokenizer"}
+        set(content) - {SPLITS_SPECIAL} != _FIELDS
         or not isinstance(content.get(SPLITS_SPECIAL, False), bool)
         or not isinstance(special, list)
         or not all(type(token) is int and 0 <= token < _GREATEST_TOKENS for token in special)
@@ -235,7 +317,13 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         or len(template or "") > _GREATEST_TEMPLATE
     ):
         raise IntegrityError(f"{source} is a broken tokenizer: wrong special tokens or template")
-    return content
+    try:
+        origin = Origin.model_validate(content["origin"])
+    except (ValidationError, RecursionError):
+        raise IntegrityError(f"{source} is a broken tokenizer: no such origin") from None
+    if origin.post_processor is not None and not _known_post_processor(origin.post_processor):
+        raise IntegrityError(f"{source} is a broken tokenizer: another kind of post_processor")
+    return {**content, "origin": origin}
 
 
 def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
@@ -289,14 +377,29 @@ def _parts(part: Any) -> Iterator[Mapping[str, Any]]:
         return
     yield part
     if part.get("type") == "Sequence":
-        for key in ("normalizers", "pretokenizers", "decoders"):
+        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
             listed = part.get(key)
             for inner in listed if isinstance(listed, list) else ():
                 yield from _parts(inner)
 
 
+def _unwritable(pieces: JsonPieces) -> re.Pattern[str] | None:
+    """Return what finds the dispensable characters that do not come back from their tokens."""
+    lacking = [
+        f"{chr(first)}-{chr(last)}"
+        for first, last in _DISPENSABLE
+        if not _comes_back(pieces, "".join(map(chr, range(first, last + 1, 0x7FF))))
+    ]
+    return re.compile(f"[{''.join(lacking)}]") if lacking else None
+
+
+def _comes_back(pieces: JsonPieces, text: str) -> bool:
+    back = pieces.decode(pieces.encode([text], 1)[0])
+    return unicodedata.normalize("NFKC", back) == unicodedata.normalize("NFKC", text)
+
+
 def _check_round_trip(pieces: JsonPieces, source: str) -> None:
-    """Refuse a tokenizer in which not every text can be written, or that cannot be streamed."""
+    """Refuse a tokenizer in which texts cannot be written, or that cannot be streamed."""
     plain = "The city, 1789:\n\n\tlies  there."
     tokens = pieces.encode([plain], 1)[0]
     if "".join(pieces.decode([token]) for token in tokens) != plain:
@@ -304,11 +407,10 @@ def _check_round_trip(pieces: JsonPieces, source: str) -> None:
             f"{source} does not give a text back piece by piece (it may put a space in front); a "
             f"run needs byte-level BPE, or pieces with byte fallback and spaces as they are"
         )
-    # Every byte that UTF-8 has stands in these.
+    # Every byte that UTF-8 has stands in these; what is dispensable may be missing.
     text = "".join(map(chr, (*range(1, 0x180), *range(0x600, 0x800), *range(0x1000, 0xD800, 911))))
     text += "".join(map(chr, range(0xE000, 0x110000, 0x7FFF)))
-    back = pieces.decode(pieces.encode([text], 1)[0])
-    if unicodedata.normalize("NFKC", back) != unicodedata.normalize("NFKC", text):
+    if not _comes_back(pieces, pieces.writable(text)):
         raise ConfigurationError(
             f"{source} cannot write every text; a run needs byte-level BPE, or byte fallback"
         )

@@ -158,4 +158,4 @@ class Reporter:
     @cached_property
     def _model(self) -> PathModel:
         """A model of its own, so that scoring never disturbs the trainers."""
-        return PathModel(self._plan.model).to(self._device)
+        return self._run.path_model(self._plan, self._device)

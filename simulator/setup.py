@@ -21,9 +21,9 @@ def first_states(run: RunFolder, given: Mapping[str, ModuleState]) -> dict[str, 
     """
     plan = run.plan()
     # Read once for all modules. A successor run begins with states of its own instead.
-    base = run.base_parameters(plan) if plan.blobs.genesis is None else None
+    first = run.first_parameters(plan) if plan.blobs.genesis is None else None
     return {
-        module: given.get(module) or run.genesis_state(plan, module, base)
+        module: given.get(module) or run.genesis_state(plan, module, first)
         for module in run.grid(plan).modules()
     }
 
@@ -47,6 +47,7 @@ def new_trainers(
             plan,
             grid,
             device,
+            new_model=lambda: run.path_model(plan, device),
             optimizer=settings.optimizer,
             micro_batch_size=settings.micro_batch_size,
             # PyTorch compiles once: trainers of one shape share what it made.

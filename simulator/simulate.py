@@ -49,9 +49,9 @@ def run(settings: CommandSettings) -> int:
         swarm.on_steps = printer.steps(swarm, settings.rounds)
     last: RoundReport | None = None
     try:
-        for done in range(1, settings.rounds + 1):
+        for _ in range(settings.rounds):
             last = swarm.run_round()
-            if output is not None and _is_due(swarm, done, settings.rounds):
+            if output is not None:
                 save_simulation(swarm, output)
             record.add(last)
             emit(last)
@@ -111,11 +111,6 @@ def _check_output(settings: CommandSettings) -> None:
             f"--out {settings.out} already holds a simulation; continue it with --resume, or give "
             f"another folder"
         )
-
-
-def _is_due(swarm: ReferenceSwarm, done: int, rounds: int) -> bool:
-    """Tell whether to save after this round: every few rounds, as the plan says, and at the end."""
-    return done == rounds or swarm.next_round % swarm.plan.rounds.save_every_rounds == 0
 
 
 def _run_dense(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, RunSelectionError
+from dipaco.base.output import is_unread
 from dipaco.base.settings import Option, RunSettings
 from dipaco.dht.addresses import PROXY_NAME, check_given_peer
 
@@ -171,7 +172,7 @@ def _show(reader: RunReader, settings: StatusSettings) -> int:
     status = reader.read()
     if settings.json:
         print(json.dumps(status, indent=None if settings.watch else 2), flush=True)
-        while settings.watch:
+        while settings.watch and not is_unread():
             time.sleep(WATCH_PERIOD_S)
             print(json.dumps(reader.read()), flush=True)
     else:

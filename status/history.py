@@ -6,7 +6,6 @@ a few MB. Each run has rows of its own. The file survives its writer being kille
 
 from __future__ import annotations
 
-import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.errors import StorageError
-from dipaco.base.files import home_folder
+from dipaco.base.files import folder_variable, home_folder
 
 # "dpc" and the version of the table: tells the file from those of other programs and versions.
 APPLICATION_ID = 0x64706303
@@ -37,7 +36,7 @@ CREATE TABLE IF NOT EXISTS figures (
 
 def default_history_file() -> Path:
     """Return where the figures are kept when no flag says otherwise."""
-    base = os.environ.get("XDG_STATE_HOME") or str(home_folder() / ".local" / "state")
+    base = folder_variable("XDG_STATE_HOME") or str(home_folder() / ".local" / "state")
     return Path(base) / "dipaco" / "history.sqlite"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dipaco.base.errors import DipacoError
+from dipaco.base.output import is_unread
 
 from .problems import path_name, short_peer
 
@@ -53,14 +54,14 @@ def _above_tables(status: dict[str, Any]) -> list[Text]:
 
 def watch(
     status: dict[str, Any], read: Callable[[], dict[str, Any]], period_s: float, console: Console
-) -> NoReturn:
-    """Show a status, and what `read` gives every `period_s` seconds, until Ctrl+C.
+) -> None:
+    """Show a status, and what `read` gives every `period_s` seconds, while somebody reads it.
 
     On a terminal each takes the place of the one before. One that cannot be read is said.
     """
     error = Text()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        while True:
+        while not is_unread():
             if console.is_terminal:
                 above = console.render_lines(Group(error, *_above_tables(status)))
                 shown = render(status, console.height - len(above))

@@ -24,6 +24,7 @@ from dipaco.modules.device import (
     sent,
     training_format,
 )
+from dipaco.modules.marked_tokens import are_marked, documents_apart
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
@@ -34,7 +35,14 @@ from dipaco.modules.memory import (
     head_bytes,
     is_out_of_memory,
 )
-from dipaco.modules.transformer import PathModel, head_losses, head_pieces, target_mask
+from dipaco.modules.transformer import (
+    PathModel,
+    Rotation,
+    head_losses,
+    head_pieces,
+    rotation_of,
+    target_mask,
+)
 
 from .muon import Muon, is_for_muon
 
@@ -177,10 +185,11 @@ class InnerLoop:
 
     def _backward_in_memory(self, tokens: torch.Tensor, targets: int) -> torch.Tensor:
         """Accumulate the gradients of a batch in as few pieces as memory allows."""
+        apart = are_marked(tokens)
         while True:
             try:
                 return self._at_once.attempt(
-                    lambda sequences: self._backward(tokens.split(sequences), targets),
+                    lambda sequences: self._backward(tokens.split(sequences), targets, apart),
                     tokens.shape[1],
                 )
             except Exception as error:
@@ -211,8 +220,11 @@ class InnerLoop:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _backward(self, pieces: Iterable[torch.Tensor], targets: int) -> torch.Tensor:
-        """Compute the gradients of the mean over `targets`, and return it.
+    def _backward(
+        self, pieces: Iterable[torch.Tensor], targets: int, apart: bool = False
+    ) -> torch.Tensor:
+        """Compute the gradients of the mean over `targets`, and return it; `apart` is whether the
+        documents of a row do not see each other.
 
         The head has its backward pass piece by piece, before the blocks have theirs: the logits of
         one piece are in memory at a time.
@@ -222,7 +234,9 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
             tokens = sent(piece, self.device)
-            hidden = blocks(tokens)
+            seen = documents_apart(tokens) if apart else None
+            rotation = rotation_of(self.model.config, tokens.shape[1], self.device)
+            hidden = blocks(tokens, seen, rotation)
             gradients: list[torch.Tensor] = []
             for part, wanted in head_pieces(self.model.config, hidden.detach(), tokens):
                 loss = head(part.requires_grad_(), wanted) / targets
@@ -233,9 +247,11 @@ class InnerLoop:
             hidden.backward(torch.cat(gradients).view_as(hidden))
         return total
 
-    def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _blocks(
+        self, tokens: torch.Tensor, seen: torch.Tensor | None, rotation: Rotation
+    ) -> torch.Tensor:
         with autocast_for(self.device, self.dtype):
-            return self.model.hidden_states(tokens)
+            return self.model.hidden_states(tokens, seen, rotation)
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with autocast_for(self.device, self.dtype):

@@ -84,7 +84,7 @@ def row_losses(
     which may change rounding. The model stays where it is; `device` says where, by default that of
     its parameters. Raises `ConfigurationError` when not even one row fits in memory.
     """
-    device = device or next(model.parameters()).device
+    device = device or model.device
     at_once = at_once or scoring_at_once(device)
     losses = np.zeros(len(tokens), dtype=np.float64)
     counts = np.zeros(len(tokens), dtype=np.int64)

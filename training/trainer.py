@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,12 +94,17 @@ class PathTrainer:
         device: torch.device,
         *,
         optimizer: str = "adamw",
+        new_model: Callable[[], PathModel] | None = None,
         micro_batch_size: int | None = None,
         compile_model: bool = False,
         exact: bool | None = None,
     ) -> None:
         """Make the model. `exact` is for all who must get the same bits; by default that is so
-        in a run with fixed steps."""
+        in a run with fixed steps.
+
+        With adapters `new_model` gives one on the frozen base, for `device`. It is made when a
+        path begins, because the base may not be here before.
+        """
         self.plan = plan
         self.grid = grid
         self.device = device
@@ -107,7 +112,10 @@ class PathTrainer:
         self._micro_batch_size = micro_batch_size
         self._exact = bool(plan.rounds.inner_steps) if exact is None else exact
         self._scoring = scoring_at_once(device)
-        self._make_model()
+        self._new_model = new_model or (lambda: PathModel(plan.model).to(device))
+        self._is_released = True
+        if plan.model.adapters is None:
+            self._make_model()
         self.path: int | None = None
         self.path_step = 0
         self.replica = 0
@@ -115,7 +123,7 @@ class PathTrainer:
         self._modules: dict[str, _Module] = {}
 
     def _make_model(self) -> None:
-        self.model = PathModel(self.plan.model).to(self.device)
+        self.model = self._new_model()
         self.inner = InnerLoop(
             self.model,
             self.plan.inner,

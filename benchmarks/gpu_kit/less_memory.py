@@ -1,13 +1,11 @@
 """Part c: what saves memory costs: fp16 with scaling, AdamW in 8 bits, blocks computed twice.
 
 Each stands beside the path in the card's own format, first eager, which no compilation delays, then
-compiled. As many sequences are at once everywhere, so that the memory can be compared. Without
-bitsandbytes, which is in wheels-8bit/, AdamW in 8 bits is left out, and that is said.
+compiled. As many sequences are at once everywhere, so that the memory can be compared.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,15 +60,12 @@ def main() -> int:
             "as it is": make,
             "blocks computed twice": recomputing,
             "fp16 with scaling": lambda make=make: in_fp16(part, make),
+            "AdamW in 8 bits": lambda make=make: make(optimizer="adamw8bit"),
         }
-        if importlib.util.find_spec("bitsandbytes"):
-            ways["AdamW in 8 bits"] = lambda make=make: make(optimizer="adamw8bit")
         for name, way in ways.items():
             measure = f"{name}, {'compiled' if compiled else 'eager'}"
             with part.measuring(measure):
                 part.note(measure, path_figures(part, way(), batch, seconds))
-    if not importlib.util.find_spec("bitsandbytes"):
-        print("  AdamW in 8 bits: left out, bitsandbytes is not installed", flush=True)
     return part.conclude()
 
 

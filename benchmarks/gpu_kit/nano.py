@@ -74,9 +74,11 @@ def plain_step(
     model: nn.Module,
     device: torch.device,
     at_once: int,
+    rate: float = 4e-4,
 ) -> Callable[[torch.Tensor], None]:
     """Return the step of a plain loop: pieces of `at_once` sequences, clipping, fused AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4, fused=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, fused=True)
 
     def step(batch: torch.Tensor) -> None:
         pieces = batch.split(at_once)

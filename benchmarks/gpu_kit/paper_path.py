@@ -10,12 +10,15 @@ of a compiled step says where its time goes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from parts.cards import card_of, copy_gb_per_s, flops_per_token, product_tflops
 
+from dipaco.modules import transformer
 from dipaco.modules.config import InnerConfig
 from dipaco.modules.device import device_name
 from dipaco.modules.llama import llama_config
@@ -45,6 +48,12 @@ def main() -> int:
         watched = random_batch(part.model, batch, 0)
         part.note("profile of a compiled step", profiled(partial(loop.step, watched, 9)))
         del loop
+    with part.measuring("path, compiled, larger pieces of logits"), larger_pieces():
+        loop = path_loop(part, batch, compiled=True)
+        part.note(
+            "path, compiled, larger pieces of logits", path_figures(part, loop, batch, seconds)
+        )
+        del loop
     with part.measuring("nanoGPT, compiled"):
         part.note("nanoGPT, compiled", nano_figures(part, batch, seconds))
     with part.measuring("path, eager"):
@@ -56,6 +65,17 @@ def main() -> int:
     with part.measuring("transformers, compiled"):
         part.note("transformers, compiled", llama_figures(part, batch, seconds, compiled=True))
     return part.conclude()
+
+
+@contextmanager
+def larger_pieces() -> Iterator[None]:
+    """Have the head compute four times as many logits at once for a while."""
+    usual = transformer.LOGITS_AT_ONCE_ON_GPU
+    transformer.LOGITS_AT_ONCE_ON_GPU = 4 * usual
+    try:
+        yield
+    finally:
+        transformer.LOGITS_AT_ONCE_ON_GPU = usual
 
 
 def path_loop(part: Part, batch: int, *, compiled: bool, **options: Any) -> InnerLoop:

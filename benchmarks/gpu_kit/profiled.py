@@ -33,6 +33,9 @@ def profiled(step: Callable[[], object]) -> dict[str, Any]:
     kernels = [e for e in averages if e.device_type != torch.autograd.DeviceType.CPU]
     on_device_s = sum(event.self_device_time_total for event in kernels) / 1e6
     longest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:SHOWN]
+    durations_us: dict[str, list[float]] = {}
+    for event in found.events():
+        durations_us.setdefault(event.name, []).append(event.self_device_time_total)
     return {
         "step_s": seconds,
         "device_busy": on_device_s / seconds,
@@ -40,7 +43,18 @@ def profiled(step: Callable[[], object]) -> dict[str, Any]:
         "waits": {name: counts[name] for name in WAITS if name in counts},
         "copies": {name: counts[name] for name in COPIES if name in counts},
         "longest": {
-            event.key[:120]: {"ms": event.self_device_time_total / 1e3, "count": event.count}
+            event.key[:120]: {
+                "ms": event.self_device_time_total / 1e3,
+                "count": event.count,
+                # A kernel of one name may have small and large work.
+                "tenths_us": tenths(durations_us[event.key]),
+            }
             for event in longest
         },
     }
+
+
+def tenths(durations_us: list[float]) -> list[int]:
+    """Return the shortest, each tenth, and the longest of some durations."""
+    ordered = sorted(durations_us)
+    return [round(ordered[(len(ordered) - 1) * tenth // 10]) for tenth in range(11)]

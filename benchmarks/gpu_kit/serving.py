@@ -1,6 +1,7 @@
 """Part f: the service on the device, one stream and eight, beside transformers.
 
-It is benchmarks/model/serving.py with a path of the paper's blocks; this keeps what that prints.
+It is benchmarks/model/serving_speed.py with a path of the paper's blocks; this keeps what that
+prints.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LIMIT_S = 600
 
 def main() -> int:
     part = begin("serving", __doc__)
-    script = str(HERE / "model" / "serving.py")
+    script = str(HERE / "model" / "serving_speed.py")
     words = ["--json", "--beside", "transformers", "--device", part.device.type]
     size = ["--requests", "16", "--rounds", "1", "--tokens", "8" if part.rehearses else "64"]
     seconds = ["--seconds", "5"] if part.rehearses else ["--paper", "--seconds", "30"]

@@ -1,4 +1,4 @@
-"""Part a: the tests that have a device as a parameter, and the exact digests of the outer step.
+"""Part a: tests that have a device as a parameter, exact digests of the outer step, and graphs.
 
 Digests are computed on this machine's processor and compared with the golden values; a test of
 tests/training/test_devices.py compares what is gathered from the GPU with the same from the CPU.
@@ -16,9 +16,10 @@ from parts.common import HERE, one_thread, scratch_folder
 from gpu_kit.common import begin
 
 # Of the names of tests and of their files.
-CHOSEN = "devices or golden"
+CHOSEN = "devices or golden or compiled"
 TESTS = (
     "tests/training/test_devices.py",
+    "tests/training/test_compiled.py",
     "tests/modules/test_contributions.py",
     "tests/modules/test_outer.py",
     "tests/modules/test_trimmed_mean.py",

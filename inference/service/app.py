@@ -220,8 +220,9 @@ class Service:
         if self._api_key is None:
             return
         given = request.headers.get("authorization", "")
-        wanted = f"Bearer {self._api_key}"
-        if not hmac.compare_digest(given.encode(), wanted.encode()):
+        scheme, _, key = given.strip().partition(" ")
+        is_right = hmac.compare_digest(key.strip().encode(), self._api_key.encode())
+        if scheme.lower() != "bearer" or not is_right:
             raise ApiError(
                 401,
                 "this service wants its key: Authorization: Bearer KEY",

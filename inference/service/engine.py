@@ -4,18 +4,22 @@ go forward together."""
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from dipaco.inference.adapter_decoder import AdapterDecoder, shared_decoder, step_together
 from dipaco.inference.decoder import decoder_bytes
 from dipaco.inference.sources import StateSource
 from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.routing.document_routing import DocumentRouter
 
 from .errors import ApiError
@@ -65,9 +69,12 @@ class Engine:
         self.tokenizer = source.tokenizer()
         self.limits = limits
         self._router: DocumentRouter = source.document_router(device)
-        parameters = sum(p.numel() for p in self._router.base_model.parameters())
-        self.path_bytes = decoder_bytes(self.plan.model, parameters, limits.slots)
-        self.capacity = max(1, limits.memory_bytes // self.path_bytes)
+        shared = None
+        if self.plan.model.adapters is not None:
+            shared = shared_decoder(self._router.base_model, self.plan.model.adapters, limits.slots)
+        self.base_bytes = shared.size_bytes if shared is not None else 0
+        """Of a run with adapters, what its base and the caches of texts take."""
+        self.path_bytes, self.capacity = self._room()
         self._inbox: queue.SimpleQueue[Work | News | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unfinished = 0
@@ -86,11 +93,24 @@ class Engine:
             source,
             device,
             slots=limits.slots,
+            shared=shared,
             refresh_s=limits.refresh_s,
             resident=self._digests,
             deliver=self._inbox.put,
         )
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
+
+    def _room(self) -> tuple[int, int]:
+        """Return the bytes of a path in memory, and how many paths there is room for."""
+        model, memory_bytes = self.plan.model, self.limits.memory_bytes
+        if model.adapters is None:
+            path_bytes = decoder_bytes(model, base_parameter_count(model), self.limits.slots)
+            return path_bytes, max(1, memory_bytes // path_bytes)
+        # Base and caches are there in any case, once; what paths share is too.
+        counts = self.grid.parameter_counts()
+        if 4 * counts["total"] <= memory_bytes:
+            return 4 * counts["path"], self.grid.path_count
+        return 4 * counts["path"], max(1, memory_bytes // (4 * counts["path"]))
 
     def start(self) -> None:
         """Begin."""
@@ -103,6 +123,12 @@ class Engine:
         self._inbox.put(None)
         self._thread.join(_END_LIMIT_S)
         self._loader.close()
+
+    @property
+    def most_mixed(self) -> int:
+        """How many paths an answer can mix."""
+        most = min(self.grid.path_count, self.capacity)
+        return most if self.plan.model.adapters is None else min(most, self.limits.slots)
 
     @property
     def is_alive(self) -> bool:
@@ -162,8 +188,7 @@ class Engine:
                 self._drop_unwanted()
                 self._route()
                 self._load()
-                for batch in (*self._resident.values(), *self._retiring):
-                    self._advance(batch)
+                self._advance()
         except Exception:
             logger.exception("the model thread ended")
             error = ApiError(503, "the service failed; its log says why. Start it again")
@@ -238,7 +263,8 @@ class Engine:
         if chosen:
             try:
                 rankings = self._router.nearest_paths(
-                    [work.tokens or [BEGIN_TOKEN] for work in chosen], self.grid.path_count
+                    [work.routed_by or work.tokens or [BEGIN_TOKEN] for work in chosen],
+                    self.grid.path_count,
                 )
             except Exception as error:
                 logger.warning("prompts could not be routed: %s", error)
@@ -341,32 +367,67 @@ class Engine:
         )
         self._finished(1)
 
-    def _advance(self, batch: PathBatch) -> None:
-        """Let a path read a few prompts, and give its answers a token each."""
-        before = len(batch.answers())
+    def _advance(self) -> None:
+        """Let every path read a few prompts, and give its answers a token each."""
+        batches = [*self._resident.values(), *self._retiring]
+        # Paths over one base take each other's room: who has waited longest comes first.
+        batches.sort(key=self._waiting_since)
+        at_work = {}
+        for batch in batches:
+            before = len(batch.answers())
+            at_work[batch] = before + self._guarded(batch, partial(self._read, batch))
+        together = [batch for batch in batches if isinstance(batch.decoder, AdapterDecoder)]
+        self._step_together(together)
+        for batch in batches:
+            if batch not in together:
+                self._guarded(batch, batch.step)
+        for batch, before in at_work.items():
+            failed, batch.failed = batch.failed, []
+            for answer, reason in failed:
+                logger.error("an answer by path %s failed", _named(batch), exc_info=reason)
+                self._fail(answer.work, _path_failed(batch, reason))
+            self._finished(before - len(batch.answers()))
+            if before:
+                batch.used_s = time.monotonic()
+
+    def _waiting_since(self, batch: PathBatch) -> float:
+        waiting = self._waiting.get(batch.paths)
+        return waiting[0].waiting_since_s if waiting else math.inf
+
+    def _step_together(self, batches: Sequence[PathBatch]) -> None:
+        """Give the answers of paths over one base a token each, in one step."""
+        tokens = {batch: own for batch in batches if (own := batch.next_tokens())}
+        if not tokens:
+            return
+        decoders = [batch.decoder for batch in tokens if isinstance(batch.decoder, AdapterDecoder)]
         try:
-            begun = self._read(batch)
-            before += begun
-            batch.step()
-        except Exception as error:  # a path that fails must not take the others with it
-            logger.exception("path %s failed", _named(batch))
-            for answer in batch.answers():
-                self._fail(answer.work, _path_failed(batch, error))
-                batch.drop(answer)
-        failed, batch.failed = batch.failed, []
-        for answer, reason in failed:
-            logger.error("an answer by path %s failed", _named(batch), exc_info=reason)
-            self._fail(answer.work, _path_failed(batch, reason))
-        self._finished(before - len(batch.answers()))
-        if before:
-            batch.used_s = time.monotonic()
+            logits = step_together(decoders, list(tokens.values()))
+        except Exception as error:
+            for batch in tokens:
+                self._give_up(batch, error)
+            return
+        for batch, found in zip(tokens, logits, strict=True):
+            self._guarded(batch, partial(batch.take, found))
+
+    def _guarded(self, batch: PathBatch, act: Callable[[], int | None]) -> int:
+        """Do something with a path; one that fails must not take the others with it."""
+        try:
+            return act() or 0
+        except Exception as error:
+            self._give_up(batch, error)
+            return 0
+
+    def _give_up(self, batch: PathBatch, error: Exception) -> None:
+        logger.error("path %s failed", _named(batch), exc_info=error)
+        for answer in batch.answers():
+            self._fail(answer.work, _path_failed(batch, error))
+            batch.drop(answer)
 
     def _read(self, batch: PathBatch) -> int:
         """Let a path read prompts; return how many answers came to it."""
         read = begun = 0
         while batch.again and read < _READ_AT_ONCE:
-            # It gave its slot back, so there is one.
-            read += self._start(batch, batch.again.popleft())
+            read += self._reading(batch, batch.answer_again(), batch.read_again)
         waiting = self._waiting.get(batch.paths)
         is_current = self._resident.get(batch.paths) is batch
         while waiting and is_current and not batch.is_draining and batch.has_room:
@@ -374,13 +435,13 @@ class Engine:
                 break
             answer = waiting.popleft()
             begun += 1
-            read += self._start(batch, answer)
+            read += self._reading(batch, answer, partial(batch.begin, answer))
         return begun
 
-    def _start(self, batch: PathBatch, answer: Answer) -> int:
+    def _reading(self, batch: PathBatch, answer: Answer, read: Callable[[], int]) -> int:
         """Let a path read the context of an answer; return how many tokens were read."""
         try:
-            return batch.begin(answer)
+            return read()
         except Exception as error:
             logger.exception("path %s failed", _named(batch))
             self._fail(answer.work, _path_failed(batch, error))

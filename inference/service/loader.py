@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from dipaco.inference.adapter_decoder import AdapterDecoder, SharedDecoder
 from dipaco.inference.decoder import Decoder
-from dipaco.inference.mixing import MixedDecoder, decoder_of
+from dipaco.inference.mixing import MixedDecoder
 from dipaco.inference.sources import StateSource, assemble_path, path_states
 from dipaco.modules.state import ModuleState
 
@@ -43,7 +44,7 @@ class Loaded:
     """A path was put together, or several to be mixed."""
 
     paths: tuple[int, ...]
-    decoder: Decoder | MixedDecoder
+    decoder: Decoder | AdapterDecoder | MixedDecoder
     states: PathStates
 
 
@@ -74,6 +75,7 @@ class Loader:
     """Loads paths one after the other, and looks at the source again every `refresh_s` seconds.
 
     :param slots: how many texts a path gives a token together
+    :param shared: of a run with adapters, the base that paths are put on
     :param resident: what is in memory, with its digests; asked for in this thread
     :param deliver: gets the news; called in this thread
     :param refresh_s: 0 is never
@@ -85,6 +87,7 @@ class Loader:
         device: torch.device,
         *,
         slots: int,
+        shared: SharedDecoder | None = None,
         refresh_s: float,
         resident: Callable[[], Mapping[tuple[int, ...], tuple[str, ...]]],
         deliver: Callable[[News], None],
@@ -92,6 +95,7 @@ class Loader:
         self._source = source
         self._device = device
         self._slots = slots
+        self._shared = shared
         self._refresh_s = refresh_s
         self._resident = resident
         self._deliver = deliver
@@ -136,13 +140,14 @@ class Loader:
             next_look_s = time.monotonic() + self._refresh_s
 
     def _load(self, paths: tuple[int, ...]) -> None:
-        models = []
+        decoders = []
         news: News
         try:
             for path in paths:
-                models.append(assemble_path(self._source, path, device=self._device))
+                decoders.append(self._decoder(path))
             states = PathStates(self._digests(paths), tuple(self._shown(paths)))
-            news = Loaded(paths, decoder_of(models, self._slots), states)
+            decoder = decoders[0] if len(decoders) == 1 else MixedDecoder(decoders)
+            news = Loaded(paths, decoder, states)
         except Exception as error:  # whatever it is, those who wait for the path must hear of it
             logger.warning("path %d cannot be served: %s", path, error)
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -150,6 +155,11 @@ class Loader:
         finally:
             self._source.drop_states()
         self._deliver(news)
+
+    def _decoder(self, path: int) -> Decoder | AdapterDecoder:
+        if self._shared is not None:
+            return self._shared.path(path_states(self._source, path))
+        return Decoder(assemble_path(self._source, path, device=self._device), self._slots)
 
     def _digests(self, paths: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(digest for path in paths for digest in self._source.digests(path))

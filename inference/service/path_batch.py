@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from dipaco.inference.generate import choose_token
-from dipaco.modules.config import END_TOKEN, PAD_TOKEN
+from dipaco.modules.config import END_TOKEN
 
 from .loader import Loaded
 from .scores import TokenScore, scored
@@ -19,7 +19,7 @@ class PathBatch:
     """A path with its slots. Used by the model thread alone."""
 
     def __init__(self, loaded: Loaded, used_s: float) -> None:
-        self.paths, self.states, self._decoder = loaded.paths, loaded.states, loaded.decoder
+        self.paths, self.states, self.decoder = loaded.paths, loaded.states, loaded.decoder
         self._longest = loaded.decoder.config.sequence_length
         self.used_s = used_s
         """When it was last given something to do."""
@@ -27,8 +27,8 @@ class PathBatch:
         """It has taken an answer since it came into memory."""
         self.is_draining = False
         """It takes no more answers: its room is wanted for another path."""
-        self.again: deque[Answer] = deque()
-        """Answers whose context is to be read again by this path."""
+        self.again: deque[int] = deque()
+        """Slots whose answers' context is to be read again."""
         self.failed: list[tuple[Answer, Exception]] = []
         """Answers that went wrong, for the engine to take away."""
         self._rows: list[Answer | None] = [None] * len(loaded.decoder.lengths)
@@ -36,16 +36,16 @@ class PathBatch:
     @property
     def is_idle(self) -> bool:
         """Whether no answer is at work."""
-        return not self.again and not any(self._rows)
+        return not any(self._rows)
 
     @property
     def has_room(self) -> bool:
         """Whether another answer can begin."""
-        return len(self.again) < sum(row is None for row in self._rows)
+        return None in self._rows and self.decoder.free_slots > 0
 
     def answers(self) -> list[Answer]:
         """Return the answers at work."""
-        return [*(row for row in self._rows if row is not None), *self.again]
+        return [row for row in self._rows if row is not None]
 
     def begin(self, answer: Answer) -> int:
         """Read the context of an answer, choose its next token, and give it a slot if it goes on.
@@ -59,15 +59,30 @@ class PathBatch:
             answer.started = True
             if answer.index == 0:
                 work.emit(Began(self.paths, self.states, work.routed))
-        slot, goes_on = self._rows.index(None), False
+        slot = self._rows.index(None)
+        self._rows[slot] = answer
+        return self._read_in(slot, answer, first)
+
+    def answer_again(self) -> Answer:
+        """Return the next answer of `again`."""
+        answer = self._rows[self.again[0]]
+        assert answer is not None
+        return answer
+
+    def read_again(self) -> int:
+        """Read the context of the next answer of `again`, which has its slot, and choose its next
+        token. Returns how many tokens were read."""
+        answer = self.answer_again()
+        return self._read_in(self.again.popleft(), answer, first=False)
+
+    def _read_in(self, slot: int, answer: Answer, first: bool) -> int:
+        goes_on = False
         try:
             logits, read = self._prompted(slot, answer, first)
             goes_on = self._choose(answer, logits) and self._goes_on(answer, slot)
         finally:
-            if goes_on:
-                self._rows[slot] = answer
-            else:
-                self._decoder.free(slot)
+            if not goes_on:
+                self._free(slot)
         return read
 
     def _prompted(self, slot: int, answer: Answer, first: bool) -> tuple[torch.Tensor, int]:
@@ -75,21 +90,21 @@ class PathBatch:
         [V], and how many tokens were read."""
         work, shared = answer.work, answer.work.shared
         if first and shared is not None and shared.by is self:
-            self._decoder.paste(slot, shared.stored)
+            self.decoder.paste(slot, shared.stored)
             return shared.logits, 0
         logits, read = self._read(slot, answer, first), len(answer.context)
         if first and work.answers > 1:
-            work.shared = ReadPrompt(self, self._decoder.copy(slot, read), logits)
+            work.shared = ReadPrompt(self, self.decoder.copy(slot, read), logits)
         return logits, read
 
     def _read(self, slot: int, answer: Answer, first: bool) -> torch.Tensor:
         """Read the context of an answer; return the logits of what comes next, fp32 [V]."""
         work, context = answer.work, answer.context
         if not (work.score_prompt and first and answer.index == 0):
-            *_, logits = self._decoder.read(slot, context)
+            *_, logits = self.decoder.read(slot, context)
             return logits[-1]
         scores: list[TokenScore] = []
-        for logits in self._decoder.read(slot, context, every=True):
+        for logits in self.decoder.read(slot, context, every=True):
             targets = context[len(scores) + 1 :][: len(logits)]
             scores += scored(logits[: len(targets)], targets, work.logprobs or 0)
         work.emit(PromptScores(scores))
@@ -97,14 +112,25 @@ class PathBatch:
 
     def step(self) -> None:
         """Give every answer a token."""
-        used = max((slot for slot, row in enumerate(self._rows) if row is not None), default=-1) + 1
-        if not used:
-            return
+        if tokens := self.next_tokens():
+            self.take(self.decoder.step(tokens))
+
+    def next_tokens(self) -> list[int | None]:
+        """Return what the next step is for: the last token of the answer in each of the first
+        slots, None where there is none. Empty if no answer waits for a step."""
         # Answers take the first free slots, so few answers make a narrow step.
-        rows = self._rows[:used]
-        logits = self._decoder.step([row.context[-1] if row else PAD_TOKEN for row in rows])
-        for slot, row in enumerate(rows):
-            if row is None:
+        stepped = [row and (slot not in self.again) for slot, row in enumerate(self._rows)]
+        used = max((slot for slot, is_one in enumerate(stepped) if is_one), default=-1) + 1
+        return [
+            row.context[-1] if row and is_one else None
+            for row, is_one in zip(self._rows[:used], stepped, strict=False)
+        ]
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Choose the next token of each answer, by the logits of a step for `next_tokens`."""
+        waiting = set(self.again)
+        for slot, row in enumerate(self._rows[: len(logits)]):
+            if row is None or slot in waiting:
                 continue
             try:
                 goes_on = self._choose(row, logits[slot]) and self._goes_on(row, slot)
@@ -116,14 +142,14 @@ class PathBatch:
 
     def drop(self, answer: Answer) -> None:
         """Give up an answer that nobody wants any more."""
-        if answer in self.again:
-            self.again.remove(answer)
         if answer in self._rows:
             self._free(self._rows.index(answer))
 
     def _free(self, slot: int) -> None:
         self._rows[slot] = None
-        self._decoder.free(slot)
+        if slot in self.again:
+            self.again.remove(slot)
+        self.decoder.free(slot)
 
     def _choose(self, answer: Answer, logits: torch.Tensor) -> bool:
         """Choose a token and send what can be sent; return whether the answer goes on."""
@@ -147,15 +173,14 @@ class PathBatch:
         return True
 
     def _goes_on(self, answer: Answer, slot: int) -> bool:
-        """Return whether the next token is computed in the slot; else it was put elsewhere."""
-        reads_again = self._decoder.lengths[slot] == self._longest
-        if reads_again:
+        """Return whether the answer goes on: in its slot, whose context is perhaps to be read
+        again."""
+        if self.decoder.lengths[slot] == self._longest:
             if not answer.work.slide:
-                self._end(answer, "length")
-                return False
+                return self._end(answer, "length")
             answer.context = answer.context[-(self._longest // 2) :]
-            self.again.append(answer)
-        return not reads_again
+            self.again.append(slot)
+        return True
 
     def _end(self, answer: Answer, reason: str) -> bool:
         """Send the rest of an answer. Returns that it does not go on."""

@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.sampling import Sampling
-from dipaco.modules.config import BEGIN_TOKEN
+from dipaco.routing.chat_template import ChatTemplate, TemplateError
+from dipaco.routing.chat_tokens import question_tokens, routed_tokens, special_names
 
-from .chat_template import ChatTemplate, TemplateError
 from .engine import Engine
 from .errors import ApiError
 from .work import Event, Work
@@ -29,7 +29,6 @@ _PATH = "path-"
 _USUAL_TOKENS = 16
 _MOST_ANSWERS, _MOST_PROMPTS, _MOST_STOPS = 64, 1024, 32
 _MOST_MIXED = 64
-_SPECIAL = ("unk_token", "bos_token", "eos_token", "pad_token")
 
 Token = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]
@@ -103,32 +102,37 @@ class CompletionBody(Body):
 
 
 class TextPart(BaseModel):
-    """A part of a message."""
+    """A part of a message. What else a client says of it is left alone, as other servers do."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     type: Literal["text"]
     text: str
 
 
 class Message(BaseModel):
-    """A message of a chat."""
+    """A message of a chat. What other servers put into it comes back and is left alone, but for
+    calls of tools, without which the chat would be another."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="ignore", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
     name: str | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, values: Any) -> Any:
-        """An answer comes back as the client has it, with what it has no value for."""
-        return _without_nulls(values, cls) if isinstance(values, dict) else values
+    def _answers_may_be_empty(cls, values: Any) -> Any:
+        """An answer comes back as the client has it, which may be without a text."""
+        if not isinstance(values, dict) or values.get("role") != "assistant":
+            return values
+        return values | {"content": "" if values.get("content") is None else values["content"]}
 
     def plain(self) -> dict[str, Any]:
         """Return what a chat template sees."""
-        return self.model_dump(exclude_none=True)
+        return self.model_dump(exclude_none=True, exclude={"tool_calls", "function_call"})
 
 
 class ChatBody(Body):
@@ -201,12 +205,21 @@ def _explained(error: ValidationError, kind: type[Body]) -> ApiError:
         return ApiError(400, f"unknown field '{name}'{hint}", parameter=name)
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return ApiError(400, f"{name} is missing", parameter=name)
+    where = name
+    if name == "messages" and len(first["loc"]) > 1:
+        where = f"messages[{first['loc'][1]}]" + "".join(f".{at}" for at in first["loc"][2:3])
+        if first["type"] == "missing":
+            return ApiError(400, f"{where} is missing", parameter=name)
+        if first["loc"][2:3] in (("tool_calls",), ("function_call",)):
+            return ApiError(400, f"{where} is not supported; leave it out", parameter=name)
     seen = json.dumps(first.get("input"), default=str)
     seen = seen if len(seen) <= 80 else f"{seen[:77]}..."
-    expected = _EXPECTED.get(name, first["msg"][0].lower() + first["msg"][1:])
-    return ApiError(400, f"{name}: {expected}, not {seen}", parameter=name)
+    given = _ROLE if where.endswith(".role") else None
+    expected = given or _EXPECTED.get(name, first["msg"][0].lower() + first["msg"][1:])
+    return ApiError(400, f"{where}: {expected}, not {seen}", parameter=name)
 
 
+_ROLE = "give one of system, developer, user, assistant and tool"
 _EXPECTED = {
     "prompt": (
         "give a text, a list of texts, a list of tokens, or a list of such lists, and of texts or "
@@ -296,22 +309,24 @@ class RequestReader:
                 f"--chat-template FILE",
                 code="no_chat_template",
             )
-        special = dict(zip(_SPECIAL, self._engine.tokenizer.special_names(), strict=True))
+        tokenizer = self._engine.tokenizer
+        messages = [message.plain() for message in body.messages]
         try:
-            text = self._template.render([message.plain() for message in body.messages], special)
+            text = self._template.render(messages, special_names(tokenizer))
         except TemplateError as error:
             raise ApiError(
                 400, f"messages: the chat template refuses them: {error}", parameter="messages"
             ) from None
-        marked = self._engine.tokenizer.encode_marked
-        # Whether the template writes it or not: a text begins once.
-        tokens = [BEGIN_TOKEN, *marked(text.removeprefix(special["bos_token"]))]
+        tokens = question_tokens(tokenizer, text)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", parameter="top_logprobs")
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         most = body.max_completion_tokens
         most = body.max_tokens if most is None else most
-        return Request(body, self._works(body, [tokens], emit, most, logprobs, None), [None])
+        works = self._works(body, [tokens], emit, most, logprobs, None)
+        for work in works:
+            work.routed_by = routed_tokens(tokenizer, messages)
+        return Request(body, works, [None])
 
     def path_of(self, model: str) -> int | None:
         """Return the path of a model's name, None for `auto`. Raises ApiError for another name."""
@@ -390,12 +405,13 @@ class RequestReader:
         """Raise ApiError for paths that cannot be mixed."""
         if (body.mix or 1) == 1:
             return
-        most = min(self._engine.grid.path_count, self._engine.capacity)
+        most = self._engine.most_mixed
         if body.mix is not None and body.mix > most:
             raise ApiError(
                 400,
-                f"mix: this run has {self._engine.grid.path_count} paths, and --memory-gb is for "
-                f"{self._engine.capacity}; at most {most} can be mixed",
+                f"mix: this run has {self._engine.grid.path_count} paths, --memory-gb is for "
+                f"{self._engine.capacity} and --parallel for {self._engine.limits.slots} texts; at "
+                f"most {most} can be mixed",
                 parameter="mix",
             )
 

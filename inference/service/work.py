@@ -107,6 +107,8 @@ class Work:
     cancelled: bool = False
     """Nobody waits for it any more."""
 
+    routed_by: list[int] | None = None
+    """What the router sees in place of the tokens: of a chat, what the user says first."""
     open_answers: int = 0
     routed: int | None = None
     ranking: list[int] = field(default_factory=list)

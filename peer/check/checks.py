@@ -114,6 +114,14 @@ def check_open_files(most: int) -> Check:
     )
 
 
+def check_sharing(failure: DipacoError | None) -> Check:
+    """Whether the processes of a peer can share memory."""
+    if failure is None:
+        return ok("shared memory", "usable")
+    said, _, remedy = str(failure).partition("; ")
+    return problem("shared memory", said, remedy, type(failure))
+
+
 def check_ports(
     addresses: Sequence[str], taken: Sequence[DipacoError], *, peer_is_running: bool = False
 ) -> Check:

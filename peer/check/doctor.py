@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
 
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
+from dipaco.dht.node import check_shared_memory
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
@@ -73,12 +74,22 @@ def examine_all(settings: PeerSettings) -> Iterator[c.Check]:
     yield c.check_system(system)
     yield c.check_versions(m.look_at_versions())
     yield c.check_open_files(m.look_at_open_files())
+    yield c.check_sharing(failure_of(check_shared_memory))
     is_running = is_in_use(settings.identity_path or settings.cache_folder / "identity.key")
     yield from c.check_cache_is_free(settings.cache_folder, is_running)
     taken = ports_taken(settings.listen_maddrs())
     yield c.check_ports(settings.listen_maddrs(), taken, peer_is_running=is_running)
     report = yield from _swarm_checks(settings, system, port_is_free=not taken)
     yield from _machine_checks(settings, system, report.plan, report.shards)
+
+
+def failure_of(check: Callable[[], None]) -> DipacoError | None:
+    """Return what a check raises."""
+    try:
+        check()
+    except DipacoError as error:
+        return error
+    return None
 
 
 def _swarm_checks(

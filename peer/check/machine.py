@@ -12,7 +12,7 @@ import re
 import resource
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from dipaco.base.files import spare_bytes
+from dipaco.base.files import file_system_of, spare_bytes
 
 # What the versions line shows; all requirements are checked.
 SHOWN_PACKAGES = ("torch", "hivemind", "numpy")
@@ -163,7 +163,7 @@ def look_at_disk(folder: Path, root: Path = Path("/")) -> Disk:
     return Disk(
         folder,
         spare_bytes(existing),
-        _file_system(existing.resolve(), root),
+        file_system_of(existing.resolve(), root),
         os.access(existing, os.W_OK | os.X_OK) and existing.is_dir(),
     )
 
@@ -221,19 +221,6 @@ def missing_for_compiler() -> tuple[str, ...]:
         "Python's headers": headers.exists(),
     }
     return tuple(name for name, is_here in found.items() if not is_here)
-
-
-def _file_system(folder: Path, root: Path) -> str:
-    """Return the type of the file system that a folder lies on."""
-    holders = {mount: kind for mount, kind in _mounts(root) if folder.is_relative_to(mount)}
-    return holders[max(holders, key=len)] if holders else ""
-
-
-def _mounts(root: Path) -> Iterator[tuple[str, str]]:
-    for line in _text(root / "proc/mounts").splitlines():
-        words = line.split()
-        if len(words) > 2:
-            yield words[1].replace("\\040", " "), words[2]
 
 
 def _text(file: Path) -> str:

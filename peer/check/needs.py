@@ -20,11 +20,13 @@ from dipaco.modules.config import (
     RoundsConfig,
 )
 from dipaco.modules.contributions import CODECS, Codec
+from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes, split_parameter_count
 from dipaco.modules.grid import PRIVATE_LEVEL, Grid, parameter_shapes
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
     USABLE_SHARE,
+    between_blocks_bytes,
     head_bytes,
     least_pass_bytes,
     pass_bytes,
@@ -37,6 +39,7 @@ from dipaco.training.muon import is_for_muon
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
 LOGITS = "logits, at most"
+FROZEN_BASE = "frozen base"
 # GPUs that volunteers have.
 GPU_GIB = (8, 12, 24)
 
@@ -87,13 +90,46 @@ def device_bytes(
 
     Anchors are scored between steps: their copies take the room of the gradients.
     """
+    adapters = run.model.adapters
     return {
+        FROZEN_BASE: frozen_bytes(run.model, adapters.base_format) if adapters else 0,
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
         LOGITS: head_bytes(run.model, 1),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
+
+
+def greatest_bases(run: Run) -> dict[str, dict[int, int]]:
+    """Return, by format and GiB of a GPU, the parameters of the largest base like this one whose
+    adapters train there: a sequence at a time, with blocks computed twice.
+
+    Width, feed-forward and blocks grow alike; rank, vocabulary and text length stay.
+    """
+    model, adapters = run.model, grid_of(run).parameter_counts()["path"]
+    in_blocks, outside = split_parameter_count(model)
+    each = 2 * FP32_BYTES + ADAMW_BYTES["adamw"]
+    logits, between = head_bytes(model, 1), between_blocks_bytes(model)
+    within = least_pass_bytes(model) - between
+
+    def needed(base_format: str, scale: float) -> float:
+        larger = frozen_bytes(model, base_format) - frozen_bytes(model, "bf16")
+        blocks = (2 * in_blocks + larger) * scale**3
+        wide = (between + each * adapters) * scale**2
+        return logits + blocks + wide + (2 * outside + within) * scale
+
+    def greatest(base_format: str, gib: int) -> int:
+        low, high = 0.0, 100.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            if needed(base_format, middle) <= USABLE_SHARE * gib * 2**30:
+                low = middle
+            else:
+                high = middle
+        return int(in_blocks * low**3 + outside * low)
+
+    return {name: {gib: greatest(name, gib) for gib in GPU_GIB} for name in ("bf16", "nf4")}
 
 
 def greatest_paths(run: Run, path_parameters: int, optimizer: str) -> dict[int, int]:
@@ -127,12 +163,10 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
 
     Of one step of a whole path that is 12 bytes a parameter and the encoded contribution; of 150 M
     parameters 10.7 bytes each were measured, of 20 M 12.9 (`benchmarks/outer_round.py --phases`).
-    Anchors lie in files, which are mapped, if every round is saved.
+    Anchors lie in files, which are mapped.
     """
     path = FP32_BYTES * path_parameters
-    is_saved = run.rounds.save_every_rounds == 1
     return {
-        "anchors that are not saved": 0 if is_saved else 2 * path,
         "snapshots": path,
         "an encoded contribution": max(file_bytes(run, grid, level) for level in grid.level_names),
         "new states, until they are on the disk": 2 * path,
@@ -150,7 +184,7 @@ def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
         "copies of private states": (keepers - 1) * KEPT_STATES * states.get(PRIVATE_LEVEL, 0),
         "contributions": KEPT_ROUNDS * (received + sent_bytes(run, grid)),
         "optimizer states": KEPT_OPTIMIZERS * moments_bytes(run, path_parameters),
-        "base model": FP32_BYTES * path_parameters,
+        "base model": base_file_bytes(run.model),
         "token files": (1 + keepers) * shard_bytes,
     }
 

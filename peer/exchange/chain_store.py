@@ -1,8 +1,9 @@
-"""The chains that this peer can tell others, kept over restarts.
+"""What this peer tells others of its modules, kept over restarts.
 
-What others tell is held in memory, bounded; the chain that is *served* is on disk too, in a log of
-each module to which it is appended: admissions of its peers, its steps, and which head is held. A
-log that was damaged, or half written when the power failed, is cut at its last whole entry.
+Which chain is *served* is the member's decision; it hands the steps over, and they lie here and in
+a log on disk, one of each module, to which is only appended: admissions of the peers in the steps,
+the steps, and which head is held. A log that was damaged, or half written when the power failed, is
+cut at its last whole entry. Beside the chain recent rows are told, which are in memory alone.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from dipaco.base.files import storage_errors
-from dipaco.protocol.chain import Head, Row, Step, pack_step, unpack_step
-from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.chain import Head, Row, Step, genesis_name, pack_step, unpack_step
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.round_rows import RoundRows
 
@@ -30,8 +31,6 @@ logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 # Of an answer: rows in its steps, of which one step always goes, and rows beside them.
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
 MOST_ADMISSIONS = 50_000
-# Branches that parted earlier than this are forgotten.
-FORK_DEPTH = 64
 KEPT_HEADS = 8
 _HEAD_BYTES = 8
 _MOST_ENTRY_BYTES = 2**16
@@ -49,18 +48,47 @@ class Answer:
 
 @dataclass
 class _Module:
-    """What is kept of one module beside its chains."""
+    """What is kept of one module."""
 
+    genesis: str
     served: str
+    """Name of the step to which the chain is told."""
+    steps: dict[str, Step] = field(default_factory=dict)
+    """All that were ever served, by name: the chain is the way back from the last one."""
     held: Head | None = None
     heads: deque[Head] = field(default_factory=lambda: deque(maxlen=KEPT_HEADS))
     rows: RoundRows = field(default_factory=RoundRows)
     saved: set[str] = field(default_factory=set)
     """Steps and peers that are in the log."""
 
+    def check(self, name: str) -> None:
+        """Raise KeyError for a step that was never served."""
+        if name != self.genesis and name not in self.steps:
+            raise KeyError(name)
+
+    def back_from(self, name: str) -> Iterator[Step]:
+        """Yield the chain that ends in a step, the newest first. Raises KeyError."""
+        while name != self.genesis:
+            step = self.steps[name]
+            yield step
+            name = step.parent
+
+    def add(self, steps: Iterable[Step]) -> None:
+        """Take in steps, oldest first. Raises KeyError for one that stands on nothing here."""
+        for step in steps:
+            self.check(step.parent)
+            self.steps[step.name] = step
+
+    def serve(self, step: str, head: Head | None) -> None:
+        """Tell of the chain to a step. Raises KeyError for one that is not here."""
+        self.check(step)
+        self.served, self.held = step, head
+        if head is not None and head not in self.heads:
+            self.heads.append(head)
+
 
 class ChainStore:
-    """Chains, recent rows and served heads of a run's modules. Thread-safe.
+    """Served chains and heads, recent rows and admissions of a run's modules. Thread-safe.
 
     :param folder: where a log of every module is; None: in memory only, for readers
     :param only_reads: the folder is another process's: nothing in it is mended or written
@@ -72,9 +100,8 @@ class ChainStore:
         """Load what is on disk. Raises `StorageError`."""
         self._lock = threading.RLock()
         self._folder, self._only_reads = folder, only_reads
-        names = tuple(modules)
-        self._book = ChainBook(run_id, names)
-        self._modules = {name: _Module(self._book.genesis(name)) for name in names}
+        names = {name: genesis_name(run_id, name) for name in modules}
+        self._modules = {name: _Module(genesis, genesis) for name, genesis in names.items()}
         self._admissions: OrderedDict[str, bytes] = OrderedDict()
         self.on_served: Callable[[Step], None] = lambda step: None
         """Hears which step stands at the end of a served chain, each time that another does."""
@@ -95,19 +122,6 @@ class ChainStore:
 
     # -- what is learned
 
-    def add_verified(self, steps: Iterable[Step]) -> None:
-        """Take in steps whose rows were checked; those that cannot stand here are left out."""
-        with self._lock:
-            for step in steps:
-                known = step.name in self._book
-                try:
-                    if known or step.module not in self._modules or not self._book.add(step):
-                        continue
-                except ValueError as error:
-                    logger.debug("a step of %s: %s", step.module, error)
-                    continue
-                self._book.trim(step.module, {self._modules[step.module].served})
-
     def note_rows(self, rows: Iterable[Row]) -> None:
         """Take in checked rows. Of a peer's rows of one round and parent the first counts."""
         with self._lock:
@@ -125,29 +139,30 @@ class ChainStore:
 
     # -- what is served
 
-    def serve(self, module: str, step: str, head: Head | None = None) -> None:
+    def serve(
+        self, module: str, step: str, steps: Sequence[Step] = (), head: Head | None = None
+    ) -> None:
         """Answer with the chain to `step` from now on, in place of another.
 
-        `head` is the state that is held of it; None for a mailbox, which has none. Raises KeyError
-        for a step that is not known, and `StorageError`.
+        `steps`, oldest first, are those of it that were never served; `head` is the state that is
+        held of it, None for a mailbox, which has none. Raises KeyError for steps that stand on
+        nothing that was served, and `StorageError` when it is told from memory alone, because the
+        disk is full.
         """
         with self._lock:
             kept = self._modules[module]
-            if self._book.link(step).module != module:
+            if any(new.module != module for new in steps):
                 raise KeyError(step)
             is_new = kept.served != step
-            self._save(module, step, head)
-            self._set_served(kept, step, head)
-            kept.rows.forget_before(self._book.link(step).round_index)
-            self._book.prune(module, step, FORK_DEPTH)
-            newest = self._book.link(step).step
+            kept.add(steps)
+            kept.serve(step, head)
+            newest = kept.steps.get(step)
+            if newest is not None:
+                kept.rows.forget_before(newest.round_index)
         if is_new and newest is not None:
             self.on_served(newest)
-
-    def _set_served(self, kept: _Module, step: str, head: Head | None) -> None:
-        kept.served, kept.held = step, head
-        if head is not None and head not in kept.heads:
-            kept.heads.append(head)
+        with self._lock:
+            self._save(module, kept)
 
     def served(self, module: str) -> tuple[str, Head | None]:
         """Return what `serve` said last, also in an earlier life; the genesis before that."""
@@ -167,15 +182,17 @@ class ChainStore:
             kept = self._modules.get(module)
             if kept is None:
                 return Answer()
-            steps, has_more = self._book.after(locator, kept.served, ANSWERED_STEPS)
+            names = set(locator)
+            behind = takewhile(lambda step: step.name not in names, kept.back_from(kept.served))
+            steps = tuple(behind)[::-1]
             fitting, left = 0, ANSWERED_STEP_ROWS
-            for step in steps:
+            for step in steps[:ANSWERED_STEPS]:
                 left -= len(step.rows)
                 if fitting and left < 0:
                     break
                 fitting += 1
             rows = kept.rows.newest(ANSWERED_ROWS)
-            return Answer(steps[:fitting], rows, has_more or fitting < len(steps), kept.held)
+            return Answer(steps[:fitting], rows, fitting < len(steps), kept.held)
 
     def admissions_of(self, peers: Iterable[str]) -> dict[str, bytes]:
         """Return the admissions of those peers whose admission is known."""
@@ -186,25 +203,9 @@ class ChainStore:
 
     def chain(self, module: str) -> tuple[Step, ...]:
         """Return the steps of the served chain, oldest first."""
-        return self.steps_to(module, self.served(module)[0])
-
-    def steps_to(self, module: str, step: str) -> tuple[Step, ...]:
-        """Return the steps from the genesis to `step`, oldest first. Raises KeyError."""
         with self._lock:
-            if step not in self._book:
-                raise KeyError(step)
-            return self._book.steps_between(self._book.genesis(module), step)
-
-    def locator(self, module: str, step: str | None = None) -> tuple[str, ...]:
-        """Return some names of the chain to `step`, or of the heaviest known."""
-        with self._lock:
-            return self._book.locator(step or self._book.heaviest(module).name)
-
-    def weight(self, step: str) -> tuple[int, int, int]:
-        """Return version, weight and round of a known step. Raises KeyError."""
-        with self._lock:
-            link = self._book.link(step)
-            return link.version, link.weight, link.round_index
+            kept = self._modules[module]
+            return tuple(kept.back_from(kept.served))[::-1]
 
     # -- the log
 
@@ -212,26 +213,21 @@ class ChainStore:
         assert self._folder is not None
         return self._folder / f"{module}.log"
 
-    def _save(self, module: str, step: str, head: Head | None) -> None:
-        """Append what the log has not of the chain to `step`, and which head is served."""
+    def _save(self, module: str, kept: _Module) -> None:
+        """Append what the log has not of the chain that is served, and which head is held."""
         if self._folder is None or self._only_reads:
             return
-        kept = self._modules[module]
-        new: list[Step] = []
-        for link in self._book.back_from(step):
-            if link.step is None or link.name in kept.saved:
-                break
-            new.append(link.step)
+        new = list(takewhile(lambda s: s.name not in kept.saved, kept.back_from(kept.served)))
         entries: list[Any] = []
         peers = sorted({peer for found in new for peer in found.peers} - kept.saved)
         known = self.admissions_of(peers)
         entries += [["a", peer, admission] for peer, admission in known.items()]
         entries += [["s", pack_step(found)] for found in reversed(new)]
-        held: list[Any] | None = None
+        head, held = kept.held, None
         if head is not None:
-            held = [head.version, head.weight, head.round_index]
-            held += [bytes.fromhex(head.digest), head.bytes]
-        entries.append(["h", bytes.fromhex(step), held])
+            place = [head.version, head.weight, head.round_index]
+            held = [*place, bytes.fromhex(head.digest), head.bytes]
+        entries.append(["h", bytes.fromhex(kept.served), held])
         with storage_errors(self._folder), self._path(module).open("ab") as file:
             file.write(b"".join(map(_frame, entries)))
         kept.saved |= {found.name for found in new} | known.keys()
@@ -251,7 +247,6 @@ class ChainStore:
                 "the log of %s was damaged: %d of %d bytes are left", module, good, len(data)
             )
             os.truncate(path, good)
-        self._book.prune(module, kept.served, FORK_DEPTH)
 
     def _take_entry(self, module: str, kept: _Module, entry: Any) -> None:
         if entry[0] == "a":
@@ -259,18 +254,16 @@ class ChainStore:
             kept.saved.add(entry[1])
         elif entry[0] == "s":
             step = unpack_step(entry[1])
-            if step.module != module or not self._book.add(step):
-                raise ValueError("it does not stand on what is before it")
+            if step.module != module:
+                raise ValueError("a step of another module")
+            kept.add([step])
             kept.saved.add(step.name)
         elif entry[0] == "h":
-            name = entry[1].hex()
-            link, head = self._book.link(name), None
-            if link.module != module:
-                raise ValueError("a step of another module")
+            name, head = entry[1].hex(), None
             if entry[2] is not None:
                 version, weight, round_index, digest, size = entry[2]
                 head = Head(module, name, version, weight, round_index, digest.hex(), size)
-            self._set_served(kept, name, head)
+            kept.serve(name, head)
         else:
             raise ValueError("another kind of entry")
 

@@ -224,7 +224,7 @@ class Exchange:
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S
     ) -> Answered | None:
-        """Ask which steps come after some; blocks. The answer is checked, and kept in the chains.
+        """Ask which steps come after some; blocks. The answer is checked.
 
         None: the peer is silent, or talks nonsense.
         """

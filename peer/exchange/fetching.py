@@ -12,7 +12,9 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.base.progress import StageProgress, shown_bytes
 from dipaco.dht.directory import Directory
+from dipaco.modules.base_source import take_base_from_hub_cache
 from dipaco.modules.config import ModelConfig
+from dipaco.modules.frozen_file import base_file_bytes
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
@@ -89,6 +91,8 @@ class ContentFetcher:
             while not self.blobs.has(sha256):
                 with nullcontext(True) if shared is None else shared.turn(sha256) as is_my_turn:
                     if is_my_turn and not self.blobs.has(sha256):
+                        if self._is_in_hub_cache(sha256):
+                            continue
                         return self._exchange.get(
                             sha256,
                             self._blob_sources(sha256),
@@ -108,6 +112,11 @@ class ContentFetcher:
             return self.blobs.path(sha256)
         except DipacoError as error:
             raise type(error)(f"could not fetch {what}: {error}") from None
+
+    def _is_in_hub_cache(self, sha256: str) -> bool:
+        """Return whether a blob is the frozen base, and could be made here."""
+        is_base = sha256 == self._plan.blobs.base
+        return is_base and take_base_from_hub_cache(self._plan, self.blobs, self.say)
 
     def needed_blob(self, sha256: str, what: str) -> Path:
         """Return the file of a blob as `blob` does, for a program that ends without it.
@@ -199,7 +208,7 @@ def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
     blobs, model = plan.blobs, plan.model
     greatest = {
         blobs.shards: 2**16 + 1024 * grid.path_count,
-        blobs.base: 2**22 + 4 * grid.parameter_counts()["path"],
+        blobs.base: 2**22 + base_file_bytes(model),
         blobs.tokenizer: 2**24 + 1024 * model.vocabulary_size,
         # At most two numbers for each feature and path, in eight bytes.
         blobs.router: 2**26 + 16 * (model.hidden_size + 64) * grid.path_count,

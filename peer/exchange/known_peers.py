@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from dipaco.base.errors import AddressError, DipacoError
 from dipaco.base.files import atomic_write
-from dipaco.dht.addresses import check_peer_address
+from dipaco.dht.addresses import check_peer_address, is_loopback
 from dipaco.protocol.view import SwarmView
 
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
@@ -78,7 +78,7 @@ class KnownPeers:
             if peer_of(address) == peer and "/p2p-circuit" not in address
         ]
         # Loopback addresses are worth something where there are no others.
-        direct = [a for a in direct if "/127.0.0.1/" not in a] or direct
+        direct = [a for a in direct if not is_loopback(a)] or direct
         known = self._read()
         if not direct and run_id in known:
             return

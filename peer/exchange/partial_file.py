@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 from pathlib import Path
 from typing import Self
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.files import storage_errors
+from dipaco.base.files import storage_errors, try_lock
 
 
 class PartialFile:
@@ -32,13 +31,9 @@ class PartialFile:
         with self._lock, storage_errors(self._blobs.folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            # It may not be the file of this name: its owner finished between open and lock.
+            if not try_lock(descriptor, path.parent) or not _is_file_at(descriptor, path):
                 os.close(descriptor)
-                return False
-            if not _is_file_at(descriptor, path):
-                os.close(descriptor)  # the previous owner finished between open and lock
                 return False
             self._close()
             self._descriptor = descriptor
@@ -109,8 +104,7 @@ def prune_partial_files(blobs: BlobStore, keep: int) -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_file_at(descriptor, path):
+                if try_lock(descriptor, path.parent) and _is_file_at(descriptor, path):
                     path.unlink()
             finally:
                 os.close(descriptor)

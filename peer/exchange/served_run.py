@@ -1,7 +1,7 @@
 """A run as others see it here: what they are answered, and what is taken in of what they say.
 
 Whatever a peer says of rows and steps, unasked or in an answer, goes through `_take_in` once: what
-is good of it is in the chains afterwards, and comes out as one event for the member.
+is good of it comes out as one event for the member, which decides what is served of it.
 """
 
 from __future__ import annotations
@@ -111,26 +111,25 @@ class ServedRun:
         if row.peer != peer:
             return None
         good = self.check.good_rows(row.module, (row,), request.admissions)
-        self._keep(good, (), request.admissions)
+        self._keep(peers_of(good, ()), good, request.admissions)
         return good[0] if good else None
 
     def _take_in(
         self, module: str, said: TellRequest | AskReply
     ) -> tuple[tuple[Row, ...], tuple[Step, ...]]:
-        """Keep, and return, the good rows and steps of what a peer says of a module."""
+        """Return the good rows and steps of what a peer says of a module; the rows, and the
+        admissions of all, are told others."""
         if module not in self.check.modules:
             return (), ()
         rows = self.check.good_rows(module, _unpack_rows(said.rows), said.admissions)
         steps = self.check.good_steps(module, _unpack_steps(said.steps), said.admissions)
-        self._keep(rows, steps, said.admissions)
+        self._keep(peers_of(rows, steps), rows, said.admissions)
         return rows, steps
 
     def _keep(
-        self, rows: tuple[Row, ...], steps: tuple[Step, ...], admissions: Mapping[str, bytes]
+        self, peers: set[str], rows: tuple[Row, ...], admissions: Mapping[str, bytes]
     ) -> None:
-        peers = peers_of(rows, steps)
         self.chains.note_admissions({p: a for p, a in admissions.items() if p in peers})
-        self.chains.add_verified(steps)
         self.chains.note_rows(rows)
 
 

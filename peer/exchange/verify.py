@@ -140,7 +140,8 @@ class RowCheck:
         return data
 
     def _check_places(self, row: Row, found: Admission) -> None:
-        """Let through so many rows of an invitation's peers as it has places."""
+        """Let through so many rows of an invitation's peers as it has places. Places change hands
+        while a round lasts, and a step with a row too many would be refused by everybody."""
         key = (row.module, row.round_index, row.parent, found.invitation)
         with self._lock:
             peers = self._rounds.setdefault(key, set())

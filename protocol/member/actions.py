@@ -93,6 +93,8 @@ class Serve(Action):
 
     module: str
     step: str
+    steps: tuple[Step, ...] = ()
+    """Those of it that were not served yet, oldest first; some may have been in an earlier life."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ class Compute(Action):
     `StateHere`."""
 
     module: str
-    base: str
-    """Name of the step whose state is held."""
+    base: Head
+    """The state that is held."""
     steps: tuple[Step, ...]
     """On top of it, oldest first."""
 
@@ -201,6 +203,8 @@ class Adopt(Action):
 
     head: Head
     """Its digest is that of the state here."""
+    step: Step | None
+    """What made it; None of a genesis."""
     is_round: bool
     """Whether it ends the outer round that is under way."""
     expected: int

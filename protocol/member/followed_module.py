@@ -47,8 +47,6 @@ FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
 # Whoever waits for a state begins after G with the newest that can be had; with a genesis, where
 # there is a chain, after so many times that.
 GENESIS_GATHERS = 2.0
-# Answers in a row that say that more steps follow: a chain of a million rows has no more.
-MOST_ANSWERS = 4096
 
 
 class FollowedModule:
@@ -77,8 +75,6 @@ class FollowedModule:
         """Of mailboxes, in this round."""
         self._unanswered: set[str] = set()
         """Peers that were asked and have not answered yet."""
-        self._answers: dict[str, int] = {}
-        """Of each peer, in a row, that were not the last."""
         self._sure_s = math.inf
         """Until then other mailboxes are waited for before a late proposal of this round."""
         self._tellers: dict[str, dict[str, None]] = {}
@@ -442,8 +438,8 @@ class FollowedModule:
     def _know(self, link: Link) -> None:
         """Of a mailbox: know the chain, without a state."""
         if link.name != self.stand:
+            self.chain.serve(link.name)
             self.chain.stand = link.name
-            self.known.do(a.Serve(self.module, link.name))
             self.chain.prune()
             self._forget_gone()
 
@@ -460,9 +456,10 @@ class FollowedModule:
         is_round = round_.is_open and head.round_index >= round_.index
         round_.is_open = round_.is_open and not is_round
         is_own_in = any(known.me in step.peers for step in steps)
-        known.do(a.Adopt(head, is_round, len(self._proposing.awaited()), is_own_in))
+        expected, step = len(self._proposing.awaited()), book.link(head.step).step
+        known.do(a.Adopt(head, step, is_round, expected, is_own_in))
+        self.chain.serve(head.step)
         self.chain.take(head)
-        known.do(a.Serve(self.module, head.step))
         self._forget_gone()
 
     def _forget_gone(self) -> None:
@@ -490,8 +487,7 @@ class FollowedModule:
         if event.held is not None and event.held.step in self.chain.book:
             self._note_teller(event.held.step, peer)
         has_more = event.has_more and bool(event.steps) and event.steps[-1].name in self.chain.book
-        self._answers[peer] = self._answers.get(peer, 0) + 1 if has_more else 0
-        if has_more and self._answers[peer] < MOST_ANSWERS:
+        if has_more:
             self._unanswered.add(peer)
             locator = self.chain.book.locator(event.steps[-1].name)
             self.known.do(a.Ask(peer, self.module, locator))
@@ -552,8 +548,8 @@ class FollowedModule:
         if role is Role.TRAINER and taking.ready is not None:
             if taking.ready.step != chain.stand:
                 chain.before = chain.head
+            chain.serve(taking.ready.step)
             chain.head, chain.stand = taking.ready, taking.ready.step
-            self.known.do(a.Serve(self.module, chain.stand))
         if role is Role.MAILBOX:
             chain.head = chain.before = None
         taking.ready, self.round.is_open = None, False
@@ -576,6 +572,6 @@ class FollowedModule:
         for step in steps:
             self.chain.book.add(step)
         if head.step in self.chain.book:
+            self.chain.serve(head.step)
             self.chain.head, self.chain.stand = head, head.step
             self.round.role = Role.KEEPER
-            self.known.do(a.Serve(self.module, head.step))

@@ -17,6 +17,7 @@ import math
 from dipaco.protocol.chain import Head
 from dipaco.protocol.chain_book import ChainBook, Link
 
+from .actions import Serve
 from .knowledge import Knowledge
 from .quorums import is_majority
 
@@ -104,6 +105,12 @@ class ModuleChain:
                 del self.absent[name]
 
     # -- moving along
+
+    def serve(self, step: str) -> None:
+        """Have those who ask told of the chain to a step, and no more of the one to `stand`."""
+        parted = self.book.ancestor(self.stand, step).name
+        steps = self.book.steps_between(parted, step)
+        self._known.do(Serve(self.module, step, steps))
 
     def take(self, head: Head) -> None:
         """Stand on a state."""

@@ -208,7 +208,7 @@ class Taking:
             self._state_after(plan, plan.base)
             return
         self.stage = Stage.COMPUTING
-        self._known.do(Compute(self._chain.module, plan.base.step, plan.steps))
+        self._known.do(Compute(self._chain.module, plan.base, plan.steps))
 
     def file_failed(self, row: Row, *, is_refused: bool) -> None:
         """A file is no contribution, or nobody gave it."""

@@ -84,9 +84,8 @@ class Carrying:
                 self._network.tell(self._machine.peer, peer, action, size)
 
     def take(self, rows: Iterable[Row], steps: Iterable[Step]) -> None:
-        """Take rows and steps into the store."""
+        """Keep rows, to tell others of them; all steps are noted that anybody knows."""
         self._machine.store.add_rows(rows)
-        self._machine.store.add_steps(steps)
         for step in steps:
             self._world.add(step)
 
@@ -208,8 +207,8 @@ class Carrying:
         self._call(source, "get", content, ended)
 
     def _serve(self, action: actions.Serve) -> None:
-        if action.step in self._machine.store.book:
-            self._machine.store.served[action.module] = action.step
+        if not self._machine.store.serve(action.module, action.step, action.steps):
+            self._wrong(f"serves a chain of {action.module} that stands on nothing here")
 
     # -- a path
 
@@ -293,7 +292,7 @@ class Carrying:
 
     def _compute(self, action: actions.Compute) -> None:
         machine, store, last = self._machine, self._machine.store, action.steps[-1]
-        chain = [action.base, *(step.name for step in action.steps)]
+        chain = [action.base.step, *(step.name for step in action.steps)]
         if chain[:-1] != [step.parent for step in action.steps]:
             self._wrong(f"computes steps of {action.module} that do not follow each other")
             return
@@ -301,9 +300,9 @@ class Carrying:
         files = [row.file for row in rows]
         if not self._gathered.issuperset(row.name for row in rows):
             self._wrong(f"computes a step of {action.module} without its files")
-        base = store.find(action.module, action.base)
-        if base is None and action.base == store.book.genesis(action.module):
-            base = self._world.head(action.base)
+        base = store.find(action.module, action.base.step)
+        if base is None and action.base.version == 0:
+            base = self._world.head(action.base.step)
         if base is None or not self._is_as_named(action, base):
             reason = "the base is not here, or another state comes out than rows name"
         elif not all(file in store.files for file in files):
@@ -372,8 +371,7 @@ class Carrying:
         if found is None or found.digest != head.digest:
             self._wrong(f"adopts a state of {head.module} that is not at hand")
             return
-        is_due = head.version % self._world.plan.rounds.save_every_rounds == 0
-        machine.store.hold(head, save=work is None or is_due)
+        machine.store.hold(head, save=True)
         self._world.watch.holds(machine, head)
         if work is not None:
             before, work.anchor, work.base = work.anchor, head.step, work.snapshot

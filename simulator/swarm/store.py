@@ -13,7 +13,7 @@ from dipaco.protocol.chain_book import ChainBook
 from .world import World
 
 STEPS_IN_ANSWER, ROWS_IN_ANSWER = 32, 128
-KEPT_ROUNDS, STATES_ON_DISK, GREATEST_ORPHANS = 3, 2, 32
+KEPT_ROUNDS, STATES_ON_DISK = 3, 2
 
 
 class Store:
@@ -22,6 +22,7 @@ class Store:
     def __init__(self, world: World) -> None:
         self._world = world
         self.book = ChainBook(world.run_id, world.grid.modules())
+        """What was ever served."""
         self.shards: set[int] = set()
         self.disk: dict[str, list[Head]] = {}
         """States of each module, the newest last."""
@@ -38,28 +39,15 @@ class Store:
         self.at_hand: dict[str, Head] = {}
         """By step: states that were computed or fetched, and are not adopted or kept yet."""
         self._rows: dict[str, dict[str, Row]] = {}
-        self._orphans: dict[str, Step] = {}
 
     # -- chains and rows
 
-    def add_steps(self, steps: Iterable[Step]) -> None:
-        """Take steps in; those whose parent is not known wait for it."""
-        for step in steps:
-            self._orphans[step.name] = step
-        while any(self._take(step) for step in list(self._orphans.values())):
-            pass
-        for name in list(self._orphans)[:-GREATEST_ORPHANS]:
-            del self._orphans[name]
-
-    def _take(self, step: Step) -> bool:
-        try:
-            is_taken = self.book.add(step)
-        except ValueError:
-            del self._orphans[step.name]
-            return False
-        if is_taken:
-            del self._orphans[step.name]
-        return is_taken
+    def serve(self, module: str, step: str, steps: Iterable[Step]) -> bool:
+        """Answer with the chain to a step; returns whether its steps stand on what was served."""
+        is_known = all(self.book.add(new) for new in steps) and step in self.book
+        if is_known:
+            self.served[module] = step
+        return is_known
 
     def add_rows(self, rows: Iterable[Row]) -> None:
         """Take rows in; those of the last rounds are kept."""

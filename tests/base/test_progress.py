@@ -27,7 +27,7 @@ def test_lines_come_seldom_and_say_how_long_it_goes_on() -> None:
     stage.update(60, 100, "(a note)")
     stage.update(61, 100)
     # What was there at the beginning does not count: 20 in 10 s.
-    assert said == ["fetching: 60 of 100, about 20 s more (a note)"]
+    assert said == ["fetching: 60 of 100 (a note), about 20 s more"]
     clock.now_s += LINE_EVERY_S
     stage.update(61, None)
     assert said[1:] == ["fetching: 61"]

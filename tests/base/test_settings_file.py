@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -12,8 +13,9 @@ from support.commands import commands, parsers
 from dipaco.base.command_line import Command, Program
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.settings import Argument, Option, Settings, arguments_of
-from dipaco.base.settings_file import default_file, read_settings
+from dipaco.base.settings_file import CONFIG_VARIABLE, default_file, read_settings
 from dipaco.peer import control_cli
+from dipaco.peer.settings import default_cache_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,20 @@ def test_a_file_gives_every_kind_of_setting(config: Path) -> None:
 def test_the_home_folder_may_be_meant(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     assert from_file(config, 'cache_dir = "~/cache"').folder == Path("/home/me/cache")
+
+
+@pytest.mark.parametrize("value", ['"/data"', "'/data'", "/data\r", " /data \n", '" /data"\r\n'])
+def test_quotes_and_white_space_around_a_folder_are_no_part_of_it(
+    config: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert from_file(config, f"cache_dir = {json.dumps(value)}").folder == Path("/data")
+    assert read([*NEEDED, "--cache-dir", value]).folder == Path("/data")
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert default_cache_folder() == Path("/data/dipaco")
+    config.write_text("[toy]\nport = 7\n")
+    named = value.replace("/data", str(config))
+    assert read(NEEDED, {CONFIG_VARIABLE: named}).port == 7
+    assert default_file({"XDG_CONFIG_HOME": value}).is_relative_to("/data/dipaco")
 
 
 def test_the_default_file_is_read_if_there_is_one(tmp_path: Path) -> None:

@@ -1,22 +1,27 @@
-"""A run that begins with a Qwen3 and its tokenizer.json, is trained, and goes back as a Qwen3."""
+"""A run that begins with a Qwen3 or a SmolLM2 and its tokenizer.json, is trained, and goes back as
+such a one."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from support.foreign_base import HARD_TEXTS, make_foreign_base
 from support.prepared_run import CPU, quiet_display, write_run
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dipaco.bootstrap.display import Display, show_figures
 from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.bootstrap.plan_figures import plan_figures
 from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.routing.tokenizer_json import JsonPieces
 from dipaco.simulator import cli as simulator_cli
 
@@ -32,15 +37,38 @@ prefix_tokens = 8
 """
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3", "smollm2"])
+def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The folder of the base, and of what one simulated round made of it."""
     folder = tmp_path_factory.mktemp("foreign")
-    make_foreign_base(folder / "base", "qwen3")
-    prepare(write_run(folder, TOML), folder / "run", device=CPU, display=quiet_display())
+    make_foreign_base(folder / "base", request.param)
+    file = write_run(folder, TOML)
+    with (folder / "train.jsonl").open("a") as corpus:
+        corpus.write(json.dumps({"text": "a page\x04 and\x13 words \x04" * 9}) + "\n")
+    prepare(file, folder / "run", device=CPU, display=quiet_display())
     arguments = [str(folder / "run"), "--rounds", "1", "--steps-per-round", "2", "--json"]
     assert simulator_cli.main([*arguments, "--out", str(folder / "trained")]) == 0
     return folder
+
+
+def test_what_the_base_cannot_write_is_said_once(tmp_path: Path) -> None:
+    make_foreign_base(tmp_path / "base", "smollm2")
+    file, said = write_run(tmp_path, TOML), io.StringIO()
+    with (tmp_path / "train.jsonl").open("a") as corpus:
+        corpus.write(json.dumps({"text": "a page\x04 and\x13 words \x04" * 9}) + "\n")
+    prepare(file, tmp_path / "run", device=CPU, display=Display(Console(file=said, width=200)))
+    assert said.getvalue().count("27 characters were left out of the texts") == 1
+
+
+def test_a_plan_says_which_part_is_the_base_s(trained: Path) -> None:
+    config = load_run_config(trained / "RUN.toml")
+    figures, shown = plan_figures(config), io.StringIO()
+    assert figures.begins_as is not None
+    assert figures.base is None
+    assert figures.begins_as.parameters == figures.path_parameters
+    assert figures.begins_as.in_tables == config.model.vocabulary_size * config.model.hidden_size
+    show_figures(figures, Console(file=shown, width=400))
+    assert "A path begins as the base 'base' and trains all of it: 0.0" in shown.getvalue()
 
 
 def test_a_path_goes_back_to_its_family(trained: Path, tmp_path: Path) -> None:
@@ -50,35 +78,68 @@ def test_a_path_goes_back_to_its_family(trained: Path, tmp_path: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "path").eval()
     auto = AutoTokenizer.from_pretrained(tmp_path / "path")
     base = AutoTokenizer.from_pretrained(trained / "base")
-    assert type(theirs) is Qwen3ForCausalLM
+    assert type(theirs) is type(AutoModelForCausalLM.from_pretrained(trained / "base"))
     ours = source.tokenizer()
     pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
     order = torch.from_numpy(pieces.file_order(source.plan.model.vocabulary_size))
     for text in HARD_TEXTS:
         ids = auto(text).input_ids
-        assert order[[BEGIN_TOKEN, *ours.encode(text)]].tolist() == ids
-        assert ids[1:] == base(text).input_ids
-    tokens = torch.tensor([[BEGIN_TOKEN, *ours.encode("".join(HARD_TEXTS))][:32]])
+        assert order[ours.encode(text)].tolist() == ids == base(text).input_ids
+    tokens = torch.tensor([ours.encode("".join(HARD_TEXTS))[:32]])
+    rows = order < theirs.config.vocab_size
     with torch.no_grad():
-        expected = assemble_path(source, 1)(tokens)
-        found = theirs(order[tokens]).logits[..., order]
+        expected = assemble_path(source, 1)(tokens)[..., rows]
+        found = theirs(order[tokens]).logits[..., order[rows]]
     assert float((found - expected).abs().max()) < 1e-5
     chat: list[dict[str, Any]] = [{"role": "user", "content": "ba du"}]
     rendered = auto.apply_chat_template(chat, tokenize=False)
     assert rendered == "<|im_start|>user\nba du<|im_end|>\n"
-    assert order[ours.encode_marked(rendered)].tolist() == auto(rendered).input_ids[1:]
-    generation = json.loads((tmp_path / "path" / "generation_config.json").read_text())
-    assert generation["eos_token_id"] == auto.eos_token_id == base.eos_token_id
+    assert order[ours.encode_marked(rendered)].tolist() == auto(rendered).input_ids
+
+
+def test_what_a_base_says_of_itself_comes_back(trained: Path, tmp_path: Path) -> None:
+    arguments = ["--state-dir", str(trained / "trained"), "--path", "1", "--dtype", "float32"]
+    assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
+    for name, keys in {
+        "config.json": (
+            "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
+            "tie_word_embeddings", "rms_norm_eps", "head_dim",
+        ),
+        "generation_config.json": (
+            "bos_token_id", "eos_token_id", "pad_token_id", "temperature", "do_sample",
+            "suppress_tokens", "top_k",
+        ),
+        "tokenizer_config.json": ("bos_token", "pad_token", "unk_token", "chat_template"),
+        "tokenizer.json": ("model", "post_processor", "pre_tokenizer", "decoder", "normalizer"),
+    }.items():  # fmt: skip
+        before, after = (
+            json.loads((folder / name).read_text())
+            for folder in (trained / "base", tmp_path / "path")
+        )
+        assert {k: after.get(k) for k in keys} == {k: before.get(k) for k in keys}, name
+    files = [folder / "tokenizer.json" for folder in (trained / "base", tmp_path / "path")]
+    added = [json.loads(file.read_text())["added_tokens"] for file in files]
+    names = [[token["content"] for token in tokens] for tokens in added]
+    assert names[0] == names[1]
 
 
 def test_an_exported_path_is_a_base_again(trained: Path, tmp_path: Path) -> None:
     arguments = ["--state-dir", str(trained / "trained"), "--path", "1"]
     assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
     source, base = DiskSource(trained / "trained"), ImportedBase(tmp_path / "path")
-    assert base.tokenizer == source.blob(source.plan.blobs.tokenizer)
-    assert base.model == source.plan.model
+    tokenizer = source.blob(source.plan.blobs.tokenizer)
+    assert base.tokenizer == tokenizer
+    model = source.plan.model
+    assert base.agreed_model({"sequence_length": 32}, "it") == model.model_dump(mode="json")
     expected = dict(assemble_path(source, 1).named_parameters())
-    assert all(torch.equal(expected[name], value) for name, value in base.parameters().items())
+    names = zip(JsonPieces(tokenizer, "it").special_names(), range(4), strict=True)
+    kept = [row for name, row in names if not name.startswith(("<|unk", "<|begin", "<|padd"))]
+    kept += range(4, model.vocabulary_size)
+    for name, value in base.parameters().items():
+        if value.shape[0] == model.vocabulary_size:
+            assert torch.equal(expected[name][kept], value[kept])
+        else:
+            assert torch.equal(expected[name], value)
 
 
 def test_the_router_of_an_export_sees_the_tokens_of_the_run(

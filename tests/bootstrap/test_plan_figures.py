@@ -44,7 +44,7 @@ def test_the_paper_s_setting() -> None:
     assert figures.shared_parameters == 16 * (40_377_344 + 40_378_240)
     assert [level.paths_per_module for level in figures.levels] == [16, 16, 1]
     assert [level.holds for level in figures.levels] == [
-        "blocks 1-4", "blocks 7-10, final norm", "blocks 0, 5-6, 11, embedding"
+        "blocks 1-4", "blocks 7-10, final norm", "blocks 0, 5-6, 11, embedding (28.67 M)"
     ]  # fmt: skip
     assert figures.tokens_per_round == 150 * 512 * 1024
     assert figures.shard_bytes == 160_000_000_000 * 2 * 2 // 256
@@ -269,7 +269,7 @@ def test_shown_bytes() -> None:
         (("outer",), 3, "--set outer.momentum=0.5"),
         (("name.x=1",), 3, "--set outer.momentum=0.5"),
         (("data.train='nowhere/*.jsonl'",), 10, "no file matches"),
-        ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "is a folder; name the files in it"),
+        ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "name the files in it, for example"),
         (("data.text_field=content",), 10, "text_field = 'text'"),
     ],
 )

@@ -23,7 +23,7 @@ from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from support.dht_pair import LOOPBACK, wait_until
 
 from dipaco.base.errors import NetworkError
-from dipaco.dht import guarded_dht
+from dipaco.dht import bounded_protocol, guarded_dht
 from dipaco.dht.guarded_dht import GuardedDHT, own_future_locks, receive_request
 from dipaco.peer.exchange.loop_thread import LoopThread
 from dipaco.peer.node import visible_addresses
@@ -304,6 +304,22 @@ def test_who_joins_waits_for_a_peer_that_is_slow_to_answer(
     awake.join()
     assert dht.is_alive()
     dht.shutdown()
+
+
+def test_one_wrong_clock_among_the_addresses_given_ends_nobody(
+    shared_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        # It is copied into the new node's process.
+        patched.setattr(bounded_protocol, "get_dht_time", lambda: time.time() + 3600.0)
+        wrong = start_dht()
+    [alone], [right] = ([str(d.get_visible_maddrs()[0])] for d in (wrong, shared_dht))
+    dht = start_dht(alone, right)
+    assert dht.is_alive()
+    dht.shutdown()
+    with pytest.raises(Exception, match="local time must be within"):
+        start_dht(alone)
+    wrong.shutdown()
 
 
 def test_a_hung_dht_process_is_shut_down_in_bounded_time(mortal_dht: GuardedDHT) -> None:

@@ -29,7 +29,7 @@ from dipaco.dht.quotas import (
     OTHER_MANIFESTS,
     QUOTAS,
     HeldRecords,
-    ServedRun,
+    KnownRun,
 )
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.protocol.admission import Gate
@@ -39,7 +39,7 @@ from dipaco.protocol.record_keys import MANIFESTS_KEY, record_key, record_subkey
 from dipaco.protocol.records import BlobRecord, Record
 
 OTHER_RUN = "fedcba9876543210"
-RUN = ServedRun(RUN_ID, (2, 3), 4, 2, OpenGate(RUN_ID))
+RUN = KnownRun(RUN_ID, (2, 3), 4, 2, OpenGate(RUN_ID))
 FRIEND = PEER_ID_PREFIX + b"f" * 32
 NOW = 1_000.0
 # Small, so that floods are short.
@@ -202,7 +202,7 @@ def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
         return records.store_subkey(where, subkey, value, NOW + 60)
 
     assert sum(announce(number) for number in range(1, 40)) == OTHER_MANIFESTS
-    records.serve(ServedRun(make_plan(seed=0).run_id, (2,), 0, 1, OpenGate()))
+    records.serve(KnownRun(make_plan(seed=0).run_id, (2,), 0, 1, OpenGate()))
     assert announce(0)
     assert not announce(41)
 

@@ -59,7 +59,7 @@ def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
     decoder = Decoder(model_of(), 3)
     list(decoder.read(2, [7, 8, 9]))
     copied = decoder.copy(2, 3)
-    assert decoder.step([0, 0, 10]).isfinite().all()
+    assert decoder.step([None, None, 10])[2].isfinite().all()
     decoder.free(2)
     list(decoder.read(2, [30, 31, 32, 33, 34]))
     decoder.paste(0, copied)

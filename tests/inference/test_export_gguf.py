@@ -43,10 +43,13 @@ def test_a_base_is_written_as_its_family(family: str, tmp_path: Path) -> None:
     assert fields["general.architecture"] == base.model.family
     assert fields["tokenizer.ggml.pre"] == CUTS[family]
     pieces = JsonPieces(base.tokenizer, "it")
-    assert fields["tokenizer.ggml.eos_token_id"] == pieces.special[2]
-    tokens = fields["tokenizer.ggml.tokens"]
-    assert [tokens[number] for number in pieces.special] == pieces.special_names()
-    # The rows of the embedding are those of the checkpoint again, but for the special ones.
+    tokens, names = fields["tokenizer.ggml.tokens"], pieces.origin.names
+    for name, kind in zip(names, ("unknown", "bos", "eos", "padding"), strict=True):
+        number = fields.get(f"tokenizer.ggml.{kind}_token_id")
+        assert name == (None if number is None else tokens[number])
+    assert fields["tokenizer.ggml.add_bos_token"] == (family == "llama")
+    # The rows of the embedding are those of the checkpoint again, but for spare ones.
+    assert len(tokens) == len(theirs["model.embed_tokens.weight"])
     rows = [n for n in range(len(theirs["model.embed_tokens.weight"])) if n not in pieces.special]
     embedding = theirs["model.embed_tokens.weight"].numpy()
     assert np.array_equal(tensors["token_embd.weight"][rows], embedding[rows])

@@ -17,9 +17,11 @@ from starlette.testclient import TestClient
 from support.service import trained_run, wait_until
 from support.tiny_run import tiny_documents
 
+from dipaco.base.errors import ConfigurationError
 from dipaco.inference.decoder import Decoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.sampling import Sampling
+from dipaco.inference.serve_cli import ServeSettings
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.service.loader import Loaded, PathStates
@@ -338,6 +340,48 @@ def test_limits_and_key(engine: Engine) -> None:
         assert (answer.status_code, "100 bytes" in answer.text) == (413, True)
 
 
+@pytest.mark.parametrize(
+    ("given", "status"),
+    [("bearer secret", 200), ("BEARER  secret ", 200), ("Basic secret", 401), ("secret", 401),
+     ("Bearer s\xe9cret", 401)],
+)  # fmt: skip
+def test_the_scheme_of_a_key_is_in_any_case(engine: Engine, given: str, status: int) -> None:
+    with TestClient(Service(engine, api_key="secret").application()) as client:
+        headers = {"authorization": given.encode("latin-1")}
+        assert client.get("/v1/models", headers=headers).status_code == status
+
+
+def test_a_key_is_one_that_clients_can_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIPACO_API_KEY", ' "secret"\r\n')
+    assert ServeSettings().key() == "secret"
+    for key in ("s\xe9cret", "two\nlines", "two words", '""'):
+        with pytest.raises(ConfigurationError, match="--api-key is empty, or has a character"):
+            ServeSettings(api_key=key).key()
+
+
+def test_a_chat_with_what_other_servers_put_into_it_goes_on(engine: Engine) -> None:
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    question = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}]}
+    with TestClient(Service(engine, template=template).application()) as client:
+
+        def said(*more: dict[str, Any]) -> Any:
+            body = {"messages": [question, *more], "max_completion_tokens": 1}
+            return client.post("/v1/chat/completions", json=body)
+
+        answer = {"role": "assistant", "annotations": [], "reasoning_content": "", "tool_calls": []}
+        for content in ({"content": None}, {}, {"content": ""}):
+            assert said(answer | content, question).status_code == 200
+        for wrong, line in (
+            ({"role": "user", "content": None}, "messages[1].content: give"),
+            ({"role": "user"}, "messages[1].content is missing"),
+            ({**answer, "tool_calls": [{}]}, "messages[1].tool_calls is not supported"),
+            ({"role": "boss", "content": ""}, "messages[1].role"),
+        ):
+            refused = said(wrong)
+            assert refused.status_code == 400
+            assert line in refused.json()["error"]["message"]
+
+
 def test_a_chat_goes_through_the_template(engine: Engine) -> None:
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
@@ -360,6 +404,24 @@ def test_a_chat_goes_through_the_template(engine: Engine) -> None:
         messages[0]["role"] = "tool"
         answer = client.post("/v1/chat/completions", json=body)
         assert (answer.status_code, "no tools" in answer.text) == (400, True)
+
+
+def test_a_chat_is_routed_by_what_the_user_says_first(engine: Engine) -> None:
+    """A template begins all chats alike, so its words would send them all to one path."""
+    template = (
+        "You are a kind helper of the people.{% for m in messages %} {{ m.content }}{% endfor %}"
+    )
+    texts = [tiny_documents(4, 1, 0)[number][:16] for number in range(4)]
+    with TestClient(Service(engine, template=template).application()) as client:
+        routed, expected = [], []
+        for text in texts:
+            messages = [{"role": "system", "content": "Hm."}, {"role": "user", "content": text}]
+            body = {"messages": messages, "max_completion_tokens": 1}
+            answer = client.post("/v1/chat/completions", json=body).json()
+            routed.append(answer["model"])
+            expected.append(complete(client, prompt=text, max_tokens=1)["model"])
+        assert routed == expected
+        assert len(set(routed)) > 1
 
 
 def test_a_broken_template_keeps_no_text_from_being_continued(engine: Engine) -> None:

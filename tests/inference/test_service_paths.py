@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 from support.fake_client import FakeClient
-from support.service import trained_run, wait_until
+from support.service import run_with_adapters, trained_run, wait_until
 from support.tiny_run import tiny_documents
 
 from dipaco.base.errors import (
@@ -31,6 +31,7 @@ from dipaco.base.errors import (
 )
 from dipaco.base.http_server import listen, server_of
 from dipaco.inference import serve_cli
+from dipaco.inference.decoder import Decoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.sampling import Sampling
@@ -47,6 +48,7 @@ from dipaco.inference.sources import (
     assemble_path,
     open_source,
 )
+from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
@@ -425,3 +427,47 @@ def test_the_command_serves_and_ends(out: Path, capfd: pytest.CaptureFixture[str
         arguments = ["--state-dir", str(out), "--port", str(port)]
         assert serve_cli.main(arguments) == AddressError.exit_code
     assert "--port" in capfd.readouterr().err
+
+
+def test_paths_over_one_base_answer_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = DiskSource(run_with_adapters(tmp_path, AdaptersConfig(rank=3)))
+    texts: list[int] = []
+    step = Decoder.step
+
+    def stepping(self: Decoder, tokens: Sequence[int | None]) -> torch.Tensor:
+        texts.append(sum(token is not None for token in tokens))
+        return step(self, tokens)
+
+    monkeypatch.setattr(Decoder, "step", stepping)
+    with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
+        assert engine.capacity == 4
+        assert engine.most_mixed == 2
+        asked = [
+            {
+                "model": f"path-{path}",
+                "prompt": PROMPTS[path],
+                "max_tokens": 30 + path,
+                "context_shift": True,
+            }
+            for path in range(4)
+        ]
+        asked.append({"model": "path-1", "mix": 2, "prompt": PROMPTS[0], "max_tokens": 20})
+        found: dict[int, str] = {}
+
+        def one(number: int) -> None:
+            found[number] = ask(client, **asked[number])["choices"][0]["text"]
+
+        threads = [threading.Thread(target=one, args=(number,)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert max(texts) == 2  # texts of two paths, in one step
+        for path in range(4):
+            tokens = prompt_tokens(source.tokenizer(), PROMPTS[path])
+            sampling = Sampling(max_tokens=30 + path, temperature=0)
+            made = generate_tokens(assemble_path(source, path), tokens, sampling)
+            assert found[path] == "".join(stream_text(source.tokenizer(), made))
+        wait_until(lambda: engine.unfinished == 0)

@@ -1,16 +1,17 @@
-"""The chains that a peer can tell: over restarts, damaged, forked, and filled by others."""
+"""The chains that a peer tells: over restarts, damaged, forked, and with a full disk."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
-from support.exchanges import GENESIS, GRID, MODULE, admission, chain_of, knows, row_of, rows_in
+from support.exchanges import GENESIS, GRID, MODULE, admission, chain_of, row_of, rows_in
 from support.peers import RUN, peer
 
+from dipaco.base.errors import StorageError
 from dipaco.peer.exchange import chain_store
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.protocol import chain_book
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.round_rows import REMEMBERED_PEERS
 
@@ -28,15 +29,12 @@ def filled(folder: Path, length: int = 5) -> tuple[ChainStore, list[Step]]:
     chains, steps = opened(folder), chain_of(length, (0, 1))
     chains.note_admissions({peer(n): admission(n) for n in (0, 1)})
     for version, step in enumerate(steps, 1):
-        chains.add_verified([step])
-        chains.serve(MODULE, step.name, head_of(step, version, 2 * version))
+        chains.serve(MODULE, step.name, [step], head_of(step, version, 2 * version))
     return chains, steps
 
 
 def test_what_is_served_is_there_after_a_restart(tmp_path: Path) -> None:
     chains, steps = filled(tmp_path)
-    side = chain_of(2, (5,), begin=50)
-    chains.add_verified(side)
     again = opened(tmp_path)
     head = head_of(steps[-1], 5, 10)
     assert again.served(MODULE) == chains.served(MODULE) == (steps[-1].name, head)
@@ -46,9 +44,9 @@ def test_what_is_served_is_there_after_a_restart(tmp_path: Path) -> None:
     ]
     assert again.admissions_of([peer(0), peer(7)]) == {peer(0): admission(0)}
     assert again.head_of(MODULE, f"{3:064x}") == head_of(steps[2], 3, 6)
-    assert again.weight(steps[2].name) == (3, 6, 2)
-    # What nobody stands on here is asked for again.
-    assert not knows(again, side[0].name)
+    # A head of before can be served again, which needs no steps that are here.
+    again.serve(MODULE, steps[2].name, head=head_of(steps[2], 3, 6))
+    assert opened(tmp_path).chain(MODULE) == tuple(steps[:3])
     assert again.served("L0.E0") == (opened(None).served("L0.E0"))
 
 
@@ -67,8 +65,7 @@ def test_a_log_is_cut_at_its_last_whole_entry_wherever_it_ends_or_is_damaged(
         assert log.stat().st_size <= cut
         seen.add(found.served(MODULE)[0])
         # What is left can be gone on with.
-        found.add_verified(steps)
-        found.serve(MODULE, steps[-1].name)
+        found.serve(MODULE, steps[-1].name, steps)
         assert opened(tmp_path).served(MODULE)[0] == steps[-1].name
     assert seen >= set(names[:-1])
     for at in range(0, len(whole), 211):
@@ -84,21 +81,21 @@ def test_a_chain_that_takes_the_place_of_another_is_told_from_where_they_part(
 ) -> None:
     chains, steps = filled(tmp_path)
     branch = chain_of(3, (2, 3, 4), steps[1].name, begin=2)
-    chains.add_verified(branch)
-    chains.serve(MODULE, branch[-1].name)
-    told = chains.answer(MODULE, chains.locator(MODULE, steps[-1].name))
+    chains.serve(MODULE, branch[-1].name, branch)
+    told = chains.answer(MODULE, [step.name for step in reversed(steps)])
     assert (told.steps, told.has_more, told.held) == (tuple(branch), False, None)
     assert opened(tmp_path).chain(MODULE) == (*steps[:2], *branch)
     with pytest.raises(KeyError):
         chains.serve(MODULE, "f" * 64)
     with pytest.raises(KeyError):
-        chains.serve("L0.E0", steps[0].name)
+        chains.serve("L0.E0", steps[0].name, steps[:1])
+    with pytest.raises(KeyError):
+        chains.serve(MODULE, branch[-1].name, chain_of(1, (5,), "f" * 64, begin=9))
 
 
 def test_an_answer_has_no_more_than_fits_and_says_so() -> None:
     chains, steps = opened(None), chain_of(40, range(20))
-    chains.add_verified(steps)
-    chains.serve(MODULE, steps[-1].name)
+    chains.serve(MODULE, steps[-1].name, steps)
     found: list[Step] = []
     while True:
         told = chains.answer(MODULE, [found[-1].name if found else GENESIS])
@@ -129,23 +126,19 @@ def test_of_a_peers_rows_of_a_round_the_first_counts_and_few_are_remembered() ->
     assert len(chains.answer(MODULE, [GENESIS]).rows) == chain_store.ANSWERED_ROWS
 
 
-def test_forks_that_somebody_invents_stay_bounded(
+def test_with_a_full_disk_a_chain_is_told_from_memory_and_written_once_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chain_book, "MOST_SIDE_STEPS", 50)
     chains, steps = filled(tmp_path)
-    heavy = chain_of(30, (0, 1, 2), steps[-1].name, begin=5)
-    chains.add_verified(heavy)
-    forks = [Step.of([row_of(9, 7, steps[-1].name, tokens=n)]) for n in range(1, 300)]
-    chains.add_verified(forks)
-    assert sum(knows(chains, step.name) for step in forks) < 60
-    assert chains.chain(MODULE) == tuple(steps)
-    assert all(knows(chains, step.name) for step in heavy)
-    # A branch with two ends that parted long ago goes as a whole.
-    old = chain_of(2, (7,), steps[0].name, begin=1)
-    ends = [Step.of([row_of(7, 4, old[-1].name, tokens=n)]) for n in (1, 2)]
-    chains.add_verified([*old, *ends])
-    monkeypatch.setattr(chain_store, "FORK_DEPTH", 3)
-    chains.serve(MODULE, heavy[-1].name)
-    assert not any(knows(chains, step.name) for step in (*old, *ends))
-    assert chains.locator(MODULE)[0] == heavy[-1].name
+    more = chain_of(2, (0, 1), steps[-1].name, begin=5)
+
+    def full(path: Path, *_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        with pytest.raises(StorageError):
+            chains.serve(MODULE, more[0].name, more[:1])
+    assert chains.chain(MODULE) == (*steps, more[0])
+    chains.serve(MODULE, more[1].name, more[1:])
+    assert opened(tmp_path).chain(MODULE) == (*steps, *more)

@@ -26,7 +26,6 @@ from support.exchanges import (
     admission,
     chain_of,
     file_of,
-    knows,
     meet,
     row_of,
     rows_in,
@@ -87,8 +86,6 @@ def test_what_is_told_is_checked_kept_and_handed_on(peers: Peers) -> None:
     # A copy is not to be kept of what is not believed.
     assert other.told == [Told(one.peer, MODULE, (good,), (step,), False)]
     assert rows_in(other.chains, MODULE) == (good,)
-    assert knows(other.chains, step.name)
-    assert not knows(other.chains, later.name)
     one.exchange.tell([other.peer], MODULE, [], [step], keep=True)
     wait_for(lambda: len(other.told) == 2)
     assert other.told[-1] == Told(one.peer, MODULE, (), (step,), True)
@@ -103,8 +100,7 @@ def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
     stranger.exchange.tell([other.peer], MODULE, [row_of(0)], [step], keep=True)
     one.exchange.tell([other.peer], MODULE, [row_of(0)])
     wait_for(lambda: other.told)
-    assert [told.peer for told in other.told] == [one.peer]
-    assert not knows(other.chains, step.name)
+    assert [(told.peer, told.steps) for told in other.told] == [(one.peer, ())]
     other.gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: 0}, OPERATOR))
     one.exchange.tell([other.peer], MODULE, [row_of(0, 1)])
     assert one.exchange.ask(other.peer, MODULE, [GENESIS]) is not None
@@ -116,23 +112,24 @@ def test_a_reader_that_knows_nobody_asks_for_a_whole_chain_and_can_check_it(peer
     members = range(3, 9)
     steps = chain_of(150, members)
     keeper.chains.note_admissions({peer(n): admission(n) for n in members})
-    keeper.chains.add_verified(steps)
     head = Head(MODULE, steps[-1].name, 150, 900, 149, "e" * 64, 5)
-    keeper.chains.serve(MODULE, head.step, head)
+    keeper.chains.serve(MODULE, head.step, steps, head)
     row = row_of(4, 150, head.step)
     keeper.chains.note_rows([row])
-    pages = 0
+    pages, found = 0, list[Step]()
     while True:
-        answer = reader.exchange.ask(keeper.peer, MODULE, reader.chains.locator(MODULE))
+        last = [found[-1].name] if found else [GENESIS]
+        answer = reader.exchange.ask(keeper.peer, MODULE, last)
         assert answer is not None
+        found += answer.steps
         pages += 1
         if not answer.has_more:
             break
         assert pages < 10
     assert (answer.held, answer.rows) == (head, (row,))
-    assert reader.chains.steps_to(MODULE, head.step) == tuple(steps)
+    assert found == steps
     assert pages > 1
-    again = reader.exchange.ask(keeper.peer, MODULE, reader.chains.locator(MODULE))
+    again = reader.exchange.ask(keeper.peer, MODULE, [head.step])
     assert again is not None
     assert again.steps == ()
 
@@ -384,8 +381,7 @@ def test_who_asks_without_end_is_answered_so_much_and_no_more(
     holder, greedy, other = peers(), peers(), peers()
     steps = chain_of(100, range(3, 9))
     holder.chains.note_admissions({peer(n): admission(n) for n in range(3, 9)})
-    holder.chains.add_verified(steps)
-    holder.chains.serve(MODULE, steps[-1].name)
+    holder.chains.serve(MODULE, steps[-1].name, steps)
     ask = framed(AskRequest(run=RUN, module=MODULE, locator=[bytes.fromhex(GENESIS)]))
 
     def flood() -> int:

@@ -17,11 +17,13 @@ from support.exchanges import (
     NOW_S,
     Held,
     Node,
+    admission,
     chain_of,
     file_of,
     wait_for,
 )
 from support.exchanges import row_of as made_row
+from support.peers import peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import NetworkError
@@ -103,9 +105,11 @@ def test_four_verbs_a_hello_and_a_huge_length(
     assert other.told == [Told(one.peer, MODULE, (row,), (), False)]
     # ask
     steps = chain_of(3)
-    one.chains.add_verified(steps)
+    one.chains.note_admissions({peer(0): admission(0)})
+    one.chains.serve(MODULE, steps[-1].name, steps)
     answer = other.exchange.ask(one.peer, MODULE, [GENESIS])
     assert answer is not None
+    assert answer.steps == tuple(steps)
     # get, and gather
     blobs = BlobStore(tmp_path / "blobs")
     path = other.exchange.get(SHA, [one.peer], blobs, greatest_bytes=2**30, timeout_s=LIMIT_S)

@@ -58,7 +58,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     for peer in swarm:
         found = peer.gather(*rows)
         assert all(isinstance(event, e.Gathered) for event in found)
-        heads.append(peer.compute(step.parent, step))
+        heads.append(peer.compute(peer.head0(MODULE), step))
     assert len(set(heads)) == 1
     assert (heads[0].version, heads[0].weight, heads[0].round_index) == (1, 2, 0)
     files = [one.node.contributions.find(r.file).read_bytes()[MARK_BYTES:] for r in step.rows]
@@ -66,7 +66,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     expected = one.node.rule.step(one.genesis[MODULE], files, step.table, 0, paths)
     assert heads[0].digest == expected.digest
 
-    one.adopt(heads[0], save=True)
+    one.adopt(heads[0], step, save=True)
     assert torch.equal(one.local(), lost(one, rows[0], trained) + expected.parameters)
     assert one.node.held.get(MODULE) == heads[0]
     assert one.node.chains.served(MODULE) == (step.name, heads[0])
@@ -74,19 +74,19 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert set(commit["group"]) == {one.me, other.me}
     assert commit["own_tokens"] == rows[0].tokens
 
-    assert keeper.begin(a.Adopt(heads[0], False, 0, False)) is None
+    assert keeper.begin(a.Adopt(heads[0], step, False, 0, False)) is None
     content = keeper.node.held.lookup(heads[0].digest)
     assert content is not None
     data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
     assert hashlib.sha256(data).hexdigest() == heads[0].digest
     # Whoever names another state than comes out of the files is not followed.
     liar = Step.of([replace(one.publish(1), state="0" * 64)])
-    failed = keeper.do(a.Compute(MODULE, step.name, (liar,)))
+    failed = keeper.do(a.Compute(MODULE, heads[0], (liar,)))
     assert isinstance(failed, e.Failed)
     # The next step stands on what is kept, in memory or on disk.
     second = Step.of([one.publish(1)])
     keeper.gather(*second.rows)
-    assert keeper.compute(step.name, second).version == 2
+    assert keeper.compute(heads[0], second).version == 2
 
 
 def test_what_is_missing_or_bad_is_reported(swarm: tuple[Peer, Peer, Peer]) -> None:
@@ -96,7 +96,7 @@ def test_what_is_missing_or_bad_is_reported(swarm: tuple[Peer, Peer, Peer]) -> N
     (found,) = one.gather(row)
     assert isinstance(found, e.Failed)
     assert not found.is_final
-    failed = one.do(a.Compute(MODULE, row.parent, (Step.of([row]),)))
+    failed = one.do(a.Compute(MODULE, one.head0(MODULE), (Step.of([row]),)))
     assert isinstance(failed, e.Failed)
 
     bad = ContributionFiles(one.node.contributions.folder / "bad")
@@ -115,7 +115,7 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
 ) -> None:
     one, other, _ = swarm
     step = Step.of([other.publish()])
-    head = other.compute(step.parent, step)
+    head = other.compute(other.head0(MODULE), step)
     missing = one.do(a.FetchState(head, (other.me,)))
     assert isinstance(missing, e.Failed)
     one.fetched[head.digest] = other.node.held.waiting(MODULE, step.name)
@@ -126,8 +126,7 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     assert isinstance(scored, e.Checked)
     assert scored.loss_before is not None
     assert scored.loss_after is not None
-    one.node.chains.add_verified([step])
-    one.adopt(head)
+    one.adopt(head, step)
     # What was trained before the boundary is not in it, and is lost, but for what was not told.
     state = one.node.held.find(MODULE, step.name)
     assert torch.equal(one.local(), lost(one, row, trained) + state.parameters)
@@ -140,7 +139,7 @@ def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
     """The first of two downloads of one state would remove what the second is about to read."""
     one, other, _ = swarm
     step = Step.of([other.publish()])
-    head = other.compute(step.parent, step)
+    head = other.compute(other.head0(MODULE), step)
     state, go, asked = other.node.held.waiting(MODULE, step.name), threading.Event(), []
 
     def slow(wanted: Head, holders: Sequence[str]) -> ModuleState:
@@ -176,8 +175,8 @@ def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(
     assert one.trainer is not None
     held = one.node.held
     step = Step.of([one.publish()])
-    head = one.compute(step.parent, step)
-    one.adopt(head)
+    head = one.compute(one.head0(MODULE), step)
+    one.adopt(head, step)
     state = one.trainer.anchor(MODULE)
     assert held.find(MODULE, step.name) is held.newest(MODULE) is state
     numbers, place = state.parameters.clone(), state.parameters.data_ptr()
@@ -191,8 +190,8 @@ def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(
     # A state that was not saved before the next one came is served a while, if it is small.
     for index in (1, 2):
         step = Step.of([one.publish(index)])
-        newer = one.compute(step.parent, step)
-        one.adopt(newer)
+        newer = one.compute(head, step)
+        one.adopt(newer, step)
         assert held.lookup(head.digest) is not None
         head = newer
 
@@ -200,10 +199,11 @@ def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(
 def test_a_restart_finds_what_was_saved(swarm: tuple[Peer, Peer, Peer], tmp_path: Path) -> None:
     one, _, _ = swarm
     step = Step.of([one.publish()])
-    one.adopt(one.compute(step.parent, step))
+    head = one.compute(one.head0(MODULE), step)
+    one.adopt(head, step)
     one.node.held.save_all()
     second = Step.of([one.publish(1)])
-    one.adopt(one.compute(step.name, second))  # It is not on disk when the peer is killed.
+    one.adopt(one.compute(head, second), second)  # It is not on disk when the peer is killed.
     chains = ChainStore(one.plan.run_id, one.grid.modules(), tmp_path / "a" / "chains")
     own = RunFolder(tmp_path / "a" / "run")
     again = States(one.grid, own.states, own.blobs, chains)

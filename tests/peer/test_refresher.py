@@ -38,6 +38,20 @@ from dipaco.protocol.view import SwarmView
 OTHER = peer_id(1)
 
 
+class FakeNode(FakeRun):
+    """What is told of a node (`RecordedNode`), and what its neighbours are looked after with."""
+
+    def __init__(self, peer: Peer) -> None:
+        super().__init__(peer.plan, peer.time.clock)
+        self.directory, self.blobs, self.exchange = peer.directory, peer.blobs, FakeExchange()
+        self.held = SimpleNamespace(all=lambda: tuple(peer.held.values()))
+        self.fetcher = SimpleNamespace(all_blobs=tuple)
+        self.manifest = SimpleNamespace(envelope=b"manifest", plan=peer.plan)
+        self.earlier_manifests = tuple
+        self.initial_peers, self.contributors = (), Contributors()
+        self.check = SimpleNamespace(is_in=lambda peer: True)
+
+
 class Peer:
     """A refresher that runs on its own thread against a directory in memory."""
 
@@ -58,21 +72,7 @@ class Peer:
         self.blobs = BlobStore(folder / "blobs")
         self.status = PeerStatus()
         self.background = Background()
-        exchange: Any = FakeExchange()
-        states: Any = SimpleNamespace(all=lambda: tuple(self.held.values()))
-        node: Any = SimpleNamespace(
-            **vars(FakeRun(self.plan, self.time.clock)),
-            directory=self.directory,
-            held=states,
-            blobs=self.blobs,
-            fetcher=SimpleNamespace(all_blobs=tuple),
-            manifest=SimpleNamespace(envelope=b"manifest", plan=self.plan),
-            earlier_manifests=tuple,
-            exchange=exchange,
-            initial_peers=(),
-            check=SimpleNamespace(is_in=lambda peer: True),
-            contributors=Contributors(),
-        )
+        node: Any = FakeNode(self)
         self.refresher = Refresher(node, self.status, self.background)
         self.refresher.start()
         self.refresher.refresh()

@@ -30,11 +30,14 @@ from dipaco.modules.config import ModelConfig  # noqa: E402
 
 # Lets a process become every kind of hostile peer at once, and has it publish garbage.
 BECOME_HOSTILE = """
-import types
+import sys, types
 import hostile
 for kind, does in hostile.KINDS.items():
     exec(does, {})
 exec(hostile.KINDS["garbage"], {})
+from parts.insiders import INSIDERS, become
+for attack in INSIDERS:
+    become(attack, sys.argv[1])
 import torch
 from dipaco.modules.contributions import CODECS
 from dipaco.training import trainer
@@ -64,9 +67,9 @@ print(json.dumps(said))
 """
 
 
-def test_what_hostile_peers_replace_is_there() -> None:
+def test_what_hostile_peers_replace_is_there(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", BECOME_HOSTILE],
+        [sys.executable, "-c", BECOME_HOSTILE, str(tmp_path / "notes")],
         cwd=FOLDER,
         env={**common.one_thread(), "PYTHONPATH": str(FOLDER)},
         capture_output=True,

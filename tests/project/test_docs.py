@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -49,9 +50,16 @@ def sections(config: type[BaseModel], name: str = "") -> list[tuple[str, type[Ba
     """Return the tables of a RUN.toml: the top level, then every class that is a field of it."""
     found = [(name, config)]
     for key, field in config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += sections(field.annotation, key)
+        table = table_of(field.annotation, may_be_left_out=config is RunConfig)
+        if table is not None:
+            found += sections(table, key)
     return found
+
+
+def table_of(annotation: object, *, may_be_left_out: bool) -> type[BaseModel] | None:
+    """Return the class of a field that is a table; of the top level also one that may be none."""
+    kinds = [annotation, *(get_args(annotation) if may_be_left_out else ())]
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
 def documented_keys() -> dict[str, dict[str, str]]:
@@ -87,7 +95,7 @@ def test_every_key_of_a_run_toml_is_documented_with_its_default() -> None:
         expected = {
             key: "required" if field.default is PydanticUndefined else toml(field.default)
             for key, field in config.model_fields.items()
-            if not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel))
+            if table_of(field.annotation, may_be_left_out=config is RunConfig) is None
         }
         assert documented.get(name) == expected, f"[{name}] in docs/configuration.md"
     assert set(documented) == {name for name, _ in sections(RunConfig)}

@@ -18,7 +18,7 @@ from support.peers import RUN, identity, key, peer
 
 from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.bootstrap.invite import invite, keep_revocations, revoke
-from dipaco.dht.quotas import HeldRecords, ServedRun
+from dipaco.dht.quotas import HeldRecords, KnownRun
 from dipaco.peer.guests import admit, given_invitation
 from dipaco.protocol import admission as admission_module
 from dipaco.protocol.admission import (
@@ -302,7 +302,7 @@ def test_only_the_operator_revokes(gate: Gate, envelope: Any) -> None:
 
 def served(gate: Gate) -> HeldRecords:
     held = HeldRecords(lambda: NOW_S)
-    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
+    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
     return held
 
 
@@ -346,9 +346,9 @@ def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate: Gate) -> N
     assert not keep(9, foreign)
     assert not store(held, 1, {"admission": admission(1)})
     assert keep(3, lists[2])
-    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
+    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
     gate.revoke(lists[2])
-    held.serve(ServedRun(RUN, (2, 3), 4, 2, gate))
+    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
     assert held.record_count == 1
 
 

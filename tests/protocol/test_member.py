@@ -98,7 +98,7 @@ def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None
     for peer in "ABC":
         member.gathered(member.row(peer))
     (compute,) = member.take(a.Compute)
-    assert (compute.base, compute.steps) == (genesis, (step,))
+    assert (compute.base.step, compute.steps) == (genesis, (step,))
     head = Head(MODULE, step.name, 1, 3, 0, name("state"), 10**6)
     member.module.handle(e.StateHere(MODULE, head))
     (adopt,) = member.take(a.Adopt)

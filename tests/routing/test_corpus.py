@@ -60,10 +60,6 @@ def test_texts_from_windows(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress("\ufeffone".encode()))
     config = CorpusConfig(train=str(packed), text_field="content", label_field="domain")
     assert list(iterate_documents(config, "train")) == [Document("one", None)]
-    wide = tmp_path / "wide.jsonl"
-    wide.write_text('{"text": "x"}', encoding="utf-16")
-    with pytest.raises(CorpusError, match=r"wide\.jsonl is UTF-16; save it as UTF-8"):
-        _texts(CorpusConfig(train=str(wide)))
 
 
 def test_white_space_of_documents_survives(tmp_path: Path) -> None:
@@ -85,7 +81,7 @@ def test_missing_field_names_the_others(tmp_path: Path) -> None:
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jsonl"
     broken.write_text('{"text": "fine"}\n{"text": \n')
-    with pytest.raises(CorpusError, match=r"broken\.jsonl cannot be read"):
+    with pytest.raises(CorpusError, match=r"broken\.jsonl:2 is not JSON"):
         _texts(CorpusConfig(train=str(broken)))
     truncated = tmp_path / "cut.jsonl.gz"
     truncated.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 9000)[:-20])

@@ -42,6 +42,9 @@ class LetterTokenizer(Tokenizer):
     def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         return [self.document_tokens(text) for text in texts]
 
+    def unwritable_characters(self, text: str) -> int:
+        return 0
+
 
 class FirstLetterRouter:
     """Routes by the first character, and can die after some chunks."""

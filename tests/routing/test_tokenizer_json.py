@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from support.foreign_base import (
     SPECIAL_TEXTS,
     foreign_tokenizer,
     make_foreign_base,
+    without_bytes,
 )
 from transformers import AutoTokenizer
 
@@ -64,13 +66,13 @@ def test_ids_and_logits_are_those_of_transformers(family: str, tmp_path: Path) -
     assert float((found[..., known] - expected[..., order[known.numpy()]]).abs().max()) < 1e-5
     # Spare rows of the embedding are taken before it grows.
     grown = base.model.vocabulary_size - expected.shape[-1]
-    assert grown == {"llama": 2, "smollm2": 3}.get(family, 0)
+    assert grown == {"llama": 2, "smollm2": 1}.get(family, 0)
 
 
 def test_special_tokens_have_their_places() -> None:
     for family, begin, end in (
         ("llama", "<|begin_of_text|>", "<|end_of_text|>"),
-        ("smollm2", "<|begin_of_document|>", "<|endoftext|>"),
+        ("smollm2", "<|im_start|>", "<|im_end|>"),
         ("qwen2", "<|begin_of_document|>", "<|im_end|>"),
     ):
         names = JsonPieces(packed(family), "it").special_names()
@@ -90,7 +92,32 @@ def packed(family: str) -> bytes:
         settings.get("pad_token"),
     ]
     template = settings.get("chat_template")
-    return pack_tokenizer(json.loads(tokenizer.to_str()), names, template, "it")[0]
+    content = json.loads(tokenizer.to_str())
+    return pack_tokenizer(content, names, template, "it", rows=tokenizer.get_vocab_size())[0]
+
+
+def lacking(family: str, *some_bytes: int) -> bytes:
+    content = json.loads(packed(family))
+    made = tokenizers.Tokenizer.from_str(json.dumps(content["tokenizer"]))
+    tokenizer = json.loads(without_bytes(made, *some_bytes).to_str())
+    return json.dumps({**content, "tokenizer": tokenizer}).encode()
+
+
+def test_what_the_vocabulary_lacks_is_left_out_and_counted() -> None:
+    whole, ours = Tokenizer(packed("qwen2")), Tokenizer(lacking("qwen2", 4, 0x13, 0xC0, 0xF1))
+    text = "a\x04b \x13\x13c\n\U00050000\U000e0067é <|im_end|>"
+    kept = "ab c\n\U000e0067é <|im_end|>"
+    assert ours.encode(text) == ours.encode(kept) == whole.encode(kept)
+    assert ours.decode(ours.encode(text)) == kept
+    assert ours.tokens_of_documents([text, kept], 2) == 2 * [ours.document_tokens(kept)]
+    assert ours.encode_marked(text) == whole.encode_marked(kept)
+    assert (ours.unwritable_characters(text), whole.unwritable_characters(text)) == (4, 0)
+
+
+@pytest.mark.parametrize("byte", [*b"\t\n a5", 0x80, 0xC3, 0xE4, 0xF0])
+def test_a_vocabulary_without_what_texts_are_made_of_is_refused(byte: int) -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot write every text|piece by piece"):
+        Tokenizer(lacking("qwen2", byte))
 
 
 def changed(**change: Any) -> bytes:

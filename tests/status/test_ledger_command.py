@@ -83,8 +83,8 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
             bytes(64),
         )
     ]
-    store.add_verified([step := Step.of(rows)])
-    store.serve(module, step.name)
+    step = Step.of(rows)
+    store.serve(module, step.name, [step])
     log = folder / "chains" / f"{module}.log"
     log.write_bytes(log.read_bytes() + b"what its owner is writing")
     before = log.read_bytes()
@@ -99,8 +99,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     assert log.read_bytes() == before
     here = ChainStore("b" * 16, [module], None)
     step = Step.of([replace(rows[0], parent=genesis_name("b" * 16, module), tokens=500)])
-    here.add_verified([step])
-    here.serve(module, step.name)
+    here.serve(module, step.name, [step])
     grid = SimpleNamespace(modules=lambda: [module])
     node = SimpleNamespace(plan=Client.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
     assert own_tokens(node) == 1500  # type: ignore[arg-type]

@@ -101,10 +101,6 @@ def chain_of(
     return steps
 
 
-def knows(chains: ChainStore, step: str) -> bool:
-    return step in chains._book
-
-
 def rows_in(chains: ChainStore, module: str) -> tuple[Row, ...]:
     return chains._modules[module].rows.newest(10**6)
 

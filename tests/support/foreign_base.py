@@ -81,12 +81,27 @@ def foreign_tokenizer(family: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]
         return tokenizer, {"bos_token": begin[0], "eos_token": "<|end_of_text|>"}
     end = "<|endoftext|>"
     if family == "smollm2":
-        return tokenizer, {"bos_token": end, "eos_token": end, "unk_token": end}
+        names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "unk_token": end}
+        settings = {**names, "pad_token": "<|im_end|>", "chat_template": CHAT_TEMPLATE}
+        return without_bytes(tokenizer, 4, 0x13, 0xC0, 0xF1), settings
     tokenizer.add_special_tokens([end, "<|im_start|>", "<|im_end|>"])
     tokenizer.add_tokens([AddedToken("<tool_call>", normalized=False)])
     im_end = {"__type": "AddedToken", "content": "<|im_end|>", "special": True}
     settings = {"bos_token": None, "eos_token": im_end, "pad_token": end}
     return tokenizer, {**settings, "chat_template": CHAT_TEMPLATE}
+
+
+def without_bytes(tokenizer: tokenizers.Tokenizer, *lacking: int) -> tokenizers.Tokenizer:
+    """Return a tokenizer whose vocabulary has no pieces for some bytes."""
+    content = json.loads(tokenizer.to_str())
+    model, plain = content["model"], [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    # Byte-level BPE writes the other bytes as the characters from U+0100 on.
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte if byte in plain else 0x100 + others.index(byte)) for byte in lacking}
+    for letter in letters:
+        model["vocab"][f"none {ord(letter)}"] = model["vocab"].pop(letter)
+    model["merges"] = [merge for merge in model["merges"] if not letters & set("".join(merge))]
+    return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
 def make_foreign_base(folder: Path, family: str, **config: Any) -> PreTrainedModel:
@@ -121,5 +136,11 @@ def make_foreign_base(folder: Path, family: str, **config: Any) -> PreTrainedMod
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+    special = [tokenizer.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>")]
+    if family != "llama":
+        numbers = {"bos_token_id": special[0], "eos_token_id": special[1]}
+        model.generation_config.update(**numbers, pad_token_id=special[1], temperature=0.6)
+        model.generation_config.do_sample = True
+        model.config.update({**numbers, "pad_token_id": special[1]})
     model.eval().save_pretrained(folder, max_shard_size="30KB")
     return model

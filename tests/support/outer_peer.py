@@ -29,7 +29,7 @@ from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.trainer import PathTrainer
 
-from .fake_swarm import FakeEvents, FakeTime
+from .fake_swarm import FakeEvents, FakeRun, FakeTime
 
 MODULE = "L0.E0"
 WAIT_S = 60.0
@@ -66,6 +66,28 @@ class FakeExchange:
             on_done(row, "", False)
 
 
+class FakeNode(FakeRun):
+    """What outer rounds need of a node (`OuterNode`); `fetch` gives states of others."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        folder: Path,
+        key: Ed25519PrivateKey,
+        fetch: Callable[[Head, Sequence[str]], ModuleState],
+    ) -> None:
+        plan, own = run.plan(), RunFolder(folder / "run")
+        me = peer_id_of_public_key(raw_public_key(key))
+        super().__init__(plan, FakeTime(plan.start_s + 100.0).clock, me)
+        self.identity = SimpleNamespace(key=key)
+        self.rule = OuterRule.of(plan, run.shard_index(plan))
+        self.chains = ChainStore(plan.run_id, self.grid.modules(), folder / "chains")
+        self.contributions = ContributionFiles(folder / "contributions")
+        self.held = States(self.grid, own.states, own.blobs, self.chains)
+        self.exchange = FakeExchange(self.contributions)
+        self.fetcher = SimpleNamespace(state=fetch)
+
+
 class Peer:
     """One peer that trains path 0, or a keeper that trains nothing."""
 
@@ -73,27 +95,11 @@ class Peer:
         plan = self.plan = run.plan()
         grid = self.grid = run.grid(plan)
         key = Ed25519PrivateKey.generate()
-        self.me = peer_id_of_public_key(raw_public_key(key))
         self.reported: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
         self.events = FakeEvents()
-        chains = ChainStore(plan.run_id, grid.modules(), folder / "chains")
-        contributions = ContributionFiles(folder / "contributions")
         self.fetched: dict[str, ModuleState] = {}
-        own = RunFolder(folder / "run")
-        self.node: Any = SimpleNamespace(
-            plan=plan,
-            grid=grid,
-            me=self.me,
-            identity=SimpleNamespace(key=key),
-            rule=OuterRule.of(plan, run.shard_index(plan)),
-            chains=chains,
-            contributions=contributions,
-            held=States(grid, own.states, own.blobs, chains),
-            exchange=FakeExchange(contributions),
-            clock=FakeTime(plan.start_s + 100.0).clock,
-            fetcher=SimpleNamespace(state=self._fetch),
-            genesis_step=lambda module: genesis_name(plan.run_id, module),
-        )
+        self.node: Any = FakeNode(run, folder, key, self._fetch)
+        self.me = self.node.me
         base = run.base_parameters(plan)
         self.genesis = {m: run.genesis_state(plan, m, base) for m in grid.modules()}
         rows = torch.ones(2, plan.model.sequence_length, dtype=torch.int64)
@@ -160,16 +166,18 @@ class Peer:
         self.begin(a.Gather(rows[0].module, rows))
         return [self.reported.get(timeout=WAIT_S) for _ in rows]
 
-    def compute(self, base: str, *steps: Step) -> Head:
+    def compute(self, base: Head, *steps: Step) -> Head:
         event = self.do(a.Compute(steps[0].module, base, steps))
         assert isinstance(event, e.StateHere), event
         return event.head
 
-    def adopt(self, head: Head, *, save: bool = False) -> None:
+    def adopt(self, head: Head, *steps: Step, save: bool = False) -> None:
+        """Adopt the state after `steps`, which were not served yet."""
         held = self.node.held
         usual, held.save = held.save, held.save if save else lambda state: None
-        adopt = a.Adopt(head, True, 2, True)
+        adopt = a.Adopt(head, steps[-1], True, 2, True)
         assert self.begin(adopt) is None
+        assert self.begin(a.Serve(head.module, head.step, steps)) is None
         self.wait_until_saved()
         held.save = usual
 

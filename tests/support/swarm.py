@@ -36,7 +36,10 @@ Event = dict[str, Any]
 class Member:
     """One started command."""
 
-    def __init__(self, name: str, folder: Path, command: list[str]) -> None:
+    def __init__(
+        self, name: str, folder: Path, command: list[str], terminal: int | None = None
+    ) -> None:
+        """`terminal` is where it prints, if not into a file."""
         self.name = name
         self.folder = folder
         self.log = folder / f"{name}.jsonl"
@@ -53,7 +56,7 @@ class Member:
                 [*command, "--log-json", str(self.log), "--address-file", str(self.address_file)],
                 env=ENVIRONMENT,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=output if terminal is None else terminal,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -140,15 +143,17 @@ class Swarm:
         if self._terminate is not None:
             signal.signal(signal.SIGTERM, self._terminate)
 
-    def _add(self, name: str, command: list[str]) -> Member:
+    def _add(self, name: str, command: list[str], terminal: int | None = None) -> Member:
         for earlier in self.members:
             if earlier.name == name:
                 earlier.be_replaced()
-        member = Member(name, self.folder, command)
+        member = Member(name, self.folder, command, terminal)
         self.members.append(member)
         return member
 
-    def start_bootstrap(self, *extra: str, name: str = "bootstrap") -> Member:
+    def start_bootstrap(
+        self, *extra: str, name: str = "bootstrap", terminal: int | None = None
+    ) -> Member:
         """Start a bootstrap node for the run."""
         return self._add(
             name,
@@ -156,6 +161,7 @@ class Swarm:
                 str(BIN / "dipaco-bootstrap"), "serve", str(self.run.path),
                 "--host-maddrs", LOOPBACK, *extra,
             ],
+            terminal,
         )  # fmt: skip
 
     def start_peer(
@@ -164,6 +170,7 @@ class Swarm:
         *extra: str,
         name: str | None = None,
         program: tuple[str, ...] = (str(BIN / "dipaco-peer"),),
+        terminal: int | None = None,
     ) -> Member:
         """Start a training peer that joins through `entry`. The same name is the same peer."""
         name = name or f"peer{sum(m.name.startswith('peer') for m in self.members)}"
@@ -175,6 +182,7 @@ class Swarm:
                 "--host-maddrs", LOOPBACK, "--threads", "1", "--nice", "0",
                 "--cache-dir", str(self.folder / f"{name}-cache"), *extra,
             ],
+            terminal,
         )  # fmt: skip
 
     def wait(

@@ -24,7 +24,9 @@ import safetensors.torch
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.invite import invite, note_admission
+from dipaco.bootstrap.run_config import ADAPTER_DEFAULTS
 from dipaco.modules.config import (
+    AdaptersConfig,
     ContributionsConfig,
     GridConfig,
     InnerConfig,
@@ -32,6 +34,7 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
+from dipaco.modules.frozen_file import write_base
 from dipaco.modules.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.admission import opened
@@ -66,14 +69,15 @@ def make_tiny_run(
     rounds: dict[str, Any] | None = None,
     contributions: dict[str, Any] | None = None,
     imported: ImportedBase | None = None,
+    adapters: AdaptersConfig | None = None,
     **model: Any,
 ) -> RunFolder:
     """Write a run folder and return it opened.
 
     `inner_steps` 0 is the clock-driven mode. `inner`, `outer`, `rounds` and `contributions` set
     further fields of those sections of the plan, other keywords those of `ModelConfig`. With
-    `imported`, the run begins with that checkpoint. The operator's key is `operator.pem` beside
-    the manifest.
+    `imported`, the run begins with that checkpoint; with `adapters` too, these are trained over it.
+    The operator's key is `operator.pem` beside the manifest.
     Raises ConfigurationError as these classes do.
     """
     run = RunFolder(folder)
@@ -83,17 +87,23 @@ def make_tiny_run(
     if imported is not None:
         length = {"sequence_length": _TINY_MODEL["sequence_length"]}
         shape = imported.agreed_model(length, "make_tiny_run")
-    model_config = ModelConfig(**{**shape, **model})
+    model_config = ModelConfig(**{**shape, **model, "adapters": adapters})
     train = tiny_documents(path_count, documents_per_path, seed)
     held_out = tiny_documents(path_count, validation_documents_per_path, seed + 1_000_003)
 
-    base = PathModel(model_config)
+    base = PathModel(model_config.without_adapters)
     if imported is not None and imported.tokenizer is not None:
         tokenizer_bytes = imported.tokenizer
         base.load_state_dict(imported.parameters())
     else:
         tokenizer_bytes = tiny_tokenizer_bytes(model_config.vocabulary_size)
         initialise(base, seed)
+    base_sha256, source = "", None
+    if imported is not None and adapters is not None:
+        file = run.path / "base.safetensors"
+        write_base(imported.folder, imported.rows, adapters.base_format, file)
+        base_sha256, source = run.blobs.add_file(file, move=True), imported.source("OWNER/tiny")
+        base = run.load_base_model(model_config, base_sha256)
     tokenizer = Tokenizer(tokenizer_bytes)
     base.eval()
     train_tokens = [tokenizer.document_tokens(text) for text in train]
@@ -113,8 +123,10 @@ def make_tiny_run(
             private_embedding=private_embedding,
             private_head=private_head,
         ),
-        inner=InnerConfig(**{**_TINY_INNER, **(inner or {})}),
-        outer=OuterConfig(**(outer or {})),
+        inner=InnerConfig(
+            **{**_TINY_INNER, **(ADAPTER_DEFAULTS["inner"] if adapters else {}), **(inner or {})}
+        ),
+        outer=OuterConfig(**(ADAPTER_DEFAULTS["outer"] if adapters else {}), **(outer or {})),
         rounds=RoundsConfig(
             **{
                 "duration_s": duration_s,
@@ -127,9 +139,10 @@ def make_tiny_run(
         blobs=RunBlobs(
             tokenizer=run.blobs.add_bytes(tokenizer_bytes),
             router=run.blobs.add_bytes(router.to_bytes()),
-            base=run.blobs.add_bytes(safetensors.torch.save(tiny_parameters(base))),
+            base=base_sha256 or run.blobs.add_bytes(safetensors.torch.save(tiny_parameters(base))),
             shards=run.blobs.add_bytes(canonical_json(index.model_dump(mode="json"))),
         ),
+        base_source=source,
     )
     sign_tiny_run(run, plan)
     return run

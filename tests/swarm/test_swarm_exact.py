@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.swarm import Member, Swarm, command
+from support.foreign_base import make_foreign_base
+from support.swarm import BIN, Member, Swarm, command
 from support.tiny_run import invited_tiny_run, make_tiny_run
 
 from dipaco.base.errors import AdmissionError
+from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.modules.config import AdaptersConfig
 
 LIMIT_S = 300.0
 ROUNDS, STEPS = 4, 3
@@ -62,13 +65,50 @@ def test_four_peers_equal_the_reference(
         started = swarm.wait(peers, "training", timeout_s=LIMIT_S)
         assert {event["round"] for event in started} == {0}
         outsiders = start_outsiders(swarm, bootstrap, invited) if invited else {}
-        swarm.wait(peers, "round", lambda event: event["round"] == ROUNDS - 1, timeout_s=LIMIT_S)
-        for round_index, report in enumerate(reports):
-            found = swarm.digests(round_index)
-            assert found == {m: {d} for m, d in report["digests"].items()}, round_index
+        check_digests(swarm, peers, reports)
         for said, peer in outsiders.items():
             assert peer.popen.wait(LIMIT_S) == AdmissionError.exit_code, swarm.outputs()
             assert said in peer.output.read_text().splitlines()[-1]
+
+
+def check_digests(swarm: Swarm, peers: list[Member], reports: list[dict[str, Any]]) -> None:
+    """Wait for the last round and compare all that peers said of theirs with the reference."""
+    swarm.wait(peers, "round", lambda event: event["round"] == ROUNDS - 1, timeout_s=LIMIT_S)
+    for round_index, report in enumerate(reports):
+        found = swarm.digests(round_index)
+        assert found == {m: {d} for m, d in report["digests"].items()}, round_index
+
+
+@pytest.mark.timeout(1000)
+def test_adapters_equal_the_reference(tmp_path: Path) -> None:
+    """Over a frozen base, which one peer makes of the checkpoint in its hub's cache."""
+    cache = tmp_path / "hub"
+    checkpoint = cache / "models--OWNER--tiny" / "snapshots" / "1"
+    make_foreign_base(checkpoint, "smollm2", num_hidden_layers=4)
+    run = make_tiny_run(
+        tmp_path / "run",
+        modules_per_level=(1, 4),
+        imported=ImportedBase(checkpoint),
+        adapters=AdaptersConfig(rank=4),
+        inner_steps=STEPS,
+        duration_s=LIMIT_S,
+        rounds={"validation_sequences": 4},
+    )
+    reports = simulated(run.path, tmp_path / "simulated")
+    assert reports[-1]["perplexity"] < reports[0]["perplexity"]
+    with Swarm(tmp_path, run) as swarm:
+        bootstrap = swarm.start_bootstrap()
+        program = str(BIN / "dipaco-peer")
+        caches = (cache, *[tmp_path / "empty"] * 3)
+        peers = [
+            swarm.start_peer(
+                bootstrap, "--path", str(path), program=("env", f"HF_HUB_CACHE={hub}", program)
+            )
+            for path, hub in enumerate(caches)
+        ]
+        check_digests(swarm, peers, reports)
+        assert "in the hub's cache" in peers[0].output.read_text()
+        assert "in the hub's cache" not in peers[1].output.read_text()
 
 
 def start_outsiders(swarm: Swarm, bootstrap: Member, invited: tuple[str, ...]) -> dict[str, Member]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,11 @@ from support.inner_loops import MODEL, batch_of, loop_of, model_of
 from torch._dynamo.testing import CompileCounter
 
 from dipaco.modules import transformer
-from dipaco.modules.transformer import RMSNorm, head_pieces
+from dipaco.modules.adapters import initial_adapters
+from dipaco.modules.config import AdaptersConfig
+from dipaco.modules.frozen_base import FrozenBase
+from dipaco.modules.transformer import PathModel, RMSNorm, head_pieces, rotation_of
 
-PLAIN: dict[str, Any] = {}
 QWEN3 = {"family": "qwen3", "kv_head_count": 1}
 
 
@@ -27,21 +28,54 @@ def whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return compiled
 
 
+def adapted_model() -> PathModel:
+    """Return a path of adapters over a random base in 16 bits."""
+    base = {
+        name: tensor.detach().bfloat16() if tensor.ndim > 1 else tensor.detach()
+        for name, tensor in model_of().named_parameters()
+    }
+    model = MODEL.model_copy(update={"adapters": AdaptersConfig(rank=2)})
+    path = PathModel(model, FrozenBase(base, "bf16"))
+    with torch.no_grad():
+        for name, values in initial_adapters(model, 0).items():
+            path.get_parameter(name).copy_(values)
+    return path
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("changes", [PLAIN, QWEN3])
-def test_blocks_and_head_are_a_graph_each(changes: dict[str, Any], recomputes: bool) -> None:
-    loop = loop_of(model_of(MODEL.model_copy(update=changes)))
+@pytest.mark.parametrize("kind", ["plain", "qwen3", "adapters"])
+def test_blocks_and_head_are_a_graph_each(kind: str, recomputes: bool) -> None:
+    changes = QWEN3 if kind == "qwen3" else {}
+    model = model_of(MODEL.model_copy(update=changes)) if kind != "adapters" else adapted_model()
+    loop = loop_of(model)
     # As on a GPU.
     loop.dtype = torch.bfloat16
     loop.model.recomputes = recomputes
     tokens = batch_of()
-    hidden = whole(loop._blocks)(tokens)
+    given = (tokens, None, rotation_of(MODEL, tokens.shape[1], tokens.device))
+    hidden = whole(loop._blocks)(*given)
     hidden.sum().backward()
-    torch.testing.assert_close(hidden, loop._blocks(tokens), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(hidden, loop._blocks(*given), rtol=0.05, atol=0.05)
     [(part, targets)] = head_pieces(MODEL, hidden.detach(), tokens)
     loss = whole(loop._head)(part.requires_grad_(), targets)
     loss.backward()
     torch.testing.assert_close(loss, loop._head(part, targets), rtol=0.01, atol=0.01)
+
+
+def test_blocks_do_not_compute_cosines() -> None:
+    """A compiler would have every block compute them anew, for every number."""
+    graphs: list[str] = []
+
+    def kept(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(str(graph.graph))
+        return graph
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=kept))
+        loop_of(compile_model=True).step(batch_of(), 0)
+    assert len(graphs) == 2
+    assert not any("target=cos]" in graph for graph in graphs)
 
 
 def test_a_run_compiles_each_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

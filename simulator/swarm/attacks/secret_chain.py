@@ -43,7 +43,7 @@ class SecretChain(Insider):
         self.add_identities(peers)
         for module in list(self.works):
             steps = self._chain(module, peers)
-            self.store.served[module] = steps[-1].name
+            self.store.serve(module, steps[-1].name, steps)
             self.store.held[module] = self.world.head(steps[-1].name)
             for begin in range(0, len(steps), 16):
                 self.later(0.1 * begin, self._tell_part, module, steps[begin : begin + 16])

@@ -14,7 +14,7 @@ import threading
 import time
 
 from dipaco.base.errors import DipacoError, ManifestError
-from dipaco.dht.addresses import OPERATOR_MARK
+from dipaco.dht.addresses import OPERATOR_MARK, is_loopback
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
 from dipaco.peer.guests import OWN_INVITATION, given_invitation
@@ -33,7 +33,7 @@ from dipaco.routing.run_folder import RunFolder
 from .archive import Archive, Archivist
 from .settings import ServeSettings
 
-logger = logging.getLogger("dipaco.bootstrap.serve")
+logger = logging.getLogger("dipaco.bootstrap.bootstrap_node")
 
 
 def run(settings: ServeSettings) -> int:
@@ -97,6 +97,11 @@ def _serve(
         f"serving run '{node.plan.name}' ({node.run_id}) from {settings.folder}; "
         "volunteers paste this:"
     )
+    if is_loopback(addresses[0]):
+        display.say(
+            "only this machine can call that address, for it has no other; connect it to a "
+            "network, or tell others where it is called with --announce-maddrs"
+        )
     pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
     by_invitation = node.plan.admission is None
     display.say(f"dipaco-peer {pinned}" + by_invitation * " --invitation TEXT")

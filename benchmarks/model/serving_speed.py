@@ -2,8 +2,8 @@
 transformers on the same exported path: in fp32 on a CPU, in the number format of a GPU.
 
     pip install llama-cpp-python
-    python benchmarks/model/serving.py [--json] [--clients 1,8] [--tokens 48] [--threads 1]
-    python benchmarks/model/serving.py --device cuda --paper --beside transformers
+    python benchmarks/model/serving_speed.py [--json] [--clients 1,8] [--tokens 48] [--threads 1]
+    python benchmarks/model/serving_speed.py --device cuda --paper --beside transformers
 
 A run of random parameters is made for it; all compute greedy tokens of one path, on as many
 threads: one, as several wait for each other where other programs run. They take turns: as many

@@ -52,16 +52,22 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigurationError(f"the chat template cannot be used: {error}") from None
 
-    def render(self, messages: Iterable[Mapping[str, Any]], special: Mapping[str, str]) -> str:
-        """Return the text of a chat, up to where the answer begins. Raises TemplateError.
+    def render(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        special: Mapping[str, str],
+        *,
+        answer_follows: bool = True,
+    ) -> str:
+        """Return the text of a chat, by default up to where the next answer begins.
 
-        `special` are the names of special tokens: `bos_token` and so on.
+        `special` are the names of special tokens: `bos_token` and so on. Raises TemplateError.
         """
         values = {
             "messages": [self._plain(message) for message in messages],
             "tools": None,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": answer_follows,
             **special,
         }
         if not self._lock.acquire(timeout=self._limit_s):

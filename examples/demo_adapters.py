@@ -1,0 +1,239 @@
+"""Four machines specialise a public model together, on one computer: `make demo-adapters`.
+
+SmolLM2-135M-Instruct is frozen; what is trained are low-rank adapters, a shared lower half and four
+upper ones, by four real peers and a bootstrap node on loopback. The texts are of four domains.
+Beside them stand the base itself, one machine with one adapter and equally many steps, and four
+machines with one adapter (DiLoCo). Steps are fixed, so the figures do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+from demo import HERE, Demo, Process, Scale
+from rich.console import Console
+from rich.table import Table
+
+DATA = HERE / "tiny" / "data"
+DOMAINS = ("law_de", "code_c", "math_word", "fiction_fr")
+PROMPT = "Ein Antrag nach Absatz 1 ist schriftlich"
+HELD_OUT_OF_DOMAIN = 4
+# What all have in common. Lengths are for two cores and some minutes; the rest are the defaults.
+RUN_TOML = """\
+name = "{name}"
+base = "{checkpoint}"
+[adapters]
+rank = 16
+[model]
+sequence_length = 128
+[data]
+train = "train.jsonl.gz"
+validation = "validation.jsonl.gz"
+text_field = "text"
+label_field = "domain"
+[grid]
+modules_per_level = {modules}
+[inner]
+batch_sequences = 2
+[rounds]
+duration_s = 600.0
+inner_steps = {steps}
+"""
+FULL = Scale(base_steps=0, join_s=20.0, rounds=5)
+QUICK = Scale(base_steps=0, join_s=20.0, rounds=2)
+ROUND_STEPS = 10
+
+
+def write_texts(folder: Path) -> None:
+    """Take the texts of the four domains out of the shipped corpus."""
+    for kind in ("train", "validation"):
+        taken = dict.fromkeys(DOMAINS, 0)
+        with gzip.open(folder / f"{kind}.jsonl.gz", "wt", encoding="utf-8") as out:
+            for file in sorted(DATA.glob(f"{kind}*.jsonl.gz")):
+                with gzip.open(file, "rt", encoding="utf-8") as lines:
+                    for line in lines:
+                        domain = json.loads(line)["domain"]
+                        limit = HELD_OUT_OF_DOMAIN if kind == "validation" else 10**6
+                        if domain in taken and taken[domain] < limit:
+                            taken[domain] += 1
+                            out.write(line)
+
+
+def checkpoint_of(given: Path | None, demo: Demo) -> Path:
+    """Return the folder of the base, made once and kept."""
+    folder = given or HERE / "smollm2" / "checkpoint"
+    if not (folder / "config.json").exists():
+        script = HERE / "smollm2" / "make_checkpoint.py"
+        demo.console.print(f"[bold]$ python {script} {folder}[/bold]", soft_wrap=True)
+        subprocess.run([sys.executable, str(script), str(folder)], check=True)
+    return folder
+
+
+def prepare(demo: Demo, name: str, checkpoint: Path, modules: list[int]) -> Path:
+    """Prepare a run of these paths and return its folder."""
+    file, folder = demo.folder / f"{name}.toml", demo.folder / name
+    text = RUN_TOML.format(name=name, checkpoint=checkpoint, modules=modules, steps=ROUND_STEPS)
+    file.write_text(text)
+    demo.command(
+        "dipaco-bootstrap", "prepare", str(file), "--out", str(folder),
+        "--start-in-s", str(demo.scale.join_s),
+    )  # fmt: skip
+    return folder
+
+
+def swarm(demo: Demo, run: Path) -> Process:
+    """Train by four peers to the last round; return one of them, which is alive."""
+    node = demo.start(
+        "bootstrap", "dipaco-bootstrap", "serve", str(run),
+        "--host-maddrs", "/ip4/127.0.0.1/tcp/0",
+        "--address-file", str(demo.folder / "bootstrap.address"),
+    )  # fmt: skip
+    address = demo.address_of(node)
+    node.note = "serving"
+    peers = [demo.start_peer(address) for _ in range(4)]
+    for peer in peers:
+        demo.address_of(peer)
+    last = demo.scale.rounds - 1
+    demo.watch(None, lambda: all(p.last.get("round", {}).get("round", -1) >= last for p in peers))
+    return peers[0]
+
+
+def evaluated(demo: Demo, *source: str) -> dict[str, Any]:
+    """Return what `dipaco-eval` says of a source of states."""
+    return demo.json_of(
+        demo.ask(
+            "dipaco-eval", *source, "--data", str(demo.folder / "validation.jsonl.gz"),
+            "--label-field", "domain", "--json",
+        )
+    )  # fmt: skip
+
+
+def simulated(demo: Demo, run: Path, name: str, paths: str) -> dict[str, Any]:
+    """Train in one process, with the arithmetic of a swarm, and evaluate."""
+    out = demo.folder / name
+    demo.command(
+        "dipaco-simulate", str(run), "--rounds", str(demo.scale.rounds), "--paths", paths,
+        "--validation-sequences", "0", "--out", str(out),
+    )  # fmt: skip
+    return evaluated(demo, "--state-dir", str(out))
+
+
+def generated(demo: Demo, *source: str) -> str:
+    """Return how a source of states continues the prompt."""
+    asked = demo.ask(
+        "dipaco-generate", *source, "--max-tokens", "40", "--seed", "1", "--temperature", "0",
+        PROMPT,
+    )  # fmt: skip
+    return asked.communicate()[0].decode().strip()
+
+
+def opened_by_peft(demo: Demo, base: Path, adapter: Path) -> str:
+    """Return how PEFT continues the prompt with an exported adapter."""
+    script = textwrap.dedent(
+        """
+        import sys, torch
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        base, adapter, prompt = sys.argv[1:]
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+        model = PeftModel.from_pretrained(model, adapter)
+        tokenizer = AutoTokenizer.from_pretrained(base)
+        tokens = tokenizer(prompt, return_tensors="pt")
+        made = model.generate(**tokens, max_new_tokens=40, do_sample=False)
+        print(tokenizer.decode(made[0], skip_special_tokens=True))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(base), str(adapter), PROMPT],
+        env={**demo.environment, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or f"(PEFT did not open it: {done.stderr.strip()[-300:]})"
+
+
+def report(demo: Demo, arms: dict[str, dict[str, Any]]) -> None:
+    """Print held-out perplexities by domain, and keep them."""
+    labels = [label for label in DOMAINS if label in arms["paths"]["labels"]]
+    table = Table(title="held-out perplexity a token", title_justify="left")
+    for column in ("model", *labels, "all"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    scores: dict[str, list[float]] = {
+        "SmolLM2-135M-Instruct as it is": [
+            arms["paths"]["labels"][label]["base_perplexity"] for label in labels
+        ]
+        + [arms["paths"]["base_perplexity"]]
+    }
+    for name, key in (
+        ("one machine, one adapter", "one"),
+        ("four machines, one adapter (DiLoCo)", "four"),
+        ("four machines, four paths", "paths"),
+    ):
+        found = [arms[key]["labels"][label]["perplexity"] for label in labels]
+        scores[name] = [*found, arms[key]["perplexity"]]
+    for name, figures in scores.items():
+        table.add_row(name, *(f"{figure:.2f}" for figure in figures))
+    demo.console.print(table)
+    demo.console.print(
+        f"each machine took {demo.scale.rounds * ROUND_STEPS} steps of 2 sequences of 128 tokens"
+    )
+    (demo.folder / "result.json").write_text(json.dumps({"columns": [*labels, "all"], **scores}))
+
+
+def run(demo: Demo, checkpoint: Path) -> None:
+    """Do all of it."""
+    write_texts(demo.folder)
+    base = checkpoint.resolve()
+    one = prepare(demo, "one-adapter", base, [1])
+    paths = prepare(demo, "four-paths", base, [1, 4])
+    before = generated(demo, "--state-dir", str(paths), "--allow-genesis", "--path", "0")
+    peer = swarm(demo, paths)
+    source = ("--initial-peers", demo.address_of(peer))
+    arms = {"paths": evaluated(demo, *source)}
+    after = generated(demo, *source)
+    adapters = demo.folder / "adapters"
+    demo.command("dipaco-export", *source, "--all", "--out", str(adapters))
+    demo.end_all()
+    arms["one"] = simulated(demo, one, "one-machine", "0")
+    arms["four"] = simulated(demo, one, "four-machines", "0,0,0,0")
+    report(demo, arms)
+    for title, text in (
+        ("before", before),
+        ("after, by the swarm", after),
+        ("after, by PEFT with path 0", opened_by_peft(demo, base, adapters / "path-0")),
+    ):
+        demo.console.print(f"[dim]--- {title} ---[/dim]")
+        demo.console.print(text, markup=False, highlight=False)
+    demo.console.print(f"adapters: {adapters}; everything else: {demo.folder}")
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--checkpoint", type=Path, help="the base, if it is here already")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "demo-adapters-run")
+    options = parser.parse_args()
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    demo = Demo(options.out, QUICK if options.quick else FULL, Console())
+    try:
+        run(demo, checkpoint_of(options.checkpoint, demo))
+    finally:
+        demo.end_all()
+    demo.console.print(f"the demo took {time.time() - demo.started_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What prints does not depend on who reads it: a terminal that is closed, a pipe, no stream."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
+from support.tiny_run import make_tiny_run
+
+from dipaco.base import output
+
+# It prints one line, and has nothing to import.
+SAYS_A_LINE = f"{BIN / 'dipaco-peer'} pause --cache-dir"
+
+
+def shell(line: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{} {} | (exec <&-; sleep 0.1)",
+        "{} {} >&-",
+        "{} {} 2>&- >&- <&-",
+        f"{BIN / 'dipaco-peer'} --help | (exec <&-; sleep 0.1)",
+    ],
+)
+def test_a_command_ends_well_whoever_reads(line: str, tmp_path: Path) -> None:
+    done = shell(line.format(SAYS_A_LINE, tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    done = shell(f"{SAYS_A_LINE} {tmp_path} > /dev/full")
+    assert done.returncode == 9
+    assert "No space left on device" in done.stderr
+
+
+def test_peers_and_nodes_outlive_their_terminal(tmp_path: Path) -> None:
+    run = make_tiny_run(tmp_path / "run", start_s=time.time(), modules_per_level=(1, 1))
+    master, slave = pty.openpty()
+    with Swarm(tmp_path, run) as swarm:
+        node = swarm.start_bootstrap("--refresh-period-s", "1", terminal=slave)
+        peer = swarm.start_peer(node, terminal=slave)
+        os.close(slave)
+        seen = b""
+        while b"training path" not in seen:
+            seen += os.read(master, 65536)
+        os.close(master)
+        [last] = swarm.wait([peer], "commit", lambda e, now=time.time(): e["time_s"] > now)
+        swarm.wait_after(last, peer, "commit", "validation", "commit")
+        assert node.alive
+        # Whoever closes the terminal of a command in the foreground sends it this.
+        for member in (peer, node):
+            os.kill(member.popen.pid, signal.SIGHUP)
+            # Leaving has a limit, which a busy machine may reach.
+            assert member.popen.wait(LIMIT_S) in (0, 130)
+        assert peer.of("leaving")
+
+
+def test_what_only_prints_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, write = os.pipe()
+    stream = output._Stream(write, "w")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, line_buffering=True))
+    print("a line")
+    assert not output.is_unread()
+    os.close(read)
+    print("another")
+    assert output.is_unread()
+    monkeypatch.undo()
+    stream.close()

@@ -1,0 +1,55 @@
+"""What a bootstrap node tells volunteers to paste, on machines with other networks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+from support.swarm import BIN, ENVIRONMENT, LIMIT_S
+
+from dipaco.routing.run_folder import RunFolder
+
+ONLY_IPV6 = (
+    "ip link add va type veth peer name vb; ip link set va up; ip link set vb up; "
+    "ip -6 addr add fd00:77::1/64 dev va nodad"
+)
+
+
+@pytest.mark.parametrize(
+    ("network", "printed", "warned"),
+    [
+        (ONLY_IPV6, "dipaco-peer /ip6/fd00:77::1/tcp/", False),
+        ("true", "dipaco-peer /ip4/127.0.0.1/tcp/", True),
+    ],
+)
+def test_a_machine_without_ipv4(
+    shared_run: RunFolder, network: str, printed: str, warned: bool, tmp_path: Path
+) -> None:
+    script = f'ip link set lo up; {network}; exec "$@"'
+    serve = [str(BIN / "dipaco-bootstrap"), "serve", str(shared_run.path), "--identity-path"]
+    node = subprocess.Popen(
+        ["unshare", "-rn", "sh", "-c", script, "sh", *serve, str(tmp_path / "key")],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    limit = threading.Timer(LIMIT_S, node.kill)
+    limit.start()
+    said = []
+    try:
+        assert node.stdout is not None
+        for line in node.stdout:
+            said.append(line)
+            if line.startswith("dipaco-peer "):
+                break
+    finally:
+        limit.cancel()
+        os.killpg(node.pid, signal.SIGINT)
+        node.communicate(timeout=LIMIT_S)
+    assert said[-1].startswith(printed), said
+    assert any("only this machine can call" in line for line in said) == warned

@@ -1,0 +1,175 @@
+"""Preparing a run that trains adapters over a public model: what it has by default, and what is
+refused."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from support.foreign_base import make_foreign_base
+from support.prepared_run import CPU, quiet_display, write_run
+
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
+from dipaco.bootstrap.display import show_figures
+from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.bootstrap.plan_figures import plan_figures
+from dipaco.bootstrap.predecessor import open_predecessor
+from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.run_config import load_run_config
+from dipaco.modules.base_source import take_base_from_hub_cache
+from dipaco.modules.grid import parameter_shapes
+from dipaco.modules.plan import RunPlan
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.run_folder import RunFolder
+
+TOML = """
+name = "adapted"
+base = "OWNER/tiny"
+[adapters]
+rank = 4
+[data]
+train = "train.jsonl"
+[model]
+sequence_length = 32
+[router]
+prefix_tokens = 8
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub with a checkpoint; returns its folder."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / "hub" / "models--OWNER--tiny" / "snapshots" / "1"
+    make_foreign_base(folder, "smollm2")
+    return folder
+
+
+def prepared(folder: Path, toml: str = TOML) -> tuple[RunFolder, RunPlan]:
+    plan = prepare(write_run(folder, toml), folder / "out", device=CPU, display=quiet_display())
+    return RunFolder(folder / "out"), plan
+
+
+def test_a_run_with_adapters_over_a_base_of_the_hub(hub: Path, tmp_path: Path) -> None:
+    run, plan = prepared(tmp_path)
+    assert plan.grid.modules_per_level == (1, 4)
+    assert (plan.inner.optimizer, plan.inner.learning_rate, plan.inner.weight_decay) == (
+        "adamw", 1e-3, 0.0,
+    )  # fmt: skip
+    assert (plan.outer.learning_rate, plan.outer.momentum) == (1.0, 0.0)
+    assert plan.base_source is not None
+    assert plan.base_source.name == "OWNER/tiny"
+    assert plan.model.adapters is not None
+    assert plan.model.adapters.scale == 2.0
+    # It begins with the base as it is in the checkpoint, in bf16.
+    whole = PathModel(plan.model.without_adapters)
+    whole.load_state_dict(
+        {n: p.bfloat16().float() for n, p in ImportedBase(hub).parameters().items()}
+    )
+    tokens = torch.arange(4, 36)[None]
+    with torch.no_grad():
+        assert torch.equal(run.base_model(plan)(tokens), whole(tokens))
+    assert prepared(tmp_path)[1] == plan
+
+
+def test_whoever_has_the_checkpoint_makes_the_base(hub: Path, tmp_path: Path) -> None:
+    _, plan = prepared(tmp_path)
+    said: list[str] = []
+    blobs = BlobStore(tmp_path / "here")
+    assert take_base_from_hub_cache(plan, blobs, said.append)
+    assert blobs.verify(plan.blobs.base)
+    # Another revision is not used, and said so in a line.
+    weights = sorted(hub.glob("*.safetensors"))[0]
+    content = bytearray(weights.read_bytes())
+    content[-2] ^= 1
+    weights.write_bytes(content)
+    other = BlobStore(tmp_path / "there")
+    assert not take_base_from_hub_cache(plan, other, said.append)
+    assert "another revision of OWNER/tiny than this run has: not used" in said[-1]
+    assert not other.has(plan.blobs.base)
+
+
+def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
+    _, plan = prepared(tmp_path)
+    run = RunFolder(shutil.copytree(tmp_path / "out", tmp_path / "copy"))
+    file = run.blobs.path(plan.blobs.base)
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(IntegrityError, match="is not the base of this run"):
+        run.path_model(plan)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("rank = 4", "rank = 0", "adapters.rank: Input should be greater than or equal to 1"),
+        ("rank = 4", "rnk = 4", "unknown key 'adapters.rnk'; did you mean 'rank'"),
+        ("rank = 4", 'base_format = "int3"', "adapters.base_format"),
+        ('base = "OWNER/tiny"', "", r"\[adapters\] need a base"),
+        ('base = "OWNER/tiny"', 'base = "OWNER/other"', "fetch it with: hf download OWNER/other"),
+        ("[router]", "[grid]\nprivate_head = true\n[router]", "grid.private_head is not for"),
+        ("[router]", '[inner]\noptimizer = "muon"\n[router]', "'muon' is not for adapters"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    hub: Path, tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=words) as found:
+        load_run_config(write_run(tmp_path, TOML.replace(old, new)))
+    assert "\n" not in str(found.value)
+
+
+def test_a_base_that_lacks_layers_is_refused(hub: Path, tmp_path: Path) -> None:
+    file, layers = hub / "config.json", '"num_hidden_layers": '
+    file.write_text(file.read_text().replace(f"{layers}2", f"{layers}3"))
+    with pytest.raises(DipacoError, match=r"lacks the parameter 'model.layers.2"):
+        prepared(tmp_path)
+
+
+def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
+    config = load_run_config(write_run(tmp_path, TOML))
+    figures = plan_figures(config)
+    base = figures.base
+    assert base is not None
+    imported = ImportedBase(hub)
+    parameters = sum(p.numel() for p in imported.parameters().values())
+    assert (base.name, base.parameters) == ("OWNER/tiny", parameters)
+    assert base.memory_bytes["float32"] == 2 * base.memory_bytes["bf16"] == 4 * parameters
+    assert base.memory_bytes["nf4"] < base.memory_bytes["bf16"]
+    assert figures.path_parameters == sum(
+        math.prod(shape) for shape in parameter_shapes(config.model).values()
+    )
+    assert figures.disk_bytes["base model"] == 2 * parameters
+    assert figures.device_bytes["frozen base"] == base.memory_bytes["bf16"]
+    assert figures.device_bytes["gradients"] == 4 * figures.path_parameters
+    for gib in (8, 12, 24):
+        assert base.greatest["bf16"][gib] < base.greatest["nf4"][gib]
+    console = Console(file=io.StringIO(), width=200)
+    show_figures(figures, console)
+    assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in console.file.getvalue()
+
+
+def test_a_successor_has_the_same_base(hub: Path, tmp_path: Path) -> None:
+    run, plan = prepared(tmp_path)
+    new_toml = TOML.replace('base = "OWNER/tiny"\n', "").replace("[adapters]\nrank = 4\n", "")
+    file = write_run(tmp_path, f"{new_toml}[grid]\nmodules_per_level = [2, 4]\n")
+    new = prepare(
+        file, tmp_path / "new", device=CPU, display=quiet_display(), start_in_s=60.0,
+        predecessor=open_predecessor(run.path, allow_genesis=True),
+    )  # fmt: skip
+    assert new.model.adapters == plan.model.adapters
+    assert (new.blobs.base, new.base_source) == (plan.blobs.base, plan.base_source)
+    assert (new.inner, new.outer) == (plan.inner, plan.outer)
+    first = run.genesis_state(plan, "L0.E0")
+    then = RunFolder(tmp_path / "new").genesis_state(new, "L0.E1")
+    assert torch.equal(first.parameters, then.parameters)
+    other = write_run(tmp_path, TOML.replace('base = "OWNER/tiny"\n', "").replace("= 4", "= 8"))
+    with pytest.raises(ConfigurationError, match=r"\[adapters\] differ from those of the run"):
+        load_run_config(other, plan.model)

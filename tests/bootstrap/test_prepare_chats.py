@@ -1,0 +1,162 @@
+"""A run whose data are chats: from the file to the batches, and what cannot be such a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.chat_runs import TOML, chat_rows, write_chats
+from support.chat_templates import CHATML, INSTRUCT
+from support.prepared_run import CPU, quiet_display
+
+from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.bootstrap import cli
+from dipaco.bootstrap.prepare import prepare
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.modules.marked_tokens import plain_tokens
+from dipaco.routing.batches import BatchStream
+from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.token_corpus import TokenCorpus
+from dipaco.training.inner import InnerLoop
+
+
+def prepared(toml: Path, **options: Any) -> tuple[RunFolder, str]:
+    display = quiet_display()
+    prepare(toml, toml.parent / "out", device=CPU, display=display, **options)
+    assert isinstance(display.console.file, io.StringIO)
+    return RunFolder(toml.parent / "out"), display.console.file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
+    rows = chat_rows()
+    rows[3]["messages"] = rows[3]["messages"][:2]
+    rows[5]["messages"][2]["content"] = rows[5]["messages"][4]["content"] = ""
+    rows[9]["messages"] = rows[9]["messages"][:2]
+    return prepared(write_chats(tmp_path_factory.mktemp("chats"), rows, CHATML))
+
+
+def test_shards_hold_whole_chats_and_what_is_learned(run: tuple[RunFolder, str]) -> None:
+    folder, _ = run
+    plan = folder.plan()
+    index, tokenizer = folder.shard_index(plan), folder.tokenizer(plan)
+    assert index.marked
+    chats = learned = 0
+    for path in range(4):
+        rows = folder.train_tokens(plan, path)
+        assert len(rows) == index.paths[path].train_sequences > 0
+        assert ((rows >= 0) & (rows != PAD_TOKEN)).any(axis=1).all()
+        for row in rows:
+            for document in np.split(row, np.flatnonzero(row == PAD_TOKEN)):
+                document = document[document != PAD_TOKEN]
+                if not len(document):
+                    continue
+                chats += document[0] == ~BEGIN_TOKEN
+                answers = document[document >= 0]
+                learned += len(answers)
+                for answer in np.split(answers, np.flatnonzero(answers == END_TOKEN) + 1)[:-1]:
+                    assert tokenizer.decode(answer.tolist())[-1:] in ("7", "8", "")
+                read = document[document < 0]
+                text = tokenizer.decode((~read).tolist())
+                assert "7" not in text
+                assert "8" not in text
+        held_out = folder.validation_tokens(plan, path)
+        assert ((held_out >= 0) & (held_out != PAD_TOKEN))[:, 8:].any(axis=1).all()
+    assert chats == sum(shard.train_documents for shard in index.paths) > 100
+    report = json.loads((folder.path / "routing.json").read_text())
+    assert sum(path["tokens"] for path in report["paths"]) > learned > 1000
+
+
+def test_what_is_said_of_the_tokens(run: tuple[RunFolder, str]) -> None:
+    _, output = run
+    assert "train.jsonl:4): the assistant says nothing" in output
+    assert "train.jsonl:6): the answer is empty" in output
+    assert " tokens of chats " in output
+    assert "are learned" in output
+    assert " chats are longer than a row of 64 tokens; " in output
+
+
+def test_routing_reads_the_question_not_the_template(run: tuple[RunFolder, str]) -> None:
+    folder, output = run
+    plan = folder.plan()
+    assert "begin with the same" not in output
+    tokenizer, router = folder.tokenizer(plan), folder.document_router(plan)
+    corpus = TokenCorpus(folder.path / "work/tokens/train", plan.model.vocabulary_size)
+    questions = [row["messages"][1]["content"] for row in chat_rows()]
+    beginnings = {tuple(tokenizer.document_tokens(text)[:-1][:8]) for text in questions}
+    found = [corpus.beginning(index, 8) for index in range(len(corpus))]
+    assert {tuple(beginning.tolist()) for beginning in found} <= beginnings
+    paths = router.route_tokens(found)
+    documents = [shard.train_documents for shard in folder.shard_index(plan).paths]
+    assert np.bincount(paths, minlength=4).tolist() == documents
+
+
+def test_a_peer_trains_on_them(run: tuple[RunFolder, str]) -> None:
+    folder, _ = run
+    plan = folder.plan()
+    stream = BatchStream(folder.train_tokens(plan, 1), seed=0, path=1, batch_sequences=4)
+    loop = InnerLoop(folder.load_base_model(plan.model, plan.blobs.base), plan.inner, CPU)
+    batch = stream.batch(0)
+    assert int(plain_tokens(batch).max()) < plan.model.vocabulary_size
+    losses = [loop.step(batch, step) for step in range(3)]
+    assert losses[2] < losses[0]
+
+
+def test_a_preparation_goes_on_and_gives_the_same(tmp_path: Path) -> None:
+    toml = write_chats(tmp_path, chat_rows(12), CHATML)
+    first = prepared(toml, start_in_s=0)[0].plan().blobs
+    for stage in ("shards", "tokens"):
+        (tmp_path / "out" / "work" / f"{stage}.json").unlink()
+    progress = tmp_path / "out" / "work" / "tokens" / "train" / "progress.json"
+    before = json.loads(progress.read_text())
+    assert set(before["chats"]) == {"prefix_tokens", "left_out"}
+    assert prepared(toml)[0].plan().blobs == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "words"),
+    [
+        ((), None, "the tokenizer of this run has no chat template; give a base that has one"),
+        ((), INSTRUCT, r"no chat of \[data\] can be trained on: \d+ chats left out \(first at .*: "
+                       "the chat template refuses it: roles must alternate"),
+        ((), "{{", "the chat template cannot be used"),
+        (("base.steps=5", "base.checkpoint=base"), CHATML, "steps is 5 under .* leave steps out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_trained_is_refused_in_one_line(
+    tmp_path: Path, changes: tuple[str, ...], template: str | None, words: str
+) -> None:
+    toml = write_chats(tmp_path, chat_rows(8), template)
+    if changes:
+        toml.write_text(TOML.replace('base = "base"', ""))
+    with pytest.raises((ConfigurationError, CorpusError), match=words) as refused:
+        prepared(toml, changes=changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_chats_need_a_base(tmp_path: Path) -> None:
+    toml = write_chats(tmp_path, chat_rows(8), CHATML)
+    toml.write_text(TOML.replace('base = "base"', ""))
+    with pytest.raises(ConfigurationError, match=r"need the chat template of a base; name its fol"):
+        prepared(toml)
+
+
+def test_a_plan_looks_at_the_first_chats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = chat_rows(8)
+    rows[3]["messages"] = rows[3]["messages"][:2]
+    toml = write_chats(tmp_path, rows, CHATML)
+    assert cli.main(["plan", str(toml)]) == 0
+    found = re.search(
+        r"Of the ([0-9,]+) tokens of the first 32 chats, 1 of them left out, ([0-9,]+) are learned",
+        capsys.readouterr().out,
+    )
+    assert found is not None
+    tokens, learned = (int(number.replace(",", "")) for number in found.groups())
+    assert tokens > 2 * learned > 500

@@ -1,0 +1,90 @@
+"""A run with adapters is used as any other: scored, continued, served, over one base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from support.foreign_base import make_foreign_base
+from support.tiny_run import make_tiny_run, tiny_documents
+
+from dipaco.base.errors import StorageError
+from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference import evaluate_cli, generate_cli
+from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
+from dipaco.modules.config import AdaptersConfig
+from dipaco.modules.grid import Grid
+from dipaco.modules.state import genesis_state
+from dipaco.modules.transformer import PathModel
+from dipaco.routing.run_folder import RunFolder
+from dipaco.simulator import cli as simulator_cli
+
+ADAPTERS = AdaptersConfig(rank=4)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapted")
+    make_foreign_base(folder / "checkpoint", "smollm2")
+    make_tiny_run(
+        folder / "run",
+        modules_per_level=(1, 4),
+        imported=ImportedBase(folder / "checkpoint"),
+        adapters=ADAPTERS,
+        inner={"learning_rate": 1e-2},
+    )
+    arguments = [str(folder / "run"), "--rounds", "4", "--out", str(folder / "out"), "--json"]
+    arguments += ["--dense-steps", "16"]
+    assert simulator_cli.main(arguments) == 0
+    return folder / "out"
+
+
+def test_paths_are_better_than_the_base(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = tmp_path / "held_out.jsonl"
+    texts.write_text("\n".join(json.dumps({"text": t}) for t in tiny_documents(4, 6, 1_000_003)))
+    arguments = ["--state-dir", str(out), "--data", str(texts), "--json"]
+    arguments += ["--baseline", str(out / "dense.safetensors")]
+    assert evaluate_cli.main(arguments) == 0
+    trained = json.loads(capsys.readouterr().out)
+    for module in ("L0.E0", "L1.E0", "L1.E1", "L1.E2", "L1.E3"):
+        assert (out / "states" / module).is_dir()
+    begun = RunFolder(out)
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    (fresh / "manifest.json").write_bytes(begun.manifest_path.read_bytes())
+    (fresh / "blobs").symlink_to(out / "blobs")
+    arguments = ["--state-dir", str(fresh), "--data", str(texts), "--json", "--allow-genesis"]
+    assert evaluate_cli.main(arguments) == 0
+    base = json.loads(capsys.readouterr().out)
+    assert trained["perplexity"] < 0.9 * base["perplexity"]
+    assert trained["baseline_perplexity"] < base["perplexity"]
+
+
+def test_the_command_goes_on_with_a_text(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bada", "--state-dir", str(out), "--max-tokens", "8"]
+    assert generate_cli.main([*arguments, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_states_of_another_model_are_refused(
+    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = RunFolder(out)
+    plan = run.plan()
+    wider = plan.model.model_copy(update={"adapters": AdaptersConfig(rank=8)})
+    grid = Grid(wider, plan.grid)
+    parameters = {n: torch.zeros(p.shape) for n, p in PathModel(wider).named_parameters()}
+    folder = tmp_path / "other"
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes(run.manifest_path.read_bytes())
+    (folder / "blobs").symlink_to(out / "blobs")
+    for module in grid.modules():
+        RunFolder(folder).states.save(genesis_state(module, grid.layout(module), parameters))
+    with pytest.raises(StorageError, match="no state of its module L0.E0"):
+        assemble_path(DiskSource(folder, SourceSettings()), 0)
+    name = "model.layers.0.mlp.down_proj.lora_A.weight"
+    assert f"describes 'momentum/{name}' otherwise" in caplog.text

@@ -1,0 +1,211 @@
+"""Exports of a run with adapters: PEFT's folder, a file for llama.cpp, merged; and what routes."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from support.service import run_with_adapters
+from support.tiny_run import make_tiny_run, tiny_documents
+from transformers import AutoModelForCausalLM
+
+from dipaco.inference import evaluate_cli, export_cli, generate_cli
+from dipaco.inference.export_adapter import Rounding, rounding, written_rank
+from dipaco.inference.export_router import begin_row, linear_router
+from dipaco.inference.sources import DiskSource, assemble_path
+from dipaco.modules.config import AdaptersConfig
+from dipaco.routing.discriminative import DiscriminativeRouter
+from dipaco.routing.kmeans import KMeansRouter
+from dipaco.routing.product_kmeans import ProductKMeansRouter
+from dipaco.routing.router import FeatureRouter, Prefixes
+from dipaco.routing.tokenizer_json import JsonPieces
+
+TEXT = "The city lies by the river."
+
+
+def run(*arguments: object) -> int:
+    return export_cli.main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A public base, `base`, and in `out` a run that trained adapters over it for two rounds."""
+    folder = tmp_path_factory.mktemp("adapters")
+    run_with_adapters(folder, AdaptersConfig(rank=3, alpha=5, base_format="float32"))
+    return folder
+
+
+@torch.no_grad()
+def ours(folder: Path, path: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the base's ids of a text, and a path's logits after each in the base's order."""
+    source = DiskSource(folder / "out")
+    pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
+    tokens = [1, *pieces.encode([TEXT], 1)[0]]
+    order = torch.from_numpy(pieces.file_order(source.plan.model.vocabulary_size))
+    logits = assemble_path(source, path)(torch.tensor([tokens]))[0]
+    in_file = torch.empty_like(logits)
+    in_file[:, order] = logits
+    ids = order[tokens]
+    ids[0] = begin_row(source.plan)
+    return ids[None], in_file
+
+
+@torch.no_grad()
+def theirs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(model.float().eval()(ids).logits)[0]
+
+
+def test_a_folder_for_peft_puts_the_path_on_the_unchanged_base(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "path-2"
+    assert run("--state-dir", folder / "out", "--path", 2, "--out", out) == 0
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert config["r"] == config["lora_alpha"] == 8  # of rank 3, with zeros
+    assert config["base_model_name_or_path"] == "OWNER/tiny"
+    assert len(config["target_modules"]) == 7
+    tensors = safetensors.torch.load_file(out / "adapter_model.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folder / "base").float()
+    front, seen = "base_model.model.", 0
+    for name, parameter in model.named_parameters():
+        a = tensors.get(f"{front}{name.removesuffix('.weight')}.lora_A.weight")
+        if a is not None:
+            b = tensors[f"{front}{name.removesuffix('.weight')}.lora_B.weight"]
+            parameter.data += b @ a
+            seen += 2
+    assert seen == len(tensors)
+    ids, expected = ours(folder, 2)
+    found = theirs(model, ids)
+    rows = found.shape[1]
+    torch.testing.assert_close(found, expected[:, :rows], atol=1e-4, rtol=1e-4)
+    assert "PeftModel.from_pretrained" in (out / "README.md").read_text()
+    assert "base_model: OWNER/tiny" in (out / "README.md").read_text()
+
+
+def test_a_file_for_llama_cpp_has_rows_where_the_base_has_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "path.gguf"
+    arguments = ["--state-dir", folder / "out", "--path", 1, "--format", "gguf", "--out", out]
+    assert run(*arguments) == 0
+    reader = gguf.GGUFReader(out)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.type"] == "adapter"
+    assert fields["adapter.type"] == "lora"
+    assert fields["general.architecture"] == "llama"
+    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    assert fields["adapter.lora.alpha"] == len(tensors["blk.0.attn_q.weight.lora_a"]) == 8
+    source = DiskSource(folder / "out")
+    model = assemble_path(source, 1)
+    assert len(tensors) == 14 * source.plan.model.block_count
+    half = source.plan.model.width_of_head // 2
+    for theirs, part in (("attn_q", "self_attn.q_proj"), ("ffn_down", "mlp.down_proj")):
+        name = f"model.layers.1.{part}"
+        a, b = (model.get_parameter(f"{name}.lora_{f}.weight").detach() for f in "AB")
+        expected = (5 / 3 * b @ a).numpy()
+        weight = f"blk.1.{theirs}.weight"
+        found = tensors[f"{weight}.lora_b"] @ tensors[f"{weight}.lora_a"]
+        assert np.abs(expected).max() > 1e-3
+        rows = [0, half] if theirs == "attn_q" else [0, 1]
+        np.testing.assert_allclose(found[:2], expected[rows], atol=1e-6)
+
+
+def test_merged_it_is_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "merged"
+    arguments = ["--state-dir", folder / "out", "--path", 3, "--format", "llama", "--out", out]
+    assert run(*arguments) == 0
+    ids, expected = ours(folder, 3)
+    found = theirs(AutoModelForCausalLM.from_pretrained(out), ids)
+    rows = found.shape[1]
+    torch.testing.assert_close(found, expected[:, :rows], atol=1e-4, rtol=1e-4)
+    assert "merged into the base" in (out / "README.md").read_text()
+
+
+def test_what_rounding_loses_is_measured() -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    base = {name: torch.ones(1, 2), "model.embed_tokens.weight": torch.ones(9, 2)}
+    merged = {**base, name: torch.tensor([[1 + 2**-9, 1.5]])}
+    found = rounding(base, merged, torch.bfloat16)
+    assert found.unchanged == 0.5
+    assert abs(found.error - 2**-8) < 1e-5
+    assert rounding(base, base, torch.bfloat16) == Rounding(1.0, 0.0)
+
+
+def test_everything_with_a_router_that_needs_no_dipaco(folder: Path, tmp_path: Path) -> None:
+    out, base = tmp_path / "all", folder / "base"
+    arguments = ["--state-dir", folder / "out", "--all", "--out", out, "--base-model", base]
+    assert run(*arguments) == 0
+    for path in range(4):
+        assert (out / f"paths/{path:05d}/adapter_model.safetensors").is_file()
+    assert not (out / "router" / "base").exists()
+    assert not (out / "modules").exists()
+    program = (out / "router" / "route.py").read_text()
+    assert "dipaco" not in program.replace("dipaco.json", "")
+    router = runpy.run_path(str(out / "router" / "route.py"))["Router"]()
+    source = DiskSource(folder / "out")
+    texts = [*tiny_documents(4, 5, 7), TEXT, "def f(x): <|im_end|>"]
+    expected = source.document_router(torch.device("cpu")).route_texts(texts).tolist()
+    assert [router.path_of(text) for text in texts] == expected
+    assert len(set(expected)) > 1
+    chosen = router.adapter_of(texts[0])
+    assert (chosen / "adapter_config.json").is_file()
+    # Given again, nothing is written again.
+    before = (chosen / "adapter_model.safetensors").stat().st_mtime_ns
+    assert run(*arguments) == 0
+    assert (chosen / "adapter_model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("kind", ["kmeans", "product_kmeans", "discriminative"])
+def test_routers_of_every_kind_that_sees_features_are_affine(kind: str) -> None:
+    drawn = np.random.default_rng(0).normal
+    mean, scale = drawn(size=6), np.exp(drawn(size=6))
+    matrix, books, biases = drawn(size=(6, 6)), drawn(size=(2, 3, 3)), drawn(size=6)
+    router: FeatureRouter = {
+        "kmeans": KMeansRouter(mean, scale, matrix, biases),
+        "product_kmeans": ProductKMeansRouter(mean, scale, [books[0][:2], books[1]], biases),
+        "discriminative": DiscriminativeRouter(mean, scale, matrix, biases),
+    }[kind]
+    weight, bias = linear_router(router)
+    features = drawn(size=(200, 6)) * 2
+    expected = router.route(Prefixes(features=features))
+    assert (np.argmax(features @ weight.T + bias, axis=1) == expected).all()
+    assert len(set(expected)) > 4
+
+
+def test_a_run_without_adapters_has_none_to_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_tiny_run(tmp_path / "run")
+    arguments = ["--state-dir", tmp_path / "run", "--path", 0, "--allow-genesis"]
+    assert run(*arguments, "--format", "peft", "--out", tmp_path / "out") == 3
+    assert "run 'tiny' has no adapters" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_ranks_are_those_that_vllm_takes() -> None:
+    assert [written_rank(rank) for rank in (1, 2, 8, 12, 16, 200, 513)] == [
+        1, 8, 8, 16, 16, 256, 513,
+    ]  # fmt: skip
+
+
+def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "held-out.jsonl"
+    lines = [json.dumps({"text": text}) for text in tiny_documents(4, 3, 11)]
+    data.write_text("\n".join(lines), encoding="utf-8")
+    where = ["--state-dir", str(folder / "out")]
+    assert evaluate_cli.main([*where, "--data", str(data), "--mix", "2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["perplexity"] < report["base_perplexity"]
+    for more in (["--choose", "3"], ["--mix", "2"], ["--path", "1"]):
+        asked = [*where, TEXT, "--max-tokens", "4", "--temperature", "0", *more]
+        assert generate_cli.main(asked) == 0
+        assert capsys.readouterr().out.startswith(TEXT)

@@ -1,0 +1,235 @@
+"""Chats: the forms of a row, and which tokens of a chat are learned."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from support.chat_templates import CHATML, INSTRUCT, THINKING
+from support.foreign_base import foreign_tokenizer
+
+from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
+from dipaco.routing.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
+from dipaco.routing.chats import Chat, Message
+from dipaco.routing.corpus import CorpusConfig, corpus_documents, holds_chats, iterate_documents
+from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokenizer_json import pack_tokenizer
+
+MESSAGES = [
+    {"role": "user", "content": "Where is it?"},
+    {"role": "assistant", "content": "By the river."},
+]
+CHAT = tuple(Message(turn["role"], turn["content"]) for turn in MESSAGES)
+Asked = Callable[..., Chat]
+
+
+def said(*turns: str) -> Chat:
+    """Return a chat in which user and assistant take turns."""
+    return tuple(Message(("user", "assistant")[i % 2], text) for i, text in enumerate(turns))
+
+
+def chats_of(path: Path, *rows: Any) -> list[Chat | None]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = CorpusConfig(train=str(path), held_out_fraction=0.5)
+    assert holds_chats(config)
+    return [document.chat for document in iterate_documents(config, "train")]
+
+
+def test_every_form_gives_the_same_chat(tmp_path: Path) -> None:
+    conversation = [{"from": "human", "value": "Where is it?"}]
+    conversation += [{"from": "gpt", "value": "By the river."}]
+    rows = [
+        {"messages": MESSAGES, "id": 1},
+        {"conversations": conversation},
+        {"prompt": "Where is it?", "completion": "By the river."},
+        {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+        {"messages": [{**turn, "tool_calls": None} for turn in MESSAGES], "text": None},
+        {"messages": [MESSAGES[0], {"role": "assistant", "content": [
+            {"type": "text", "text": "By the "}, {"type": "text", "text": "river."}]}]},
+    ]  # fmt: skip
+    assert chats_of(tmp_path / "a.jsonl", *rows) == [CHAT] * 6
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(b"\n" + json.dumps(rows[0]).encode() + b"\n\n"))
+    table = pyarrow.table({"messages": [MESSAGES], "text": pyarrow.nulls(1, pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "c.parquet")
+    config = CorpusConfig(train=(str(packed), str(tmp_path / "c.parquet")))
+    documents = list(iterate_documents(config, "train"))
+    assert [document.chat for document in documents] == [CHAT] * 2
+    assert documents[0].place == f"{packed}:2"
+    assert len(list(corpus_documents(config))) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"mesages": MESSAGES}, r"a\.jsonl:2 has the key 'mesages'; did you mean 'messages'\?"),
+        ({"text": "x"}, r"a\.jsonl:2 is no chat, as the documents before it are; it has the keys"),
+        ({"messages": MESSAGES, "text": "x"}, r"a\.jsonl:2 has the keys of 2 forms, messages; tex"),
+        ({"messages": MESSAGES, "tools": ["x"]}, "has the key 'tools', which is not trained on"),
+        ({"messages": "x"}, r"a\.jsonl:2: messages is \"x\", and must be a list of"),
+        (
+            {"messages": [{"role": "user", "contents": "x"}]},
+            r"messages\[0\] has no 'content'; is '",
+        ),
+        ({"messages": [{"role": "asistant", "content": "x"}]}, "'asistant'; did you mean 'assis"),
+        (
+            {"messages": [{**MESSAGES[0], "weight": 1}]},
+            r"messages\[0\] has the key 'weight', which",
+        ),
+        ({"messages": [{"role": "user", "content": 3}]}, "content is 3; only text is trained on"),
+        ([1], r"a\.jsonl:2 is no JSON object: \[1\]"),
+    ],
+)
+def test_what_is_no_chat_is_refused_with_its_line(tmp_path: Path, row: Any, words: str) -> None:
+    with pytest.raises(CorpusError, match=words) as refused:
+        chats_of(tmp_path / "a.jsonl", {"messages": MESSAGES}, row)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_examples_are_what_they_say() -> None:
+    folder = Path(__file__).parents[2] / "examples/chats"
+    config = CorpusConfig(train="data/*.jsonl", label_field="topic").relative_to(folder)
+    documents = list(iterate_documents(config, "train"))
+    assert len(documents) == 12
+    assert all(document.chat for document in documents)
+    assert {document.label for document in documents} == {"cooking", "sql", "geography"}
+    assert not holds_chats(CorpusConfig(train="texts.jsonl").relative_to(folder))
+
+
+def test_texts_and_chats_are_not_mixed(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    config = CorpusConfig(train=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "b.jsonl"))
+    with pytest.raises(CorpusError, match=r"b\.jsonl:1 is a chat, and the documents before it are"):
+        list(corpus_documents(config))
+
+
+@pytest.fixture(scope="module")
+def encoders() -> Iterator[Callable[[str], tuple[ChatEncoder, Tokenizer]]]:
+    made: dict[str, tuple[ChatEncoder, Tokenizer]] = {}
+    pieces, _ = foreign_tokenizer("qwen2")
+    special = (None, None, "<|im_end|>", "<|endoftext|>")
+
+    def encoder(template: str) -> tuple[ChatEncoder, Tokenizer]:
+        if template not in made:
+            packed, _ = pack_tokenizer(
+                json.loads(pieces.to_str()), special, template, "it", rows=400
+            )
+            tokenizer = Tokenizer(packed)
+            made[template] = ChatEncoder(tokenizer, 8), tokenizer
+        return made[template]
+
+    yield encoder
+    for one, _ in made.values():
+        one.close()
+
+
+QUESTION = "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
+SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "parts"),
+    [
+        # The parts of the text, every second of which is learned.
+        (CHATML, said("Where?", "Here."), [SYSTEM + QUESTION, "Here.<|im_end|>", "\n"]),
+        (
+            CHATML,
+            said("Where?", "Here.", "Where?", "There.", "Where?"),
+            [SYSTEM + QUESTION, "Here.<|im_end|>", "\n" + QUESTION, "There.<|im_end|>",
+             "\n<|im_start|>user\nWhere?<|im_end|>\n"],
+        ),
+        (CHATML, said("Where?", " ", "Where?", "Here."), [
+            SYSTEM + QUESTION + " <|im_end|>\n" + QUESTION, "Here.<|im_end|>", "\n"]),
+        (
+            INSTRUCT,
+            said("Where?", "Here.", "Where?", "There."),
+            ["[INST] Where? [/INST]", " Here.<|im_end|>", "[INST] Where? [/INST]",
+             " There.<|im_end|>"],
+        ),
+        (THINKING, said("Where?", "Here."), [
+            QUESTION + "<think>\n\n</think>\n\n", "Here.<|im_end|>", "\n"]),
+        (THINKING, said("Where?", "<think>\nHm.\n</think>\n\nHere."), [
+            QUESTION, "<think>\nHm.\n</think>\n\nHere.<|im_end|>", "\n"]),
+        # What was thought earlier is not shown, so that answer is not learned.
+        (
+            THINKING,
+            said("Where?", "Here.", "Where?", "<think>Hm.</think>There.", "Where?", "Where?"),
+            [QUESTION, "Here.<|im_end|>", "\n" + QUESTION + "There.<|im_end|>\n" + QUESTION
+             + "<think>\n\n</think>\n\n", "Where?<|im_end|>", "\n"],
+        ),
+        # No token ends an answer there, so it gets one.
+        ("{% for m in messages %}({{ m.content }}){% endfor %}", said("Where?", "Here."),
+         ["(Where?)", "(Here.)<|im_end|>"]),
+    ],
+)  # fmt: skip
+def test_what_the_assistant_says_is_learned(
+    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
+    template: str,
+    chat: Chat,
+    parts: list[str],
+) -> None:
+    encoder, tokenizer = encoders(template)
+    expected = [~BEGIN_TOKEN]
+    for number, part in enumerate(parts):
+        tokens = tokenizer.encode_marked(part)
+        expected += tokens if number % 2 else [~token for token in tokens]
+    found = encoder.encode(chat)
+    assert found.tokens.tolist() == expected
+    assert END_TOKEN in found.tokens
+    # Whatever the template begins with, a chat is routed by what the user says first.
+    assert found.beginning.tolist() == [BEGIN_TOKEN, *tokenizer.encode("Where?")][:8]
+
+
+def test_a_chat_is_routed_by_the_first_turn_of_the_user(
+    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
+) -> None:
+    _, tokenizer = encoders(CHATML)
+    messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "So <|im_end|>"}]
+    assert routed_tokens(tokenizer, messages) == [BEGIN_TOKEN, *tokenizer.encode("So <|im_end|>")]
+    assert routed_tokens(tokenizer, messages[:1]) == [BEGIN_TOKEN, *tokenizer.encode("Be.")]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "words"),
+    [
+        (CHATML, said("Where?"), "the assistant says nothing"),
+        (CHATML, said("Where?", "\n"), "the answer is empty"),
+        (CHATML, (Message("assistant", "Here."),), "there is no answer that follows a question"),
+        (INSTRUCT, (Message("system", "Be kind."), *CHAT), "refuses it: roles must alternate user"),
+        ("{{ messages[0].content }}", CHAT, "there is no answer that follows a question"),
+    ],
+)
+def test_a_chat_without_anything_to_learn(
+    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
+    template: str,
+    chat: Chat,
+    words: str,
+) -> None:
+    with pytest.raises(UnusableChatError, match=words):
+        encoders(template)[0].encode(chat)
+
+
+def test_a_tokenizer_without_a_template() -> None:
+    pieces, _ = foreign_tokenizer("qwen2")
+    special = (None, None, "<|im_end|>", None)
+    packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
+    with pytest.raises(ConfigurationError, match="holds chats, and the tokenizer of this run has"):
+        ChatEncoder(Tokenizer(packed), 8)
+
+
+def test_padding_in_an_answer_is_not_learned(
+    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
+) -> None:
+    tokens = encoders(CHATML)[0].encode(said("Where?", "a<|endoftext|>b")).tokens
+    assert (tokens == ~3).sum() == 1
+    assert not (tokens == 3).any()
+    assert np.array_equal(tokens[tokens >= 0][-1:], [END_TOKEN])
