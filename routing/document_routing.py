@@ -105,6 +105,8 @@ class DocumentRouter:
         More than one is for overlapping training shards (section 2.4.4). Raises as `route_tokens`
         does.
         """
+        if self.router.path_count == count == 1:
+            return np.zeros((len(documents), 1), dtype=np.int64)
         return self.router.nearest(self.prefixes(documents, labels), count)
 
     def route_texts(

@@ -46,6 +46,8 @@ ROUTER_KINDS: dict[str, type[Router]] = {
         RandomRouter,
     )
 }
+# Of documents: one path gets all of them, and its centre matters only where paths are added later.
+ENOUGH_FOR_ONE_PATH = 256
 # What one path may be given of documents that begin alike, as a multiple of an even share.
 _MANY_ALIKE = 1.5
 
@@ -100,7 +102,9 @@ def fit_corpus_router(
         sample = RouterSample(weights=corpus.lengths(), labels=labels)
         return fit_router(config, sample, modules_per_level, seed)
     if chosen is None:
-        chosen = corpus.sample(config.training_documents, seed)
+        is_one_path = math.prod(modules_per_level) == 1
+        most = ENOUGH_FOR_ONE_PATH if is_one_path else config.training_documents
+        chosen = corpus.sample(min(most, config.training_documents), seed)
     features = None
     if kind.needs_features:
         prefixes = [corpus.beginning(int(index), config.prefix_tokens) for index in chosen]
