@@ -60,7 +60,7 @@ GIVE_UP_LIMIT_S = 3.0
 
 def run_peer(settings: PeerSettings) -> int:
     """Join and train until stopped. Returns the exit code."""
-    display = Display()
+    display = Display(debug=settings.debug)
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
     invitation = given_invitation(settings.invitation)
