@@ -179,6 +179,10 @@ _LINES = {
     ),
     "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
     "successor": _successor_line,
+    "twin": lambda v: (
+        f"ANOTHER MACHINE IS THIS PEER TOO, at {v['addresses'][0]}: both do one peer's work. Stop "
+        "one and delete its identity.key"
+    ),
 }
 
 
