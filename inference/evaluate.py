@@ -22,7 +22,6 @@ import torch
 
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.base.progress import each
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.corpus import Document
 from dipaco.training.scoring import LossSum
@@ -324,13 +323,12 @@ def _groups(
     return groups
 
 
-def load_baseline(file: Path, plan: RunPlan) -> PathModel:
-    """Read a dense model of the run's shape from a safetensors file with Hugging Face names.
+def load_baseline(file: Path, model: PathModel) -> PathModel:
+    """Read a dense model, or an adapter of a whole run, into a `model` of the run's shape.
 
-    Such as `dense.safetensors` of `dipaco-simulate --dense-steps`. Raises IntegrityError if it is
-    not such a file.
+    It is a safetensors file with the model's names, such as `dense.safetensors` of
+    `dipaco-simulate --dense-steps`. Raises IntegrityError if it is not such a file.
     """
-    model = PathModel(plan.model)
     try:
         model.load_state_dict(safetensors.torch.load_file(file))
     except (OSError, safetensors.SafetensorError) as error:

@@ -105,7 +105,9 @@ def run(settings: EvaluationSettings) -> int:
         check_paths("--mix", settings.mix, source)
         if settings.fit_rerouter is not None:
             return _fit(settings, source, settings.fit_rerouter, progress)
-        baseline = load_baseline(settings.baseline, source.plan) if settings.baseline else None
+        baseline = None
+        if settings.baseline:
+            baseline = load_baseline(settings.baseline, source.path_model(device))
         rerouting = None
         if settings.reroute is not None and settings.rerouter is not None:
             rerouter = read_rerouter(settings.rerouter, source.plan).to(device)

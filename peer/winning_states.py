@@ -82,11 +82,15 @@ class WinningStates:
             link = book.heaviest(module, absent=passed_over)
             if link.step is None:
                 return None
+            reason = ""
             for way in book.vouched(link.name):
                 try:
                     return self._state_by(way, view, stored)
                 except (IntegrityError, NetworkError, ValueError) as error:
-                    logger.warning("version %d of %s: %s", link.version, module, error)
+                    # A state of some steps ago is often gone; there is another way.
+                    logger.debug("version %d of %s: %s", link.version, module, error)
+                    reason = str(error)
+            logger.warning("version %d of %s is passed over: %s", link.version, module, reason)
             passed_over.add(link.name)
         return None
 

@@ -1,4 +1,4 @@
-"""The dense baseline: one path-sized model, trained on all shards together.
+"""The dense baseline: one path-sized model, or one adapter, trained on all shards together.
 
 What a swarm is measured against: the same base model, inner optimizer and batch size, but no
 routing, no modules and no outer steps. Its rate falls to the end, because one machine is better
@@ -30,7 +30,7 @@ class DenseResult:
     """A trained dense model and how well it does."""
 
     parameters: dict[str, torch.Tensor]
-    """fp32 on the CPU, by Hugging Face names."""
+    """fp32 on the CPU, by name."""
     steps: int
     train_loss: float | None
     """Of the last inner step, nats a token."""
@@ -51,7 +51,7 @@ def train_dense(
     checkpoint: Path | None = None,
     save_every_s: float = 60.0,
 ) -> DenseResult:
-    """Train the base model for `steps` inner steps on all shards mixed, and score it.
+    """Train what paths begin with for `steps` inner steps on all shards mixed, and score it.
 
     Batches are drawn uniformly from all training sequences, each once an epoch. For the rate see
     `baseline_inner`. `on_step` is called with the number of the step and its loss.
@@ -61,7 +61,8 @@ def train_dense(
     """
     device = torch.device(device)
     plan = run.plan()
-    model = run.base_model(plan).to(device)
+    model = run.path_model(plan, device)
+    model.load_state_dict(run.first_parameters(plan))
     config = baseline_inner(plan.inner, steps, learning_rate)
     inner = InnerLoop(model, config, device, optimizer=optimizer, micro_batch_size=micro_batch_size)
     kept = DenseCheckpoint(checkpoint, plan.run_id, save_every_s) if checkpoint else None

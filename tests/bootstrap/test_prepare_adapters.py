@@ -19,6 +19,7 @@ from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan_figures import plan_figures
+from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.base_source import take_base_from_hub_cache
@@ -153,3 +154,22 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     console = Console(file=io.StringIO(), width=200)
     show_figures(figures, console)
     assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in console.file.getvalue()
+
+
+def test_a_successor_has_the_same_base(hub: Path, tmp_path: Path) -> None:
+    run, plan = prepared(tmp_path)
+    new_toml = TOML.replace('base = "OWNER/tiny"\n', "").replace("[adapters]\nrank = 4\n", "")
+    file = write_run(tmp_path, f"{new_toml}[grid]\nmodules_per_level = [2, 4]\n")
+    new = prepare(
+        file, tmp_path / "new", device=CPU, display=quiet_display(), start_in_s=60.0,
+        predecessor=open_predecessor(run.path, allow_genesis=True),
+    )  # fmt: skip
+    assert new.model.adapters == plan.model.adapters
+    assert (new.blobs.base, new.base_source) == (plan.blobs.base, plan.base_source)
+    assert (new.inner, new.outer) == (plan.inner, plan.outer)
+    first = run.genesis_state(plan, "L0.E0")
+    then = RunFolder(tmp_path / "new").genesis_state(new, "L0.E1")
+    assert torch.equal(first.parameters, then.parameters)
+    other = write_run(tmp_path, TOML.replace('base = "OWNER/tiny"\n', "").replace("= 4", "= 8"))
+    with pytest.raises(ConfigurationError, match=r"\[adapters\] differ from those of the run"):
+        load_run_config(other, plan.model)

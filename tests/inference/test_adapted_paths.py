@@ -36,6 +36,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         inner={"learning_rate": 1e-2},
     )
     arguments = [str(folder / "run"), "--rounds", "4", "--out", str(folder / "out"), "--json"]
+    arguments += ["--dense-steps", "16"]
     assert simulator_cli.main(arguments) == 0
     return folder / "out"
 
@@ -46,6 +47,7 @@ def test_paths_are_better_than_the_base(
     texts = tmp_path / "held_out.jsonl"
     texts.write_text("\n".join(json.dumps({"text": t}) for t in tiny_documents(4, 6, 1_000_003)))
     arguments = ["--state-dir", str(out), "--data", str(texts), "--json"]
+    arguments += ["--baseline", str(out / "dense.safetensors")]
     assert evaluate_cli.main(arguments) == 0
     trained = json.loads(capsys.readouterr().out)
     for module in ("L0.E0", "L1.E0", "L1.E1", "L1.E2", "L1.E3"):
@@ -59,6 +61,7 @@ def test_paths_are_better_than_the_base(
     assert evaluate_cli.main(arguments) == 0
     base = json.loads(capsys.readouterr().out)
     assert trained["perplexity"] < 0.9 * base["perplexity"]
+    assert trained["baseline_perplexity"] < base["perplexity"]
 
 
 def test_the_command_goes_on_with_a_text(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

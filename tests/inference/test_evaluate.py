@@ -95,7 +95,7 @@ def test_the_perplexity_is_the_one_that_the_simulator_reported(
     trained: tuple[Path, list[dict]],
 ) -> None:
     out, lines = trained
-    baseline = load_baseline(out / "dense.safetensors", DiskSource(out).plan)
+    baseline = load_baseline(out / "dense.safetensors", DiskSource(out).path_model(CPU))
     report = evaluate(DiskSource(out), held_out(), device=CPU, baseline=baseline).as_dict()
     assert report["perplexity"] == pytest.approx(lines[2]["validation"]["perplexity"], rel=1e-6)
     assert report["tokens"] == lines[2]["validation"]["tokens"]
@@ -278,14 +278,14 @@ def test_exactly_one_source(tmp_path: Path) -> None:
 def test_a_baseline_of_another_shape_is_refused(
     trained: tuple[Path, list[dict]], tmp_path: Path
 ) -> None:
-    plan = DiskSource(trained[0]).plan
+    source = DiskSource(trained[0])
     parameters = safetensors.torch.load_file(trained[0] / "dense.safetensors")
     parameters["model.norm.weight"] = torch.ones(3)
     safetensors.torch.save_file(parameters, tmp_path / "other.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"no")
     for name in ("other", "broken", "absent"):
         with pytest.raises(IntegrityError, match=f"{name}.safetensors"):
-            load_baseline(tmp_path / f"{name}.safetensors", plan)
+            load_baseline(tmp_path / f"{name}.safetensors", source.path_model(CPU))
 
 
 def test_the_command_prints_one_json_object(
