@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import statistics
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ DAEMON_TIMEOUT_S = 60.0
 SAMPLES = 3
 # Whether somebody answers under an own identity.
 ANSWER_S, LOOKS, LOOK_S = 5.0, 10, 0.2
+AGAIN, AGAIN_AFTER_S = 2, 3.0
 # Hivemind refuses to join beyond its own limit, measured less exactly than ours.
 JOIN_LIMIT_S = min(MAX_CLOCK_OFFSET_S, 0.9 * MAX_DHT_TIME_DISCREPANCY_SECONDS)
 
@@ -132,6 +134,11 @@ def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
     thread.start()
     try:
         found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
+        for _ in range(AGAIN):
+            # What answers may be what is left of an earlier life, for some moments.
+            if found:
+                time.sleep(AGAIN_AFTER_S)
+                found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
     except (DipacoError, OSError, TimeoutError) as error:
         logger.debug("whether the identity is free: %r", error)
         return
