@@ -279,23 +279,25 @@ class PathModel(nn.Module):
         for weight in (self._base.weights if self._base else {}).values():
             yield weight if isinstance(weight, torch.Tensor) else weight.packed
 
-    @torch.no_grad()
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """Return the model as one without adapters, fp32 by Hugging Face name; to be read.
 
         Adapters are added to the base; without a base these are the parameters.
         """
+        return dict(self.iterate_whole())
+
+    def iterate_whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what `whole_parameters` returns, one after the other: not all is in memory."""
         if self._base is None:
-            return {name: parameter.detach() for name, parameter in self.named_parameters()}
-        whole: dict[str, torch.Tensor] = {}
+            yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
+            return
         for name in self._base.weights:
             owner, leaf = self._owner(name)
             weight: torch.Tensor | Nf4Weight = getattr(owner, leaf)
             if isinstance(owner, Projection) and leaf == "weight":
-                whole[name] = owner.full_weight()
+                yield name, owner.full_weight()
             else:
-                whole[name] = weight.to(torch.float32)
-        return whole
+                yield name, weight.to(torch.float32)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, T, V] of the token after each of `tokens` [B, T]."""
