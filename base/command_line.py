@@ -210,8 +210,10 @@ def _flags(found: Sequence[Argument], parsed: argparse.Namespace) -> dict[str, A
             typed[argument.name] = [*getattr(parsed, LOOSE), *(typed[argument.name] or ())]
     # An option takes all words that follow, also what stands behind the addresses.
     lists = [words for words in typed.values() if isinstance(words, list)]
+    replaced = {a.option.instead_of for a in found if typed[a.name] is not None}
     for argument in found:
-        if argument.option.positional and typed[argument.name] is None:
+        is_wanted = argument.name not in replaced
+        if argument.option.positional and is_wanted and typed[argument.name] is None:
             holder = next((words for words in lists if words and not is_address(words[-1])), None)
             if holder is not None:
                 typed[argument.name] = argument.kind(holder.pop())

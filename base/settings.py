@@ -27,7 +27,8 @@ class Option:
     A flag is the field's name with hyphens unless `flag` says otherwise; `positional` arguments
     have none, and are named by `metavar`. `least` and `most` bound a number; `check` raises for a
     word that cannot be. Where some options of a command are `common`, `--help` shows these alone.
-    Words that no flag takes are values of a field with `loose`.
+    Words that no flag takes are values of a field with `loose`. An option with `instead_of` stands
+    in place of the positional argument of that field.
     """
 
     help: str
@@ -39,6 +40,7 @@ class Option:
     check: Callable[[str], None] | None = None
     common: bool = False
     loose: bool = False
+    instead_of: str = ""
 
 
 @dataclass(frozen=True)

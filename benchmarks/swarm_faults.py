@@ -60,6 +60,7 @@ COLUMNS = (
     "lost",
     "gone",
     "forked",
+    "outbid",
     "copies short",
     "wait",
 )
@@ -227,6 +228,7 @@ def _report(seeds: int, found: dict[str, Found], seconds: float) -> Report:
             f"{one.share('lost', 'trained'):.2%}",
             f"{one.share('gone', 'trained'):.2%}",
             f"{one.forked:.2%}",
+            f"{one.share('outbid', 'versions'):.2%}",
             f"{one.share('copies missing', 'copy samples'):.1%}",
             f"{sum(one.waits) / max(1, one.seeds):.1f}, {max(one.waits, default=0.0):.1f}",
             *(f"{one.sums[name] / rounds:.0f}" for name in ("tells", "requests")),

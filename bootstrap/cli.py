@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from dipaco.base.command_line import Command, Program
 
@@ -26,6 +27,7 @@ def run_prepare(settings: PrepareSettings) -> int:
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from dipaco.modules.device import choose_device, prepare_process
 
+    from .add_path import add_paths
     from .display import Display
     from .predecessor import open_predecessor
     from .prepare import prepare
@@ -41,19 +43,21 @@ def run_prepare(settings: PrepareSettings) -> int:
             folder = settings.out / "work" / "swarm"
             predecessor.take_states_of(settings.initial_peers, folder, display.say)
         with open_workers(settings.workers, settings.dask) as workers:
-            prepare(
-                settings.run_toml,
-                settings.out,
-                start_in_s=settings.start_in_s,
-                operator_key=settings.operator_key,
-                device=choose_device(settings.device)[0],
-                display=display,
-                predecessor=predecessor,
-                workers=workers,
-                admission=settings.admission,
-                replace=settings.replace,
-                changes=settings.changes,
-            )
+            common: dict[str, Any] = {
+                "start_in_s": settings.start_in_s,
+                "operator_key": settings.operator_key,
+                "device": choose_device(settings.device)[0],
+                "display": display,
+                "predecessor": predecessor,
+                "workers": workers,
+                "admission": settings.admission,
+                "replace": settings.replace,
+                "changes": settings.changes,
+            }
+            if settings.run_toml is None:
+                add_paths(settings.add_path, settings.out, **common)
+            else:
+                prepare(settings.run_toml, settings.out, **common)
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to continue from here", file=sys.stderr)
         raise
@@ -129,8 +133,8 @@ PREPARE = Command(
     PrepareSettings,
     run_prepare,
     summary="make tokenizer, base model, router, shards and the signed manifest of a run",
-    description="Make a run folder from a RUN.toml. May be stopped at any time; the same "
-    "command goes on where it was.",
+    description="Make a run folder from a RUN.toml, or from a run and the documents of a path to "
+    "add to it. May be stopped at any time; the same command goes on where it was.",
 )
 PLAN = Command(
     "plan",

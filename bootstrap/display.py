@@ -14,7 +14,7 @@ from rich.table import Table
 
 from dipaco.base.errors import printable
 from dipaco.base.progress import StageProgress, bar_or_lines, shown_bytes, shown_time
-from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.plan import PathShard, RunPlan
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 
@@ -44,7 +44,7 @@ class Display:
             yield progress
         self.say(f"{name}: done in {time.monotonic() - started_at:.1f} s")
 
-    def shards(self, index: ShardIndex, summaries: Sequence[PathSummary]) -> None:
+    def shards(self, shards: Sequence[PathShard], summaries: Sequence[PathSummary]) -> None:
         """Show the table of shard sizes."""
         table = Table(title="Shards", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
         for heading in ("path", "documents", "sequences", "tokens", "share", "held out"):
@@ -53,7 +53,7 @@ class Display:
         if labelled:
             table.add_column("mostly")
         total_tokens = sum(summary.train_tokens for summary in summaries)
-        for shard, summary in zip(index.paths, summaries, strict=True):
+        for shard, summary in zip(shards, summaries, strict=True):
             cells = [
                 str(shard.path),
                 f"{summary.train_documents:,}",
@@ -68,10 +68,10 @@ class Display:
         cells = [
             "all",
             f"{sum(summary.train_documents for summary in summaries):,}",
-            f"{sum(shard.train_sequences for shard in index.paths):,}",
+            f"{sum(shard.train_sequences for shard in shards):,}",
             f"{total_tokens:,}",
             "100.0%",
-            f"{sum(shard.validation_sequences for shard in index.paths):,}",
+            f"{sum(shard.validation_sequences for shard in shards):,}",
         ]
         table.add_row(*cells, *([""] if labelled else []))
         self.console.print(table)
@@ -96,6 +96,7 @@ class Display:
     def run(self, plan: RunPlan, counts: dict[str, int], folder: str) -> None:
         """Show what was made and how to start it."""
         levels = " x ".join(map(str, plan.grid.modules_per_level))
+        levels += f" and {plan.grid.added_paths} added" * bool(plan.grid.added_paths)
         starts = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(plan.start_s))
         self.say(
             f"Run {plan.name} {plan.run_id}: grid {levels}, "

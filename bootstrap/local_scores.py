@@ -82,7 +82,7 @@ class LocalScores:
             if not np.isfinite(scores).all():
                 raise ConfigurationError(
                     f"path {path} of {self._predecessor.path} gives a document no finite loss; its "
-                    f"states are of no use for a router that is trained on scores"
+                    f"states are of no use"
                 )
             _write_array(self._file(path), scores)
             progress(done, len(paths))

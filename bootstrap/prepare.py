@@ -152,7 +152,12 @@ class Preparation:
             self.device,
             self.display,
             self.workers,
+            self._copied,
         )
+
+    def _copied(self) -> tuple[int, ...]:
+        """Return the old paths that paths which are added begin as."""
+        return ()
 
     # Each stage: the hash of its inputs, and its result as the SHA-256 of a blob.
 
@@ -227,13 +232,7 @@ class Preparation:
     @cached_property
     def corpora(self) -> tuple[TokenCorpus, TokenCorpus]:
         """Stage 2: all documents as tokens, training and held-out."""
-        made_with = self.config.data.tokenizer_sha256
-        if made_with not in (None, self.tokenizer):
-            raise ConfigurationError(
-                f"the tokens of [data] were made with the tokenizer {made_with[:16]}... "
-                f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
-                f"that one as model_file under [tokenizer], or the texts"
-            )
+        self.check_tokenizer()
         chat_prefix_tokens = self.config.router.prefix_tokens if self._holds_chats else None
         stage = TokenStage(
             self.config, self.work, self.markers, self.display, self._tokens_hash,
@@ -241,6 +240,16 @@ class Preparation:
             chat_prefix_tokens,
         )  # fmt: skip
         return stage.corpora(self.predecessor)
+
+    def check_tokenizer(self) -> None:
+        """Raise ConfigurationError for tokens of another tokenizer."""
+        made_with = self.config.data.tokenizer_sha256
+        if made_with not in (None, self.tokenizer):
+            raise ConfigurationError(
+                f"the tokens of [data] were made with the tokenizer {made_with[:16]}... "
+                f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
+                f"that one as model_file under [tokenizer], or the texts"
+            )
 
     @cached_property
     def _holds_chats(self) -> bool:
@@ -414,7 +423,7 @@ class Preparation:
 
     @property
     def _paths(self) -> int:
-        return math.prod(self.config.grid.modules_per_level)
+        return self.config.grid.path_count
 
     @cached_property
     def _signed(self) -> RunPlan | None:
@@ -496,7 +505,7 @@ class Preparation:
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
         index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()
-        self.display.shards(index, summaries)
+        self.display.shards(index.paths, summaries)
         report = report_routing(plan, index, summaries)
         atomic_write(self.out / "routing.json", report.model_dump_json(indent=1).encode())
         self.display.routing(report)
@@ -507,6 +516,9 @@ class Preparation:
             )
         if self.succession:
             self.succession.say_where_it_stands(self.folder, plan)
+        self._say_how_to_start(plan, is_new)
+
+    def _say_how_to_start(self, plan: RunPlan, is_new: bool) -> None:
         self.display.run(plan, self.folder.grid(plan).parameter_counts(), str(self.out))
         if not is_new:
             self.display.say(

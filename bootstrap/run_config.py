@@ -190,7 +190,7 @@ class RunConfig(Config):
         )
 
 
-def _change(values: dict[str, Any], change: str) -> None:
+def change_value(values: dict[str, Any], change: str) -> None:
     """Set one value of a RUN.toml. Raises ConfigurationError."""
     key, equals, text = change.partition("=")
     *tables, name = key.strip().split(".")
@@ -226,7 +226,7 @@ def load_run_config(
         raise ConfigurationError(f"there is no {path}; start from a copy of examples/tiny/RUN.toml")
     values = read_toml(path)
     for change in changes:
-        _change(values, change)
+        change_value(values, change)
     if "data" not in values:
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"
@@ -241,6 +241,11 @@ def load_run_config(
     config = parse_config(RunConfig, values, str(path))
     window_stride(config.model.sequence_length, config.router.prefix_tokens)
     grid = Grid(config.model, config.grid, config.rounds.level_offsets)
+    if config.grid.added_paths:
+        raise ConfigurationError(
+            f"{path}: added_paths under [grid] is counted by 'prepare --from RUN --add-path "
+            f"NEW.jsonl'; leave it out"
+        )
     if config.router.train_paths > grid.path_count:
         raise ConfigurationError(
             f"{path}: train_paths {config.router.train_paths} under [router] is more than the "

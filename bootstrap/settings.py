@@ -23,7 +23,7 @@ RUN_TOML = Option("what the run is to be", "RUN.toml", positional=True)
 class PrepareSettings(ComputeSettings):
     """How a run is prepared, and where."""
 
-    run_toml: Annotated[Path, RUN_TOML]
+    run_toml: Annotated[Path | None, RUN_TOML] = None
     changes: Annotated[tuple[str, ...], CHANGES] = ()
     out: Annotated[Path, Option("the run folder to make", "DIR")]
     start_in_s: Annotated[
@@ -58,6 +58,15 @@ class PrepareSettings(ComputeSettings):
             flag="--from",
         ),
     ] = None
+    add_path: Annotated[
+        tuple[str, ...],
+        Option(
+            "with --from, in place of RUN.toml: add a path for the documents of each file to the "
+            "run, and leave everything else as it is",
+            "NEW.jsonl",
+            instead_of="run_toml",
+        ),
+    ] = ()
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
@@ -92,6 +101,17 @@ class PrepareSettings(ComputeSettings):
             raise ConfigurationError(
                 "--workers are processes here, --dask has workers of its own; give one of them"
             )
+        if self.add_path and self.predecessor is None:
+            raise ConfigurationError(
+                "--add-path adds a path to a finished run; give the folder of that run with --from"
+            )
+        if self.add_path and self.run_toml is not None:
+            raise ConfigurationError(
+                f"{self.run_toml} and --add-path: everything but the new path is as in the run of "
+                f"--from; leave RUN.toml out, and give what is to change with --set"
+            )
+        if not self.add_path and self.run_toml is None:
+            raise ConfigurationError("give RUN.toml, or --from RUN with --add-path NEW.jsonl")
         if self.initial_peers and self.predecessor is None:
             raise ConfigurationError(
                 "--initial-peers is for a successor of a live run; give its folder with --from"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,11 +56,13 @@ class Succession:
     device: torch.device
     display: Display
     workers: Workers
+    copied: Callable[[], tuple[int, ...]] = tuple
+    """The old paths that paths which are added now begin as."""
 
     @cached_property
     def growth(self) -> Growth:
         """How old and new modules belong together."""
-        return Growth(self.predecessor.grid, self.grid)
+        return Growth(self.predecessor.grid, self.grid, self.copied())
 
     def tokenizer(self, given: Path | None) -> str:
         """Take over the old run's tokenizer as a blob of the new run and return its SHA-256.
@@ -72,13 +75,13 @@ class Succession:
                 f"[tokenizer] model_file {given} is not the tokenizer of the run to go on with, "
                 f"and modules fit only the tokens that they were trained on; leave it out"
             )
-        return self._take(sha256)
+        return self.take(sha256)
 
     @cached_property
     def base(self) -> str:
         """The base model: the old one, or the trained model of a dense run."""
         if not self.predecessor.is_dense:
-            return self._take(self.predecessor.plan.blobs.base)
+            return self.take(self.predecessor.plan.blobs.base)
         inputs = inputs_hash("base of a dense run", self.predecessor.digests)
         if found := self.markers.done("base", inputs):
             return str(found["sha256"])
@@ -90,7 +93,7 @@ class Succession:
     def genesis(self) -> str:
         """The first state of every module as blobs, and the index that names them."""
         old = self.predecessor
-        inputs = inputs_hash("genesis", old.digests, old.plan.grid, self.grid.config)
+        inputs = inputs_hash("genesis", old.digests, old.plan.grid, self.grid.config, self.copied())
         if found := self.markers.done("genesis", inputs):
             index = json.loads(self.blobs.read(str(found["sha256"])))
             digests = check_genesis_index(index, self.grid)
@@ -107,13 +110,14 @@ class Succession:
         sha256 = self.blobs.add_bytes(canonical_json(digests))
         self.markers.mark("genesis", inputs, {"sha256": sha256})
         if given_up := self.growth.unused():
+            shown = f"{', '.join(given_up[:6])}{' ...' if len(given_up) > 6 else ''}"
             self.display.say(
                 f"{len(given_up)} modules of the old run are not taken over, because the new grid "
-                f"is smaller there: {', '.join(given_up[:6])}{' ...' if len(given_up) > 6 else ''}"
+                f"has no place for them: {shown}"
             )
         return sha256
 
-    def _take(self, sha256: str) -> str:
+    def take(self, sha256: str) -> str:
         """Copy a blob of the old run."""
         return self.blobs.add_file(self.predecessor.folder.blobs.require(sha256))
 

@@ -127,7 +127,7 @@ class Directory:
         assert self.gate is not None, "a run has a gate"
         run = KnownRun(
             run_id=self.run_id,
-            modules_per_level=tuple(grid.config.modules_per_level),
+            module_counts=grid.config.module_counts,
             private_modules=grid.path_count if grid.has_private else 0,
             buckets=bucket_count(grid.path_count),
             gate=self.gate,

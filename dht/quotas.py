@@ -58,7 +58,7 @@ class KnownRun:
     """A run whose records a node stores, and which keys it has."""
 
     run_id: str
-    modules_per_level: tuple[int, ...]
+    module_counts: tuple[int, ...]
     private_modules: int
     """As many as paths if anything is private to a path, else 0."""
     buckets: int
@@ -104,7 +104,7 @@ class KnownRun:
         level, number, private = match.groups()
         if private is not None:
             return int(private) < self.private_modules
-        levels = self.modules_per_level
+        levels = self.module_counts
         return int(level) < len(levels) and int(number) < levels[int(level)]
 
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from dipaco.modules.config import AdaptersConfig
+from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 
-from .decoder import Decoder, PathAdapters
+from .decoder import Decoder, PathAdapters, decoder_bytes
 
 
 class SharedDecoder:
@@ -23,6 +24,9 @@ class SharedDecoder:
         self, base: PathModel, scale: float, slots: int, dtype: torch.dtype = torch.float32
     ) -> None:
         self.decoder = Decoder(base, slots, dtype)
+        parameters = base_parameter_count(base.config)
+        self.size_bytes = decoder_bytes(base.config, parameters, slots, dtype)
+        """What base and caches take."""
         self.free = set(range(slots))
         self._scale = scale
         # Paths that share a module share its adapters.

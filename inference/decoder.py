@@ -474,9 +474,11 @@ def _attention(
     return mixed.transpose(1, 2).reshape(batch, length, heads * width)
 
 
-def decoder_bytes(model: ModelConfig, parameters: int, slots: int) -> int:
-    """Return what a `Decoder` takes: its parameters, a head of its own where it is tied to the
-    embedding, and its caches, at 4 bytes each."""
+def decoder_bytes(
+    model: ModelConfig, parameters: int, slots: int, dtype: torch.dtype = torch.float32
+) -> int:
+    """Return what a `Decoder` takes: its parameters as `dtype`, a head of its own where it is tied
+    to the embedding, and its caches."""
     cached = model.kv_heads * model.sequence_length * model.width_of_head
     head = model.vocabulary_size * model.hidden_size * model.tied_embedding
-    return 4 * (parameters + head + 2 * slots * model.block_count * cached)
+    return dtype.itemsize * (parameters + head) + 8 * slots * model.block_count * cached

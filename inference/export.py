@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
-from .export_adapter import Rounding, rounding
+from .export_adapter import Rounding, RoundingMeter
 from .export_gguf import check_gguf, gguf_name, modelfile, write_gguf
 from .export_tokenizer import (
     file_rows,
@@ -129,9 +129,8 @@ class Exporter:
         check_replaceable(folder, {"format": PROVENANCE_FORMAT, "run": plan.run_id})
         model = self.source.base_model(torch.device("cpu"))
         with whole_folder(folder) as staging:
-            parameters = model.whole_parameters()
             rows = file_rows(self._tokenizer, plan.model.vocabulary_size, as_in_run=True)
-            save_parameters(parameters, staging, torch.float32, rows=rows)
+            save_parameters(model.iterate_whole(), staging, torch.float32, rows=rows)
             files = checkpoint_files(
                 plan.model, self._tokenizer, torch.float32, self._exact_tokenizer, as_in_run=True
             )
@@ -195,28 +194,31 @@ class Exporter:
         assert self._share_in is not None
         parameters = state.layout.views(state.parameters)
         if len(self.source.grid.paths_of_module(state.module)) == 1:
-            self._save(parameters, folder, shard)
+            self._save(parameters.items(), folder, shard)
             return
         stored = self._share_in / self._shared_file(state)
         with storage_errors(self._share_in):
             self._share_in.mkdir(parents=True, exist_ok=True)
             if not stored.is_file():
                 partial = f".{stored.name}.tmp"
-                self._save(parameters, self._share_in, partial)
+                self._save(parameters.items(), self._share_in, partial)
                 os.replace(self._share_in / partial, stored)
         link_or_copy(stored, folder / shard)
 
     def _save(
-        self, parameters: Mapping[str, torch.Tensor], folder: Path, name: str = WEIGHTS_FILE
+        self, parameters: Iterable[tuple[str, torch.Tensor]], folder: Path, name: str = WEIGHTS_FILE
     ) -> None:
         save_parameters(parameters, folder, self.dtype, name, rows=self._rows)
 
     def _save_whole(self, path: int, folder: Path) -> None:
         self._model = assemble_path(self.source, path, model=self._model)
-        parameters = self._model.whole_parameters()
-        if self._model.base is not None:
-            self.rounding = rounding(self._model.base.weights, parameters, self.dtype)
-        self._save(parameters, folder)
+        parameters, base = self._model.iterate_whole(), self._model.base
+        if base is None:
+            self._save(parameters, folder)
+            return
+        meter = RoundingMeter(base.weights, self.dtype)
+        self._save(meter.passing(parameters), folder)
+        self.rounding = meter.rounding()
 
 
 def write_export(
@@ -274,13 +276,13 @@ def checkpoint_files(
 
 
 def save_parameters(
-    parameters: Mapping[str, torch.Tensor],
+    parameters: Iterable[tuple[str, torch.Tensor]],
     folder: Path,
     dtype: torch.dtype,
     name: str = WEIGHTS_FILE,
     rows: torch.Tensor | None = None,
 ) -> None:
-    """Write parameters as a safetensors file: the same parameters give the same bytes.
+    """Write named parameters as a safetensors file: the same ones give the same bytes.
 
     `rows` are the tokens of the run in the order of the tokenizer's file, if that is another.
 
@@ -288,7 +290,7 @@ def save_parameters(
     full.
     """
     stored = {}
-    for key, parameter in parameters.items():
+    for key, parameter in parameters:
         if rows is not None and key in (EMBEDDING, HEAD):
             parameter = parameter[rows]
         # Always a copy: parameters of a module are views of one tensor.

@@ -8,7 +8,7 @@ B, so that alpha equals r: some tools read no other number.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ _RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PEFT_PREFIX = "base_model.model."
 
 Tensors = Mapping[str, torch.Tensor]
+_Named = tuple[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -84,20 +85,32 @@ def write_peft(tensors: Tensors, alpha: float, base: str, folder: Path, dtype: t
         (folder / ADAPTER_CONFIG).write_bytes(json_bytes(_peft_config(written, base)))
 
 
-def rounding(base: Mapping[str, Weight], merged: Tensors, dtype: torch.dtype) -> Rounding:
-    """Return what is lost where the sum of base and adapters, `merged` (fp32, by name of the
-    parameter), is stored as `dtype`."""
-    weights = unchanged = 0
-    added = lost = 0.0
-    for name, whole in merged.items():
-        if whole.ndim < 2 or ".layers." not in name:
-            continue
-        stored, before = whole.to(dtype).float(), base[name].to(torch.float32)
-        weights += whole.numel()
-        unchanged += int((stored == before).sum())
-        added += float((whole - before).square().sum(dtype=torch.float64))
-        lost += float((stored - whole).square().sum(dtype=torch.float64))
-    return Rounding(unchanged / max(1, weights), math.sqrt(lost / added) if added else 0.0)
+class RoundingMeter:
+    """Measures what is lost where sums of base and adapters are stored as `dtype`."""
+
+    def __init__(self, base: Mapping[str, Weight], dtype: torch.dtype) -> None:
+        self._base, self._dtype = base, dtype
+        self._weights = self._unchanged = 0
+        self._added = self._lost = 0.0
+
+    def passing(self, merged: Iterable[_Named]) -> Iterator[_Named]:
+        """Yield the sums, fp32 with their names, and look at them meanwhile."""
+        for name, whole in merged:
+            if whole.ndim > 1 and ".layers." in name:
+                self._look(self._base[name].to(torch.float32), whole)
+            yield name, whole
+
+    def _look(self, before: torch.Tensor, whole: torch.Tensor) -> None:
+        stored = whole.to(self._dtype).float()
+        self._weights += whole.numel()
+        self._unchanged += int((stored == before).sum())
+        self._added += float((whole - before).square().sum(dtype=torch.float64))
+        self._lost += float((stored - whole).square().sum(dtype=torch.float64))
+
+    def rounding(self) -> Rounding:
+        """Return what was lost in all that passed."""
+        error = math.sqrt(self._lost / self._added) if self._added else 0.0
+        return Rounding(self._unchanged / max(1, self._weights), error)
 
 
 def _factors(tensors: Tensors, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,6 @@ rerouter serves any W. Its file is a safetensors file that names the run it was 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -140,7 +139,7 @@ def read_rerouter(file: Path, plan: RunPlan) -> Rerouter:
             f"{file} was fitted for run {str(content.get('run'))[:16]}, this is run "
             f"{plan.run_id}; fit one for it with --fit-rerouter"
         )
-    rerouter = Rerouter(plan.model, math.prod(plan.grid.modules_per_level))
+    rerouter = Rerouter(plan.model, plan.grid.path_count)
     try:
         rerouter.load_state_dict({n: torch.from_numpy(array) for n, array in arrays.items()})
     except (RuntimeError, TypeError) as error:

@@ -41,7 +41,13 @@ class ServeSettings(InferenceSettings):
         ),
     ] = None
     memory_gb: Annotated[
-        float, Option("memory for paths and their caches; at least one is held", "GB", least=0)
+        float,
+        Option(
+            "memory for paths and their caches (of adapters: beside base and caches); at least one "
+            "path is held",
+            "GB",
+            least=0,
+        ),
     ] = 4.0
     parallel: Annotated[
         int,
@@ -134,6 +140,8 @@ def run(settings: ServeSettings) -> int:
         f"memory: {settings.memory_gb:g} GB hold {min(engine.capacity, paths)} paths of "
         f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of {company} together"
     )
+    if engine.base_bytes:
+        _say(f"the base and the room for texts take {engine.base_bytes / 1e9:.1f} GB beside that")
     engine.start()
     try:
         host, port = socket.getsockname()[:2]

@@ -181,6 +181,13 @@ class GridConfig(Config):
     private_head: bool = Field(
         False, description="Each path has its own final norm and (untied) output head."
     )
+    added_paths: int = Field(
+        0,
+        ge=0,
+        le=1024,
+        description="Paths beside those of the grid, each with a module of its own in every level. "
+        "`prepare --add-path` counts them.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -189,6 +196,21 @@ class GridConfig(Config):
         if len(set(self.private_blocks)) != len(self.private_blocks):
             raise ValueError(f"private_blocks repeats a block: {self.private_blocks}")
         return self
+
+    @property
+    def combination_count(self) -> int:
+        """Paths that are combinations of modules: all but the added ones, and before them."""
+        return math.prod(self.modules_per_level)
+
+    @property
+    def path_count(self) -> int:
+        """All paths of the run."""
+        return self.combination_count + self.added_paths
+
+    @property
+    def module_counts(self) -> tuple[int, ...]:
+        """Modules of each level, with those of the added paths."""
+        return tuple(count + self.added_paths for count in self.modules_per_level)
 
 
 class InnerConfig(Config):

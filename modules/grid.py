@@ -4,7 +4,8 @@ A *level* is a run of consecutive blocks with several alternative *modules*; a *
 module of every level. What belongs to one path alone (private blocks, embedding or head) forms
 that path's private module. Modules are named `L0.E3` (level 0, alternative 3) and `P17` (private
 to path 17); a path is an integer whose digits in mixed radix are its modules, the first level
-most significant.
+most significant. Paths that were added to a finished run follow: in every level, the first of them
+has the module behind those of the grid, the second the next one.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Grid:
     ) -> None:
         self.model = model
         self.config = grid
-        self.path_count = math.prod(grid.modules_per_level)
+        self.path_count = grid.path_count
         if self.path_count > GREATEST_PATH_COUNT:
             raise ConfigurationError(
                 f"modules_per_level {grid.modules_per_level} gives {self.path_count} paths; "
@@ -141,7 +142,7 @@ class Grid:
     def _modules(self) -> tuple[str, ...]:
         shared = tuple(
             f"L{level}.E{expert}"
-            for level, count in enumerate(self.config.modules_per_level)
+            for level, count in enumerate(self.config.module_counts)
             for expert in range(count)
         )
         private = range(self.path_count) if self.has_private else ()
@@ -189,9 +190,11 @@ class Grid:
         index, expert = int(level[1:]), int(module.partition(".E")[2])
         below = math.prod(self.config.modules_per_level[index + 1 :])
         count = self.config.modules_per_level[index]
+        if expert >= count:
+            return (self.config.combination_count + expert - count,)
         return tuple(
             (above * count + expert) * below + rest
-            for above in range(self.path_count // (below * count))
+            for above in range(self.config.combination_count // (below * count))
             for rest in range(below)
         )
 
@@ -201,6 +204,9 @@ class Grid:
             raise ConfigurationError(
                 f"path {path} does not exist; this run has paths 0 to {self.path_count - 1}"
             )
+        beyond = path - self.config.combination_count
+        if beyond >= 0:
+            return tuple(count + beyond for count in self.config.modules_per_level)
         digits = []
         for count in reversed(self.config.modules_per_level):
             path, digit = divmod(path, count)
@@ -247,8 +253,7 @@ class Grid:
             self._layouts[f"L{index}"].size for index in range(len(self.config.modules_per_level))
         ]
         shared = sum(
-            size * count
-            for size, count in zip(per_level, self.config.modules_per_level, strict=True)
+            size * count for size, count in zip(per_level, self.config.module_counts, strict=True)
         )
         return {
             "path": sum(per_level) + private,

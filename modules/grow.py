@@ -6,7 +6,9 @@ parameter by its name. Pure, and the same on every machine.
 
 * A new path comes from one old path: level by level, alternative e of n takes the old
   alternative e * old_n // n; between grids of different numbers of levels, path p of n comes from
-  the old path p * old_n // n.
+  the old path p * old_n // n. Paths that were added to either grid are not counted here.
+* An added path comes from the same added path of the old run, and a new one from the old path that
+  it is to be a copy of.
 * A parameter that is private in the new run is that of the old path.
 * A parameter that is shared in both is that of the old module that all paths through the new one
   come from, else of alternative e * old_n // n of the old level.
@@ -17,7 +19,7 @@ The same holds for parameters and outer momentum; a state begins with version 0 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -33,10 +35,11 @@ LoadState = Callable[[str], ModuleState]
 class Growth:
     """How the modules of `new` come from those of `old`.
 
-    Raises ConfigurationError when the paths of the two are different models.
+    `copied` are the old paths that those which are added now begin as. Raises ConfigurationError
+    when the paths of the two are different models.
     """
 
-    def __init__(self, old: Grid, new: Grid) -> None:
+    def __init__(self, old: Grid, new: Grid, copied: Sequence[int] = ()) -> None:
         differing = sorted(
             name
             for name in type(old.model).model_fields
@@ -49,18 +52,23 @@ class Growth:
                 f"trained with {getattr(old.model, name)}; write {name} = "
                 f"{getattr(old.model, name)} under [model], or leave it out"
             )
+        if new.config.added_paths > old.config.added_paths + len(copied):
+            raise ValueError("it is not said what an added path is a copy of")
         self.old = old
         self.new = new
+        self._of_added = (*range(old.config.combination_count, old.path_count), *copied)
         self._old_level = {
             name: level for level in old.level_names for name in old.layout(level).names
         }
 
     def origin_path(self, path: int) -> int:
         """Return the old path that a new path comes from."""
-        old_counts = self.old.config.modules_per_level
-        new_counts = self.new.config.modules_per_level
+        old, new = self.old.config, self.new.config
+        if path >= new.combination_count:
+            return self._of_added[path - new.combination_count]
+        old_counts, new_counts = old.modules_per_level, new.modules_per_level
         if len(old_counts) != len(new_counts):
-            return path * self.old.path_count // self.new.path_count
+            return path * old.combination_count // new.combination_count
         origin = 0
         for digit, old_count, new_count in zip(
             self.new.digits(path), old_counts, new_counts, strict=True

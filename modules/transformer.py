@@ -279,23 +279,25 @@ class PathModel(nn.Module):
         for weight in (self._base.weights if self._base else {}).values():
             yield weight if isinstance(weight, torch.Tensor) else weight.packed
 
-    @torch.no_grad()
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """Return the model as one without adapters, fp32 by Hugging Face name; to be read.
 
         Adapters are added to the base; without a base these are the parameters.
         """
+        return dict(self.iterate_whole())
+
+    def iterate_whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what `whole_parameters` returns, one after the other: not all is in memory."""
         if self._base is None:
-            return {name: parameter.detach() for name, parameter in self.named_parameters()}
-        whole: dict[str, torch.Tensor] = {}
+            yield from ((name, parameter.detach()) for name, parameter in self.named_parameters())
+            return
         for name in self._base.weights:
             owner, leaf = self._owner(name)
             weight: torch.Tensor | Nf4Weight = getattr(owner, leaf)
             if isinstance(owner, Projection) and leaf == "weight":
-                whole[name] = owner.full_weight()
+                yield name, owner.full_weight()
             else:
-                whole[name] = weight.to(torch.float32)
-        return whole
+                yield name, weight.to(torch.float32)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return logits [B, T, V] of the token after each of `tokens` [B, T]."""
@@ -308,12 +310,18 @@ class PathModel(nn.Module):
             return product(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden)
 
-    def hidden_states(self, tokens: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    def hidden_states(
+        self,
+        tokens: torch.Tensor,
+        seen: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
         """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1).
 
         `seen` is which position sees which, bool [B, 1, T, T]; None: all that is before it.
+        `rotation` is `rotation_of` the length; whoever compiles this gives it.
         """
-        rotation = self._rotation(tokens.shape[1], tokens.device)
+        rotation = rotation or rotation_of(self.config, tokens.shape[1], tokens.device)
         hidden = self.model.embed_tokens(plain_tokens(tokens))
         for block in self.model.layers:
             if self.recomputes and torch.is_grad_enabled():
@@ -324,14 +332,17 @@ class PathModel(nn.Module):
                 hidden = block(hidden, rotation, seen)
         return hidden
 
-    def _rotation(self, length: int, device: torch.device) -> Rotation:
-        """Return cosines and sines of the positions below `length` in fp32, [T, D/2].
 
-        Computed in each pass: they cost nothing beside a block, and no buffer can get stale.
-        """
-        positions = torch.arange(length, device=device, dtype=torch.float32)
-        angles = positions[:, None] * rotary_frequencies(self.config, device)
-        return angles.cos(), angles.sin()
+def rotation_of(config: ModelConfig, length: int, device: torch.device) -> Rotation:
+    """Return cosines and sines of the positions below `length` in fp32, [T, D/2].
+
+    Computed in each pass: they cost nothing beside a block, and no buffer can get stale. Not within
+    what is compiled, where each block would compute them anew for each number that it turns: on an
+    H100 a quarter of a step.
+    """
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = positions[:, None] * rotary_frequencies(config, device)
+    return angles.cos(), angles.sin()
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> torch.Tensor:

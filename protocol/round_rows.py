@@ -64,10 +64,11 @@ class RoundRows:
         """Return the rows of a round that stand on a step, by peer."""
         return self._rows.get((round_index, parent), {})
 
-    def ready(self, round_index: int, parent: str, state: str) -> dict[str, Row]:
-        """Return those whose files are here, and that name a state; `state` is empty where this
-        peer has none: then those of the state that most rows name."""
-        found = {p: r for p, r in self.behind(round_index, parent).items() if r.name in self.here}
+    def standing(self, round_index: int, parent: str, state: str) -> dict[str, Row]:
+        """Return those behind a step that name a state and whose files are not refused; `state` is
+        empty where this peer has none: then those of the state that most rows name."""
+        rows = self.behind(round_index, parent)
+        found = {peer: row for peer, row in rows.items() if row.name not in self.refused}
         if not state:
             named = [row.state for row in found.values()]
             state = min(named, key=lambda digest: (-named.count(digest), digest), default="")
@@ -103,11 +104,12 @@ class RoundRows:
         return tuple(missing)
 
     def missing(self, step: Step | None) -> tuple[Row, ...]:
-        """Return the rows of a step whose files may still come; none where one is refused."""
-        rows = step.rows if step is not None else ()
-        if any(row.name in self.refused for row in rows):
-            return ()
-        return tuple(row for row in rows if row.name not in self.here)
+        """Return the rows of a step whose files are not here."""
+        return tuple(row for row in step.rows if row.name not in self.here) if step else ()
+
+    def is_refused(self, step: Step | None) -> bool:
+        """Tell whether a file in a step is no contribution."""
+        return step is not None and any(row.name in self.refused for row in step.rows)
 
     def gather_failed(self, row: Row, *, is_refused: bool) -> None:
         """Nobody gave a file, and it may be asked for again; or it is no contribution."""

@@ -128,6 +128,7 @@ class KMeansRouter(FeatureRouter):
     """
 
     kind = "kmeans"
+    kind_with_path = "kmeans"
 
     def __init__(
         self, mean: np.ndarray, scale: np.ndarray, centroids: np.ndarray, biases: np.ndarray
@@ -179,6 +180,19 @@ class KMeansRouter(FeatureRouter):
             points, path_count, seed=seed, balanced=balanced, weights=weights, restarts=restarts
         )
         return cls(mean, scale, centroids, biases)
+
+    def with_path(self, features: np.ndarray) -> KMeansRouter:
+        """Return this router with one centroid more: the mean of the features.
+
+        Its bias is 0, the mean of those of a balanced fit.
+        """
+        centroid = self._standardised(features).mean(axis=0)
+        return KMeansRouter(
+            self._mean,
+            self._scale,
+            np.vstack([self._centroids, centroid]),
+            np.append(self._biases, 0.0),
+        )
 
     @property
     def path_count(self) -> int:

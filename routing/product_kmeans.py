@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases, squared_distances
-from .kmeans import cluster_means, fit_kmeans
+from .kmeans import KMeansRouter, cluster_means, fit_kmeans
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 
@@ -30,6 +31,7 @@ class ProductKMeansRouter(FeatureRouter):
     """
 
     kind = "product_kmeans"
+    kind_with_path = "kmeans"
 
     def __init__(
         self,
@@ -102,6 +104,15 @@ class ProductKMeansRouter(FeatureRouter):
             loads = np.ones(len(points)) if weights is None else np.asarray(weights, np.float64)
             codebooks, biases = _balanced(points, codebooks, loads)
         return cls(mean, scale, codebooks, biases)
+
+    def with_path(self, features: np.ndarray) -> KMeansRouter:
+        """Return the same routing as a router of kind "kmeans", with one centroid more.
+
+        The slices lie side by side, so a path's centroid is its modules' rows one after another.
+        """
+        centroids = [np.concatenate(rows) for rows in itertools.product(*self._codebooks)]
+        router = KMeansRouter(self._mean, self._scale, np.stack(centroids), self._biases)
+        return router.with_path(features)
 
     @property
     def path_count(self) -> int:

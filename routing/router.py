@@ -117,6 +117,8 @@ class Router(ABC):
     """Whether `Prefixes.labels` must be given."""
     fitted_on_scores: ClassVar[bool] = False
     """Whether fitting needs what trained paths make of the documents (`RouterSample.nll`)."""
+    kind_with_path: ClassVar[str | None] = None
+    """The kind that this one becomes by `with_path`; None if no path can be added to it."""
 
     @classmethod
     @abstractmethod
@@ -129,6 +131,14 @@ class Router(ABC):
         Raises ConfigurationError if the sample cannot give such a router, and tells what would
         help.
         """
+
+    def with_path(self, features: np.ndarray) -> Router:
+        """Return a router with one path more, for documents of these features, float32 [N, H].
+
+        What the other paths cost a document stays as it is. Raises as `costs` does, and ValueError
+        if this kind has no `kind_with_path`.
+        """
+        raise ValueError(f"no path can be added to a router of kind '{self.kind}'")
 
     @property
     @abstractmethod

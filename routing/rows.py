@@ -52,7 +52,7 @@ def rows_of(
         begin = file.read(8)
         file.seek(0)
         if not begin:
-            raise CorpusError(f"{name} is empty; remove it from [data] or make it again")
+            raise CorpusError(f"{name} is empty; leave it out or make it again")
         form = "parquet" if begin.startswith(b"PAR1") else form_of(name)
         if form is None:
             raise CorpusError(f"{name} has an ending this version cannot read; it reads {READABLE}")

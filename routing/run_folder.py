@@ -103,7 +103,7 @@ class RunFolder:
     def shard_index(self, plan: RunPlan) -> ShardIndex:
         """Return what each path's shard is. Raises IntegrityError if it does not fit the plan."""
         index = self._read_shard_index(plan.blobs.shards)
-        paths = int(np.prod(plan.grid.modules_per_level))
+        paths = plan.grid.path_count
         if len(index.paths) != paths or index.sequence_length != plan.model.sequence_length:
             raise IntegrityError(
                 f"the shard index of {self.path} describes {len(index.paths)} paths of "
@@ -200,7 +200,7 @@ class RunFolder:
     def router(self, plan: RunPlan) -> Router:
         """Return the router. Raises IntegrityError if it is not for this many paths."""
         router = load_router(self.blobs.read(plan.blobs.router))
-        paths = int(np.prod(plan.grid.modules_per_level))
+        paths = plan.grid.path_count
         if router.path_count != paths:
             raise IntegrityError(
                 f"the router of {self.path} knows {router.path_count} paths, the plan {paths}; "

@@ -35,7 +35,14 @@ from dipaco.modules.memory import (
     head_bytes,
     is_out_of_memory,
 )
-from dipaco.modules.transformer import PathModel, head_losses, head_pieces, target_mask
+from dipaco.modules.transformer import (
+    PathModel,
+    Rotation,
+    head_losses,
+    head_pieces,
+    rotation_of,
+    target_mask,
+)
 
 from .muon import Muon, is_for_muon
 
@@ -227,7 +234,9 @@ class InnerLoop:
         total = torch.zeros((), device=self.device)
         for piece in pieces:
             tokens = sent(piece, self.device)
-            hidden = blocks(tokens, documents_apart(tokens) if apart else None)
+            seen = documents_apart(tokens) if apart else None
+            rotation = rotation_of(self.model.config, tokens.shape[1], self.device)
+            hidden = blocks(tokens, seen, rotation)
             gradients: list[torch.Tensor] = []
             for part, wanted in head_pieces(self.model.config, hidden.detach(), tokens):
                 loss = head(part.requires_grad_(), wanted) / targets
@@ -238,9 +247,11 @@ class InnerLoop:
             hidden.backward(torch.cat(gradients).view_as(hidden))
         return total
 
-    def _blocks(self, tokens: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    def _blocks(
+        self, tokens: torch.Tensor, seen: torch.Tensor | None, rotation: Rotation
+    ) -> torch.Tensor:
         with autocast_for(self.device, self.dtype):
-            return self.model.hidden_states(tokens, seen)
+            return self.model.hidden_states(tokens, seen, rotation)
 
     def _head(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with autocast_for(self.device, self.dtype):

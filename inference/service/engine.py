@@ -72,6 +72,8 @@ class Engine:
         shared = None
         if self.plan.model.adapters is not None:
             shared = shared_decoder(self._router.base_model, self.plan.model.adapters, limits.slots)
+        self.base_bytes = shared.size_bytes if shared is not None else 0
+        """Of a run with adapters, what its base and the caches of texts take."""
         self.path_bytes, self.capacity = self._room()
         self._inbox: queue.SimpleQueue[Work | News | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -100,15 +102,15 @@ class Engine:
 
     def _room(self) -> tuple[int, int]:
         """Return the bytes of a path in memory, and how many paths there is room for."""
-        model, limits = self.plan.model, self.limits
-        whole = decoder_bytes(model, base_parameter_count(model), limits.slots)
+        model, memory_bytes = self.plan.model, self.limits.memory_bytes
         if model.adapters is None:
-            return whole, max(1, limits.memory_bytes // whole)
-        # The base and the caches are there once.
-        counts, left = self.grid.parameter_counts(), limits.memory_bytes - whole
-        if 4 * counts["total"] <= left:
+            path_bytes = decoder_bytes(model, base_parameter_count(model), self.limits.slots)
+            return path_bytes, max(1, memory_bytes // path_bytes)
+        # Base and caches are there in any case, once; what paths share is too.
+        counts = self.grid.parameter_counts()
+        if 4 * counts["total"] <= memory_bytes:
             return 4 * counts["path"], self.grid.path_count
-        return 4 * counts["path"], max(1, left // (4 * counts["path"]))
+        return 4 * counts["path"], max(1, memory_bytes // (4 * counts["path"]))
 
     def start(self) -> None:
         """Begin."""

@@ -55,13 +55,15 @@ class Copies:
         return keepers(followed.module, filter(known.is_callable, here), 1) == (known.me,)
 
     def _copies(self, followed: FollowedModule) -> set[str]:
-        """Return who announces a state that is hardly older and can be called, or trains."""
-        known, trainers = self._known, self._known.trainers(followed.module)
+        """Return who announces a state that is hardly older and can be called, or trains; nobody
+        who computed another state of the same step."""
+        known, trainers, own = self._known, self._known.trainers(followed.module), followed.head
         oldest = followed.link.round_index - ROUNDS_BEHIND
         found = {
             holding.peer_id
             for holding in known.view.holdings.get(followed.module, ())
-            if holding.head.round_index >= oldest or holding.peer_id in trainers
+            if (holding.head.round_index >= oldest or holding.peer_id in trainers)
+            and (own is None or holding.head.step != own.step or holding.head.digest == own.digest)
         }
         return {peer for peer in found | {known.me} if known.is_callable(peer)}
 

@@ -31,7 +31,7 @@ from dipaco.protocol.round_rows import RoundRows
 from . import actions as a
 from . import events as e
 from .contributors import Contributors
-from .knowledge import Knowledge
+from .knowledge import CANNOT_BE_CALLED, Knowledge
 from .module_chain import ModuleChain
 from .proposing import MAILBOXES, Proposing, Role, Round
 from .taking import Stage, Taking
@@ -186,6 +186,7 @@ class FollowedModule:
             for holding in view.holdings.get(self.module, ())
             if holding.head.rank < mine
             and holding.peer_id != known.me
+            and view.reachable(holding.peer_id) not in CANNOT_BE_CALLED
             and holding.head.step not in passed_over
         }
         # The longest unasked first: what some say of their chains may be untrue.
@@ -252,7 +253,6 @@ class FollowedModule:
         """End the round here without a step: `anchor - local` still holds all work."""
         if self.round.is_open:
             self.round.is_open = False
-            self._pass_over_who_withholds()
             expected = len(self._proposing.awaited())
             self.known.do(a.CarryOn(self.module, self.round.index, reason, expected))
 
@@ -350,6 +350,7 @@ class FollowedModule:
     def hear_steps(self, steps: Iterable[Step], teller: str) -> None:
         """Steps of others are here, oldest first: they may make a chain heavier than the own."""
         for step in steps:
+            is_new = step.name not in self.chain.book
             try:
                 is_added = self.chain.book.add(step)
             except ValueError:
@@ -359,6 +360,8 @@ class FollowedModule:
                     self.ask(teller)
                 return
             self._note_teller(step.name, teller)
+            if is_new and step.parent == self.stand and (missing := self._rows.missing(step)):
+                self._gather_for_step(missing, step.name)
         self.last_told_s = self.known.now_s
         ready = self.ready.step if self.ready is not None else ""
         if self.chain.trim({name for name in (self._taking.target, ready) if name}):
@@ -389,7 +392,7 @@ class FollowedModule:
 
     def consider(self) -> None:
         """Take the heaviest chain if it is not the own, nor on top of what is being taken."""
-        taking, best = self._taking, self._heaviest_here()
+        taking, best = self._taking, self._heaviest()
         if taking.stage is not Stage.IDLE:
             target = self.chain.book.link(taking.target)
             is_on_top = target.version > 0 and self.chain.book.stands_on(best.name, target.name)
@@ -411,16 +414,26 @@ class FollowedModule:
             return
         taking.begin(best)
 
-    def _heaviest_here(self) -> Link:
-        """Return the heaviest chain; a next step counts as soon as its files are here, and until
-        then nobody waits for it: a file in it may be given to nobody."""
+    def _heaviest(self) -> Link:
+        """Return the heaviest chain without what is known not to be had: a step with a file that
+        is no contribution, or one that lacks the file of a peer that keeps files back.
+
+        A mailbox computes nothing, so another step of the last round or the next one counts for it
+        once it has all files.
+        """
         while True:
             best = self.chain.heaviest()
-            missing = self._rows.missing(best.step) if best.parent == self.stand else ()
-            if not missing:
+            is_near = best.name != self.stand and best.parent in (self.stand, self.link.parent)
+            missing = self._rows.missing(best.step) if is_near else ()
+            if self.role is not Role.MAILBOX:
+                missing = tuple(r for r in missing if self._proposing.is_withholding(r.peer))
+            if self._rows.is_refused(best.step):
+                self.chain.refuse(best.name)
+            elif missing:
+                self.chain.leave(best.name)
+                self._gather_for_step(missing, best.name)
+            else:
                 return best
-            self.chain.leave(best.name)
-            self._gather_for_step(missing, best.name)
 
     def _know(self, link: Link) -> None:
         """Of a mailbox: know the chain, without a state."""
@@ -443,22 +456,11 @@ class FollowedModule:
         is_round = round_.is_open and head.round_index >= round_.index
         round_.is_open = round_.is_open and not is_round
         is_own_in = any(known.me in step.peers for step in steps)
-        self._pass_over_who_withholds()
         expected, step = len(self._proposing.awaited()), book.link(head.step).step
         known.do(a.Adopt(head, step, is_round, expected, is_own_in))
         self.chain.serve(head.step)
         self.chain.take(head)
         self._forget_gone()
-
-    def _pass_over_who_withholds(self) -> None:
-        """A round ends: whose files did not come, although they are in a step of it, is not waited
-        for in the next ones."""
-        book = self.chain.book
-        for name in self.chain.absent:
-            step = book.link(name).step
-            if step is not None and step.parent == self.stand:
-                for row in self._rows.missing(step):
-                    self._proposing.withheld(row.peer)
 
     def _forget_gone(self) -> None:
         for step in [step for step in self._tellers if step not in self.chain.book]:

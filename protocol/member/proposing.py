@@ -1,7 +1,6 @@
 """Who makes the step of a round, when, and when it is taken (design 4.3, gather).
 
-    from the boundary    the first mailbox, once it has the files of all who are awaited, also where
-                         a step with fewer rows was proposed
+    from the boundary    the first mailbox, once it has the files of all who are awaited
     shortly before G     anybody who has more rows than what was proposed
     from G on            the first mailbox with what it has; the next one after each `grace_s`
 
@@ -111,6 +110,10 @@ class Proposing:
         if peer != self._known.me:
             self._withheld[peer] = self._round.index + WITHHELD_ROUNDS
 
+    def is_withholding(self, peer: str) -> bool:
+        """Tell whether a peer is passed over."""
+        return peer in self._passed_over()
+
     def gave(self, peer: str) -> None:
         """Count a peer again: its file came."""
         self._withheld.pop(peer, None)
@@ -129,10 +132,21 @@ class Proposing:
 
     def ready_rows(self) -> dict[str, Row]:
         """Return the rows of this round that stand where this peer stands, with files here."""
+        here = self._rows.here
+        return {peer: row for peer, row in self._standing().items() if row.name in here}
+
+    def _standing(self) -> dict[str, Row]:
+        """Return the rows of this round that stand where this peer stands, and may be in a step."""
         head, over = self._chain.head, self._passed_over()
         state = head.digest if head is not None else ""
-        ready = self._rows.ready(self._round.index, self._chain.stand, state)
-        return {peer: row for peer, row in ready.items() if peer not in over}
+        rows = self._rows.standing(self._round.index, self._chain.stand, state)
+        return {peer: row for peer, row in rows.items() if peer not in over}
+
+    def _voters(self) -> frozenset[str]:
+        """Return of whom a proposal needs more than half: the voters, and who trains the module and
+        has told a row of this round. Slow files are no reason to step without most others."""
+        chain, trainers = self._chain, self._known.trainers(self._chain.module)
+        return chain.voters(chain.stand) | trainers & self._standing().keys()
 
     def _heard(self) -> set[str]:
         """Return whose rows of this round are known and will get no better: the files of the others
@@ -155,15 +169,14 @@ class Proposing:
         best = self._chain.heaviest()
         if best.weight >= link.weight + len(rows):
             return None
-        if not may_propose(rows.keys(), self._chain.voters(link.name), round_.in_vain):
+        if not may_propose(rows.keys(), self._voters(), round_.in_vain):
             return None
-        is_proposed = best.parent == link.name and best.round_index == round_.index
         late_s = known.now_s - self.due_s(round_.index)
-        may_outbid = is_proposed and late_s >= -OUTBID_GRACES * known.grace_s
-        if (is_proposed and late_s >= 0) or not (may_outbid or self._is_my_turn(late_s)):
-            return None
-        step = Step.of(self._chosen(list(rows.values())))
-        return None if step.name in self._chain.absent else step
+        if best.parent == link.name and best.round_index == round_.index:
+            is_due = -OUTBID_GRACES * known.grace_s <= late_s < 0
+        else:
+            is_due = self._is_my_turn(late_s)
+        return Step.of(self._chosen(list(rows.values()))) if is_due else None
 
     def _is_my_turn(self, late_s: float) -> bool:
         known, boxes = self._known, self.mailboxes()

@@ -3,10 +3,11 @@
 See design 4.3, gather, and design 4.4, chain. Pure.
 
                                        enough
-    to propose a step                  more than half of the voters, or no voter, or two rounds
-                                       that brought no step
-    to overrule a held-out loss, or    more than half of the voters, and at least one
-    the digest that was computed here
+    to propose a step                  more than half of the voters and of those who have told a row
+                                       of the round, or two rounds that brought no step
+    to overrule a held-out loss        more than half of the voters, and at least one
+    to overrule the digest that was    more than half of the voters, this peer counted in
+    computed here
     to vouch for a state               half of those who contributed before (`ChainBook.vouched`)
 
 The *voters* are those who contributed to the last steps and still train the module.

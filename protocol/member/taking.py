@@ -133,7 +133,7 @@ class Taking:
 
     def _is_wrong_here(self, link: Link) -> bool:
         """Tell whether most others name another state: then it is this machine that is wrong."""
-        voters = self._chain.voters(link.parent)
+        voters = self._chain.voters(link.parent) | {self._known.me}
         if link.step is None or not is_majority(link.step.peers, voters):
             return False
         what = f"{self._chain.module}: this machine computed another state than most others"

@@ -7,13 +7,17 @@ a state that was fetched; a member answers every turn and never raises), `livene
 every module that is trained steps in every round) and `copies` (at rest three hold the head where
 three can be reached).
 
-Counted: what became of the work (`work`), forked versions, adopted steps, samples of copies two
-rounds after a step, and messages, requests and bytes of an honest trainer in a round.
+Counted: what became of the work (`work`), forked versions and those of them in which a step took
+the place of one whose rows it holds as well (*outbid*: no work is lost by it), adopted steps,
+samples of copies two rounds after a step, and messages, requests and bytes of an honest trainer in
+a round.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dipaco.protocol.chain import Head, Row
@@ -254,7 +258,8 @@ class Invariants:
         for module, victim in self.victims.items():
             self._count_victim(finals[module], victim)
         figures["versions"] = len(self._versions)
-        figures["forked"] = sum(len(steps) > 1 for steps in self._versions.values())
+        forks = [steps for steps in self._versions.values() if len(steps) > 1]
+        figures["forked"], figures["outbid"] = len(forks), sum(map(self._is_outbid, forks))
         for machine in world.machines.values():
             if machine.is_honest and machine.trains:
                 traffic = machine.link.traffic
@@ -265,6 +270,12 @@ class Invariants:
                 for verb in traffic.sent:
                     if verb != "views":
                         figures["bytes"] += traffic.sent[verb]
+
+    def _is_outbid(self, steps: Iterable[str]) -> bool:
+        """Tell whether of some steps each holds the rows of the lighter ones, and more."""
+        links = sorted((self._world.book.link(step) for step in steps), key=lambda link: link.rank)
+        made = [link.step for link in reversed(links) if link.step is not None]
+        return all(set(a.rows) < set(b.rows) for a, b in itertools.pairwise(made))
 
     def _count_victim(self, final: str, victim: str) -> None:
         """Count the steps from the victim's first one on, and those that leave it out."""

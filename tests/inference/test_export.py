@@ -82,7 +82,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model: dict[str, Any])
     files = checkpoint_files(plan.model, source.blob(plan.blobs.tokenizer), torch.float32)
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    save_parameters(dict(ours.named_parameters()), tmp_path, torch.float32)
+    save_parameters(ours.named_parameters(), tmp_path, torch.float32)
     tokens = some_tokens(plan.model.vocabulary_size, plan.model.sequence_length)
     with torch.no_grad():
         expected = ours(tokens)
@@ -122,7 +122,7 @@ def test_parameters_can_be_stored_in_half_the_bytes(
 
 def test_numbers_that_half_precision_cannot_hold_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'w' has numbers that float16 cannot hold"):
-        save_parameters({"w": torch.tensor([1e6])}, tmp_path, torch.float16)
+        save_parameters([("w", torch.tensor([1e6]))], tmp_path, torch.float16)
 
 
 def test_the_same_states_give_the_same_bytes(trained: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
 from dipaco.inference import evaluate_cli, export_cli, generate_cli
-from dipaco.inference.export_adapter import Rounding, rounding, written_rank
+from dipaco.inference.export_adapter import Rounding, RoundingMeter, written_rank
 from dipaco.inference.export_router import begin_row, linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import AdaptersConfig
@@ -132,10 +132,14 @@ def test_what_rounding_loses_is_measured() -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     base = {name: torch.ones(1, 2), "model.embed_tokens.weight": torch.ones(9, 2)}
     merged = {**base, name: torch.tensor([[1 + 2**-9, 1.5]])}
-    found = rounding(base, merged, torch.bfloat16)
+    meter = RoundingMeter(base, torch.bfloat16)
+    assert dict(meter.passing(merged.items())) == merged
+    found = meter.rounding()
     assert found.unchanged == 0.5
     assert abs(found.error - 2**-8) < 1e-5
-    assert rounding(base, base, torch.bfloat16) == Rounding(1.0, 0.0)
+    same = RoundingMeter(base, torch.bfloat16)
+    assert len(dict(same.passing(base.items()))) == 2
+    assert same.rounding() == Rounding(1.0, 0.0)
 
 
 def test_everything_with_a_router_that_needs_no_dipaco(folder: Path, tmp_path: Path) -> None:

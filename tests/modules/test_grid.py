@@ -55,6 +55,19 @@ def test_private_modules_come_last() -> None:
     assert grid.level_offset("L0") == pytest.approx(1 / 3)
 
 
+def test_an_added_path_has_a_module_of_its_own_in_every_level() -> None:
+    grid = grid_of(modules_per_level=(2, 3), private_head=True, added_paths=2)
+    assert (grid.path_count, grid.config.combination_count) == (8, 6)
+    assert grid.modules_of_path(5) == ("L0.E1", "L1.E2", "P5")
+    assert grid.modules_of_path(6) == ("L0.E2", "L1.E3", "P6")
+    assert grid.modules_of_path(7) == ("L0.E3", "L1.E4", "P7")
+    assert grid.paths_of_module("L1.E4") == (7,)
+    assert grid.paths_of_module("L0.E1") == (3, 4, 5)
+    assert not grid.has_module("L0.E4")
+    sizes = [grid.layout(module).size for module in grid.modules()]
+    assert grid.parameter_counts()["total"] == sum(sizes)
+
+
 def test_where_embedding_norm_and_head_belong() -> None:
     untied = small_model(tied_embedding=False)
     shared = grid_of(untied)
@@ -157,6 +170,7 @@ def test_every_parameter_belongs_to_exactly_one_module_of_a_path(data: st.DataOb
         private_blocks=tuple(data.draw(st.sets(st.integers(0, blocks - 1)))),
         private_embedding=data.draw(st.booleans()),
         private_head=data.draw(st.booleans()),
+        added_paths=data.draw(st.integers(0, 2)),
     )
     try:
         grid = Grid(model, config)
@@ -175,7 +189,7 @@ def test_every_parameter_belongs_to_exactly_one_module_of_a_path(data: st.DataOb
         paths = grid.paths_of_module(module)
         assert list(paths) == sorted(set(paths))
         assert all(module in grid.modules_of_path(other) for other in paths)
-    assert math.prod(config.modules_per_level) == grid.path_count
+    assert math.prod(config.modules_per_level) + config.added_paths == grid.path_count
     for level in grid.level_names:
         of_level = [m for m in grid.modules() if grid.level_of(m) == level]
         covered = sorted(path for m in of_level for path in grid.paths_of_module(m))

@@ -96,6 +96,29 @@ def test_every_path_of_a_grown_grid_begins_as_its_origin() -> None:
     assert growth.unused() == ()
 
 
+def test_an_added_path_begins_as_a_copy_and_the_others_go_on() -> None:
+    fields = {"private_blocks": (1,), "private_embedding": True}
+    old, new = grid_of((2, 2), added_paths=1, **fields), grid_of((2, 2), added_paths=3, **fields)
+    before = trained(old)
+    growth = Growth(old, new, copied=(2, 4))
+    after = {state.module: state for state in growth.states(before.__getitem__)}
+    assert [growth.origin_path(path) for path in range(7)] == [0, 1, 2, 3, 4, 2, 4]
+    for path in range(7):
+        origin = model_of(old, growth.origin_path(path), before)
+        assert all(torch.equal(v, origin[n]) for n, v in model_of(new, path, after).items())
+    for module in old.modules():
+        assert torch.equal(after[module].parameters, before[module].parameters)
+        assert torch.equal(after[module].momentum, before[module].momentum)
+    assert torch.equal(after["L1.E3"].momentum, before["L1.E0"].momentum)
+    assert growth.unused() == ()
+
+
+def test_another_grid_has_no_place_for_added_paths() -> None:
+    old, new = grid_of((2, 2), added_paths=1), grid_of((4, 2))
+    assert Growth(old, new).unused() == ("L0.E2", "L1.E2")
+    assert Growth(old, grid_of((8,))).origin_path(7) == 3
+
+
 def test_paths_survive_another_number_of_levels() -> None:
     flat, grid = grid_of((4,)), grid_of((2, 2))
     before, after = grown(grid, flat)

@@ -63,9 +63,7 @@ def test_the_next_mailbox_proposes_when_it_hears_nothing() -> None:
     member.wait(GATHER_S + GRACE_S - 0.1)
     assert member.proposed() == []
     member.wait(0.2)
-    for ask in member.take(a.Ask):
-        member.module.handle(e.Failed(ask, "it is silent"))
-    member.wait(0.2)
+    member.nobody_answers()
     assert len(member.proposed()) == 1
 
 
@@ -201,6 +199,39 @@ def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
     member.module.hear_steps([Step.of(rows)], first)
     (fetch,) = member.take(a.FetchState)
     assert (fetch.head.step, fetch.head.digest) == (silent.name, name(silent.name))
+
+
+def test_who_kept_a_file_back_is_waited_for_once() -> None:
+    """Another step with that file counts only once it is here; any other step counts at once."""
+    first, second = first_and_second()
+    member = Trainer(second, "ABCD")
+    silent = Step.of([member.row(peer) for peer in "ABCD"])
+    member.module.hear_steps([silent], first)
+    member.gathered(*[row for row in silent.rows if row.peer != first])
+    assert member.chain.heaviest().name == silent.name
+    for _ in range(9):
+        member.wait(GATHER_S / 4)
+    assert member.chain.heaviest().name == member.module.stand
+    again = Step.of([member.row(peer) for peer in "ABC"])
+    assert first in again.peers
+    member.module.hear_steps([again], first)
+    assert member.chain.heaviest().name == member.module.stand
+    member.gathered(member.row(first))
+    assert member.chain.heaviest().name == silent.name
+
+
+def test_slow_files_are_no_reason_to_step_without_most_others() -> None:
+    """A slow machine is the first mailbox and holds its own file alone when the time is up."""
+    first, second = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    others = sorted(set("ABC") - {first})
+    member.hear(*others, gathered=False)
+    member.wait(GATHER_S + 0.1)
+    assert member.proposed() == []
+    member.gathered(member.row(second))
+    (step,) = member.proposed()
+    assert step.peers == {first, second}
 
 
 def test_a_file_is_asked_for_at_a_few_mailboxes_however_many_train_the_module() -> None:

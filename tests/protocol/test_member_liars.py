@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from support.trainer import (
     BOUNDARY_S,
     DURATION_S,
@@ -67,13 +69,30 @@ def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
     assert (step.round_index, step.peers) == (0, {"B", "C"})
 
 
+def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution() -> None:
+    """Nobody who trains can be called: it alone makes steps, from rows that stand where it does."""
+    member = Trainer("N", "ABC", closed="ABC")
+    member.module.follow(Role.MAILBOX)
+    member.known.path = None
+    member.hear("B", "C")
+    member.hear("A", gathered=False)
+    member.refuse("A")
+    honest = Step.of([member.row(peer) for peer in "BC"])
+    bad = Step.of([member.row(peer) for peer in "ABC"])
+    member.module.hear_steps([honest], "M")
+    member.module.hear_steps([bad], "A")
+    assert member.module.stand == honest.name
+
+
 def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
     member = Trainer("A", "ABCDE")
     heads = [
         Head(MODULE, name(p), 9, weight, 8, name(p), 9)
         for p, weight in zip("BCDE", (4, 4, 4, 3), strict=True)
     ]
-    member.known.view = view_of("ABCDE", held=map(Holding, "BCDE", heads))
+    heads.append(replace(heads[0], weight=5))
+    # Nobody calls F.
+    member.known.view = view_of("ABCDEF", closed="F", held=map(Holding, "BCDEF", heads))
     asked = []
     for _ in range(2):
         member.known.now_s += DURATION_S

@@ -248,9 +248,11 @@ def test_as_many_are_asked_to_keep_a_copy_as_are_missing() -> None:
     assert len(first) == 2, "of three copies one is here"
     assert asked() == (), "they may be fetching it"
     stale = replace(life.head, round_index=2, step=name("old"))
-    life.holdings = [Holding(first[0], life.head), Holding(first[1], stale)]
-    life.now_s += 4 * refresh_period_s(life.plan.rounds)
-    assert len(asked()) == 1
+    wrong = replace(life.head, digest=name("wrong"))
+    for other in (stale, wrong):
+        life.holdings = [Holding(first[0], life.head), Holding(first[1], other)]
+        life.now_s += 4 * refresh_period_s(life.plan.rounds)
+        assert len(asked()) == 1
     life.holdings = [Holding(peer, life.head) for peer in first]
     life.now_s += 4 * refresh_period_s(life.plan.rounds)
     assert asked() == ()

@@ -336,3 +336,23 @@ def test_broken_files_of_every_kind() -> None:
 def test_impossible_routers(values: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RouterConfig.model_validate(values)
+
+
+@pytest.mark.parametrize("kind", sorted(ROUTER_KINDS))
+def test_one_centroid_more_changes_nobody_elses_costs(kind: str) -> None:
+    router = fit_router(RouterConfig(kind=kind), _sample(), (2, 2), seed=0)
+    new = _features(seed=5) * np.float32(0.1) + np.float32(40)
+    if router.kind_with_path is None:
+        with pytest.raises(ValueError, match=f"a router of kind '{kind}'"):
+            router.with_path(new)
+        return
+    grown = router.with_path(new).with_path(_features(seed=6))
+    assert (grown.kind, grown.path_count) == (router.kind_with_path, 6)
+    before, after = router.costs(_prefixes()), grown.costs(_prefixes())
+    assert after[:, :4] == pytest.approx(before, rel=1e-9, abs=1e-9)
+    assert grown.route(Prefixes(new)).tolist() == [4] * DOCUMENTS
+    again = load_router(grown.to_bytes())
+    assert np.array_equal(again.costs(_prefixes()), after)
+    # The centroid is the mean of the standardised features, and nothing is added to its distance.
+    mean = Prefixes(new.mean(axis=0, keepdims=True))
+    assert grown.costs(mean)[0, 4] == pytest.approx(0, abs=1e-6)

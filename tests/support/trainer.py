@@ -124,6 +124,12 @@ class Trainer:
         self.known.now_s += seconds
         self.module.on_time()
 
+    def nobody_answers(self) -> None:
+        """Whoever is asked is silent."""
+        for ask in self.take(a.Ask):
+            self.module.handle(e.Failed(ask, "it is silent"))
+        self.wait(0.1)
+
     def proposed(self) -> list[Step]:
         return [step for tell in self.take(a.Tell) for step in tell.steps]
 

@@ -14,7 +14,7 @@ from dipaco.modules import transformer
 from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.frozen_base import FrozenBase
-from dipaco.modules.transformer import PathModel, RMSNorm, head_pieces
+from dipaco.modules.transformer import PathModel, RMSNorm, head_pieces, rotation_of
 
 QWEN3 = {"family": "qwen3", "kv_head_count": 1}
 
@@ -52,13 +52,30 @@ def test_blocks_and_head_are_a_graph_each(kind: str, recomputes: bool) -> None:
     loop.dtype = torch.bfloat16
     loop.model.recomputes = recomputes
     tokens = batch_of()
-    hidden = whole(loop._blocks)(tokens, None)
+    given = (tokens, None, rotation_of(MODEL, tokens.shape[1], tokens.device))
+    hidden = whole(loop._blocks)(*given)
     hidden.sum().backward()
-    torch.testing.assert_close(hidden, loop._blocks(tokens, None), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(hidden, loop._blocks(*given), rtol=0.05, atol=0.05)
     [(part, targets)] = head_pieces(MODEL, hidden.detach(), tokens)
     loss = whole(loop._head)(part.requires_grad_(), targets)
     loss.backward()
     torch.testing.assert_close(loss, loop._head(part, targets), rtol=0.01, atol=0.01)
+
+
+def test_blocks_do_not_compute_cosines() -> None:
+    """A compiler would have every block compute them anew, for every number."""
+    graphs: list[str] = []
+
+    def kept(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        graphs.append(str(graph.graph))
+        return graph
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend=kept))
+        loop_of(compile_model=True).step(batch_of(), 0)
+    assert len(graphs) == 2
+    assert not any("target=cos]" in graph for graph in graphs)
 
 
 def test_a_run_compiles_each_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
