@@ -127,6 +127,13 @@ def missing_content(path: Path) -> str | None:
     return None
 
 
+def check_content(*paths: Path) -> None:
+    """Raise StorageError for a file that is there by name alone: see `missing_content`."""
+    for path in paths:
+        if (reason := missing_content(path)) is not None:
+            raise StorageError(f"{path} {reason}")
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file, also one from Windows. Raises ConfigurationError."""
     try:

@@ -45,7 +45,7 @@ def run(settings: ServeSettings) -> int:
             f"{folder} holds no manifest.json; prepare a run first: "
             f"dipaco-bootstrap prepare RUN.toml --out {folder}"
         )
-    display = Display()
+    display = Display(debug=settings.debug)
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
     events = EventLog(settings.log_json)

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.base.files import sha256_of_file, storage_errors
+from dipaco.base.files import check_content, sha256_of_file, storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
 from dipaco.modules.frozen_file import renumbered, row_runs
 from dipaco.modules.llama import (
@@ -80,6 +80,9 @@ class ImportedBase:
     @cached_property
     def _stored_model(self) -> ModelConfig:
         """The model as the checkpoint has it."""
+        # What is missing of a tokenizer and its settings would be left out otherwise.
+        for ending in ("json", "model", "jinja"):
+            check_content(*sorted(self.folder.glob(f"*.{ending}")))
         values = read_llama_config(self.folder)
         return parse_config(ModelConfig, values, str(self.folder / CONFIG_FILE))
 

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
+from dipaco.base.files import check_content
 
 from .config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, ModelConfig
 from .grid import parameter_shapes
@@ -242,6 +243,7 @@ def llama_weight_files(folder: Path) -> tuple[Path, ...]:
 
     Raises StorageError if there are none, IntegrityError if the index is wrong.
     """
+    check_content(folder / WEIGHTS_FILE)
     if (folder / WEIGHTS_FILE).is_file():
         return (folder / WEIGHTS_FILE,)
     index = folder / INDEX_FILE
@@ -255,6 +257,7 @@ def llama_weight_files(folder: Path) -> tuple[Path, ...]:
     except (ValueError, KeyError, AttributeError, TypeError):
         raise IntegrityError(f"{index} is broken: it maps no parameters to files") from None
     for name in sorted(map(str, names)):
+        check_content(folder / Path(name).name)
         if Path(name).name != name or not (folder / name).is_file():
             raise IntegrityError(f"{index} names the file '{name}', which is not in {folder}")
     return tuple(folder / str(name) for name in sorted(map(str, names)))

@@ -49,6 +49,7 @@ from .own_status import PeerStatus
 from .refresher import Refresher
 from .session import Session
 from .settings import NodeSettings, PeerSettings
+from .twin import TwinWatch
 
 logger = logging.getLogger("dipaco.peer.app")
 
@@ -60,7 +61,7 @@ GIVE_UP_LIMIT_S = 3.0
 
 def run_peer(settings: PeerSettings) -> int:
     """Join and train until stopped. Returns the exit code."""
-    display = Display()
+    display = Display(debug=settings.debug)
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
     invitation = given_invitation(settings.invitation)
@@ -227,7 +228,12 @@ def start_background(
     refresher = Refresher(node, status, background)
     blob_keeper = BlobKeeper(node, refresher, background)
     refresher.refresh_too(RevocationList(node.gate, node.folder))
-    _watch_reachability(node, status, refresher, background, events)
+    twin = TwinWatch(
+        node.me, node.clock.now(), lambda others: events.emit("twin", addresses=list(others))
+    )
+    twin.said(status.addresses)
+    refresher.on_view(twin.on_view)
+    _watch_reachability(node, status, refresher, background, events, twin)
     known = KnownPeers(node.cache_folder)
     refresher.on_view(
         lambda view: known.note(
@@ -241,7 +247,12 @@ def start_background(
 
 
 def _watch_reachability(
-    node: Node, status: PeerStatus, refresher: Refresher, background: Background, events: EventLog
+    node: Node,
+    status: PeerStatus,
+    refresher: Refresher,
+    background: Background,
+    events: EventLog,
+    twin: TwinWatch,
 ) -> None:
     """Find out how others call this node, and tell them."""
 
@@ -249,6 +260,7 @@ def _watch_reachability(
         if reachable != status.reachable:
             be_client(node.dht, reachable in ("relayed", "outgoing"))
             events.emit("reachable", how=reachable, addresses=list(addresses))
+        twin.said(addresses)
         status.addresses, status.reachable = addresses, reachable
         refresher.announce()
         refresher.look_often()

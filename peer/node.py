@@ -38,7 +38,7 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.clock import Clock, measure_clock
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.contributors import Contributors
-from dipaco.peer.exchange.diagnosis import diagnose
+from dipaco.peer.exchange.diagnosis import check_identity_is_free, diagnose
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.hello import SOFTWARE
@@ -258,10 +258,15 @@ def join_run(
     """
     given, operator = split_operator(initial_peers)
     make_folder(cache_folder)
-    identity = load_or_create_identity(identity_path or cache_folder / "identity.key", say)
+    key_file = identity_path or cache_folder / "identity.key"
+    # One that is made here is nobody else's.
+    may_be_a_copy = key_file.exists()
+    identity = load_or_create_identity(key_file, say)
     known = KnownPeers(cache_folder)
 
     def join(through: tuple[str, ...], *, is_first: bool = False) -> GuardedDHT:
+        if may_be_a_copy and through and not is_first:
+            check_identity_is_free(identity, through)
         return join_dht(
             through,
             identity=identity,

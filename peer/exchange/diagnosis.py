@@ -10,14 +10,17 @@ import asyncio
 import contextlib
 import logging
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
-from dipaco.base.errors import DipacoError, ProtocolVersionError, UnreachableError
+from dipaco.base.errors import AddressError, DipacoError, ProtocolVersionError, UnreachableError
+from dipaco.protocol.identity import Identity
 
 from .clock import MAX_CLOCK_OFFSET_S, best_sample, check_offset
 from .hello import Greeting, Hello, clock_samples, say_hello
@@ -30,6 +33,9 @@ logger = logging.getLogger("dipaco.peer.exchange.diagnosis")
 
 DAEMON_TIMEOUT_S = 60.0
 SAMPLES = 3
+# Whether somebody answers under an own identity.
+ANSWER_S, LOOKS, LOOK_S = 5.0, 10, 0.2
+AGAIN, AGAIN_AFTER_S = 2, 3.0
 # Hivemind refuses to join beyond its own limit, measured less exactly than ours.
 JOIN_LIMIT_S = min(MAX_CLOCK_OFFSET_S, 0.9 * MAX_DHT_TIME_DISCREPANCY_SECONDS)
 
@@ -87,23 +93,9 @@ def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding,
             findings[address] = await _examine(p2p, address, timeout_s)
 
     async def run() -> tuple[Finding, ...]:
-        try:
-            p2p = await P2P.create(
-                no_listen=True,
-                dht_mode="client",
-                auto_nat=False,
-                nat_port_map=False,
-                tls=False,  # as in the DHT process
-                startup_timeout=DAEMON_TIMEOUT_S,
-            )
-        except Exception as error:
-            raise UnreachableError(f"the libp2p daemon does not start: {error}") from error
-        try:
+        async with _plain_client() as p2p:
             await asyncio.gather(*(examine_peer(p2p, group) for group in groups.values()))
             return tuple(findings[address] for address in addresses)
-        finally:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(p2p.shutdown(), 2.0)
 
     thread = LoopThread("diagnosis")
     thread.start()
@@ -113,12 +105,86 @@ def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding,
         thread.stop()
 
 
+def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
+    """Raise `AddressError` if another machine answers under this identity, which a copy of a cache
+    folder has too. Called before this node listens; those that it joins through know where the
+    other one is called. Whatever cannot be found out is no reason to stay away.
+    """
+
+    async def run() -> list[str]:
+        me = PeerID.from_base58(identity.peer_id)
+        async with _plain_client() as p2p:
+            await asyncio.gather(
+                *(_dial(p2p, *_split(address), ANSWER_S) for address in through),
+                return_exceptions=True,
+            )
+            for _ in range(LOOKS):
+                try:
+                    await _dial(p2p, identity.peer_id, None, ANSWER_S)
+                    break
+                except ControlFailure as error:
+                    # Those that were dialled say what they are a moment later.
+                    if "any peer in table" not in str(error):
+                        return []
+                    await asyncio.sleep(LOOK_S)
+            found = [info.addrs for info in await p2p.list_peers() if info.peer_id == me]
+            return [str(address) for addresses in found for address in addresses]
+
+    thread = LoopThread("identity")
+    thread.start()
+    try:
+        found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
+        for _ in range(AGAIN):
+            # What answers may be what is left of an earlier life, for some moments.
+            if found:
+                time.sleep(AGAIN_AFTER_S)
+                found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
+    except (DipacoError, OSError, TimeoutError) as error:
+        logger.debug("whether the identity is free: %r", error)
+        return
+    finally:
+        thread.stop()
+    if found:
+        raise AddressError(
+            f"the identity {identity.path} is in use by another machine, at {found[0]}: two that "
+            f"are one peer do the same work. Delete {identity.path} here, which makes a new one, "
+            f"or give another with --identity-path"
+        )
+
+
+@contextlib.asynccontextmanager
+async def _plain_client() -> AsyncIterator[P2P]:
+    """Start a p2pd of its own that only calls; raises UnreachableError if it does not start."""
+    try:
+        p2p = await P2P.create(
+            no_listen=True,
+            dht_mode="client",
+            auto_nat=False,
+            nat_port_map=False,
+            tls=False,  # as in the DHT process
+            startup_timeout=DAEMON_TIMEOUT_S,
+        )
+    except Exception as error:
+        raise UnreachableError(f"the libp2p daemon does not start: {error}") from error
+    try:
+        yield p2p
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(p2p.shutdown(), 2.0)
+
+
+async def _dial(p2p: P2P, peer: str, where: Multiaddr | None, timeout_s: float) -> None:
+    """Connect to a peer, at an address or wherever others know it."""
+    # P2P has no public call to dial an address; Hivemind's own identity check does the same.
+    addresses = [] if where is None else [where]
+    await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer), addresses), timeout_s)
+
+
 async def _examine(p2p: P2P, address: str, timeout_s: float) -> Finding:
     me = Greeting()
     try:
         peer, where = _split(address)
-        # P2P has no public call to dial an address; Hivemind's own identity check does the same.
-        await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer), [where]), timeout_s)
+        await _dial(p2p, peer, where, timeout_s)
         transport = HivemindTransport(None, p2p=p2p)
         hello = await say_hello(transport, peer, me, timeout_s)
     except DipacoError as error:

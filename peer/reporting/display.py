@@ -27,6 +27,7 @@ from dipaco.peer.settings import default_cache_folder
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0
+WAITING_PERIOD_S = 10.0
 _REACHED = {
     "direct": "they can call this machine",
     "relayed": "they reach this machine through a relay",
@@ -69,8 +70,10 @@ class Given:
 class Display:
     """Shows the events of a session. `say` is for the lines before training begins."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+    def __init__(self, console: Console | None = None, *, debug: bool = False) -> None:
+        """With `debug` it says what a machine does for others' sake, too."""
+        self.console, self._debug = console or Console(highlight=False), debug
+        self._waiting, self._waiting_said_at = "", 0.0
         self._live: Live | None = None
         self._given = Given()
         self._last_inner_s = 0.0
@@ -113,11 +116,21 @@ class Display:
                 f"{v['tokens_per_s']:,.0f} tokens/s"
             )
         if kind == "waiting":
-            return f"waiting for {v['what']}" if self._live is None else None
+            return self._waiting_line(v["what"]) if self._live is None else None
+        if kind == "kept" and not self._debug:
+            return None
         if kind == "leaving":
             return f"left: you trained {self._given.tokens:,} tokens; the same command goes on"
         formatter = _LINES.get(kind)
         return formatter(v) if formatter else None
+
+    def _waiting_line(self, what: str) -> str | None:
+        """Return the line, once where the same is waited for again and again."""
+        now, before = time.monotonic(), (self._waiting, self._waiting_said_at)
+        if before[0] == what and now - before[1] < WAITING_PERIOD_S:
+            return None
+        self._waiting, self._waiting_said_at = what, now
+        return f"waiting for {what}"
 
 
 def _successor_line(v: Mapping[str, Any]) -> str | None:
@@ -166,6 +179,10 @@ _LINES = {
     ),
     "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
     "successor": _successor_line,
+    "twin": lambda v: (
+        f"ANOTHER MACHINE IS THIS PEER TOO, at {v['addresses'][0]}: both do one peer's work. Stop "
+        "one and delete its identity.key"
+    ),
 }
 
 

@@ -385,6 +385,23 @@ def test_files_are_checked(foreign: tuple[Path, LlamaForCausalLM], tmp_path: Pat
         _ = ImportedBase(checkpoint).model
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
+def test_files_that_were_not_fetched_are_named(
+    foreign: tuple[Path, LlamaForCausalLM], name: str, tmp_path: Path
+) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    for number, make in enumerate(
+        (lambda file: file.symlink_to("nowhere"), lambda file: file.write_text(pointer))
+    ):
+        folder = tmp_path / str(number)
+        shutil.copytree(foreign[0], folder)
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        base = ImportedBase(folder, own_tokenizer=False)
+        with pytest.raises(StorageError, match=f"{name} is a (link to nowhere|pointer of Git LFS)"):
+            base.parameters()
+
+
 def test_a_head_beside_a_tied_embedding_must_be_the_same(
     exported: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -197,3 +197,28 @@ def test_modules_of_adapters_come_back(smollm2: ImportedBase, tmp_path: Path) ->
     flat = gather_module(path, grid, "L1.E2")
     name = "model.layers.1.mlp.gate_proj.lora_B.weight"
     assert torch.equal(grid.layout("L1.E2").views(flat)[name], path.get_parameter(name))
+
+
+def test_what_a_pass_keeps_is_as_estimated(smollm2: ImportedBase, tmp_path: Path) -> None:
+    """The base's tensors are not kept again, in whatever format a pass is."""
+    model = model_of(smollm2)
+    path = filled(model, opened(tmp_path, smollm2, model))
+    held = {tensor.untyped_storage()._cdata for tensor in path.tensors()}
+    for in_16_bits in (True, False):
+        kept: dict[int, torch.UntypedStorage] = {}
+
+        def keep(
+            tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept
+        ) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in held:
+                kept[storage._cdata] = storage
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+            torch.autocast("cpu", torch.bfloat16, enabled=in_16_bits),
+        ):
+            hidden = path.hidden_states(torch.arange(4, 36)[None])
+        found = sum(storage.nbytes() for storage in kept.values()) + 8 * hidden.numel()
+        assert pass_bytes(model, in_16_bits=in_16_bits) == pytest.approx(found, rel=0.05)

@@ -129,6 +129,20 @@ def test_lines_are_for_people() -> None:
     assert "left: you trained 123,456 tokens; the same command goes on" in text
 
 
+def test_what_an_owner_does_not_read_is_left_out() -> None:
+    waiting, kept = {"what": "the state of L0.E0"}, {"module": "L1.E0", "version": 2}
+    said = []
+    for debug in (False, True):
+        output = io.StringIO()
+        display = Display(Console(file=output, width=200), debug=debug)
+        for _ in range(3):
+            display.on_event("waiting", waiting)
+        display.on_event("kept", kept)
+        said.append([line.partition(" ")[2] for line in output.getvalue().splitlines()])
+    assert said[0] == ["waiting for the state of L0.E0"]
+    assert said[1] == [*said[0], "keeps a copy of L1.E0 version 2"]
+
+
 HOSTILE = "nice\x1b]0;owned\x07\x1b[2J\u202egnp.exe\r\nsecond"
 PLAIN = "nice?]0;owned??[2J?gnp.exe  second"
 

@@ -1,0 +1,29 @@
+"""One identity on two machines: a copied cache folder, a cloned disk."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from support.swarm import LIMIT_S, Swarm
+from support.tiny_run import make_tiny_run
+
+
+def test_a_copied_identity_is_refused_while_the_other_trains(tmp_path: Path) -> None:
+    run = make_tiny_run(tmp_path / "run", start_s=time.time(), modules_per_level=(1, 1))
+    with Swarm(tmp_path, run) as swarm:
+        bootstrap = swarm.start_bootstrap()
+        peer = swarm.start_peer(bootstrap, name="peer")
+        swarm.wait([peer], "commit")
+        shutil.copytree(peer.cache, tmp_path / "copy-cache")
+        copy = swarm.start_peer(bootstrap, name="copy")
+        assert copy.popen.wait(LIMIT_S) == 4
+        said = copy.output.read_text()
+        assert "identity.key is in use by another machine, at /ip4/127.0.0.1/tcp/" in said
+        assert "--identity-path" in said
+        swarm.wait([peer], "commit", lambda e, now=time.time(): e["time_s"] > now)
+        # Who is gone can come back.
+        peer.kill()
+        again = swarm.start_peer(bootstrap, name="peer")
+        swarm.wait([again], "commit")
