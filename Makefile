@@ -1,4 +1,5 @@
 # make demo      the main job on the shipped corpus, in about five minutes (QUICK=1: about three)
+# make demo-adapters  four machines specialise a public model, SmolLM2, in about ten minutes
 # make test      what CI runs: lint, types, the site, and the tests that prove the promises; ten minutes
 # make test-all  every test, the slow ones too
 # make pythons   what make test runs, with each promised Python that is here
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUICK ?=
 NIGHTLY ?= build/nightly
 
-.PHONY: demo test test-all pythons nightly setup lock wheel docs lint types unit format clean
+.PHONY: demo demo-adapters test test-all pythons nightly setup lock wheel docs lint types unit format clean
 
 setup: $(VENV)/.installed
 
@@ -49,6 +50,9 @@ docs: setup
 
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(QUICK),--quick)
+
+demo-adapters: setup
+	$(BIN)/python examples/demo_adapters.py $(if $(QUICK),--quick)
 
 test: lint types docs unit
 
