@@ -202,6 +202,10 @@ def _path(word: str) -> Path:
     return Path(tidy(word))
 
 
+# What argparse calls it in its messages.
+_path.__name__ = Path.__name__
+
+
 def _flags(found: Sequence[Argument], parsed: argparse.Namespace) -> dict[str, Any]:
     """Return what was typed, by name of the field."""
     typed = {argument.name: getattr(parsed, argument.name, None) for argument in found}

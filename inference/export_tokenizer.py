@@ -51,7 +51,7 @@ def tokenizer_files(
         pieces = json_pieces(tokenizer)
         names = pieces.special_names() if as_in_run else pieces.origin.names
         content = {
-            TOKENIZER_JSON: pieces.tokenizer if as_in_run else pieces.own_tokenizer(),
+            TOKENIZER_JSON: pieces.for_texts if as_in_run else pieces.own_tokenizer(),
             TOKENIZER_SETTINGS: _json_settings(pieces, names, context),
         }
         return {name: json_bytes(value) for name, value in content.items()}

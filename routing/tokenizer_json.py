@@ -101,11 +101,15 @@ class JsonPieces:
         self.origin: Origin = content["origin"]
         self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
         """Names of special tokens are text even in a chat."""
-        self._plain = _load(self.tokenizer, source)
-        # Names of special tokens in a text stay text here; `_marked` reads them as tokens.
-        self._plain.encode_special_tokens = True
-        self._marked = self._plain if self.splits_special else _load(self.tokenizer, source)
-        numbers = set(self._plain.get_vocab(with_added_tokens=True).values())
+        # Names of special tokens in a text stay text in `_plain`; `_marked` reads them as tokens.
+        self._marked = _load(self.tokenizer, source)
+        self._marked.encode_special_tokens = self.splits_special
+        with _panics(source):
+            self.for_texts = _without_stripping(self.tokenizer)
+        """The `tokenizer.json` as documents are read with it: they come back whole, with all white
+        space, whatever added tokens are named in them."""
+        self._plain = _load_for_texts(self.for_texts, source)
+        numbers = set(self._marked.get_vocab(with_added_tokens=True).values())
         self.vocabulary_size = max(numbers, default=0) + 1
         if self.vocabulary_size > _GREATEST_TOKENS or not set(self.special) <= numbers:
             raise IntegrityError(
@@ -116,6 +120,10 @@ class JsonPieces:
         self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
             self._unwritable = _unwritable(self)
+            lost = _lost_added_tokens(self)
+            if lost:
+                self.for_texts = _as_text(self.for_texts, lost)
+                self._plain = _load_for_texts(self.for_texts, source)
             _check_round_trip(self, source)
 
     def file_order(self, rows: int) -> np.ndarray:
@@ -125,7 +133,7 @@ class JsonPieces:
 
     def special_names(self) -> list[str]:
         """Return unknown, begin, end and padding as they stand in the file."""
-        return [str(self._plain.id_to_token(number)) for number in self.special]
+        return [str(self._marked.id_to_token(number)) for number in self.special]
 
     def own_tokenizer(self) -> dict[str, Any]:
         """Return the `tokenizer.json` of the checkpoint, without what was added for the run."""
@@ -164,7 +172,7 @@ class JsonPieces:
         """Return the text of the run's tokens; special ones vanish."""
         known = [token for token in tokens if 0 <= token < self.vocabulary_size]
         numbers = self._to_file[np.asarray(known, dtype=np.int64)].tolist()
-        return str(self._plain.decode(numbers, skip_special_tokens=True))
+        return str(self._marked.decode(numbers, skip_special_tokens=True))
 
 
 def with_added_tokens(
@@ -349,6 +357,12 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
 
 
+def _load_for_texts(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
+    loaded = _load(tokenizer, source)
+    loaded.encode_special_tokens = True
+    return loaded
+
+
 @contextmanager
 def _panics(source: str) -> Iterator[None]:
     """Turn what the library raises at broken input into an IntegrityError: a panic in Rust is a
@@ -391,6 +405,34 @@ def _unwritable(pieces: JsonPieces) -> re.Pattern[str] | None:
         if not _comes_back(pieces, "".join(map(chr, range(first, last + 1, 0x7FF))))
     ]
     return re.compile(f"[{''.join(lacking)}]") if lacking else None
+
+
+def _without_stripping(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `tokenizer.json` whose added tokens leave the white space around them in the text.
+
+    Names of special tokens are text in a document, but those of others are tokens in it too.
+    """
+    added = tokenizer.get("added_tokens") or ()
+    return {**tokenizer, "added_tokens": [{**t, "lstrip": False, "rstrip": False} for t in added]}
+
+
+def _lost_added_tokens(pieces: JsonPieces) -> set[str]:
+    """Return the added tokens that a decoder turns into another text than their names."""
+    names = [token["content"] for token in pieces.for_texts["added_tokens"]]
+    texts = {name: f"a \n {name} \n b" for name in names}
+    if _comes_back(pieces, "".join(texts.values())):
+        return set()
+    return {name for name, text in texts.items() if not _comes_back(pieces, text)}
+
+
+def _as_text(tokenizer: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return a `tokenizer.json` in which some added tokens are special, so that their names in a
+    document are read letter by letter."""
+    added = [
+        {**token, "special": token["special"] or token["content"] in names}
+        for token in tokenizer["added_tokens"]
+    ]
+    return {**tokenizer, "added_tokens": added}
 
 
 def _comes_back(pieces: JsonPieces, text: str) -> bool:

@@ -220,7 +220,8 @@ def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
 
 def shard_bytes(index: ShardIndex, model: ModelConfig) -> dict[str, int]:
     """Return the sizes of all token files, by hash."""
-    row_bytes = model.sequence_length * token_dtype(model.vocabulary_size).itemsize
+    dtype = token_dtype(model.vocabulary_size, marked=index.marked)
+    row_bytes = model.sequence_length * dtype.itemsize
     sizes: dict[str, int] = {}
     for shard in index.paths:
         sizes[shard.train_sha256] = shard.train_sequences * row_bytes

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.make_plan import make_plan
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.modules.config import ModelConfig
 from dipaco.modules.grid import Grid
+from dipaco.modules.plan import PathShard, ShardIndex
 from dipaco.peer.exchange import fetching
-from dipaco.peer.exchange.fetching import ContentFetcher
+from dipaco.peer.exchange.fetching import ContentFetcher, shard_bytes
+from dipaco.routing.token_files import token_dtype
 
 SHA = "a" * 64
 
@@ -61,3 +65,17 @@ def test_the_search_is_bounded_and_says_what_to_do(
     with pytest.raises(type(error), match=f"the tokenizer: {error}; start again"):
         fetcher.needed_blob(SHA, "the tokenizer")
     assert swarm.asked == 1
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["texts", "chats"])
+def test_shards_are_as_large_as_they_are_written(marked: bool) -> None:
+    # Between 2^15 and 2^16 pieces, as SmolLM2 has, tokens of chats are wider than those of texts.
+    model = ModelConfig(vocabulary_size=49_152, sequence_length=16)
+    shard = PathShard(
+        path=0, train_sha256="a" * 64, train_sequences=3, train_documents=3,
+        validation_sha256="b" * 64, validation_sequences=2,
+    )  # fmt: skip
+    index = ShardIndex(sequence_length=16, paths=(shard,), marked=marked)
+    row = np.zeros(16, token_dtype(49_152, marked=marked))
+    expected = {"a" * 64: 3 * row.nbytes, "b" * 64: 2 * row.nbytes}
+    assert shard_bytes(index, model) == expected

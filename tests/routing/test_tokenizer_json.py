@@ -241,6 +241,46 @@ def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_pa
     assert back(text, add_special_tokens=False).input_ids == expected
 
 
+def test_documents_keep_what_added_tokens_strip(tmp_path: Path) -> None:
+    """Phi's </s> and BERT's [MASK] strip white space, and no decoder gives `é` back in a name."""
+    base = tmp_path / "base"
+    make_foreign_base(base, "qwen2")
+    strips = [("</s>", False, True), ("[MASK]", True, False), ("<both>", True, True)]
+    added = json.loads((base / "tokenizer.json").read_text())["added_tokens"]
+    added += [
+        {
+            **added[-1],
+            "id": added[-1]["id"] + 1 + i,
+            "content": name,
+            "lstrip": left,
+            "rstrip": right,
+        }
+        for i, (name, left, right) in enumerate([*strips, ("<appelé>", False, False)])
+    ]
+    _write(base / "tokenizer.json", added_tokens=added)
+    imported, auto = ImportedBase(base), AutoTokenizer.from_pretrained(base)
+    assert imported.tokenizer is not None
+    ours, pieces = Tokenizer(imported.tokenizer), JsonPieces(imported.tokenizer, "it")
+    order = pieces.file_order(imported.model.vocabulary_size)
+    for token in added:
+        text = f"def f():\n    {token['content']}  \n\t x"
+        assert ours.decode(ours.encode(text)) == text
+        expected = auto(text, add_special_tokens=False).input_ids
+        assert order[ours.encode_marked(text)].tolist() == expected
+    # They stay one token; only a name that would not come back is read letter by letter.
+    assert [len(ours.encode(name)) for name, _, _ in strips] == [1, 1, 1]
+
+    # A router beside an export reads documents with the files that are written for it.
+    (tmp_path / "router").mkdir()
+    for name, content in tokenizer_files(imported.tokenizer, 64, True, as_in_run=True).items():
+        (tmp_path / "router" / name).write_bytes(content)
+    router = AutoTokenizer.from_pretrained(tmp_path / "router")
+    for token in added:
+        text = f"a \n {token['content']} \n b"
+        found = router.encode(text, add_special_tokens=False, split_special_tokens=True)
+        assert found == order[ours.encode(text)].tolist()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
