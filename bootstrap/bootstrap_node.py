@@ -117,9 +117,7 @@ def _serve(
     shell = Shell(node, as_mailbox, status, refresher, background, events, stopping)
     looking = background.thread(
         "look",
-        lambda: _refresh_until_stopped(
-            node, refresher, settings.refresh_period_s, display, stopping
-        ),
+        lambda: _refresh_until_stopped(node, refresher, settings, display, stopping),
     )
     looking.start()
     if settings.archive is not None:
@@ -148,12 +146,14 @@ def _of_predecessor(node: Node) -> str:
 def _refresh_until_stopped(
     node: Node,
     refresher: Refresher,
-    period_s: float,
+    settings: ServeSettings,
     display: Display,
     stopping: threading.Event,
 ) -> None:
-    """Show the state of the swarm; look up a random key so that dead peers leave the routing."""
-    while not stopping.wait(period_s):
+    """Show the state of the swarm when it is another; look up a random key so that dead peers leave
+    the routing."""
+    said = ""
+    while not stopping.wait(settings.refresh_period_s):
         try:
             node.directory.look_up_random_key(random.getrandbits(64))
             view = refresher.view
@@ -165,8 +165,11 @@ def _refresh_until_stopped(
         paths = view.paths(node.grid)
         served = {claim.path for claim in training} & set(paths)
         which = "paths" if len(paths) == node.grid.path_count else "paths near this node"
-        display.say(
-            f"{time.strftime('%H:%M:%S')} round {present_round(node.plan, view)}: "
+        line = (
+            f"round {present_round(node.plan, view)}: "
             f"{peers} peer{'s' * (peers != 1)}, {len(served)} of {len(paths)} {which} in training, "
             f"{held} state{'s' * (held != 1)} held here"
         )
+        if line != said or settings.debug:
+            display.say(f"{time.strftime('%H:%M:%S')} {line}")
+        said = line

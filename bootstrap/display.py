@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from dipaco.base.errors import printable
 from dipaco.base.progress import StageProgress, bar_or_lines, shown_bytes, shown_time
@@ -63,7 +64,7 @@ class Display:
                 f"{shard.validation_sequences:,}",
             ]
             mostly = ", ".join(f"{name} {share:.0%}" for name, share in summary.labels)
-            table.add_row(*cells, *([mostly] if labelled else []))
+            table.add_row(*cells, *([Text(printable(mostly))] if labelled else []))
         table.add_section()
         cells = [
             "all",

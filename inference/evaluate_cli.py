@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command
-from dipaco.base.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError, printable
 from dipaco.base.settings import Option
 
 from .options import CorpusSettings, InferenceSettings, check_paths
@@ -174,6 +174,7 @@ def show(report: EvaluationReport, console: Console) -> None:
 
 def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
     from rich.table import Column, Table
+    from rich.text import Text
 
     headings = [what, "perplexity", "documents", "tokens"]
     if overall.baseline is not None:
@@ -186,8 +187,8 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
         headings[2:2] = ["chosen", "mixed"]
     table = Table(*(Column(heading, overflow="fold") for heading in headings))
     table.columns[0].no_wrap = True
-    for name, part in {**parts, "all": overall}.items():
-        if name == "all":
+    for name, part in [*parts.items(), ("all", overall)]:
+        if part is overall:
             table.add_section()
         models = (
             part.routed,
@@ -198,7 +199,7 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
             part.baseline,
         )
         cells = [_perplexity(losses.perplexity) for losses in models if losses is not None]
-        table.add_row(name, *cells, str(part.documents), str(part.routed.tokens))
+        table.add_row(Text(printable(name)), *cells, str(part.documents), str(part.routed.tokens))
     return table
 
 

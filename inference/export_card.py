@@ -8,6 +8,7 @@ the operator gives.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from dipaco.base.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError, printable
 from dipaco.base.files import storage_errors
 from dipaco.modules.plan import RunPlan
 
@@ -147,9 +148,15 @@ def model_card(
         attribution=notes.attribution,
         count=lambda value: "-" if value is None else f"{value:,}",
         millions=lambda value: f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value:,}",
+        cell=_cell,
         shown=lambda value: "-" if value is None else f"{value:.2f}",
     )
     return f"{card.content}\n"
+
+
+def _cell(label: str) -> str:
+    """Return a label of a corpus as it is read in a table of Markdown, on one line."""
+    return re.sub(r"([\\|`*<\[])", r"\\\1", printable(label))
 
 
 def base_name(plan: RunPlan, notes: CardNotes) -> str | None:
@@ -189,7 +196,7 @@ def _metadata(
             task_type="text-generation",
             dataset_type=notes.datasets[0] if notes.datasets else "held-out",
             dataset_name=notes.datasets[0] if notes.datasets else "held-out documents",
-            dataset_config=label,
+            dataset_config=None if label is None else printable(label),
             metric_type="perplexity",
             metric_value=row["perplexity"],
         )

@@ -175,6 +175,7 @@ def _train(
         optimizer=settings.optimizer,
         micro_batch_size=micro_batch_size,
         compile_model=settings.compile_model and device.type == "cuda",
+        is_interrupted=stopping.is_set,
     )
     session = Session(
         settings, node, trainer, status, refresher, background, events, stopping, pauses

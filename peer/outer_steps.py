@@ -49,6 +49,7 @@ from dipaco.protocol.identity import Identity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.view import claimed_tokens
+from dipaco.training.interruption import PassInterrupted
 from dipaco.training.trainer import PathTrainer, Snapshot
 
 from .handlers import Handlers
@@ -265,9 +266,9 @@ class OuterSteps:
 
     # -- check
 
-    def _check(self, action: a.Check) -> e.Checked:
+    def _check(self, action: a.Check) -> e.Checked | None:
         """Score a state that waits; beside the anchors, or beside what else is here of the path
-        that is about to begin, once all of it is."""
+        that is about to begin, once all of it is. None if the peer leaves meanwhile."""
         nothing = e.Checked(action.module, action.step, None, None)
         trainer, held, grid = self._trainer, self._node.held, self._node.grid
         state = held.waiting(action.module, action.step)
@@ -285,12 +286,11 @@ class OuterSteps:
                 return nothing  # Modules that were trained do not fit to others that were not.
             before = {module: self._files.genesis_state(module) for module in modules}
         after[action.module] = state
-        return e.Checked(
-            action.module,
-            action.step,
-            trainer.loss_of(path, before, rows).loss,
-            trainer.loss_of(path, after, rows).loss,
-        )
+        try:
+            losses = [trainer.loss_of(path, states, rows).loss for states in (before, after)]
+        except PassInterrupted:
+            return None
+        return e.Checked(action.module, action.step, *losses)
 
     # -- adopt
 

@@ -10,9 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.records import ProgressEntry
+from dipaco.training.interruption import PassInterrupted
 from dipaco.training.scoring import LossSum
 from dipaco.training.trainer import PathTrainer
 
@@ -78,7 +80,8 @@ class ProgressReports:
         every = self._node.plan.rounds.validation_every_rounds
         if (round_index + 1) % every == 0 and self._budget.is_due():
             rows, anchors = self._files.validation, trainer.anchors()
-            validation = self._budget.spend(lambda: trainer.loss_of(path, anchors, rows))
+            with suppress(PassInterrupted):
+                validation = self._budget.spend(lambda: trainer.loss_of(path, anchors, rows))
         if validation.tokens and not math.isfinite(validation.nll):
             logger.warning("the held-out loss is not finite, so it is not published")
             validation = LossSum()

@@ -18,6 +18,7 @@ from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings
+from dipaco.training.interruption import PassInterrupted
 from dipaco.training.trainer import PathTrainer, RateMeter
 
 from .background import Background
@@ -143,12 +144,15 @@ class Session:
 
     # -- between two turns
 
-    def _take_step(self, instruction: a.TakeStep) -> e.Stepped:
+    def _take_step(self, instruction: a.TakeStep) -> e.Stepped | None:
         self._set_waiting("")
         if instruction.rank is not None:
             self._trainer.replica = self._files.replica_number(instruction.rank)
         started = time.perf_counter()
-        self._last_loss = self._trainer.inner_step()
+        try:
+            self._last_loss = self._trainer.inner_step()
+        except PassInterrupted:
+            return None
         step_s = time.perf_counter() - started
         self._meter.step(step_s, self._trainer.tokens_per_step)
         self.status.tokens_per_s = self._meter.tokens_per_s

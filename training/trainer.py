@@ -41,6 +41,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import BatchStream
 from dipaco.training.inner import InnerLoop
+from dipaco.training.interruption import end_passes_when
 from dipaco.training.scoring import LossSum, scoring_at_once, sum_losses
 
 logger = logging.getLogger("dipaco.training.trainer")
@@ -98,12 +99,14 @@ class PathTrainer:
         micro_batch_size: int | None = None,
         compile_model: bool = False,
         exact: bool | None = None,
+        is_interrupted: Callable[[], bool] | None = None,
     ) -> None:
         """Make the model. `exact` is for all who must get the same bits; by default that is so
         in a run with fixed steps.
 
         With adapters `new_model` gives one on the frozen base, for `device`. It is made when a
-        path begins, because the base may not be here before.
+        path begins, because the base may not be here before. Once `is_interrupted`, a step or a
+        scoring raises `PassInterrupted` within a block's time, unless it is compiled.
         """
         self.plan = plan
         self.grid = grid
@@ -112,6 +115,7 @@ class PathTrainer:
         self._micro_batch_size = micro_batch_size
         self._exact = bool(plan.rounds.inner_steps) if exact is None else exact
         self._scoring = scoring_at_once(device)
+        self._is_interrupted = is_interrupted
         self._new_model = new_model or (lambda: PathModel(plan.model).to(device))
         self._is_released = True
         if plan.model.adapters is None:
@@ -124,6 +128,8 @@ class PathTrainer:
 
     def _make_model(self) -> None:
         self.model = self._new_model()
+        if self._is_interrupted is not None and not self._compile_model:
+            end_passes_when(self._is_interrupted, self.model)
         self.inner = InnerLoop(
             self.model,
             self.plan.inner,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from dipaco.peer.settings import default_cache_folder
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0
-WAITING_PERIOD_S = 10.0
+# A wait is told when it has lasted as long; most are over by then.
+LONG_WAIT_S = 5.0
+_END_WAITS = {"inner", "training", "paused", "leaving"}
 _REACHED = {
     "direct": "they can call this machine",
     "relayed": "they reach this machine through a relay",
@@ -70,10 +73,19 @@ class Given:
 class Display:
     """Shows the events of a session. `say` is for the lines before training begins."""
 
-    def __init__(self, console: Console | None = None, *, debug: bool = False) -> None:
-        """With `debug` it says what a machine does for others' sake, too."""
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        debug: bool = False,
+        timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
+    ) -> None:
+        """With `debug` it tells of every wait and module, and what is done for others' sake."""
         self.console, self._debug = console or Console(highlight=False), debug
-        self._waiting, self._waiting_said_at = "", 0.0
+        self._new_timer = timer
+        self._timer: threading.Timer | None = None
+        self._waiting = ""
+        self._moved: tuple[int, str] | None = None
         self._live: Live | None = None
         self._given = Given()
         self._last_inner_s = 0.0
@@ -94,6 +106,7 @@ class Display:
 
     def stop(self) -> None:
         """End the live panel."""
+        self._end_wait()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -101,6 +114,8 @@ class Display:
     def on_event(self, kind: str, values: Mapping[str, Any]) -> None:
         """Turn an event into a line, if it is one that a person wants to read."""
         self._given.on_event(kind, values)
+        if kind in _END_WAITS:
+            self._end_wait()
         line = self._line(kind, values)
         if line:
             self.say(f"{time.strftime('%H:%M:%S')} {line}")
@@ -117,20 +132,43 @@ class Display:
             )
         if kind == "waiting":
             return self._waiting_line(v["what"]) if self._live is None else None
-        if kind == "kept" and not self._debug:
+        if kind == "move":
+            self._moved = v["to_path"], v["reason"]
+        if not self._debug and self._is_noise(kind, v):
             return None
         if kind == "leaving":
             return f"left: you trained {self._given.tokens:,} tokens; the same command goes on"
         formatter = _LINES.get(kind)
         return formatter(v) if formatter else None
 
+    def _is_noise(self, kind: str, v: Mapping[str, Any]) -> bool:
+        """Return whether the owner knows it already, or need not."""
+        if kind == "commit":
+            # What is private to a path has no other trainers, and its loss is told.
+            return str(v["module"]).startswith("P")
+        if kind == "claimed":
+            return (v["path"], v["reason"]) == self._moved
+        return kind == "kept"
+
     def _waiting_line(self, what: str) -> str | None:
-        """Return the line, once where the same is waited for again and again."""
-        now, before = time.monotonic(), (self._waiting, self._waiting_said_at)
-        if before[0] == what and now - before[1] < WAITING_PERIOD_S:
-            return None
-        self._waiting, self._waiting_said_at = what, now
-        return f"waiting for {what}"
+        """Return the line with `debug`; else what is then waited for is told later."""
+        self._waiting = what
+        if self._debug:
+            return f"waiting for {what}"
+        if self._timer is None:
+            self._timer = self._new_timer(LONG_WAIT_S, self._tell_wait)
+            self._timer.daemon = True
+            self._timer.start()
+        return None
+
+    def _tell_wait(self) -> None:
+        self._timer = None
+        self.say(f"{time.strftime('%H:%M:%S')} waiting for {self._waiting}")
+
+    def _end_wait(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
 
 
 def _successor_line(v: Mapping[str, Any]) -> str | None:

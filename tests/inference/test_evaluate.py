@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from rich.console import Console
 from support.fake_client import FakeClient
 from support.tiny_run import make_tiny_run, tiny_documents
 
@@ -23,7 +25,13 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.inference import evaluate_cli
-from dipaco.inference.evaluate import Rerouting, evaluate, load_baseline
+from dipaco.inference.evaluate import (
+    Evaluated,
+    EvaluationReport,
+    Rerouting,
+    evaluate,
+    load_baseline,
+)
 from dipaco.inference.fit_rerouter import fit_to_documents
 from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.rerouter import read_rerouter
@@ -41,6 +49,7 @@ from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import scoring_windows
 from dipaco.simulator import cli as simulator_cli
+from dipaco.training.scoring import LossSum
 
 CPU = torch.device("cpu")
 HELD_OUT_SEED = 1_000_003
@@ -211,6 +220,18 @@ def mixed_documents(count: int, seed: int) -> list[Document]:
         Document(first[: len(first) // 3] + second[: 2 * len(second) // 3])
         for first, second in zip(firsts, seconds, strict=True)
     ]
+
+
+def test_labels_are_printed_as_they_are() -> None:
+    """Square brackets are markup to rich, and `all` is the name of the last row."""
+    names = ("[red]x[/y]", "all", "a\nb")
+    groups = {(0, name): Evaluated(number, LossSum(1, 1)) for number, name in enumerate(names)}
+    console = Console(file=io.StringIO(), width=100)
+    evaluate_cli.show(EvaluationReport("run", groups, (), 0, 0), console)
+    rows = [line.strip("│ ").split("│") for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    counts = {row[0].strip(): row[2].strip() for row in rows if len(row) == 4}
+    assert counts.keys() >= {"[red]x[/y]", "a b"}
+    assert [row[2].strip() for row in rows if row[0].strip() == "all"] == ["3", "1", "3"]
 
 
 def test_rerouting_helps_where_documents_change(

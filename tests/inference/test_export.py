@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from support.fake_client import FakeClient
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
@@ -358,6 +359,21 @@ def test_figures_of_something_else_are_refused(
     assert found == ConfigurationError.exit_code
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_labels_are_read_in_the_card_as_they_are(trained: Path) -> None:
+    """A bar would begin another cell, a line break end the table."""
+    figures = report_of(trained)
+    row = figures["labels"]["prose"]
+    figures["labels"] = dict.fromkeys(("a|b", "c\r\n---\nd", "`e\\`", "\x1bf", "x_y"), row)
+    with DiskSource(trained) as source:
+        card = model_card(source, CardNotes(), "float32", evaluation=figures)
+    table = card[card.index("| documents |") :].split("\n\n")[0].splitlines()
+    named = [line.removesuffix(" | 12.35 | 100 |") for line in table[2:]]
+    assert named == [r"| a\|b", "| c  --- d", r"| \`e\\\`", "| ?f", "| x_y"]
+    results = ModelCard(card).data.eval_results
+    assert results is not None
+    assert [one.dataset_config for one in results[1:]] == ["a|b", "c  --- d", "`e\\`", "?f", "x_y"]
 
 
 def test_a_card_without_figures_says_so(trained: Path, tmp_path: Path) -> None:

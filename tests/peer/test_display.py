@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import logging
 import re
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
@@ -129,18 +130,61 @@ def test_lines_are_for_people() -> None:
     assert "left: you trained 123,456 tokens; the same command goes on" in text
 
 
+class HandTimer(threading.Timer):
+    """A timer that a test fires."""
+
+    made: ClassVar[list[HandTimer]] = []
+
+    def start(self) -> None:
+        self.made.append(self)
+
+    def fire(self) -> None:
+        if not self.finished.is_set():
+            self.function()
+
+
 def test_what_an_owner_does_not_read_is_left_out() -> None:
-    waiting, kept = {"what": "the state of L0.E0"}, {"module": "L1.E0", "version": 2}
+    commit = {"round": 3, "version": 4, "rows": 1, "expected": 1, "own_tokens": 9}
+    move = {"from_path": 1, "to_path": 2, "reason": "it waited longest"}
     said = []
     for debug in (False, True):
         output = io.StringIO()
-        display = Display(Console(file=output, width=200), debug=debug)
-        for _ in range(3):
-            display.on_event("waiting", waiting)
-        display.on_event("kept", kept)
-        said.append([line.partition(" ")[2] for line in output.getvalue().splitlines()])
-    assert said[0] == ["waiting for the state of L0.E0"]
-    assert said[1] == [*said[0], "keeps a copy of L1.E0 version 2"]
+        display = Display(Console(file=output, width=200), debug=debug, timer=HandTimer)
+        display.on_event("commit", {**commit, "module": "P1"})
+        display.on_event("move", move)
+        display.on_event("waiting", {"what": "the state of L0.E0"})
+        display.on_event("claimed", {"path": 2, "reason": move["reason"]})
+        display.on_event("kept", {"module": "L1.E0", "version": 2})
+        display.on_event(*step(1))
+        said.append([line.split()[1] for line in output.getvalue().splitlines()])
+    assert said == [
+        ["moving", "path"],
+        ["round", "moving", "waiting", "claimed", "keeps", "path"],
+    ]
+
+
+def test_a_wait_is_told_when_it_is_long() -> None:
+    output = io.StringIO()
+    display = Display(Console(file=output, width=200), timer=HandTimer)
+
+    def told(*events: tuple[str, dict[str, Any]]) -> list[str]:
+        """Return what is said once the time is over, after some events."""
+        HandTimer.made.clear()
+        before = len(output.getvalue())
+        for event in events:
+            display.on_event(*event)
+        for timer in HandTimer.made:
+            timer.fire()
+        lines = output.getvalue()[before:].splitlines()
+        return [line.split(maxsplit=1)[1] for line in lines if "waiting" in line]
+
+    def states(have: int) -> tuple[str, dict[str, Any]]:
+        return "waiting", {"what": f"states: have {have} of 3"}
+
+    assert told(states(0), states(1)) == ["waiting for states: have 1 of 3"]
+    assert told(states(2)) == ["waiting for states: have 2 of 3"]
+    assert told(states(0), step(1)) == []
+    assert told(states(0), ("leaving", {})) == []
 
 
 HOSTILE = "nice\x1b]0;owned\x07\x1b[2J\u202egnp.exe\r\nsecond"
