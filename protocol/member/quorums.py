@@ -8,7 +8,8 @@ See design 4.3, gather, and design 4.4, chain. Pure.
     to overrule a held-out loss        more than half of the voters, and at least one
     to overrule the digest that was    more than half of the voters, this peer counted in
     computed here
-    to vouch for a state               half of those who contributed before (`ChainBook.vouched`)
+    to vouch for a state               more than half of those who contributed before
+                                       (`ChainBook.vouched`)
 
 The *voters* are those who contributed to the last steps and still train the module.
 """

@@ -159,7 +159,7 @@ class Taking:
         """Tell whether the files of the steps before the last, which a fetched state would spare,
         are more bytes than a state."""
         before = [row for step in plan.steps[:-1] for row in step.rows if row.name in plan.missing]
-        return 0 < plan.base.bytes < sum(row.bytes for row in before)
+        return plan.base.bytes < sum(row.bytes for row in before)
 
     def _plan_from_vouched(self, target: Link, way: int = 0) -> _Plan:
         """Plan from a state that rows of the chain name, in one of the ways that there are."""

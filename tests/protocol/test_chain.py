@@ -318,9 +318,20 @@ def test_a_locator_finds_where_chains_parted_and_all_after_it_is_told(
     assert answerer.after((theirs[-12].name,), theirs[-1].name, 10)[1]
 
 
+def test_a_state_is_had_through_a_step_of_most_or_from_the_genesis() -> None:
+    first, second = chain(2, 0, 1)
+    half = step(0, on=second)
+    made = book(first, second, half)
+    # The step of half of those before it vouches for nothing while there is one of more.
+    ways = made.vouched(half.name)
+    assert [way.before.name for way in ways] == [first.name, GENESIS, second.name]
+    assert [way.digest for way in ways] == [second.state, "", half.state]
+    assert ways[0].steps == (second, half)
+
+
 def test_branches_that_nobody_went_on_from_are_forgotten() -> None:
     trunk = chain(8, 0)
-    old, young = chain(2, 1, on=trunk[1]), chain(1, 1, on=trunk[6])
+    old, young = chain(2, 1, on=trunk[1]), chain(1, 1, on=trunk[4])
     made = book(*trunk, *old, *chain(1, 2, on=old[0]), *young)
     made.prune(MODULE, trunk[-1].name, 3)
     assert [one.name in made for one in (*trunk, *young)] == [True] * 9

@@ -1,0 +1,41 @@
+"""Who contributed lately and is in no view counts until a call to it fails."""
+
+from __future__ import annotations
+
+from support.trainer import GRID, MODULE, PLAN, view_of
+
+from dipaco.protocol.member.contributors import Contributors
+from dipaco.protocol.member.knowledge import Knowledge, MemberSettings
+
+RECENT = frozenset("ABC")
+
+
+def looked(known: Knowledge, contributors: Contributors, peers: str) -> list[str]:
+    """Return who is to be called after a view of these peers."""
+    known.view = view_of(peers)
+    return contributors.look(RECENT)
+
+
+def test_who_is_out_of_sight_counts_until_a_call_fails_and_anew_when_it_was_seen() -> None:
+    known = Knowledge(MemberSettings("A"), PLAN, GRID)
+    contributors = Contributors(known, MODULE)
+    assert looked(known, contributors, "AB") == ["C"]
+    assert "C" in known.trainers(MODULE)
+    contributors.answered("C", trains=True)
+    assert looked(known, contributors, "AB") == ["C"]
+    contributors.failed("C")
+    assert "C" not in known.trainers(MODULE)
+    assert looked(known, contributors, "AB") == []
+    assert looked(known, contributors, "ABC") == []
+    assert looked(known, contributors, "AB") == ["C"]
+    contributors.answered("C", trains=False)
+    contributors.heard("C")
+    assert "C" in known.trainers(MODULE)
+
+
+def test_a_call_that_failed_while_a_peer_was_in_sight_says_nothing_of_later() -> None:
+    known = Knowledge(MemberSettings("A"), PLAN, GRID)
+    contributors = Contributors(known, MODULE)
+    assert looked(known, contributors, "ABC") == []
+    contributors.failed("C")
+    assert looked(known, contributors, "AB") == ["C"]

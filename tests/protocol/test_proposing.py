@@ -1,0 +1,158 @@
+"""Who is waited for, when more rows than were proposed are proposed, and what is taken when."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.trainer import (
+    BOUNDARY_S,
+    DURATION_S,
+    GATHER_S,
+    GRACE_S,
+    MODULE,
+    Trainer,
+    first_and_second,
+    name,
+    view_of,
+)
+
+from dipaco.protocol.chain import Step
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.proposing import Role
+
+
+def test_a_peer_whose_file_came_too_late_is_awaited_again() -> None:
+    member = Trainer("A", "ABC")
+    late = member.row("C")
+    member.stand_on(Step.of([member.row(peer) for peer in "AB"]))
+    member.known.view = replace(view_of("ABC"), now_s=BOUNDARY_S + 3 * DURATION_S)
+    assert member.module.waits_for().endswith("of 2")
+    member.module.hear_rows([late], "C")
+    assert member.module.waits_for().endswith("of 2")
+    member.gathered(late)
+    assert member.module.waits_for().endswith("of 3")
+
+
+def test_of_those_who_kept_a_file_back_nobody_is_needed_for_a_step() -> None:
+    first, _ = first_and_second("ABCD")
+    member = Trainer(first, "ABCD")
+    member.publish()
+    here, slow, silent = sorted(set("ABCD") - {first})
+    member.hear(here)
+    member.hear(slow, silent, gathered=False)
+    member.wait(0.1)
+    member.module.hear_steps([Step.of(map(member.row, (first, here, silent)))], silent)
+    member.wait(GATHER_S - 0.05)
+    assert member.proposed() == []
+    member.wait(0.1)
+    # Its file has not come within G: of the three others two are most.
+    member.wait(GATHER_S)
+    member.nobody_answers()
+    assert {step.peers for step in member.proposed()} == {frozenset((first, here))}
+
+
+def test_shortly_before_g_more_rows_than_were_proposed_are_proposed_by_anybody() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    (third,) = set("ABC") - {first, second}
+    member.hear(third)
+    member.hear(first, gathered=False)
+    member.module.hear_steps([Step.of(map(member.row, (first, third)))], first)
+    member.wait(GATHER_S - 0.5 * GRACE_S)
+    # As many are not more.
+    assert member.proposed() == []
+    member.gathered(member.row(first))
+    (step,) = member.proposed()
+    assert step.peers == set("ABC")
+
+
+def test_what_a_first_proposer_left_out_is_proposed_no_earlier() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    (third,) = set("ABC") - {first, second}
+    member.module.hear_steps([Step.of(map(member.row, (first, third)))], first)
+    member.hear(first, third)
+    member.wait(GATHER_S - 1.5 * GRACE_S)
+    assert member.proposed() == []
+    member.wait(GRACE_S)
+    (step,) = member.proposed()
+    assert step.peers == set("ABC")
+
+
+@pytest.mark.parametrize(("graces", "is_taken"), [(2.0, True), (4.0, False)])
+def test_long_after_g_a_heavier_step_of_the_round_does_not_replace_the_own(
+    graces: float, is_taken: bool
+) -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    few, all_of_them = (Step.of(map(member.row, p)) for p in ({first, second}, "ABC"))
+    member.stand_on(few)
+    member.gathered(*all_of_them.rows)
+    member.known.now_s += GATHER_S + graces * GRACE_S
+    member.module.hear_steps([all_of_them], first)
+    taken = [compute.steps for compute in member.take(a.Compute)]
+    assert taken == ([(all_of_them,)] if is_taken else [])
+
+
+def test_who_begins_with_another_state_than_rows_name_fetches_theirs() -> None:
+    member = Trainer("D", "ABC")
+    module = member.module
+    module.follow(Role.MAILBOX)
+    module.want()
+    first = Step.of([member.row(peer) for peer in "ABC"])
+    member.gathered(*first.rows)
+    module.hear_steps([first], "A")
+    member.known.now_s += GATHER_S
+    module.on_time()
+    for fetch in member.take(a.FetchState):
+        module.handle(e.StateHere(MODULE, replace(fetch.head, digest=name(fetch.head.step))))
+    module.handle(e.StateHere(MODULE, replace(member.head(first), digest=name("another"))))
+    assert module.ready is not None
+    assert module.ready.digest == name("another")
+    rows = [member.row(p, parent=first.name, round_index=1, file=name(f"{p} 1")) for p in "ABC"]
+    member.gathered(*rows)
+    module.hear_steps([Step.of(rows)], "A")
+    (fetch,) = member.take(a.FetchState)
+    assert (fetch.head.step, fetch.head.digest) == (first.name, name(first.name))
+    module.handle(e.StateHere(MODULE, replace(fetch.head, digest=name("forged"))))
+    assert member.take(a.Compute) == []
+    module.handle(e.StateHere(MODULE, fetch.head))
+    assert [compute.base for compute in member.take(a.Compute)] == [fetch.head]
+
+
+def test_a_first_mailbox_that_is_late_asks_others_before_it_proposes() -> None:
+    first, second = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    member.wait(GATHER_S + 2 * GRACE_S)
+    member.hear(second)
+    assert member.proposed() == []
+    member.hear(second)
+    member.nobody_answers()
+    for ask in member.take(a.Ask):
+        member.module.handle(e.Failed(ask, "it is silent"))
+    member.wait(GATHER_S)
+    (step,) = member.proposed()
+    assert step.peers == {first, second}
+
+
+def test_a_step_that_could_not_be_had_is_computed_from_the_own_state_later() -> None:
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    base = Step.of(map(member.row, "ABC"))
+    member.stand_on(base)
+    rows = [member.row(p, round_index=1, file=name(f"{p} 1")) for p in "ABC"]
+    member.gathered(*base.rows, *rows)
+    member.known.now_s += DURATION_S + GATHER_S
+    member.module.hear_steps([Step.of(rows)], first)
+    (compute,) = member.take(a.Compute)
+    member.module.handle(e.Failed(compute, "a file is gone"))
+    while fetches := member.take(a.FetchState):
+        member.module.handle(e.Failed(fetches[0], "nobody gave it"))
+    assert member.chain.heaviest().name == base.name
+    member.wait(DURATION_S + 1.0)
+    assert [again.base for again in member.take(a.Compute)] == [compute.base]
