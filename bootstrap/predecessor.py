@@ -224,5 +224,5 @@ def check_start(plan: RunPlan, old: RunPlan) -> None:
     if plan.start_s <= old.start_s:
         raise ConfigurationError(
             f"the successor would begin {old.start_s - plan.start_s:.0f} s before the run that it "
-            f"goes on with; give --start-in-s {math.ceil(old.start_s - plan.start_s) + 60}"
+            f"continues; give --start-in-s {math.ceil(old.start_s - plan.start_s) + 60}"
         )

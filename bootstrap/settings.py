@@ -14,9 +14,9 @@ from dipaco.peer.settings import NodeSettings
 RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
 OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")
 CHANGES = Option(
-    "take a value in place of the one in RUN.toml: outer.momentum=0.5", "KEY=VALUE", flag="--set"
+    "use this value instead of the one in RUN.toml: outer.momentum=0.5", "KEY=VALUE", flag="--set"
 )
-RUN_TOML = Option("what the run is to be", "RUN.toml", positional=True)
+RUN_TOML = Option("the file that describes the run", "RUN.toml", positional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class PrepareSettings(ComputeSettings):
     start_in_s: Annotated[
         float | None,
         Option(
-            "seconds from now until round 0 begins (default: 0); of a run that is signed already "
-            "with --replace",
+            "seconds from now until round 0 begins (default: 0); a run that is signed already "
+            "needs --replace",
             "S",
             least=0,
             most=1e9,
@@ -45,15 +45,15 @@ class PrepareSettings(ComputeSettings):
     admission: Annotated[
         Literal["open", "invitation"] | None,
         Option(
-            "who counts in the run: everybody, or whom you invite (default: as this folder or the "
-            "run before has it, else open)"
+            "who counts in the run: everybody, or whom you invite (default: as in this folder or "
+            "in the run before, else open)"
         ),
     ] = None
     predecessor: Annotated[
         Path | None,
         Option(
-            "go on with the run in this folder: its tokenizer and its trained modules; the "
-            "folder of prepare, of dipaco-simulate --out, or a peer's of that run",
+            "continue the run in this folder, with its tokenizer and its trained modules; the "
+            "folder of prepare, of dipaco-simulate --out, or a peer's folder of that run",
             "RUN",
             flag="--from",
         ),
@@ -168,7 +168,7 @@ class InviteSettings(Settings):
     expires_days: Annotated[
         float | None,
         Option(
-            "days after which nobody counts by it any more (default: no limit)",
+            "days after which it no longer counts (default: no limit)",
             "DAYS",
             least=0,
             most=36_500,

@@ -280,7 +280,7 @@ def test_a_model_that_differs_is_refused(chain: dict[str, Path], tmp_path: Path)
     ("more", "message"),
     [
         ("[tokenizer]\nmodel_file = 'other.model'\n", "not the tokenizer of the run"),
-        ("[base]\ncheckpoint = 'llama'\n", "cannot be imported into a run that goes on"),
+        ("[base]\ncheckpoint = 'llama'\n", "cannot be imported into a run that continues"),
     ],
 )
 def test_another_beginning_is_refused(
