@@ -417,7 +417,7 @@ async def call_ping(
     try:
         found: DHTID | None = await _ping(self, peer, validate, strict)
     except ValidationError as error:
-        logger.warning("%s is passed over: %s", peer, error)
+        logger.debug("%s is passed over: %s", peer, error)
         DHTProtocol.refusal = error
         return None
     return found

@@ -428,6 +428,8 @@ class GuardedDHT(DHT):
                 # Nobody else answered, so this says more than that they were silent.
                 raise DHTProtocol.refusal from error
             raise
+        if DHTProtocol.refusal is not None:
+            logger.warning("one of the given addresses is passed over: %s", DHTProtocol.refusal)
         node._should_shutdown_p2p = True
         node.protocol.wait_timeout = ANSWER_LIMIT_S
         return node

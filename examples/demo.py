@@ -156,7 +156,7 @@ class Demo:
         self.processes.append(process)
         return process
 
-    def start_peer(self, address: str) -> Process:
+    def start_peer(self, address: str, *arguments: str) -> Process:
         """Start a training peer."""
         name = f"peer-{next(self._numbers)}"
         return self.start(
@@ -167,6 +167,7 @@ class Demo:
             "--cache-dir", str(self.folder / name),
             "--address-file", str(self.folder / f"{name}.address"),
             "--threads", "1",
+            *arguments,
         )  # fmt: skip
 
     def address_of(self, process: Process) -> str:

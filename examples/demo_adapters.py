@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from demo import HERE, Demo, Process, Scale
+from demo import HERE, Demo, Scale
 from rich.console import Console
 from rich.table import Table
 
@@ -94,8 +94,9 @@ def prepare(demo: Demo, name: str, checkpoint: Path, modules: list[int]) -> Path
     return folder
 
 
-def swarm(demo: Demo, run: Path) -> Process:
-    """Train by four peers to the last round; return one of them, which is alive."""
+def swarm(demo: Demo, run: Path) -> str:
+    """Train by four peers, which leave after the last round; return the address of the node, which
+    keeps what they have made."""
     node = demo.start(
         "bootstrap", "dipaco-bootstrap", "serve", str(run),
         "--host-maddrs", "/ip4/127.0.0.1/tcp/0",
@@ -103,12 +104,15 @@ def swarm(demo: Demo, run: Path) -> Process:
     )  # fmt: skip
     address = demo.address_of(node)
     node.note = "serving"
-    peers = [demo.start_peer(address) for _ in range(4)]
-    for peer in peers:
-        demo.address_of(peer)
-    last = demo.scale.rounds - 1
-    demo.watch(None, lambda: all(p.last.get("round", {}).get("round", -1) >= last for p in peers))
-    return peers[0]
+    rounds = ("--max-rounds", str(demo.scale.rounds))
+    peers = [demo.start_peer(address, *rounds) for _ in range(4)]
+    demo.watch(None, lambda: all(peer.popen.poll() is not None for peer in peers))
+    demo.read()
+    demo.console.print(demo.table())
+    failed = [peer.name for peer in peers if peer.popen.returncode]
+    if failed:
+        raise SystemExit(f"{', '.join(failed)} failed; what they say is in {demo.folder}")
+    return address
 
 
 def evaluated(demo: Demo, *source: str) -> dict[str, Any]:
@@ -205,8 +209,7 @@ def run(demo: Demo, checkpoint: Path) -> None:
     one = prepare(demo, "one-adapter", base, [1])
     paths = prepare(demo, "four-paths", base, [1, 4])
     before = generated(demo, "--state-dir", str(paths), "--allow-genesis", "--path", "0")
-    peer = swarm(demo, paths)
-    source = ("--initial-peers", demo.address_of(peer))
+    source = ("--initial-peers", swarm(demo, paths))
     arms = {"paths": evaluated(demo, *source)}
     after = generated(demo, *source)
     adapters = demo.folder / "adapters"

@@ -99,8 +99,10 @@ def run(settings: ExportSettings) -> int:
             print(f"{source.grid.path_count} paths and the router: {settings.out}")
         else:
             _export_path(settings, settings.path, source, notes)
+        if _adapters(settings, source) and settings.format != "gguf":
+            _say_where_the_base_is(source, notes)
     # The paths have what is in modules/ themselves: those are hard links.
-    apart = "" if settings.path is not None else " --exclude 'modules/*'"
+    apart = " --exclude 'modules/*'" if (settings.out / "modules").is_dir() else ""
     out = shlex.quote(str(settings.out))
     _say(f"to publish it: hf upload {settings.repository or 'OWNER/NAME'} {out}{apart}")
     return 0
@@ -108,6 +110,18 @@ def run(settings: ExportSettings) -> int:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _say_where_the_base_is(source: StateSource, notes: CardNotes) -> None:
+    """Say that other tools will not find the base by its name, if it is that of a folder."""
+    from .export_card import base_name
+
+    name = base_name(source.plan, notes)
+    if name is not None and "/" not in name:
+        _say(
+            f"the adapters call their base '{name}', which is no repository of the Hub; give "
+            f"--base-model OWNER/NAME, or a folder, so that PEFT, vLLM and route.py find it"
+        )
 
 
 def _export_path(

@@ -145,6 +145,11 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     # Not before it is used: importing it takes long.
     from torch._subclasses import FakeTensorMode
 
+    if config.adapters is not None and config.adapters.base_format == "nf4":
+        # A pass multiplies by a base in 4 bits as by one in 16, and keeps neither. A base in 4 bits
+        # cannot be made of tensors without numbers.
+        adapters = config.adapters.model_copy(update={"base_format": "bf16"})
+        config = config.model_copy(update={"adapters": adapters})
     kept: dict[int, torch.UntypedStorage] = {}
     with FakeTensorMode():
         model = PathModel(config, None if config.adapters is None else unfilled_base(config))

@@ -39,10 +39,10 @@ def limit(
     if part.rehearses:
         computed = model.hidden_states
 
-        def refusing(tokens: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        def refusing(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
             if len(tokens) > (computed_twice if model.recomputes else rows):
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return computed(tokens, seen)
+            return computed(tokens, *others)
 
         model.hidden_states = refusing  # type: ignore[method-assign]
         try:

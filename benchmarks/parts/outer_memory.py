@@ -31,7 +31,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.peer.background import Background
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.path_files import OptimizerFiles
-from dipaco.protocol.chain import Row, Step
+from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.member import actions as a
 from dipaco.training.inner import InnerLoop
 
@@ -98,6 +98,7 @@ class OneMember:
         self.modules = grid.modules_of_path(0)
         self.parameters = sum(grid.layout(module).size for module in self.modules)
         self.members, self.report = members, report
+        self.heads: dict[str, Head] = {}
         self.others = ContributionFiles(folder / "others")
         self.rule = OuterRule.of(plan, None)
         self.watch = Watch()
@@ -158,11 +159,12 @@ class OneMember:
             peer.gather(*rows)
         step = Step.of(rows)
         with self.phase(name + "compute"):
-            head = peer.compute(step.parent, step)
+            head = peer.compute(self.heads.get(module) or peer.head0(module), step)
         with self.phase(name + "score"):
             peer.do(a.Check(module, head.step))
         with self.phase(name + "adopt"):
-            peer.adopt(head, save=True)
+            peer.adopt(head, step, save=True)
+        self.heads[module] = head
         with self.phase(name + "serve"):
             found = peer.node.held.lookup(head.digest)
         del found

@@ -52,7 +52,6 @@ def test_a_run_toml_may_follow_addresses() -> None:
     [
         (["serve"], "DIR"),
         (["serve", "--initial-peers", ADDRESS], "DIR"),
-        (["prepare", "--out", "new"], "RUN.toml"),
         (["plan"], "RUN.toml"),
     ],
 )

@@ -156,6 +156,16 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in console.file.getvalue()
 
 
+def test_plan_knows_a_pass_over_a_base_in_4_bits(hub: Path, tmp_path: Path) -> None:
+    config = load_run_config(write_run(tmp_path, TOML))
+    in_4_bits = TOML.replace("rank = 4", 'rank = 4\nbase_format = "nf4"')
+    assert in_4_bits != TOML
+    smaller = plan_figures(load_run_config(write_run(tmp_path, in_4_bits)))
+    whole, name = plan_figures(config), "pass of one sequence, about"
+    assert smaller.device_bytes[name] == whole.device_bytes[name]
+    assert smaller.device_bytes["frozen base"] < whole.device_bytes["frozen base"]
+
+
 def test_a_successor_has_the_same_base(hub: Path, tmp_path: Path) -> None:
     run, plan = prepared(tmp_path)
     new_toml = TOML.replace('base = "OWNER/tiny"\n', "").replace("[adapters]\nrank = 4\n", "")

@@ -279,6 +279,7 @@ def test_hivemind_still_has_what_is_replaced() -> None:
     replaced = {name for name in vars(bounded_protocol) if callable(getattr(DHTProtocol, name, 0))}
     assert replaced == {
         "call_find",
+        "call_ping",
         "call_store",
         "get_stub",
         "rpc_find",

@@ -142,10 +142,23 @@ def test_what_rounding_loses_is_measured() -> None:
     assert same.rounding() == Rounding(1.0, 0.0)
 
 
-def test_everything_with_a_router_that_needs_no_dipaco(folder: Path, tmp_path: Path) -> None:
+def test_a_base_that_others_will_not_find_is_said(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--state-dir", folder / "out", "--path", 2, "--out", tmp_path / "path-2"]
+    assert run(*arguments) == 0
+    assert "no repository" not in capsys.readouterr().err
+    assert run(*arguments, "--base-model", "tiny") == 0
+    assert "call their base 'tiny', which is no repository of the Hub" in capsys.readouterr().err
+
+
+def test_everything_with_a_router_that_needs_no_dipaco(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, base = tmp_path / "all", folder / "base"
     arguments = ["--state-dir", folder / "out", "--all", "--out", out, "--base-model", base]
     assert run(*arguments) == 0
+    assert "--exclude" not in capsys.readouterr().err  # There is no modules/.
     for path in range(4):
         assert (out / f"paths/{path:05d}/adapter_model.safetensors").is_file()
     assert not (out / "router" / "base").exists()

@@ -23,8 +23,10 @@ from dipaco.modules.config import ContributionsConfig, OuterConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import Contribution, OuterRule, canonical_table
+from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.record_keys import NAMESPACE
 from dipaco.routing.batches import batch_indices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,6 +239,13 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 # -- docs/protocol.md
+
+
+def test_the_page_is_of_the_protocol_that_is_spoken() -> None:
+    text = page("protocol.md")
+    assert text.startswith(f"# The protocol, version {PROTOCOL_VERSION}\n")
+    assert f"`protocol_version` ({PROTOCOL_VERSION})" in text
+    assert f'key     "{NAMESPACE}/' in text
 
 
 def vectors() -> dict[str, str]:
