@@ -208,7 +208,7 @@ def operator_key_file(predecessor: Predecessor, given: Path | None, out: Path) -
     if fingerprint != signer:
         raise ManifestError(
             f"{file} is the key {fingerprint}, but the run {predecessor.plan.run_id} in "
-            f"{predecessor.path} was signed by {signer}; peers would not move over. Give that "
+            f"{predecessor.path} was signed by {signer}; peers would not move to it. Give that "
             f"operator's key with --operator-key FILE"
         )
     if file == old:

@@ -248,7 +248,7 @@ class Preparation:
             raise ConfigurationError(
                 f"the tokens of [data] were made with the tokenizer {made_with[:16]}... "
                 f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
-                f"that one as model_file under [tokenizer], or the texts"
+                f"the one that made them as model_file under [tokenizer], or give the texts"
             )
 
     @cached_property

@@ -62,7 +62,7 @@ class BaseConfig(Config):
     checkpoint: Path | None = Field(
         None,
         description="Folder of a Llama checkpoint to start from, or what the Hugging Face Hub "
-        "calls one that is in its cache; steps is 0 then, unless given.",
+        "calls one that is in its cache; then steps is 0 unless given.",
     )
     name: str | None = Field(
         None,
@@ -79,7 +79,7 @@ class BaseConfig(Config):
         ge=0,
         le=1,
         description="Last learning rate / peak, by a cosine. 1 keeps the peak, because the base is "
-        "the beginning of one long schedule that the paths go on with.",
+        "the beginning of one long schedule that the paths continue.",
     )
 
     @model_validator(mode="before")
@@ -122,7 +122,7 @@ class RunConfig(Config):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="What people call the run."
     )
-    seed: int = Field(0, ge=0, lt=2**32, description="Of everything that is drawn at random.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything that is drawn at random.")
     data: CorpusConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelConfig = ModelConfig()

@@ -99,7 +99,7 @@ class PrepareSettings(ComputeSettings):
         super().__post_init__()
         if self.dask is not None and self.workers != 1:
             raise ConfigurationError(
-                "--workers are processes here, --dask has workers of its own; give one of them"
+                "--workers starts processes here, but --dask has its own workers; give one of them"
             )
         if self.add_path and self.predecessor is None:
             raise ConfigurationError(
@@ -107,8 +107,8 @@ class PrepareSettings(ComputeSettings):
             )
         if self.add_path and self.run_toml is not None:
             raise ConfigurationError(
-                f"{self.run_toml} and --add-path: everything but the new path is as in the run of "
-                f"--from; leave RUN.toml out, and give what is to change with --set"
+                f"{self.run_toml} and --add-path: everything but the new path stays as in the run "
+                f"of --from; leave RUN.toml out, and change settings with --set"
             )
         if not self.add_path and self.run_toml is None:
             raise ConfigurationError("give RUN.toml, or --from RUN with --add-path NEW.jsonl")
@@ -177,7 +177,7 @@ class InviteSettings(Settings):
     name: Annotated[
         str,
         Option(
-            "for whom it is, for your own list in DIR/invitations.jsonl (default: the run's name)",
+            "who it is for, in your own list DIR/invitations.jsonl (default: the run's name)",
             "TEXT",
         ),
     ] = ""

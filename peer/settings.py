@@ -205,7 +205,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         float | None, Option("the same for an hour, until the next one begins", "GB", least=0.001)
     ] = None
     name: Annotated[
-        str, Option("what status calls this peer, 32 characters", "NAME", common=True)
+        str, Option("the name of this peer in status, 32 characters at most", "NAME", common=True)
     ] = ""
     team: Annotated[
         str, Option("whom its tokens are credited to beside its name (default: nobody)", "NAME")

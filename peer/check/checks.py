@@ -148,7 +148,7 @@ def check_neighbours(answers: Sequence[tuple[str, str]]) -> Check:
         return ok("neighbours", value)
     told = "; ".join(f"{address} ({reason})" for address, reason in silent)
     if len(silent) < len(answers):
-        return warning("neighbours", f"{value}, not {told}", "leave it out if it stays so")
+        return warning("neighbours", f"{value}, not {told}", "leave it out if that does not change")
     return problem(
         "neighbours",
         f"nobody answers at {told}",
