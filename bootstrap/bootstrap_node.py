@@ -99,8 +99,8 @@ def _serve(
     )
     if is_loopback(addresses[0]):
         display.say(
-            "only this machine can call that address, for it has no other; connect it to a "
-            "network, or tell others where it is called with --announce-maddrs"
+            "only this machine can call that address, because it has no other one; connect it to "
+            "a network, or give the address for others with --announce-maddrs"
         )
     pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
     by_invitation = node.plan.admission is None

@@ -134,7 +134,7 @@ PREPARE = Command(
     run_prepare,
     summary="make tokenizer, base model, router, shards and the signed manifest of a run",
     description="Make a run folder from a RUN.toml, or from a run and the documents of a path to "
-    "add to it. May be stopped at any time; the same command goes on where it was.",
+    "add to it. It may be stopped at any time; the same command continues where it stopped.",
 )
 PLAN = Command(
     "plan",
@@ -142,8 +142,8 @@ PLAN = Command(
     run_plan,
     summary="check a RUN.toml and show what it means in parameters, bytes and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
-    "round and has on its disk and in memory. Of the data the first document is read; nothing is "
-    "written.",
+    "round and has on its disk and in memory. Only the first document of the data is read, and "
+    "nothing is written.",
 )
 SERVE = Command(
     "serve",
@@ -158,7 +158,7 @@ INVITE = Command(
     InviteSettings,
     run_invite,
     summary="make an invitation to a run: one line for a volunteer",
-    description="Print an invitation for so many peers, signed with the operator's key. Whoever "
+    description="Print an invitation for some peers, signed with the operator's key. Whoever "
     "has it can use it: give each volunteer one of their own.",
 )
 REVOKE = Command(

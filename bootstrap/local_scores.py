@@ -81,8 +81,8 @@ class LocalScores:
         for done, (path, scores) in enumerate(zip(paths, mapped(score, paths), strict=True), 1):
             if not np.isfinite(scores).all():
                 raise ConfigurationError(
-                    f"path {path} of {self._predecessor.path} gives a document no finite loss; its "
-                    f"states are of no use"
+                    f"path {path} of {self._predecessor.path} has a loss that is not finite; its "
+                    f"states cannot be used"
                 )
             _write_array(self._file(path), scores)
             progress(done, len(paths))

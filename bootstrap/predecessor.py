@@ -208,7 +208,7 @@ def operator_key_file(predecessor: Predecessor, given: Path | None, out: Path) -
     if fingerprint != signer:
         raise ManifestError(
             f"{file} is the key {fingerprint}, but the run {predecessor.plan.run_id} in "
-            f"{predecessor.path} was signed by {signer}; peers would not move over. Give that "
+            f"{predecessor.path} was signed by {signer}; peers would not move to it. Give that "
             f"operator's key with --operator-key FILE"
         )
     if file == old:
@@ -224,5 +224,5 @@ def check_start(plan: RunPlan, old: RunPlan) -> None:
     if plan.start_s <= old.start_s:
         raise ConfigurationError(
             f"the successor would begin {old.start_s - plan.start_s:.0f} s before the run that it "
-            f"goes on with; give --start-in-s {math.ceil(old.start_s - plan.start_s) + 60}"
+            f"continues; give --start-in-s {math.ceil(old.start_s - plan.start_s) + 60}"
         )

@@ -120,7 +120,7 @@ class Preparation:
         kind = self.config.router.kind
         if ROUTER_KINDS[kind].fitted_on_scores and self.predecessor is None:
             raise ConfigurationError(
-                f"a router of kind '{kind}' is trained on what trained paths make of the "
+                f"a router of kind '{kind}' is trained on the losses that trained paths have on "
                 f"documents; train a run with kind = 'kmeans' under [router] first, and give it "
                 f"with --from RUN"
             )
@@ -248,7 +248,7 @@ class Preparation:
             raise ConfigurationError(
                 f"the tokens of [data] were made with the tokenizer {made_with[:16]}... "
                 f"(tokenizer_sha256), but that of this run has the SHA-256 {self.tokenizer}; give "
-                f"that one as model_file under [tokenizer], or the texts"
+                f"the one that made them as model_file under [tokenizer], or give the texts"
             )
 
     @cached_property
@@ -394,7 +394,7 @@ class Preparation:
         if cut := int((lengths > length).sum()):
             self.display.say(
                 f"{cut:,} of {len(lengths):,} chats are longer than a row of {length:,} tokens; "
-                f"what is cut off them no longer sees the question (sequence_length under [model])"
+                f"the parts cut off no longer see the question (sequence_length under [model])"
             )
 
     @cached_property
@@ -464,7 +464,7 @@ class Preparation:
             raise ConfigurationError(
                 f"{self.out} holds the signed run '{self._signed.name}' ({self._signed.run_id}), "
                 f"which peers may be training; '{plan.name}' would be another one "
-                f"({plan.run_id}), for {', '.join(changed)} differ{'s' * (len(changed) == 1)}. "
+                f"({plan.run_id}), because {', '.join(changed)} differ{'s' * (len(changed) == 1)}. "
                 f"Give another folder with --out, or --replace to give up the run there"
             )
         return not changed

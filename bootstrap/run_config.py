@@ -62,7 +62,7 @@ class BaseConfig(Config):
     checkpoint: Path | None = Field(
         None,
         description="Folder of a Llama checkpoint to start from, or what the Hugging Face Hub "
-        "calls one that is in its cache; steps is 0 then, unless given.",
+        "calls one that is in its cache; then steps is 0 unless given.",
     )
     name: str | None = Field(
         None,
@@ -79,7 +79,7 @@ class BaseConfig(Config):
         ge=0,
         le=1,
         description="Last learning rate / peak, by a cosine. 1 keeps the peak, because the base is "
-        "the beginning of one long schedule that the paths go on with.",
+        "the beginning of one long schedule that the paths continue.",
     )
 
     @model_validator(mode="before")
@@ -122,7 +122,7 @@ class RunConfig(Config):
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="What people call the run."
     )
-    seed: int = Field(0, ge=0, lt=2**32, description="Of everything that is drawn at random.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything that is drawn at random.")
     data: CorpusConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelConfig = ModelConfig()
@@ -205,7 +205,7 @@ def change_value(values: dict[str, Any], change: str) -> None:
             break
     if not equals or not name:
         raise ConfigurationError(
-            f"--set '{change}' is no key and value of a RUN.toml; for example --set "
+            f"--set '{change}' is not a key and a value of a RUN.toml; for example --set "
             "outer.momentum=0.5"
         )
     values[name] = value
@@ -265,8 +265,8 @@ def load_run_config(
         )
     if trained is not None and base.checkpoint is not None:
         raise ConfigurationError(
-            f"{path}: base = '{base.checkpoint}' cannot be imported into a run that goes on with "
-            f"another (--from), whose modules it begins with; leave base out"
+            f"{path}: base = '{base.checkpoint}' cannot be imported into a run that continues "
+            f"another one (--from), whose modules it begins with; leave base out"
         )
     if tokenizer.model_file is not None:
         tokenizer = tokenizer.model_copy(update={"model_file": folder / tokenizer.model_file})
@@ -288,7 +288,7 @@ def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
         snapshots = cached_snapshots(given)
         if not snapshots and not place.exists():
             raise ConfigurationError(
-                f"{source}: base '{given}' is no folder beside it, and not in the cache of the "
+                f"{source}: base '{given}' is neither a folder beside it nor in the cache of the "
                 f"Hugging Face Hub; fetch it with: hf download {given}"
             )
         place, name = (snapshots[0], given) if snapshots else (place, name)
@@ -310,18 +310,18 @@ def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: s
     if trained is None:
         if not isinstance(base, dict) or "checkpoint" not in base:
             raise ConfigurationError(
-                f"{source}: [adapters] need a base, which stays as it is; name a checkpoint in a "
+                f"{source}: [adapters] need a base, which does not change; name a checkpoint in a "
                 f'first line: base = "FOLDER or OWNER/NAME"'
             )
         if base.get("steps"):
             raise ConfigurationError(
-                f"{source}: base.steps is {base['steps']}, but with [adapters] the base stays as "
-                f"it is; leave it out"
+                f"{source}: base.steps is {base['steps']}, but with [adapters] the base does "
+                f"not change; leave it out"
             )
         values["model"] = {**(model or {}), "adapters": adapters}
     elif found is not None and found != trained.adapters:
         raise ConfigurationError(
-            f"{source}: [adapters] differ from those of the run that this one goes on with; leave "
+            f"{source}: [adapters] differ from those of the run that this one continues; leave "
             f"the table out"
         )
     for table, defaults in ADAPTER_DEFAULTS.items():
@@ -348,7 +348,7 @@ def _trained_model(given: Any, trained: ModelConfig, source: str) -> dict[str, A
     for key, value in given.items() if isinstance(given, dict) else ():
         if key in kept and value not in (kept[key], defaults.get(key, kept[key])):
             raise ConfigurationError(
-                f"{source}: model.{key} is {value!r}, but the run that this one goes on with has "
+                f"{source}: model.{key} is {value!r}, but the run that this one continues has "
                 f"{kept[key]!r}; modules fit only the model that they were trained in. Leave "
                 f"[model] out"
             )

@@ -14,9 +14,9 @@ from dipaco.peer.settings import NodeSettings
 RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
 OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")
 CHANGES = Option(
-    "take a value in place of the one in RUN.toml: outer.momentum=0.5", "KEY=VALUE", flag="--set"
+    "use this value instead of the one in RUN.toml: outer.momentum=0.5", "KEY=VALUE", flag="--set"
 )
-RUN_TOML = Option("what the run is to be", "RUN.toml", positional=True)
+RUN_TOML = Option("the file that describes the run", "RUN.toml", positional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class PrepareSettings(ComputeSettings):
     start_in_s: Annotated[
         float | None,
         Option(
-            "seconds from now until round 0 begins (default: 0); of a run that is signed already "
-            "with --replace",
+            "seconds from now until round 0 begins (default: 0); a run that is signed already "
+            "needs --replace",
             "S",
             least=0,
             most=1e9,
@@ -45,15 +45,15 @@ class PrepareSettings(ComputeSettings):
     admission: Annotated[
         Literal["open", "invitation"] | None,
         Option(
-            "who counts in the run: everybody, or whom you invite (default: as this folder or the "
-            "run before has it, else open)"
+            "who counts in the run: everybody, or whom you invite (default: as in this folder or "
+            "in the run before, else open)"
         ),
     ] = None
     predecessor: Annotated[
         Path | None,
         Option(
-            "go on with the run in this folder: its tokenizer and its trained modules; the "
-            "folder of prepare, of dipaco-simulate --out, or a peer's of that run",
+            "continue the run in this folder, with its tokenizer and its trained modules; the "
+            "folder of prepare, of dipaco-simulate --out, or a peer's folder of that run",
             "RUN",
             flag="--from",
         ),
@@ -99,7 +99,7 @@ class PrepareSettings(ComputeSettings):
         super().__post_init__()
         if self.dask is not None and self.workers != 1:
             raise ConfigurationError(
-                "--workers are processes here, --dask has workers of its own; give one of them"
+                "--workers starts processes here, but --dask has its own workers; give one of them"
             )
         if self.add_path and self.predecessor is None:
             raise ConfigurationError(
@@ -107,8 +107,8 @@ class PrepareSettings(ComputeSettings):
             )
         if self.add_path and self.run_toml is not None:
             raise ConfigurationError(
-                f"{self.run_toml} and --add-path: everything but the new path is as in the run of "
-                f"--from; leave RUN.toml out, and give what is to change with --set"
+                f"{self.run_toml} and --add-path: everything but the new path stays as in the run "
+                f"of --from; leave RUN.toml out, and change settings with --set"
             )
         if not self.add_path and self.run_toml is None:
             raise ConfigurationError("give RUN.toml, or --from RUN with --add-path NEW.jsonl")
@@ -168,7 +168,7 @@ class InviteSettings(Settings):
     expires_days: Annotated[
         float | None,
         Option(
-            "days after which nobody counts by it any more (default: no limit)",
+            "days after which it no longer counts (default: no limit)",
             "DAYS",
             least=0,
             most=36_500,
@@ -177,7 +177,7 @@ class InviteSettings(Settings):
     name: Annotated[
         str,
         Option(
-            "for whom it is, for your own list in DIR/invitations.jsonl (default: the run's name)",
+            "who it is for, in your own list DIR/invitations.jsonl (default: the run's name)",
             "TEXT",
         ),
     ] = ""

@@ -72,7 +72,7 @@ class Succession:
         sha256 = self.predecessor.plan.blobs.tokenizer
         if given is not None and (not given.is_file() or sha256_of_file(given) != sha256):
             raise ConfigurationError(
-                f"[tokenizer] model_file {given} is not the tokenizer of the run to go on with, "
+                f"[tokenizer] model_file {given} is not the tokenizer of the run to continue, "
                 f"and modules fit only the tokens that they were trained on; leave it out"
             )
         return self.take(sha256)
@@ -181,7 +181,7 @@ class Succession:
         if (inner.warmup_steps or inner.decay_steps) and steps and not inner.first_step:
             self.display.say(
                 f"[inner] The learning rate starts its warmup and decay over; the modules have "
-                f"{steps} steps behind them. To go on with one schedule write first_step = {steps}"
+                f"{steps} steps behind them. To continue one schedule write first_step = {steps}"
             )
 
 

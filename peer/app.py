@@ -203,7 +203,9 @@ def _settings_in_successor(
     if settings.max_rounds is not None:
         settings = replace(settings, max_rounds=settings.max_rounds - rounds_done)
     if settings.path is not None and settings.path >= successor.grid.path_count:
-        display.say(f"--path {settings.path} is no path of the successor; it chooses one itself")
+        display.say(
+            f"the successor has no path {settings.path} (--path); this peer chooses another"
+        )
         settings = replace(settings, path=None)
     return settings
 

@@ -40,8 +40,8 @@ COMMAND = Command(
     run,
     description="Join a swarm with one address and train a path of its model on this machine.",
     epilog="Example: dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer\n"
-    "Ctrl+C leaves cleanly, and the same command goes on; a second Ctrl+C exits at once.\n"
-    "dipaco-peer pause and dipaco-peer resume let it rest and go on.",
+    "Ctrl+C leaves cleanly, and the same command continues; a second Ctrl+C exits at once.\n"
+    "dipaco-peer pause and dipaco-peer resume let it rest and continue.",
 )
 
 

@@ -126,7 +126,7 @@ class ReadOnlyClient:
         holders = sum(holding.head.version > 0 for holding in view.holdings.get(module, ()))
         if state is None and holders:
             raise NetworkError(
-                f"{module} has {holders} announced holders and none serves a state of it that is "
-                "right; try again in a minute"
+                f"{module} has {holders} announced holders, but none of them serves a correct "
+                "state; try again in a minute"
             )
         return state

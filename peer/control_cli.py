@@ -91,8 +91,8 @@ def _wait(settings: ControlSettings, is_done: Callable[[str], bool]) -> str:
             return ENDED
         time.sleep(LOOK_S)
     raise NetworkError(
-        f"the peer did not do so within {LIMIT_S:.0f} s; it may be joining still, or in a long "
-        "inner step, and does it then"
+        f"the peer did not do so within {LIMIT_S:.0f} s; it may still be joining, or be in a "
+        "long inner step, and will do it after that"
     )
 
 
@@ -101,8 +101,8 @@ COMMANDS = {
         "dipaco-peer pause",
         ControlSettings,
         pause,
-        description="Let the running peer train nothing until it is told to go on: it merges its "
-        "last work, gives its path up and frees device and memory, and still serves its states.",
+        description="Pause the running peer until it is told to continue: it merges its last work, "
+        "gives up its path, frees the device and the memory, and still serves its states.",
         settings_of="dipaco-peer",
         epilog="kill -USR1 and -USR2 with the peer's process id do the same.",
     ),

@@ -53,7 +53,7 @@ def given_invitation(given: str | None, own: Path | None = None) -> str | None:
         with file.open("rb") as opened:
             text = decoded(opened.read(MOST_INVITATION_BYTES)).strip()
     except UnicodeDecodeError:
-        raise AdmissionError(f"--invitation {file} is no text with an invitation") from None
+        raise AdmissionError(f"--invitation {file} is not a text with an invitation") from None
     except OSError as error:
         raise AdmissionError(
             f"--invitation {str(file)[:80]!r} is neither an invitation, which begins with "
@@ -94,8 +94,8 @@ def admit(
         gate.check_own(identity.peer_id, kept)
     except RecordError as error:
         raise AdmissionError(
-            f"this peer is not in: {error}; ask the operator for another invitation and give it "
-            "with --invitation"
+            f"this peer is not admitted: {error}; ask the operator for another invitation and "
+            "give it with --invitation"
         ) from None
     return kept
 

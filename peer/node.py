@@ -287,7 +287,7 @@ def join_run(
         remembered = known.beside(given)
         through = (*remembered, *given)
         if remembered:
-            say(f"nobody answers there; tries those that were there before: {len(remembered)}")
+            say(f"nobody answers there; trying peers that were there before: {len(remembered)}")
             with contextlib.suppress(UnreachableError):
                 return join(remembered), through, own_manifest
         manifest = own_manifest or _remembered_run(known, given, run, operator)
@@ -301,7 +301,7 @@ def join_run(
         say(
             f"nobody of run '{verify_manifest(manifest).plan.name}' answers: this peer starts the "
             f"swarm again with what is on its disk, listens at "
-            f"{' '.join(visible_addresses(dht)[:1])} and goes on calling. Others come back with "
+            f"{' '.join(visible_addresses(dht)[:1])} and keeps calling. Others come back with "
             "their usual command, in any order"
         )
         return dht, through, manifest

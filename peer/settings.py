@@ -90,7 +90,9 @@ class NodeSettings(Settings):
     ] = None
     max_upload_mbps: Annotated[
         float | None,
-        Option("upload at most, in Mbit/s (default: all there is)", "MBPS", least=0.1, common=True),
+        Option(
+            "greatest upload rate in Mbit/s (default: no limit)", "MBPS", least=0.1, common=True
+        ),
     ] = None
     address_file: Annotated[
         Path | None, Option("write the addresses of this node to FILE", "FILE")
@@ -156,7 +158,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     path: Annotated[
         int | None, Option("train this path only (default: the least served)", "P", least=0)
     ] = None
-    max_rounds: Annotated[int | None, Option("leave after that many rounds", "N", least=1)] = None
+    max_rounds: Annotated[int | None, Option("leave after this many rounds", "N", least=1)] = None
     micro_batch_size: Annotated[
         int | None,
         Option(
@@ -176,7 +178,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         str | None, Option("train at these hours only: 22-7 or 22:30-7:15", "H-H", common=True)
     ] = None
     on_battery: Annotated[
-        Literal["pause", "run"], Option("on a battery, train nothing or go on", common=True)
+        Literal["pause", "run"], Option("on a battery, pause or continue to train", common=True)
     ] = "run"
     nice: Annotated[
         int | None,
@@ -189,12 +191,12 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = None
     vram_gb: Annotated[
         float | None,
-        Option("GPU memory at most, in GiB (default: all)", "GIB", least=0.1, common=True),
+        Option("most GPU memory to use, in GiB (default: all)", "GIB", least=0.1, common=True),
     ] = None
     max_upload_gb_month: Annotated[
         float | None,
         Option(
-            "pause, and send nothing, once so many GB were sent in a month (default: no limit)",
+            "pause, and send nothing, after this many GB in a month (default: no limit)",
             "GB",
             least=0.001,
         ),
@@ -203,7 +205,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         float | None, Option("the same for an hour, until the next one begins", "GB", least=0.001)
     ] = None
     name: Annotated[
-        str, Option("what status calls this peer, 32 characters", "NAME", common=True)
+        str, Option("the name of this peer in status, 32 characters at most", "NAME", common=True)
     ] = ""
     team: Annotated[
         str, Option("whom its tokens are credited to beside its name (default: nobody)", "NAME")
@@ -211,7 +213,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     cache_folder: Annotated[
         Path,
         Option(
-            "where its files are, from which a restart goes on",
+            "folder of its files, from which a restart continues",
             "DIR",
             flag="--cache-dir",
             common=True,
@@ -220,8 +222,8 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     max_disk_gb: Annotated[
         float | None,
         Option(
-            "let the run's files take so many GB at most (default: what the disk has, but for a "
-            "reserve)",
+            "most GB that the run's files may take (default: all that is free on the disk, except "
+            "a reserve)",
             "GB",
             least=0.001,
             common=True,
@@ -229,13 +231,13 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = None
     devices: Annotated[
         tuple[str, ...],
-        Option("train on each of these devices, a peer of its own for each: cuda:0 cuda:1", "D"),
+        Option("train on each of these devices, with one peer for each: cuda:0 cuda:1", "D"),
     ] = ()
     content_folder: Annotated[
         Path | None,
         Option(
-            "have blobs and states in common with other peers of this machine (default: with "
-            "--devices only)",
+            "share blobs and states with other peers on this machine (default: only with "
+            "--devices)",
             "DIR",
             flag="--content-dir",
         ),
@@ -250,7 +252,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         super().__post_init__()
         if not self.initial_peers and not self.check:
             raise ConfigurationError(
-                "no address is given: ask for that of a peer, and type dipaco-peer and the "
+                "no address is given: ask for the address of a peer, and type dipaco-peer and the "
                 f"address, for example dipaco-peer {EXAMPLE_PEER}"
             )
         for device in self.devices:

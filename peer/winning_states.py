@@ -131,5 +131,5 @@ class WinningStates:
         try:
             node.rule.codec_of(row.module).check(data, node.grid.layout(row.module).size)
         except DipacoError as error:
-            raise IntegrityError(f"a file of {row.peer} is no contribution: {error}") from None
+            raise IntegrityError(f"a file of {row.peer} is not a contribution: {error}") from None
         return data

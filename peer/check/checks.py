@@ -92,7 +92,7 @@ def check_versions(versions: Versions) -> Check:
     if not versions.unfit:
         return ok("versions", value)
     name, found, needed = versions.unfit[0]
-    told = [f"{n} {f or 'is missing'}, needed is {w}" for n, f, w in versions.unfit]
+    told = [f"{n} {f or 'is missing'}, but {w} is needed" for n, f, w in versions.unfit]
     reason = ""
     if name == "numpy" and found:
         reason = "with this one 8-bit codecs fail silently: "
@@ -148,11 +148,11 @@ def check_neighbours(answers: Sequence[tuple[str, str]]) -> Check:
         return ok("neighbours", value)
     told = "; ".join(f"{address} ({reason})" for address, reason in silent)
     if len(silent) < len(answers):
-        return warning("neighbours", f"{value}, not {told}", "leave it out if it stays so")
+        return warning("neighbours", f"{value}, not {told}", "leave it out if that does not change")
     return problem(
         "neighbours",
         f"nobody answers at {told}",
-        "check the address with the one who gave it, your connection and your firewall",
+        "check the address with whoever gave it to you, your connection and your firewall",
         UnreachableError,
     )
 
@@ -164,7 +164,7 @@ def check_clock(offset_s: float, neighbours: int, system: System) -> Check:
     value = f"{abs(offset_s):.1f} s {side} {others}"
     remedy = "set the clock: sudo timedatectl set-ntp true"
     if system.wsl:
-        remedy = "it stands still while Windows sleeps: sudo hwclock -s, or wsl --shutdown"
+        remedy = "it stops while Windows sleeps: sudo hwclock -s, or wsl --shutdown"
     elif system.is_container or system.notebook:
         remedy = "set the clock of the machine that runs the container"
     if abs(offset_s) > CLOCK_LIMIT_S:
@@ -365,7 +365,7 @@ def check_cache_is_free(folder: Path, is_used: bool) -> tuple[Check, ...]:
     """Whether another peer works with the same cache folder; nothing is said when none does."""
     if not is_used:
         return ()
-    remedy = "a second one needs --cache-dir and --port of its own"
+    remedy = "a second one needs its own --cache-dir and --port"
     return (warning("cache folder", f"a peer is running with {folder}", remedy),)
 
 

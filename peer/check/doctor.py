@@ -97,7 +97,7 @@ def _swarm_checks(
 ) -> Generator[c.Check, None, SwarmReport]:
     """Yield what the swarm says, and return the report, which is empty when nothing was found."""
     if not settings.initial_peers:
-        yield c.ok("swarm", "no address was given: only this machine is looked at")
+        yield c.ok("swarm", "no address was given: only this machine is checked")
         return SwarmReport()
     try:
         findings = ask_neighbours(settings)

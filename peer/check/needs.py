@@ -228,8 +228,8 @@ def too_slow(run: Run, upload_mbit_per_s: float | None) -> list[str]:
         needed = 8e-6 * sent / time_s
         if needed > upload_mbit_per_s:
             lines.append(
-                f"{level}: an outer step sends {shown_bytes(sent)} in {time_s:.0f} s, which "
-                f"--max-upload-mbps {upload_mbit_per_s:g} does not carry: this peer's work on it "
-                f"will be missed; give at least --max-upload-mbps {needed:.2g}"
+                f"{level}: an outer step sends {shown_bytes(sent)} in {time_s:.0f} s, but "
+                f"--max-upload-mbps {upload_mbit_per_s:g} is too low for that: this peer's work on "
+                f"it will be missed; give at least --max-upload-mbps {needed:.2g}"
             )
     return lines

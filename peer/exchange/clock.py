@@ -101,7 +101,7 @@ def check_offset(offset_s: float, limit_s: float = MAX_CLOCK_OFFSET_S, peers: st
         where = "behind" if offset_s > 0 else "ahead of"
         raise ClockError(
             f"this machine's clock is {abs(offset_s):.1f} s {where} "
-            f"{peers or 'the other peers'}, at most {limit_s:.0f} s are possible; {REMEDY}"
+            f"{peers or 'the other peers'}, at most {limit_s:.0f} s are allowed; {REMEDY}"
         )
 
 

@@ -72,7 +72,7 @@ def diagnose(initial_peers: Sequence[str]) -> tuple[Finding, ...]:
             raise finding.error
     raise UnreachableError(
         f"no peer answers at {'; '.join(f'{f.address} ({f.error})' for f in findings)}; check the "
-        "address with the one who gave it, and that its port is open"
+        "address with whoever gave it to you, and that its port is open"
     )
 
 
@@ -146,9 +146,9 @@ def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
         thread.stop()
     if found:
         raise AddressError(
-            f"the identity {identity.path} is in use by another machine, at {found[0]}: two that "
-            f"are one peer do the same work. Delete {identity.path} here, which makes a new one, "
-            f"or give another with --identity-path"
+            f"the identity {identity.path} is in use by another machine, at {found[0]}: two "
+            f"machines that are one peer do the same work. Delete {identity.path} here, which "
+            f"makes a new one, or give another with --identity-path"
         )
 
 

@@ -30,7 +30,7 @@ logger = logging.getLogger("dipaco.peer.exchange.fetching")
 # Of blobs that the run does not name.
 MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S = 600.0
-ASK_AGAIN = "start again, other holders are then asked too"
+ASK_AGAIN = "start again; then other holders are asked too"
 # A program that cannot do without a blob looks for holders again and again, for so long.
 NEEDED_LIMIT_S, NEEDED_AGAIN_S = 30.0, 2.0
 # How often it is looked whether another peer of this machine has fetched a blob.

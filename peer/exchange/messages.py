@@ -217,7 +217,7 @@ def decode_request(data: bytes) -> Request:
     kind = values.get("kind")
     found = _REQUESTS.get(kind) if isinstance(kind, str) else None
     if found is None:
-        raise MessageError("no kind of request")
+        raise MessageError("not a kind of request")
     if kind not in _LONG and len(data) > MAX_REPLY_BYTES:
         raise MessageError(f"{len(data)} bytes, at most {MAX_REPLY_BYTES} are allowed")
     return _validate(found, values)

@@ -247,7 +247,7 @@ class _Download:
         """Return the error that says what every holder answered."""
         asked = [f"{holder.source.name}: {holder.reason}" for holder in self._holders[:4]]
         more = len(self._holders) - len(asked)
-        what = f"nobody gave {self._sha256[:12]} {when}".rstrip()
+        what = f"nobody sent {self._sha256[:12]} {when}".rstrip()
         if not asked:
             return NetworkError(f"nobody is known to hold {self._sha256[:12]}")
         message = f"{what} ({'; '.join(asked)}{f'; and {more} more' if more else ''})"
@@ -270,7 +270,7 @@ class _Download:
         except SourceBusy as busy:
             self._note_busy(holder, busy)
         except _StartedOver:
-            holder.reason = "what it sent did not fit to what others had sent"
+            holder.reason = "what it sent did not match what others had sent"
         except (StorageError, NetworkError):
             raise
         except _TooSlow as error:
@@ -312,7 +312,9 @@ class _Download:
             await self._disagree(holder, "it has fewer bytes than it sent before")
         if total_bytes > self._max_bytes:
             stream.close()
-            raise _Refused(f"it says {total_bytes} bytes, at most {self._max_bytes} can be")
+            raise _Refused(
+                f"it announces {total_bytes} bytes, at most {self._max_bytes} are allowed"
+            )
         if total_bytes < offset:
             stream.close()
             await self._disagree(holder, "it has fewer bytes than it sent before")
@@ -461,7 +463,7 @@ class MirrorSource:
         try:
             total_bytes = system.size(path)
             if total_bytes is None:
-                raise OSError("the mirror does not tell the size of its files")
+                raise OSError("the mirror does not say how large its files are")
             if offset > total_bytes:
                 raise OffsetBeyondEnd
             file = system.open(path, "rb")

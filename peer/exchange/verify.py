@@ -95,7 +95,7 @@ class RowCheck:
                     found = self._check_admission(row, admissions)
                     count[found.invitation, found.places] += 1
                 if any(number > places for (_, places), number in count.items()):
-                    raise RecordError("more peers of an invitation in a step than it is for")
+                    raise RecordError("a step has more peers of an invitation than it has places")
             except RecordError as error:
                 logger.debug("a step is refused: %s", error)
                 break
@@ -111,7 +111,7 @@ class RowCheck:
         if row.module != module:
             raise RecordError(f"a row of {row.module} among those of {module}")
         if not is_plausible_row(row, self._plan, self._now()):
-            raise RecordError(f"a row of {row.peer} says more than it can have trained")
+            raise RecordError(f"a row of {row.peer} has more tokens than it can have trained")
         name = hashlib.sha256(row.statement + row.signature).digest()
         with self._lock:
             if name in self._signed:

@@ -58,7 +58,7 @@ class Hours:
             if begin != end:
                 return cls(text.strip(), begin, end)
         raise ConfigurationError(
-            f"--hours '{text}' are no hours of a day; for example --hours 22-7 or 22:30-7:15"
+            f"--hours '{text}' are not hours of a day; for example --hours 22-7 or 22:30-7:15"
         )
 
     def contain(self, minute: int) -> bool:

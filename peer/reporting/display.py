@@ -137,7 +137,7 @@ class Display:
         if not self._debug and self._is_noise(kind, v):
             return None
         if kind == "leaving":
-            return f"left: you trained {self._given.tokens:,} tokens; the same command goes on"
+            return f"left: you trained {self._given.tokens:,} tokens; the same command continues"
         formatter = _LINES.get(kind)
         return formatter(v) if formatter else None
 
@@ -207,7 +207,7 @@ _LINES = {
     "commit": _commit_line,
     "carry_on": lambda v: f"round {v['round']}: {v['module']} carries on: {v['reason']}",
     "adopt": lambda v: (
-        f"took over {v['module']} version {v['version']}, {v['tokens']:,} tokens behind it"
+        f"took over {v['module']} version {v['version']}, trained on {v['tokens']:,} tokens"
     ),
     "move": lambda v: f"moving from path {v['from_path']} to {v['to_path']}: {v['reason']}",
     "paused": lambda v: f"paused: {v['reason']}",
@@ -218,8 +218,8 @@ _LINES = {
     "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
     "successor": _successor_line,
     "twin": lambda v: (
-        f"ANOTHER MACHINE IS THIS PEER TOO, at {v['addresses'][0]}: both do one peer's work. Stop "
-        "one and delete its identity.key"
+        f"ANOTHER MACHINE IS THE SAME PEER, at {v['addresses'][0]}: both do one peer's work. Stop "
+        "one of them and delete its identity.key"
     ),
 }
 
@@ -307,7 +307,7 @@ class LivePanel:
         folder = self._cache_folder
         where = "" if folder == default_cache_folder() else f" --cache-dir {folder}"
         if self._status.claim.state == "paused":
-            return f"to go on: dipaco-peer resume{where}; to stop: Ctrl+C"
+            return f"to continue: dipaco-peer resume{where}; to stop: Ctrl+C"
         return f"to stop: Ctrl+C, nothing is lost; to pause: dipaco-peer pause{where}"
 
 

@@ -248,7 +248,7 @@ def test_what_cannot_be_is_refused(
     for words, message in (
         (("--add-path", documents, *out), "give the folder of that run with --from"),
         (("--from", old, *out), "give RUN.toml, or --from RUN with --add-path"),
-        ((toml, *given), "leave RUN.toml out, and give what is to change with --set"),
+        ((toml, *given), "leave RUN.toml out, and change settings with --set"),
         (("--from", old, "--add-path", tmp_path / "none.jsonl", *out), "there is no such file"),
         ((*given, "--add-path", documents), "is given twice"),
         ((*given, "--set", "grid.added_paths=3"), "as in the run before"),

@@ -283,7 +283,7 @@ def test_a_model_that_differs_is_refused(chain: dict[str, Path], tmp_path: Path)
     ("more", "message"),
     [
         ("[tokenizer]\nmodel_file = 'other.model'\n", "not the tokenizer of the run"),
-        ("[base]\ncheckpoint = 'llama'\n", "cannot be imported into a run that goes on"),
+        ("[base]\ncheckpoint = 'llama'\n", "cannot be imported into a run that continues"),
     ],
 )
 def test_another_beginning_is_refused(
@@ -304,7 +304,7 @@ def test_only_the_same_operator_signs(chain: dict[str, Path], tmp_path: Path) ->
     with pytest.raises(ConfigurationError, match="--operator-key FILE"):
         succeed(toml, tmp_path / "out", old)
     prepare_module.load_or_create_operator_key(tmp_path / "other.pem")
-    with pytest.raises(ManifestError, match="peers would not move over"):
+    with pytest.raises(ManifestError, match="peers would not move to it"):
         succeed(toml, tmp_path / "out", old, operator_key=tmp_path / "other.pem")
     succeed(toml, tmp_path / "out", old, operator_key=chain["dense"] / "operator.pem")
     assert not (tmp_path / "out/operator.pem").exists()

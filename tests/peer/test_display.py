@@ -114,7 +114,7 @@ def test_the_panel_of_a_peer_that_waits_or_rests() -> None:
         assert part in text, text
     reason = "by dipaco-peer pause, until dipaco-peer resume"
     text = text_of(lines_of(PeerStatus(Activity("paused", None, reason=reason))))
-    for part in (f"paused: {reason}", "nobody else is here", "to go on: dipaco-peer resume"):
+    for part in (f"paused: {reason}", "nobody else is here", "to continue: dipaco-peer resume"):
         assert part in text, text
 
 
@@ -127,7 +127,7 @@ def test_lines_are_for_people() -> None:
     display.on_event("leaving", {})
     text = output.getvalue()
     assert "L0.E0 is now version 4, with the work of 1 of 1 peer\n" in text
-    assert "left: you trained 123,456 tokens; the same command goes on" in text
+    assert "left: you trained 123,456 tokens; the same command continues" in text
 
 
 class HandTimer(threading.Timer):

@@ -366,7 +366,7 @@ def test_a_node_is_let_in_once_and_remembers_it(gate: Gate, tmp_path: Path) -> N
     assert admit(gate, me, manifest, NOW_S + 5, None) == first
     assert admit(gate, me, manifest, NOW_S + 5, text) == first
     # The folder was copied to a machine that has its own identity.
-    with pytest.raises(AdmissionError, match="this peer is not in: .* not for it"):
+    with pytest.raises(AdmissionError, match="this peer is not admitted: .* not for it"):
         admit(gate, other, manifest, NOW_S, None)
     assert admit(gate, other, manifest, NOW_S, text) == admission(1)
     own = make_invitation(Terms(RUN, 1, 0), OPERATOR)
@@ -389,7 +389,7 @@ def test_an_invitation_is_given_as_such_or_as_a_file(tmp_path: Path) -> None:
         file.write_text(f"{text}\n", encoding=encoding)
         assert read_invitation(given_invitation(str(file)) or "") == INVITATION
     file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(AdmissionError, match="no text with an invitation"):
+    with pytest.raises(AdmissionError, match="not a text with an invitation"):
         given_invitation(str(file))
     with pytest.raises(AdmissionError, match="neither an invitation, .* nor a file"):
         given_invitation(str(tmp_path / "nowhere"))
