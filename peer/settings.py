@@ -178,7 +178,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         str | None, Option("train at these hours only: 22-7 or 22:30-7:15", "H-H", common=True)
     ] = None
     on_battery: Annotated[
-        Literal["pause", "run"], Option("on a battery, pause or continue to train", common=True)
+        Literal["pause", "run"], Option("what to do on a battery", common=True)
     ] = "run"
     nice: Annotated[
         int | None,
@@ -205,7 +205,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         float | None, Option("the same for an hour, until the next one begins", "GB", least=0.001)
     ] = None
     name: Annotated[
-        str, Option("the name of this peer in status, 32 characters at most", "NAME", common=True)
+        str, Option("the name that status shows, at most 32 characters", "NAME", common=True)
     ] = ""
     team: Annotated[
         str, Option("whom its tokens are credited to beside its name (default: nobody)", "NAME")
