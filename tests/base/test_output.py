@@ -55,6 +55,8 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
 def test_peers_and_nodes_outlive_their_terminal(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run", start_s=time.time(), modules_per_level=(1, 1))
     master, slave = pty.openpty()
+    # Under nohup it is ignored, and what is started there keeps that.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with Swarm(tmp_path, run) as swarm:
         node = swarm.start_bootstrap("--refresh-period-s", "1", terminal=slave)
         peer = swarm.start_peer(node, terminal=slave)
@@ -72,6 +74,7 @@ def test_peers_and_nodes_outlive_their_terminal(tmp_path: Path) -> None:
             # Leaving has a limit, which a busy machine may reach.
             assert member.popen.wait(LIMIT_S) in (0, 130)
         assert peer.of("leaving")
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_what_only_prints_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:

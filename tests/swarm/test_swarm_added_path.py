@@ -50,7 +50,10 @@ def test_peers_train_an_added_path_as_the_reference_does(tmp_path: Path) -> None
             assert {"L0.E1", "L1.E2", "P2"} <= set(report["digests"])
             expected = {module: {digest} for module, digest in report["digests"].items()}
             assert swarm.digests(round_index) == expected
-        status = json.loads(ran("dipaco-status", "--initial-peers", node.address(), "--json"))
+        # Copies of the newest heads may just be on their way, which status says and ends with 1.
+        told = command("dipaco-status", "--initial-peers", node.address(), "--json")
+        assert told.returncode in (0, 1), told.stderr
+        status = json.loads(told.stdout)
         assert [path["path"] for path in status["paths"] if path["peers"]] == [0, 1, 2]
         assert {m["module"] for m in status["modules"]} == set(run.grid(plan).modules())
 
