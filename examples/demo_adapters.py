@@ -94,9 +94,8 @@ def prepare(demo: Demo, name: str, checkpoint: Path, modules: list[int]) -> Path
     return folder
 
 
-def swarm(demo: Demo, run: Path) -> str:
-    """Train by four peers, which leave after the last round; return the address of the node, which
-    keeps what they have made."""
+def swarm(demo: Demo, run: Path) -> None:
+    """Train by four peers, which leave after the last round."""
     node = demo.start(
         "bootstrap", "dipaco-bootstrap", "serve", str(run),
         "--host-maddrs", "/ip4/127.0.0.1/tcp/0",
@@ -112,7 +111,7 @@ def swarm(demo: Demo, run: Path) -> str:
     failed = [peer.name for peer in peers if peer.popen.returncode]
     if failed:
         raise SystemExit(f"{', '.join(failed)} failed; what they say is in {demo.folder}")
-    return address
+    demo.end_all()
 
 
 def evaluated(demo: Demo, *source: str) -> dict[str, Any]:
@@ -125,20 +124,29 @@ def evaluated(demo: Demo, *source: str) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def simulated(demo: Demo, run: Path, arms: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """Train the paths of each arm in one process, with the arithmetic of a swarm, and evaluate."""
+def simulated(demo: Demo, arms: dict[str, tuple[Path, str]]) -> dict[str, dict[str, str]]:
+    """Train the paths of each arm in one process, with the arithmetic of a swarm. Returns each
+    one's digests of the last round."""
     started = {
         name: demo.ask(
             "dipaco-simulate", str(run), "--rounds", str(demo.scale.rounds), "--paths", paths,
-            "--validation-sequences", "0", "--threads", "1", "--out", str(demo.folder / name),
+            "--validation-sequences", "0", "--threads", "1", "--json",
+            "--out", str(demo.folder / name),
         )
-        for name, paths in arms.items()
+        for name, (run, paths) in arms.items()
     }  # fmt: skip
-    for name, process in started.items():
-        process.communicate()
-        if process.returncode:
-            raise SystemExit(f"dipaco-simulate for {name} ended with {process.returncode}")
-    return {name: evaluated(demo, "--state-dir", str(demo.folder / name)) for name in arms}
+    return {name: demo.json_of(process)["digests"] for name, process in started.items()}
+
+
+def compare(demo: Demo, digests: dict[str, str]) -> None:
+    """Say whether the peers have made the same states as one process."""
+    made = {module: digest.split()[1] for module, digest in demo.digests.items()}
+    equal = made == {module: digest[:10] for module, digest in digests.items()}
+    demo.console.print(
+        f"the peers' states and those of one process are {'the same' if equal else 'NOT the same'}"
+    )
+    if not equal:
+        raise SystemExit(1)
 
 
 def generated(demo: Demo, *source: str) -> str:
@@ -209,18 +217,21 @@ def run(demo: Demo, checkpoint: Path) -> None:
     one = prepare(demo, "one-adapter", base, [1])
     paths = prepare(demo, "four-paths", base, [1, 4])
     before = generated(demo, "--state-dir", str(paths), "--allow-genesis", "--path", "0")
-    source = ("--initial-peers", swarm(demo, paths))
-    arms = {"paths": evaluated(demo, *source)}
+    swarm(demo, paths)
+    digests = simulated(
+        demo, {"paths": (paths, "0,1,2,3"), "one": (one, "0"), "four": (one, "0,0,0,0")}
+    )
+    compare(demo, digests["paths"])
+    arms = {name: evaluated(demo, "--state-dir", str(demo.folder / name)) for name in digests}
+    source = ("--state-dir", str(demo.folder / "paths"))
     after = generated(demo, *source)
     adapters = demo.folder / "adapters"
     demo.command("dipaco-export", *source, "--all", "--out", str(adapters))
-    demo.end_all()
-    arms |= simulated(demo, one, {"one": "0", "four": "0,0,0,0"})
     report(demo, arms)
     for title, text in (
         ("before", before),
         ("after, by the swarm", after),
-        ("after, by PEFT with path 0", opened_by_peft(demo, base, adapters / "path-0")),
+        ("after, by PEFT with path 0", opened_by_peft(demo, base, adapters / "paths" / "00000")),
     ):
         demo.console.print(f"[dim]--- {title} ---[/dim]")
         demo.console.print(text, markup=False, highlight=False)
