@@ -84,8 +84,8 @@ ONE_A_LINE = '{"text": "é one"}\n{"text": "two"}\n'
     [
         ("A.JSONL", ONE_A_LINE.encode()),
         ("a::b.jsonl", ONE_A_LINE.encode()),
-        ("a.jsonl", gzip.compress(ONE_A_LINE.encode())),
-        ("a.JSON.GZ", gzip.compress(ONE_A_LINE.encode())),
+        ("a.jsonl", gzip.compress(ONE_A_LINE.encode(), mtime=0)),
+        ("a.JSON.GZ", gzip.compress(ONE_A_LINE.encode(), mtime=0)),
         ("a.jsonl.gz", ONE_A_LINE.encode()),
         ("a.jsonl", ONE_A_LINE.encode("utf-8-sig")),
         ("a.jsonl", ONE_A_LINE.encode("utf-16")),
@@ -116,7 +116,7 @@ def test_a_part_without_rows_holds_nothing(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
     nothing = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(nothing, tmp_path / "b.parquet")
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(b"", mtime=0))
     (tmp_path / "d.jsonl").write_text("\n")
     (tmp_path / "e.json").write_text("[]")
     assert texts(tmp_path / "*") == ["one"]
