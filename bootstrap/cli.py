@@ -158,8 +158,8 @@ INVITE = Command(
     InviteSettings,
     run_invite,
     summary="make an invitation to a run: one line for a volunteer",
-    description="Print an invitation for some peers, signed with the operator's key. Whoever "
-    "has it can use it: give each volunteer one of their own.",
+    description="Print an invitation for some peers, signed with the operator's key. Anybody "
+    "who has it can use it, so give each volunteer one of their own.",
 )
 REVOKE = Command(
     "revoke",

@@ -1,7 +1,8 @@
 """Another machine with this peer's identity: a copied cache folder, a cloned disk.
 
-Who starts looks for it (`diagnosis.check_identity_is_free`). Two that start together, and those
-that cannot be called, meet here: what the swarm knows of this peer was said by somebody else.
+A peer looks for such a machine when it starts (`diagnosis.check_identity_is_free`). This module
+finds the others: two machines that start together, and those that cannot be called. Their signed
+records tell addresses that this peer never told.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 See design 4.4, chain.
 
 Pure and not safe for threads: the member of a peer has a book of each module, and a reader has its
-own. Whoever adds a step has checked its rows.
+own. The caller checks the rows of a step before it adds the step.
 """
 
 from __future__ import annotations

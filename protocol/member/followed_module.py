@@ -44,8 +44,8 @@ ASK_AGAIN_S = 2.0
 TELLERS = 8
 # A newcomer asks so many holders what their chain is, and waits so long.
 FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
-# Whoever waits for a state begins after G with the newest that can be had; with a genesis, where
-# there is a chain, after so many times that.
+# A peer that waits for a state begins after G with the newest one that it can get. Where there is a
+# chain, it begins with the genesis only after this many times G.
 GENESIS_GATHERS = 2.0
 
 
