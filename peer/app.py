@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
+import torch
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.base.running import stop_signals
@@ -33,8 +35,20 @@ from dipaco.peer.check.needs import too_slow
 from dipaco.peer.exchange.hello import SOFTWARE
 from dipaco.peer.exchange.known_peers import KnownPeers
 from dipaco.peer.exchange.reachability import ReachabilityWatch
-from dipaco.peer.owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
+from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
+from dipaco.peer.owner.keep_awake import KeepAwake
+from dipaco.peer.owner.pauses import Pauses, install_pause_signals
+from dipaco.peer.owner.reasons import (
+    FullDisk,
+    Hours,
+    Reason,
+    on_battery,
+    outside_of,
+    programs_of,
+    while_running,
+)
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.metrics import PeerMetrics
@@ -73,6 +87,9 @@ def run_peer(settings: PeerSettings) -> int:
     uplink = Uplink(settings.max_upload_mbps)
     metrics = PeerMetrics(uplink)
     events.add_listener(metrics.on_event)
+    awake = KeepAwake()
+    if settings.keep_awake:
+        events.add_listener(awake.on_event)
     node: Node | None = None
     try:
         node = join_run(
@@ -102,6 +119,7 @@ def run_peer(settings: PeerSettings) -> int:
             node = following or node
     finally:
         display.stop()
+        awake.release()
         if node is not None:
             node.close()
         events.close()
@@ -144,20 +162,17 @@ def _train(
     shards = node.load_shard_index()
     micro_batch_size = fitting_batch(settings, node.plan, shards)
     node.contributions.most_bytes = contributions_limit(settings, node.plan, shards)
-    hours = Hours.parse(settings.hours) if settings.hours is not None else None
     budget = UploadBudget(
         settings.cache_folder,
         uplink,
         gb_month=settings.max_upload_gb_month,
         gb_hour=settings.max_upload_gb_hour,
     )
-    pauses = Pauses(
-        settings.cache_folder, hours, on_battery=settings.on_battery == "pause", budget=budget
-    )
     for line in too_slow(node.plan, settings.max_upload_mbps):
         logger.warning("%s", line)
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
+    pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget))
     if device.type == "cpu" and settings.device == "auto" and look_for_gpu_hardware():
         logger.warning("A GPU IS HERE AND IS NOT USED: %s; dipaco-peer --check says more", reason)
     display.say(f"device: {device} ({reason})")
@@ -187,6 +202,7 @@ def _train(
         successor = session.run()
     finally:
         blob_keeper.stop()
+        budget.count()
         pauses.close()
     if successor is None:
         return settings, None
@@ -194,6 +210,25 @@ def _train(
     del session, trainer
     release_memory(device)
     return settings, successor
+
+
+def reasons_to_pause(
+    settings: PeerSettings, device: torch.device, budget: UploadBudget
+) -> list[Reason]:
+    """Return what a peer is asked to pause for; the first that holds is told.
+
+    Raises ConfigurationError for what this machine cannot tell.
+    """
+    reasons: list[Reason] = []
+    if settings.hours is not None:
+        reasons += [outside_of(Hours.parse(settings.hours))]
+    if settings.on_battery == "pause":
+        reasons += [on_battery()]
+    if settings.pause_while is not None:
+        reasons += [while_running(programs_of(settings.pause_while))]
+    if settings.max_gpu_temp is not None:
+        reasons += [HotGpu(settings.max_gpu_temp, thermometer_of(device))]
+    return [*reasons, budget.reason, FullDisk(settings.cache_folder)]
 
 
 def _settings_in_successor(

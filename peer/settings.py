@@ -17,7 +17,7 @@ from dipaco.dht.addresses import (
     check_listen_address,
     listening_everywhere,
 )
-from dipaco.peer.owner.pauses import Hours
+from dipaco.peer.owner.reasons import Hours, programs_of
 
 
 def default_cache_folder() -> Path:
@@ -83,7 +83,7 @@ class NodeSettings(Settings):
     invitation: Annotated[
         str | None,
         Option(
-            "for a run by invitation, once: the line that you were given, or a file with it",
+            "your invitation to a run, or a file with it; once",
             "TEXT",
             common=True,
         ),
@@ -180,6 +180,33 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     on_battery: Annotated[
         Literal["pause", "run"], Option("what to do on a battery", common=True)
     ] = "run"
+    pause_while: Annotated[
+        str | None,
+        Option("pause while one of these programs runs: steam,obs", "NAMES", common=True),
+    ] = None
+    max_gpu_temp: Annotated[
+        float | None,
+        Option(
+            "pause while the GPU is hotter than C degrees",
+            "C",
+            least=30,
+            most=110,
+            common=True,
+        ),
+    ] = None
+    duty: Annotated[
+        float,
+        Option(
+            "compute for this share of the time, in percent, and rest after each inner step",
+            "PERCENT",
+            least=1,
+            most=100,
+        ),
+    ] = 100.0
+    keep_awake: Annotated[
+        bool,
+        Option("let the machine go to sleep by itself while it trains", flag="--let-sleep"),
+    ] = True
     nice: Annotated[
         int | None,
         Option(
@@ -213,7 +240,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     cache_folder: Annotated[
         Path,
         Option(
-            "folder of its files, from which a restart continues",
+            "folder of its files",
             "DIR",
             flag="--cache-dir",
             common=True,
@@ -222,8 +249,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     max_disk_gb: Annotated[
         float | None,
         Option(
-            "most GB that the run's files may take (default: all that is free on the disk, except "
-            "a reserve)",
+            "most GB of disk for a run (default: what is free)",
             "GB",
             least=0.001,
             common=True,
@@ -259,6 +285,8 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             check_device("--devices", device)
         if self.hours is not None:
             Hours.parse(self.hours)
+        if self.pause_while is not None:
+            programs_of(self.pause_while)
         for flag, said in (("--name", self.name), ("--team", self.team)):
             if not re.fullmatch(r"[ -Z\\^-~]{0,32}", said):
                 raise ConfigurationError(
