@@ -50,6 +50,7 @@ from dipaco.peer.owner.reasons import (
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.reporting.display import Display
+from dipaco.peer.reporting.event_command import EventCommand
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.metrics import PeerMetrics
 from dipaco.protocol.records import Reachability
@@ -57,6 +58,7 @@ from dipaco.training.trainer import PathTrainer
 
 from .background import Background
 from .blob_keeper import BlobKeeper
+from .given_address import keep_addresses
 from .guests import RevocationList, given_invitation
 from .node import Node, join_run, visible_addresses
 from .own_status import PeerStatus
@@ -87,6 +89,9 @@ def run_peer(settings: PeerSettings) -> int:
     uplink = Uplink(settings.max_upload_mbps)
     metrics = PeerMetrics(uplink)
     events.add_listener(metrics.on_event)
+    told = EventCommand(settings.on_event) if settings.on_event is not None else None
+    if told is not None:
+        events.add_listener(told.on_event)
     awake = KeepAwake()
     if settings.keep_awake:
         events.add_listener(awake.on_event)
@@ -106,6 +111,7 @@ def run_peer(settings: PeerSettings) -> int:
         joined.set()
         note_port(settings.port_file)
         node.admit(invitation)
+        keep_addresses(settings.cache_folder, settings.initial_peers)
         if settings.path is not None and settings.path >= node.grid.path_count:
             raise ConfigurationError(
                 f"--path {settings.path}: this run has paths 0 to {node.grid.path_count - 1}"
@@ -117,11 +123,17 @@ def run_peer(settings: PeerSettings) -> int:
             settings, following = _train(settings, node, display, events, stopping, uplink, metrics)
             display.stop()
             node = following or node
+    except Exception as error:
+        if told is not None:
+            told.tell("error", str(error) or type(error).__name__)
+        raise
     finally:
         display.stop()
         awake.release()
         if node is not None:
             node.close()
+        if told is not None:
+            told.close()
         events.close()
     return 0
 
@@ -172,7 +184,7 @@ def _train(
         logger.warning("%s", line)
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
-    pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget))
+    pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget, events))
     if device.type == "cpu" and settings.device == "auto" and look_for_gpu_hardware():
         logger.warning("A GPU IS HERE AND IS NOT USED: %s; dipaco-peer --check says more", reason)
     display.say(f"device: {device} ({reason})")
@@ -213,7 +225,7 @@ def _train(
 
 
 def reasons_to_pause(
-    settings: PeerSettings, device: torch.device, budget: UploadBudget
+    settings: PeerSettings, device: torch.device, budget: UploadBudget, events: EventLog
 ) -> list[Reason]:
     """Return what a peer is asked to pause for; the first that holds is told.
 
@@ -228,7 +240,8 @@ def reasons_to_pause(
         reasons += [while_running(programs_of(settings.pause_while))]
     if settings.max_gpu_temp is not None:
         reasons += [HotGpu(settings.max_gpu_temp, thermometer_of(device))]
-    return [*reasons, budget.reason, FullDisk(settings.cache_folder)]
+    disk = FullDisk(settings.cache_folder, lambda said: events.emit("disk", what=said))
+    return [*reasons, budget.reason, disk]
 
 
 def _settings_in_successor(

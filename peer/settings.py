@@ -12,7 +12,6 @@ from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.base.files import folder_variable, home_folder
 from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.dht.addresses import (
-    EXAMPLE_PEER,
     check_given_peer,
     check_listen_address,
     listening_everywhere,
@@ -142,7 +141,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "the address of a peer of the swarm, or several",
+            "address of a peer of the swarm (default: the last)",
             "ADDR",
             check=_check_address_or_word,
             common=True,
@@ -152,6 +151,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     check: Annotated[
         bool,
         Option("do not join: say whether a peer can run here", common=True),
+    ] = False
+    install_service: Annotated[
+        bool,
+        Option("do not join: have systemd start it from now on", common=True),
     ] = False
     json: Annotated[bool, Option("with --check: one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
@@ -192,6 +195,14 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             least=30,
             most=110,
             common=True,
+        ),
+    ] = None
+    on_event: Annotated[
+        str | None,
+        Option(
+            "run COMMAND EVENT TEXT when the peer has joined or left, for an error, a full disk, "
+            "and a new version that is needed (joined, left, error, disk, update)",
+            "COMMAND",
         ),
     ] = None
     duty: Annotated[
@@ -276,11 +287,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.initial_peers and not self.check:
-            raise ConfigurationError(
-                "no address is given: ask for the address of a peer, and type dipaco-peer and the "
-                f"address, for example dipaco-peer {EXAMPLE_PEER}"
-            )
         for device in self.devices:
             check_device("--devices", device)
         if self.hours is not None:
