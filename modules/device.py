@@ -174,6 +174,12 @@ def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tokens.to(device, non_blocking=True)
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
 class Fetched:
     """Numbers that come from a device to the CPU. Who reads them waits for what was computed before
     `Fetched` was made; `Tensor.item` would wait for all that the device was given since."""
