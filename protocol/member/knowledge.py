@@ -52,6 +52,7 @@ class Knowledge:
         self.edition = 0
         """Counts up with what is known of others: what was worked out of it before is old then."""
         self._callable: dict[str, bool] = {}
+        self._callable_others: list[str] | None = None
         self._trainers: dict[tuple[str, int | None], frozenset[str]] = {}
         self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
         self.actions: list[Action] = []
@@ -84,6 +85,7 @@ class Knowledge:
     def _has_changed(self) -> None:
         self.edition += 1
         self._callable.clear()
+        self._callable_others = None
         self._trainers.clear()
 
     @property
@@ -129,8 +131,10 @@ class Knowledge:
 
     def callable_others(self) -> list[str]:
         """Return the other peers in sight that can be called, in order."""
-        others = set(self.view.peers) | set(self.view.claims)
-        return [peer for peer in sorted(others - {self.me}) if self.is_callable(peer)]
+        if self._callable_others is None:
+            others = (self.view.peers.keys() | self.view.claims.keys()) - {self.me}
+            self._callable_others = [peer for peer in sorted(others) if self.is_callable(peer)]
+        return self._callable_others
 
     def keepers(self, module: str, count: int) -> tuple[str, ...]:
         """Return the callable peers that keep a module that they do not train, in order."""

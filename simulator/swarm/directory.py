@@ -85,8 +85,16 @@ class _Key:
         found: list[Any] = []
         until_s, gone = now_s + 1e9, []
         for owner, versions in self.owners.items():
-            if versions[-1].expires_s < now_s:
+            newest = versions[-1]
+            if newest.expires_s < now_s:
                 gone.append(owner)
+            elif not newest.split and newest.visible_s <= now_s:
+                # Nearly all are so: everybody sees the newest.
+                if newest.record is not None:
+                    found.append(newest.record)
+                    if newest.expires_s < until_s:
+                        until_s = newest.expires_s
+                continue
             for version in reversed(versions):
                 if version.visible_s > now_s:
                     until_s = min(until_s, version.visible_s)
