@@ -27,6 +27,7 @@ $(VENV)/.installed: pyproject.toml requirements/dev.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --no-deps --require-hashes --requirement requirements/dev.lock
 	$(PIP) --editable '.[dev]'
+	.ci/browser
 	touch $@
 
 # Without PyTorch: every kind of GPU has a build of its own.

@@ -235,7 +235,9 @@ class Proposing:
             return self.awaited() <= step.peers | self._of_no_use(best)
         is_other_end = own.round_index == best.round_index and own.parent == best.parent
         is_late = known.now_s > due_s + LATE_GRACES * known.grace_s
-        return not (is_other_end and is_late and not known.schedule.fixed_steps)
+        # A round in vain since then: those who would make it stand on the other step.
+        is_kept = is_late and not known.schedule.fixed_steps and not self._round.in_vain
+        return not (is_other_end and is_kept)
 
     def _of_no_use(self, best: Link) -> set[str]:
         """Return whose rows of a step's round cannot be in it: they stand elsewhere, or are bad."""

@@ -37,6 +37,8 @@ class Store:
         """The step of each module to which the chain is served."""
         self.at_hand: dict[str, Head] = {}
         """By step: states that were computed or fetched, and are not adopted or kept yet."""
+        self.computed_from: dict[str, Head] = {}
+        """By step: the state before one that was computed."""
         self._rows: dict[str, dict[str, Row]] = {}
 
     # -- chains and rows
@@ -88,6 +90,10 @@ class Store:
         """Return a state that is here; of a genesis there always is one."""
         if step in self.at_hand:
             return self.at_hand[step]
+        return self.served_state(module, step)
+
+    def served_state(self, module: str, step: str) -> Head | None:
+        """Return a state that others are given: it is held, or lies on the disk."""
         held = self.held.get(module)
         if held is not None and held.step == step:
             return held
@@ -101,7 +107,10 @@ class Store:
             self.save(before)
         self.held[module], self.served[module] = head, head.step
         self.at_hand.pop(head.step, None)
+        computed_from = self.computed_from.pop(head.step, None)
         if save:
+            if computed_from is not None and computed_from.version:
+                self.save(computed_from)
             self.save(head)
 
     def save(self, head: Head) -> None:
