@@ -260,12 +260,16 @@ class FollowedModule:
 
     def hear_rows(self, rows: Iterable[Row], teller: str) -> None:
         """Rows of others are here, unasked or as an answer: get their files."""
-        first = self.chain.recent() | self.known.trainers(self.module)
+        recent, trainers = self.chain.recent(), self.known.trainers(self.module)
+
+        def has_room_first(peer: str) -> bool:
+            return peer in recent or peer in trainers
+
         wanted: list[Row] = []
         for row in sorted(rows, key=lambda row: (row.round_index, row.path, row.peer)):
             self._contributors.heard(row.peer)
             is_old = row.round_index < self.link.round_index
-            if is_old or not self._rows.note(row, first.__contains__):
+            if is_old or not self._rows.note(row, has_room_first):
                 continue
             if row.parent in self.chain.book:
                 wanted.append(row)
