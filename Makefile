@@ -47,7 +47,7 @@ wheel: setup
 	$(BIN)/python -m build --outdir dist
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file site/mkdocs.yml
 
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(QUICK),--quick)
