@@ -48,7 +48,7 @@ wheel: setup
 	$(BIN)/python -m build --outdir dist
 
 docs: setup
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file site/mkdocs.yml
 
 pictures: setup
 	PYTHONPATH=tests $(BIN)/python -m support.pictures

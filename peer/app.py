@@ -24,13 +24,14 @@ from dipaco.modules.device import (
     be_nice,
     choose_device,
     device_name,
+    gpus_left,
     limit_memory,
     prepare_process,
 )
 from dipaco.modules.memory import release_memory
-from dipaco.peer.check.checks import OPEN_FILES
+from dipaco.peer.check.checks import OPEN_FILES, how_to_use_gpu
 from dipaco.peer.check.doctor import contributions_limit, fitting_batch
-from dipaco.peer.check.machine import look_for_gpu_hardware
+from dipaco.peer.check.machine import look_for_gpu_hardware, torch_is_built_for
 from dipaco.peer.check.needs import too_slow
 from dipaco.peer.exchange.hello import SOFTWARE
 from dipaco.peer.exchange.known_peers import KnownPeers
@@ -52,6 +53,7 @@ from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.event_command import EventCommand
 from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.first_speed import FirstSpeed, device_line
 from dipaco.peer.reporting.metrics import PeerMetrics
 from dipaco.protocol.records import Reachability
 from dipaco.training.trainer import PathTrainer
@@ -185,15 +187,19 @@ def _train(
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
     pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget, events))
-    if device.type == "cpu" and settings.device == "auto" and look_for_gpu_hardware():
-        logger.warning("A GPU IS HERE AND IS NOT USED: %s; dipaco-peer --check says more", reason)
-    display.say(f"device: {device} ({reason})")
+    maker = look_for_gpu_hardware() if settings.device == "auto" else ""
+    if device.type == "cpu" and maker:
+        remedy = how_to_use_gpu(maker, torch.__version__, torch_is_built_for())
+        logger.warning("A GPU OF %s IS HERE AND IS NOT USED: %s; %s", maker, reason, remedy)
+    display.say(device_line(device, reason, gpus_left(device, settings.device)))
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
     refresher, blob_keeper = start_background(node, status, background, events)
     metrics.follow(node, refresher, status, lambda: len(node.held.all()))
     metrics.serve(settings, display.say)
     display.start(node, refresher, status)
+    speed = FirstSpeed(node.plan.model, status.device, lambda said: events.emit("speed", what=said))
+    events.add_listener(speed.on_event)
     trainer = PathTrainer(
         node.plan,
         node.grid,

@@ -8,25 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dipaco.base.errors import (
-    AddressError,
-    ConfigurationError,
-    ManifestError,
-    ProtocolVersionError,
-    RunSelectionError,
-    StorageError,
-)
+from dipaco.base.errors import ConfigurationError, StorageError
+from dipaco.base.exit_codes import final_codes
 from dipaco.base.files import atomic_write, folder_variable, home_folder
 
 FLAG = "--install-service"
-# What another start does not mend.
-FINAL = (
-    ConfigurationError,
-    AddressError,
-    RunSelectionError,
-    ManifestError,
-    ProtocolVersionError,
-)
 # A service gets none of a terminal's variables; these change which files and GPUs a peer uses.
 KEPT_VARIABLES = (
     "DIPACO_CONFIG",
@@ -114,7 +100,7 @@ def unit(command: Sequence[str], environment: Mapping[str, str], folder: Path) -
         folder=str(folder).replace("%", "%%"),
         environment="".join(variables),
         command=" ".join(_quoted(word, "%$") for word in command),
-        final=" ".join(str(error.exit_code) for error in FINAL),
+        final=" ".join(map(str, final_codes())),
     )
 
 

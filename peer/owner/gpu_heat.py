@@ -57,6 +57,7 @@ class Thermometer:
         """`gpu` is as `nvidia-smi -i` takes it."""
         self._words = ("nvidia-smi", "-i", gpu, *_QUERY)
         self._asked: subprocess.Popen[str] | None = None
+        self._asked_s = 0.0
 
     def first(self) -> float:
         """Return the temperature now. Raises ConfigurationError if it cannot be had."""
@@ -77,12 +78,15 @@ class Thermometer:
         return degrees
 
     def __call__(self) -> float | None:
-        asked, self._asked, degrees = self._asked, None, None
+        asked, degrees = self._asked, None
         if asked is not None and asked.poll() is None:
+            if time.monotonic() - self._asked_s < ANSWER_LIMIT_S:
+                return None
             asked.kill()
         if asked is not None:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 degrees = _degrees(asked.communicate(timeout=0.1)[0])
+        self._asked, self._asked_s = None, time.monotonic()
         with contextlib.suppress(OSError):
             self._asked = subprocess.Popen(
                 self._words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

@@ -336,7 +336,7 @@ class Carrying:
         wanted, store = action.head, self._machine.store
         found = store.find(wanted.module, wanted.step)
         if wanted.version == 0:
-            found = self._world.head(store.book.genesis(wanted.module))
+            found = self._world.head(self._world.book.genesis(wanted.module))
         if found is not None and wanted.digest in ("", found.digest):
             store.at_hand[found.step] = found
             self._answer(self._between(0.02, 0.2), events.StateHere(wanted.module, found))

@@ -21,8 +21,7 @@ class Store:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.book = ChainBook(world.run_id, world.grid.modules())
-        """What was ever served."""
+        self._books: dict[str, ChainBook] = {}
         self.shards: set[int] = set()
         self.disk: dict[str, list[Head]] = {}
         """States of each module, the newest last."""
@@ -44,9 +43,17 @@ class Store:
 
     # -- chains and rows
 
+    def book(self, module: str) -> ChainBook:
+        """Return what was ever served of a module."""
+        found = self._books.get(module)
+        if found is None:
+            found = self._books[module] = ChainBook(self._world.run_id, (module,))
+        return found
+
     def serve(self, module: str, step: str, steps: Iterable[Step]) -> bool:
         """Answer with the chain to a step; returns whether its steps stand on what was served."""
-        is_known = all(self.book.add(new) for new in steps) and step in self.book
+        book = self.book(module)
+        is_known = all(book.add(new) for new in steps) and step in book
         if is_known:
             self.served[module] = step
         return is_known
@@ -65,8 +72,9 @@ class Store:
         self, module: str, locator: tuple[str, ...]
     ) -> tuple[tuple[Step, ...], tuple[Row, ...], bool, Head | None]:
         """Return steps behind a locator, rows, whether there are more steps, and what is held."""
-        name = self.served.get(module, self.book.genesis(module))
-        steps, has_more = self.book.after(locator, name, STEPS_IN_ANSWER)
+        book = self.book(module)
+        name = self.served.get(module, book.genesis(module))
+        steps, has_more = book.after(locator, name, STEPS_IN_ANSWER)
         return steps, tuple(self._rows.get(module, {}).values()), has_more, self.held.get(module)
 
     # -- files

@@ -31,6 +31,8 @@ from dipaco.peer.owner.reasons import (
     running_programs,
     while_running,
 )
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.settings import PeerSettings
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
@@ -219,6 +221,30 @@ def test_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_limit_of_heat_is_for_gpus_only() -> None:
     with pytest.raises(ConfigurationError, match=r"--max-gpu-temp is for a GPU of NVIDIA"):
         thermometer_of(torch.device("cpu"))
+
+
+def test_what_was_sent_is_a_reason_until_the_next_month_or_hour(tmp_path: Path) -> None:
+    now = [datetime(2026, 1, 31, 22, 30)]
+    uplink = Uplink()
+
+    def budget() -> UploadBudget:
+        return UploadBudget(tmp_path, uplink, gb_month=3.0, gb_hour=1.0, now=lambda: now[0])
+
+    kept = budget()
+    assert kept.reason() == ""
+    uplink.sent_bytes = 1_500_000_000
+    assert "1 GB were sent this hour" in kept.reason()
+    assert not uplink.serves
+    now[0] = datetime(2026, 1, 31, 23, 0)
+    assert kept.reason() == ""
+    assert uplink.serves
+    # Another peer with the same folder, after a restart: it goes on counting.
+    uplink.sent_bytes = 0
+    again = budget()
+    uplink.sent_bytes = 1_600_000_000
+    assert "3 GB were sent this month" in again.reason()
+    now[0] = datetime(2026, 2, 1, 0, 0)
+    assert again.reason() == ""
 
 
 def test_signals_do_what_the_commands_do(tmp_path: Path) -> None:
