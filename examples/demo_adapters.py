@@ -181,11 +181,17 @@ def opened_by_peft(demo: Demo, base: Path, adapters: Path) -> str:
         base, adapters, prompt = sys.argv[1:]
         sys.path.append(adapters + "/router")
         from route import Router
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-        model = PeftModel.from_pretrained(model, Router(base).adapter_of(prompt))
+        router = Router(base)
+        # In fp32, as dipaco-generate computes: in bf16 the likeliest token is often another one.
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, router.adapter_of(prompt))
         tokenizer = AutoTokenizer.from_pretrained(base)
-        tokens = tokenizer(prompt, return_tensors="pt")
-        made = model.generate(**tokens, max_new_tokens=40, do_sample=False)
+        # In training a begin token stood in front of every text.
+        tokens = [router.begin, *tokenizer.encode(prompt, add_special_tokens=False)]
+        tokens = torch.tensor([tokens])
+        made = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=40, do_sample=False
+        )
         print(tokenizer.decode(made[0], skip_special_tokens=True))
         """
     )
