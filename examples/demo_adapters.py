@@ -248,7 +248,9 @@ def run(demo: Demo, checkpoint: Path) -> None:
     source = ("--state-dir", str(demo.folder / "paths"))
     after = generated(demo, *source)
     adapters = demo.folder / "adapters"
-    demo.command("dipaco-export", *source, "--all", "--out", str(adapters))
+    demo.command(
+        "dipaco-export", *source, "--all", "--out", str(adapters), "--base-model", str(base)
+    )
     report(demo, arms)
     for title, text in (
         ("before", before),
