@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from rich.table import Table
 DATA = HERE / "tiny" / "data"
 DOMAINS = ("law_de", "code_c", "math_word", "fiction_fr")
 PROMPT = "Ein Antrag nach Absatz 1 ist schriftlich"
-# Documents of a domain, and of each at most so many characters: enough for the steps, and little to
-# route and to score.
-TAKEN = {"train": 60, "validation": 4}
-CHARACTERS = 1500
+# Characters of a domain, and of a document at most: enough for the steps, and little to route and
+# to score.
+DOMAIN_CHARACTERS = {"train": 40_000, "validation": 8_000}
+DOCUMENT_CHARACTERS = 1_500
 # What all have in common. Lengths are for two cores and some minutes; the rest are the defaults.
 RUN_TOML = """\
 name = "{name}"
@@ -50,6 +51,7 @@ batch_sequences = 1
 [rounds]
 duration_s = 600.0
 inner_steps = {steps}
+validation_sequences = 4
 """
 FULL = Scale(base_steps=0, join_s=20.0, rounds=4)
 QUICK = Scale(base_steps=0, join_s=20.0, rounds=1)
@@ -66,19 +68,26 @@ def write_texts(folder: Path) -> None:
                     for line in lines:
                         document = json.loads(line)
                         domain = document["domain"]
-                        if domain in taken and taken[domain] < TAKEN[kind]:
-                            taken[domain] += 1
-                            kept = {"text": document["text"][:CHARACTERS], "domain": domain}
-                            out.write(json.dumps(kept) + "\n")
+                        if domain in taken and taken[domain] < DOMAIN_CHARACTERS[kind]:
+                            text = document["text"][:DOCUMENT_CHARACTERS]
+                            taken[domain] += len(text)
+                            out.write(json.dumps({"text": text, "domain": domain}) + "\n")
 
 
 def checkpoint_of(given: Path | None, demo: Demo) -> Path:
     """Return the folder of the base, made once and kept."""
     folder = given or HERE / "smollm2" / "checkpoint"
     if not (folder / "config.json").exists():
+        if find_spec("gguf") is None:
+            raise SystemExit(
+                "the base is made with gguf, which is missing: pip install 'dipaco[gguf]', or give "
+                "--checkpoint FOLDER"
+            )
         script = HERE / "smollm2" / "make_checkpoint.py"
         demo.console.print(f"[bold]$ python {script} {folder}[/bold]", soft_wrap=True)
-        subprocess.run([sys.executable, str(script), str(folder)], check=True)
+        made = subprocess.run([sys.executable, str(script), str(folder)], check=False)
+        if made.returncode:
+            raise SystemExit(made.returncode)
     return folder
 
 
@@ -89,7 +98,7 @@ def prepare(demo: Demo, name: str, checkpoint: Path, modules: list[int]) -> Path
     file.write_text(text)
     demo.command(
         "dipaco-bootstrap", "prepare", str(file), "--out", str(folder),
-        "--start-in-s", str(demo.scale.join_s),
+        "--start-in-s", str(demo.scale.join_s), "--workers", "2",
     )  # fmt: skip
     return folder
 
@@ -114,14 +123,16 @@ def swarm(demo: Demo, run: Path) -> None:
     demo.end_all()
 
 
-def evaluated(demo: Demo, *source: str) -> dict[str, Any]:
-    """Return what `dipaco-eval` says of a source of states."""
-    return demo.json_of(
-        demo.ask(
-            "dipaco-eval", *source, "--data", str(demo.folder / "validation.jsonl.gz"),
-            "--label-field", "domain", "--json",
+def evaluated(demo: Demo, arms: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
+    """Return what `dipaco-eval` says of each arm, given how to find it; all are scored at once."""
+    started = {
+        name: demo.ask(
+            "dipaco-eval", "--state-dir", str(demo.folder / name), *options,
+            "--data", str(demo.folder / "validation.jsonl.gz"), "--label-field", "domain", "--json",
         )
-    )  # fmt: skip
+        for name, options in arms.items()
+    }  # fmt: skip
+    return {name: demo.json_of(process) for name, process in started.items()}
 
 
 def simulated(demo: Demo, arms: dict[str, tuple[Path, str]]) -> dict[str, dict[str, str]]:
@@ -158,47 +169,58 @@ def generated(demo: Demo, *source: str) -> str:
     return asked.communicate()[0].decode().strip()
 
 
-def opened_by_peft(demo: Demo, base: Path, adapter: Path) -> str:
-    """Return how PEFT continues the prompt with an exported adapter."""
+def opened_by_peft(demo: Demo, base: Path, adapters: Path) -> str:
+    """Return how PEFT continues the prompt with the exported adapter that suits it."""
+    if find_spec("peft") is None:
+        return "(PEFT is not installed; `pip install peft`, and the demo opens the export with it)"
     script = textwrap.dedent(
         """
         import sys, torch
         from peft import PeftModel
         from transformers import AutoModelForCausalLM, AutoTokenizer
-        base, adapter, prompt = sys.argv[1:]
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-        model = PeftModel.from_pretrained(model, adapter)
+        base, adapters, prompt = sys.argv[1:]
+        sys.path.append(adapters + "/router")
+        from route import Router
+        router = Router(base)
+        # In fp32, as dipaco-generate computes: in bf16 the likeliest token is often another one.
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model = PeftModel.from_pretrained(model, router.adapter_of(prompt))
         tokenizer = AutoTokenizer.from_pretrained(base)
-        tokens = tokenizer(prompt, return_tensors="pt")
-        made = model.generate(**tokens, max_new_tokens=40, do_sample=False)
+        # In training a begin token stood in front of every text.
+        tokens = [router.begin, *tokenizer.encode(prompt, add_special_tokens=False)]
+        tokens = torch.tensor([tokens])
+        made = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=40, do_sample=False
+        )
         print(tokenizer.decode(made[0], skip_special_tokens=True))
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", script, str(base), str(adapter), PROMPT],
+        [sys.executable, "-c", script, str(base), str(adapters), PROMPT],
         env={**demo.environment, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    return done.stdout.strip() or f"(PEFT did not open it: {done.stderr.strip()[-300:]})"
+    if done.returncode:
+        raise SystemExit(f"PEFT did not open {adapters}:\n{done.stderr.strip()[-1000:]}")
+    return done.stdout.strip()
 
 
 def report(demo: Demo, arms: dict[str, dict[str, Any]]) -> None:
     """Print held-out perplexities by domain, and keep them."""
     labels = [label for label in DOMAINS if label in arms["paths"]["labels"]]
     table = Table(title="held-out perplexity a token", title_justify="left")
-    for column in ("model", *labels, "all"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+    table.add_column("model", no_wrap=True)
+    for column in (*labels, "all"):
+        table.add_column(column, justify="right")
     scores: dict[str, list[float]] = {
-        "SmolLM2-135M-Instruct as it is": [
-            arms["paths"]["labels"][label]["base_perplexity"] for label in labels
-        ]
+        "SmolLM2 as it is": [arms["paths"]["labels"][label]["base_perplexity"] for label in labels]
         + [arms["paths"]["base_perplexity"]]
     }
     for name, key in (
         ("one machine, one adapter", "one"),
-        ("four machines, one adapter (DiLoCo)", "four"),
+        ("four machines, one (DiLoCo)", "four"),
         ("four machines, four paths", "paths"),
     ):
         found = [arms[key]["labels"][label]["perplexity"] for label in labels]
@@ -222,16 +244,18 @@ def run(demo: Demo, checkpoint: Path) -> None:
         demo, {"paths": (paths, "0,1,2,3"), "one": (one, "0"), "four": (one, "0,0,0,0")}
     )
     compare(demo, digests["paths"])
-    arms = {name: evaluated(demo, "--state-dir", str(demo.folder / name)) for name in digests}
+    arms = evaluated(demo, {"paths": [], "one": ["--no-base"], "four": ["--no-base"]})
     source = ("--state-dir", str(demo.folder / "paths"))
     after = generated(demo, *source)
     adapters = demo.folder / "adapters"
-    demo.command("dipaco-export", *source, "--all", "--out", str(adapters))
+    demo.command(
+        "dipaco-export", *source, "--all", "--out", str(adapters), "--base-model", str(base)
+    )
     report(demo, arms)
     for title, text in (
         ("before", before),
         ("after, by the swarm", after),
-        ("after, by PEFT with path 0", opened_by_peft(demo, base, adapters / "paths" / "00000")),
+        ("after, the exported adapter in PEFT", opened_by_peft(demo, base, adapters)),
     ):
         demo.console.print(f"[dim]--- {title} ---[/dim]")
         demo.console.print(text, markup=False, highlight=False)
