@@ -301,7 +301,6 @@ class OuterSteps:
         except KeyError:
             logger.info("%s: a copy is not kept, a newer one came at once", head.module)
             return
-        node.contributions.prune(head.module, head.round_index)
         self._announce()
         if trainer is not None and head.module in trainer.anchors():
             trainer.adopt(head.module, state)
@@ -343,6 +342,8 @@ class OuterSteps:
 
     def _serve(self, action: a.Serve) -> None:
         self._node.held.serve(action.module, action.step, action.steps)
+        if action.steps:
+            self._node.contributions.prune(action.module, action.steps[-1].round_index)
 
     def _forget(self, action: a.Forget) -> None:
         self._node.held.forget(action.module, action.step)

@@ -173,7 +173,7 @@ class Carrying:
             wanted = actions.Gather(module, (row,))
             machine.deliver(events.Failed(wanted, "it is no contribution", is_final=True))
             return
-        machine.store.files.setdefault(file, self._world.now_s)
+        machine.store.files.add(file)
         self._gathered.add(row.name)
         machine.deliver(events.Gathered(module, row))
 
@@ -207,8 +207,11 @@ class Carrying:
         self._call(source, "get", content, ended)
 
     def _serve(self, action: actions.Serve) -> None:
-        if not self._machine.store.serve(action.module, action.step, action.steps):
+        store = self._machine.store
+        if not store.serve(action.module, action.step, action.steps):
             self._wrong(f"serves a chain of {action.module} that stands on nothing here")
+        elif action.steps:
+            store.prune(action.module, action.steps[-1].round_index)
 
     # -- a path
 
@@ -283,7 +286,7 @@ class Carrying:
         machine.later(delay_s, self._published, row)
 
     def _published(self, row: Row) -> None:
-        self._machine.store.files[row.file] = self._world.now_s
+        self._machine.store.files.add(row.file)
         self._gathered.add(row.name)
         self._world.watch.published(self._machine, row)
         self._machine.deliver(events.Published(row.module, row))
@@ -399,7 +402,6 @@ class Carrying:
     def _end_round(self, action: actions.EndRound) -> None:
         machine = self._machine
         machine.round_index = action.next_round
-        machine.store.expire()
         if machine.path is not None:
             machine.progress[machine.path] = ProgressEntry.model_construct(
                 path=machine.path,
@@ -443,6 +445,6 @@ class Carrying:
         store = self._machine.store
         rows, _ = self._plausible((row,), ())
         if rows and row.file not in store.files:
-            store.files[row.file] = self._world.now_s
+            store.files.add(row.file)
             self._machine.deliver(events.Told(caller, row.module, rows))
         return bool(rows)

@@ -94,7 +94,7 @@ class Liar(Machine):
         parent = parent or row.parent
         other = replace(row, round_index=round_index, tokens=count, parent=parent)
         made = self.world.make_file(other, file.begin, file.end)
-        self.store.files[made.file] = self.world.now_s
+        self.store.files.add(made.file)
         return made
 
     def _tell_each(self, action: Tell, others: list[Row]) -> None:

@@ -25,8 +25,7 @@ class Store:
         self.shards: set[int] = set()
         self.disk: dict[str, list[Head]] = {}
         """States of each module, the newest last."""
-        self.files: dict[str, float] = {}
-        """When each file came."""
+        self.files: set[str] = set()
         self.restart()
 
     def restart(self) -> None:
@@ -79,10 +78,16 @@ class Store:
 
     # -- files
 
-    def expire(self) -> None:
-        """Remove the files of rounds long gone."""
-        oldest_s = self._world.now_s - (KEPT_ROUNDS + 0.5) * self._world.plan.rounds.duration_s
-        self.files = {file: time_s for file, time_s in self.files.items() if time_s > oldest_s}
+    def prune(self, module: str, round_index: int) -> None:
+        """Remove the files of rounds of a module three or more before this one."""
+        made = self._world.files
+        self.files = {
+            file
+            for file in self.files
+            if file not in made
+            or made[file].row.module != module
+            or made[file].row.round_index > round_index - KEPT_ROUNDS
+        }
 
     # -- states
 

@@ -124,7 +124,7 @@ class Insider(Machine):
             FILE_BYTES,
         )  # fmt: skip
         row = self.world.make_file(blank, 0, 0, content)
-        self.store.files[row.file] = self.world.now_s
+        self.store.files.add(row.file)
         return row
 
     def head_of(self, module: str) -> Head | None:
