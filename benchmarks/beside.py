@@ -19,9 +19,9 @@ seconds of a turn vary less than its seconds where other programs run.
   `DecentralizedAverager`. Needs root and iproute2, for a network namespace for each.
 * loss: the same, one of four is killed between boundary and step, or in the all-reduce; how long
   the others need, and how long it takes until one that comes later is in a group.
-* calm, churn: four processes train the model of examples/tiny, prepared in --run, for two minutes:
-  our real peers, Hivemind's `Optimizer` with local updates, torchft's `DiLoCo`. In churn one is
-  killed, and another joins.
+* calm, churn, entry: four processes train the model of examples/tiny, prepared in --run, for two
+  minutes: our real peers, Hivemind's `Optimizer` with local updates, torchft's `DiLoCo`. In churn
+  one is killed, and another joins. In entry what all joined through is killed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ ROWS = (
     "loss",
     "calm",
     "churn",
+    "entry",
 )
+
+LOCAL = ("calm", "churn", "entry")
 
 
 def options() -> argparse.Namespace:
@@ -55,12 +58,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rivals", type=Path, default=DEFAULT_FOLDER, help="where they are")
     parser.add_argument("--checkpoint", type=Path, help="SmolLM2-135M (in the folder of --rivals)")
     parser.add_argument("--turns", type=int, default=6, help="of each (6)")
-    parser.add_argument("--run", type=Path, help="examples/tiny, prepared (for calm and churn)")
+    parser.add_argument("--run", type=Path, help="examples/tiny, prepared (calm, churn, entry)")
     parser.add_argument("--times", type=int, default=1, help="whole swarms of each kind (1)")
     chosen = parser.parse_args()
     chosen.rows = chosen.rows.split(",")
-    if {"calm", "churn"} & set(chosen.rows) and chosen.run is None:
-        parser.error("calm and churn need --run, a folder that dipaco-bootstrap prepare made")
+    if set(LOCAL) & set(chosen.rows) and chosen.run is None:
+        parser.error(
+            "calm, churn and entry need --run, a folder that dipaco-bootstrap prepare made"
+        )
     unknown = sorted(set(chosen.rows) - set(ROWS))
     if unknown:
         parser.error(f"--rows has no {', '.join(unknown)}; there are {', '.join(ROWS)}")
@@ -90,7 +95,7 @@ def main() -> int:
             serving.profile(report, chosen.rivals, chosen.turns)
         elif row == "averaging":
             averaging.compare(report, chosen.times)
-        elif row in ("calm", "churn"):
+        elif row in LOCAL:
             local_updates.compare(report, row, chosen.run, chosen.rivals)
         elif row == "loss":
             averaging.compare_loss(report)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import signal
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -27,10 +29,11 @@ from rivals.turns import Figures, Turns, Worker, told
 
 MEMBERS, MILLIONS = 4, 20
 MODEL = ModelConfig(**SHAPE, block_count=MILLIONS // BLOCK_MILLIONS)
+SIZE = Grid(MODEL, GridConfig(modules_per_level=(1,))).parameter_counts()["path"]
 COMPRESSIONS = ("none", "float16", "uniform8bit")
 # Those that know how many they are begin when all are there; others at the time they agreed on.
 THEIRS = (*((name, True) for name in COMPRESSIONS), ("float16", False))
-OUR_CODECS = ("int8", "int4")
+OUR_CODECS = ("int4", "int8")
 ROUNDS = 4
 STEP_LIMIT_S = 90.0
 # Without these, which is its default, the others of a group wait for one that is gone for ever.
@@ -45,25 +48,20 @@ LEAST_STEP_S = 1.0
 def compare(report: Report, times: int) -> None:
     """Add what a round takes, ours and theirs in turns."""
     found: dict[str, list[Figures]] = {}
+
+    def note(name: str, figures: Figures) -> None:
+        found.setdefault(name, []).append(figures)
+        print(f"{name}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+
     for _ in range(times):
+        for compression, knows in THEIRS:
+            name = f"Hivemind, {compression}" + ("" if knows else ", of any number")
+            with their_peers(SIZE, compression, knows=knows) as (network, peers):
+                note(name, their_rounds(network, peers))
         for codec in OUR_CODECS:
             with scratch_folder() as folder:
                 ours = Group(folder, MODEL, codec, MEMBERS, "cpu").measure(ROUNDS - 1)
-            found.setdefault(f"ours, {codec}", []).append(
-                {
-                    "values": ours["parameters"],
-                    "received": ours["received"],
-                    "sent": ours["sent"],
-                    "seconds": [ours["seconds_median"]],
-                    "greatest": ours["seconds_greatest"],
-                    "peak_mib": ours["peak_mib"],
-                }
-            )
-            size = ours["parameters"]
-        for compression, knows in THEIRS:
-            name = f"Hivemind, {compression}" + ("" if knows else ", of any number")
-            with their_peers(size, compression, knows=knows) as (network, peers):
-                found.setdefault(name, []).append(their_rounds(network, peers, size))
+            note(f"ours, {codec}", {**ours, "seconds": [ours["seconds_median"]]})
     for name, several in found.items():
         seconds = [value for one in several for value in one["seconds"]]
         received, peak = (
@@ -105,7 +103,7 @@ def their_peer(
     return Worker("rivals.averaging", *words, prefix=network.prefix(site))
 
 
-def their_rounds(network: Homes, peers: list[Worker], size: int) -> Figures:
+def their_rounds(network: Homes, peers: list[Worker]) -> Figures:
     """Average some times; the first is not told."""
     peak: dict[int, float] = {}
     over = threading.Event()
@@ -127,12 +125,11 @@ def their_rounds(network: Homes, peers: list[Worker], size: int) -> Figures:
     watcher.join()
     received, sent = (
         statistics.mean(b[way] - a[way] for a, b in zip(before, after, strict=True))
-        / (size * len(steps))
+        / (SIZE * len(steps))
         for way in (0, 1)
     )
     seconds = [one["seconds"] for step in steps for one in step]
     return {
-        "values": size,
         "received": round(received, 3),
         "sent": round(sent, 3),
         "seconds": [statistics.median(seconds)],
@@ -160,8 +157,7 @@ def compare_loss(report: Report) -> None:
 
 def their_loss() -> Figures:
     """Kill one of theirs in an all-reduce, and let a late one look for a group."""
-    size = Grid(MODEL, GridConfig(modules_per_level=(1,))).parameter_counts()["path"]
-    with their_peers(size, "float16") as (network, peers), ExitStack() as stack:
+    with their_peers(SIZE, "float16") as (network, peers), ExitStack() as stack:
         together(peers, "step")
         others = peers[:-1]
         for peer in others:
@@ -170,7 +166,7 @@ def their_loss() -> Figures:
         lost = [peer.answer() for peer in others]
         after = together(others, "step")
         began = time.monotonic()
-        late = stack.enter_context(their_peer(network, MEMBERS - 1, size, "float16", others))
+        late = stack.enter_context(their_peer(network, MEMBERS - 1, SIZE, "float16", others))
         late.tell("step")
         heard: list[Figures] = []
         waiter = threading.Thread(target=_wait_for_group, args=(late, heard), daemon=True)

@@ -1,4 +1,4 @@
-"""Four machines train one small model and meet every ten steps, calm and with a loss and a join.
+"""Four machines train one small model and meet every ten steps, calm, and with losses.
 
 Ours are real peers of a run with one path. Beside them: Hivemind's `Optimizer` with local updates,
 and torchft's `DiLoCo`, which has a coordinator. All have the model, the base, the data, the inner
@@ -58,7 +58,11 @@ PROGRAMS = ("ours", *RIVALS)
 def compare(
     report: Report, kind: str, prepared: Path, rivals: Path, programs: Sequence[str] = PROGRAMS
 ) -> None:
-    """Add the loss and what was kept; `kind` is calm or churn."""
+    """Add the loss and what was kept.
+
+    In `churn` one is killed and another joins. In `entry` what all joined through is killed: our
+    bootstrap node, the first of Hivemind's peers, torchft's coordinator.
+    """
     with scratch_folder() as folder:
         run = one_path(prepared, folder / "one")
         first = held_out_loss(run, dict(run.base_model(run.plan()).named_parameters()))
@@ -130,12 +134,17 @@ def ours(folder: Path, run: RunFolder, kind: str) -> Figures:
         rounds=ROUNDS, round_s=ROUND_S, peers=PEERS, step_s=STEP_S, calm=False, closed=0,
         bootstrap_dies=False,
     )  # fmt: skip
-    faults = [] if kind == "calm" else [Fault(KILLED_AT, 0, "kill"), Fault(JOINED_AT, 0, "join")]
+    faults = [Fault(KILLED_AT, 0, "kill"), Fault(JOINED_AT, 0, "join")] if kind == "churn" else []
     OnePath.source = run
     world = OnePath(folder, chosen)
     with world.swarm:
         world.begin()
-        world.churn(faults)
+        if kind == "entry":
+            wait_until(time.time() + KILLED_AT * ROUND_S)
+            world.bootstrap.kill()
+            wait_until(time.time() + (ROUNDS - KILLED_AT) * ROUND_S)
+        else:
+            world.churn(faults)
         world.settle()
     counts = world.count()
     found = churn.figures_of(world, counts)
@@ -186,6 +195,10 @@ def theirs(run: RunFolder, kind: str, program: str, rivals: Path, folder: Path) 
             peers[-1].turn()
             peers[-1].tell(f"{time.time()} {ended}")
             staying.append(peers[-1])
+        if kind == "entry":
+            wait_until(began + KILLED_AT * ROUND_S)
+            first.__exit__()
+            staying = [peer for peer in staying if peer is not first]
         for peer in staying:
             peer.answer()
     notes = [json.loads((place / f"{number}.json").read_text()) for number in range(len(peers))]
