@@ -19,9 +19,9 @@ seconds of a turn vary less than its seconds where other programs run.
   `DecentralizedAverager`. Needs root and iproute2, for a network namespace for each.
 * loss: the same, one of four is killed between boundary and step, or in the all-reduce; how long
   the others need, and how long it takes until one that comes later is in a group.
-* calm, churn, entry: four processes train the model of examples/tiny, prepared in --run, for two
-  minutes: our real peers, Hivemind's `Optimizer` with local updates, torchft's `DiLoCo`. In churn
-  one is killed, and another joins. In entry what all joined through is killed.
+* calm, churn, entry: four processes train the model of examples/tiny, prepared in --run, for
+  eight rounds of ten seconds: our real peers, Hivemind's `Optimizer` with local updates, torchft's
+  `DiLoCo`. In churn one is killed, and another joins. In entry what all joined through is killed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
 from parts.common import HERE, Report, build_parser
 from rivals import adapters, averaging, local_updates, serving, training
 
@@ -83,6 +84,7 @@ def checkpoint(chosen: argparse.Namespace) -> Path:
 
 def main() -> int:
     chosen = options()
+    torch.set_num_threads(1)
     chosen.rivals.mkdir(parents=True, exist_ok=True)
     report = Report("beside what people would use", ("", "of", "ours to theirs", "ours", "theirs"))
     for row in chosen.rows:

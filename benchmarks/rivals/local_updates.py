@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,8 +43,8 @@ from rivals.turns import Figures, Turns, Worker
 
 PEERS, STEPS_OF_A_ROUND, STEP_S = 4, 10, 1.0
 ROUND_S = STEPS_OF_A_ROUND * STEP_S
-ROUNDS = 12
-KILLED_AT, JOINED_AT = 4.5, 7.0
+ROUNDS = 8
+KILLED_AT, JOINED_AT = 2.5, 4.0
 """In rounds: one of four, and another that was never there."""
 HELD_OUT_EVERY = 4
 END_S = 60.0
@@ -73,6 +74,7 @@ def compare(
                 found[program] = ours(folder / kind, run, kind)
             else:
                 found[program] = theirs(run, kind, program, rivals, folder)
+            print(f"{kind}, {program}: {json.dumps(found[program])}", file=sys.stderr, flush=True)
         for program, one in found.items():
             report.row(kind, program, f"loss {one['loss']:.4f}", f"kept {one['kept']:.3f}",
                        f"{one['trained']:,} tokens")  # fmt: skip
