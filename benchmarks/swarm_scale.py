@@ -32,6 +32,7 @@ from dipaco.simulator.swarm.world import START_S, World
 MEMBERS_PER_BOOT = 600
 # After a peer is gone its place is taken within so many seconds.
 GREATEST_PAUSE_S, LEAVING_S = 30.0, 60.0
+RECORDS = ("written", "read")
 VERBS = ("views", "tell", "ask", "get", "put", "state", "shard")
 SHOWN = [
     f"{what} {of}"
@@ -47,7 +48,8 @@ class Swarm:
     def __init__(self, options: Any) -> None:
         self._options = options
         self._engine = engine = Engine(options.seed, START_S - options.round_s)
-        plan = small_plan(_levels(options.paths), duration_s=options.round_s)
+        grid = _grid(options.paths, options.levels)
+        plan = small_plan(grid, duration_s=options.round_s)
         self.world = World(plan, engine)
         self.watch = Invariants(self.world)
         self.born = self.rounds_done = 0
@@ -147,13 +149,16 @@ def _spent(machine: Machine) -> Counter[str]:
         found[f"requests {verb}"] = traffic.requests[verb]
         found[f"sent {verb}"] = traffic.sent[verb]
         found[f"received {verb}"] = traffic.received[verb]
+    found.update({f"records {kind}": traffic.records[kind] for kind in RECORDS})
     for kind in ("requests", "sent", "received"):
         found[f"{kind} all"] = sum(found[f"{kind} {verb}"] for verb in VERBS)
     return found
 
 
-def _levels(paths: int) -> tuple[int, ...]:
-    """Return a grid of two levels, as square as can be."""
+def _grid(paths: int, levels: int) -> tuple[int, ...]:
+    """Return a grid of one level, or of two, as square as can be."""
+    if levels == 1:
+        return (paths,)
     first = next(n for n in range(math.isqrt(paths), 0, -1) if paths % n == 0)
     return (paths,) if first == 1 else (first, paths // first)
 
@@ -175,6 +180,9 @@ def main() -> int:
     parser = build_parser(__doc__)
     parser.add_argument("--members", type=int, default=20, help="peers that train (20)")
     parser.add_argument("--paths", type=int, default=16, help="paths of the grid (16)")
+    parser.add_argument(
+        "--levels", type=int, choices=(1, 2), default=2, help="of the grid, as square as can be (2)"
+    )
     parser.add_argument("--hours", type=float, default=0.25, help="of simulated time (0.25)")
     parser.add_argument("--round-s", type=float, default=300.0, help="seconds of a round (300)")
     parser.add_argument(
@@ -208,6 +216,9 @@ def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
         for kind in ("sent", "received"):
             cells += [f"{n / 1000:.0f}" for n in costs.get(f"{kind} {verb}", {}).values()]
         report.row(verb, *cells)
+    for kind in RECORDS:
+        cells = [f"{n:.0f}" for n in costs.get(f"records {kind}", {}).values()]
+        report.row(f"records {kind}", *cells, *[""] * (len(SHOWN) - len(cells)))
     dwell = world.plan.rounds.dwell_rounds
     lately = sum(last >= swarm.rounds_done - dwell - 1 for last in watch.last_rounds.values())
     handled = sum(machine.handled for machine in world.machines.values())
@@ -217,8 +228,8 @@ def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
         f"{len(watch.last_rounds)} of {options.paths} paths trained, {lately} of them in the last "
         f"{dwell + 1} rounds",
         f"{figures['versions']:,} versions of {len(world.grid.modules())} modules, "
-        f"{figures['forked']:,} forked; {figures['lost'] / max(1, whole):.2%} of the work of "
-        "living peers lost",
+        f"{figures['forked']:,} forked; {1 - figures['lost'] / max(1, whole):.2%} of the work of "
+        "living peers kept",
         f"{swarm.born} peers born, {swarm.ends['crashed']} crashed, {swarm.ends['left']} left",
         f"{seconds:.0f} s, {handled:,} events, {handled / seconds:,.0f} a second, "
         f"{costs.get('events', _shares([]))} a peer and round, {_memory_mb():.0f} MB",
@@ -227,6 +238,7 @@ def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
     report.notes = [note for note in report.notes if note]
     report.figures = {
         "members": options.members,
+        "grid": list(world.plan.grid.modules_per_level),
         "paths": options.paths,
         "rounds": swarm.rounds_done,
         "whole": is_whole,

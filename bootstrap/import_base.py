@@ -53,6 +53,9 @@ sentencepiece_format: Any = sentencepiece_model_pb2
 _Piece = sentencepiece_format.ModelProto.SentencePiece
 ADDED_TOKENS, SPECIAL_TOKENS = "added_tokens.json", "special_tokens_map.json"
 GENERATION = "generation_config.json"
+# Of a base that is made for longer texts, where RUN.toml says nothing: few documents are longer,
+# and the memory that a step takes grows with it.
+USUAL_SEQUENCE_LENGTH = 1024
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,15 @@ class ImportedBase:
 
     def agreed_model(self, given: Any, source: str) -> dict[str, Any]:
         """Return `[model]` of the run: the checkpoint's. What RUN.toml says of it must agree, but
-        sequences may be shorter than the checkpoint's.
+        sequences may be shorter than the checkpoint's; by themselves they are so if it is made for
+        very long ones, which few texts fill and few machines can train.
 
         Raises ConfigurationError naming the field and both values.
         """
         model = self.model
         kept = model.model_dump(mode="json")
+        if model.sequence_length > USUAL_SEQUENCE_LENGTH and isinstance(given, dict):
+            given = {"sequence_length": USUAL_SEQUENCE_LENGTH, **given}
         resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
         for key, value in given.items() if isinstance(given, dict) else ():
             if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:

@@ -5,6 +5,7 @@
 * A node stores what `quotas.py` admits, which is asked before any signature is checked, and looks
   at so many records of a request only. Nobody writes into its cache, and nobody is told of it.
 * Its answers fit into a message, and of an answer it looks at as much as an honest node gives.
+* Who is to store something searches for the nodes near a key, and not for what they have there.
 
 `install` is called in the DHT process, before the node is made.
 """
@@ -15,9 +16,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
+from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
@@ -50,6 +52,7 @@ MOST_GREETED, MOST_MET = 64, 20
 MOST_NESTED = 2
 _nested = threading.local()
 
+_find_nearest = DHTNode.find_nearest_nodes
 _get_stub = DHTProtocol.get_stub
 _ping = DHTProtocol.call_ping
 _find = DHTProtocol.call_find
@@ -63,6 +66,7 @@ def install(given: Iterable[str] = ()) -> None:
     """Change the DHT protocol of this process, whose node was given the addresses of `given`."""
     DHTProtocol.company = Company(given)
     DHTProtocol.refusal = None
+    DHTNode.find_nearest_nodes = find_nearest_nodes
     DHTProtocol.get_stub = get_stub
     DHTProtocol.call_ping = call_ping
     DHTProtocol.rpc_ping = rpc_ping
@@ -205,6 +209,28 @@ def _store_one(
     except Exception as error:
         logger.debug("a record cannot be stored: %r", error)
         return False
+
+
+async def find_nearest_nodes(
+    node: Any,
+    queries: Collection[DHTID],
+    *,
+    found_callback: Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]] | None = None,
+    **options: Any,
+) -> dict[DHTID, dict[DHTID, PeerID]]:
+    """Return who is nearest to some keys, without fetching what stands under them.
+
+    Each node that stores a key answers with all of it. The id beside a key, which differs in the
+    last bit, is as near to every node, and nothing stands there.
+    """
+    keys = {DHTID(int(key) ^ 1): key for key in queries}
+
+    async def on_found(beside: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
+        if found_callback is not None:
+            await found_callback(keys[beside], nearest, visited)
+
+    found = await _find_nearest(node, list(keys), found_callback=on_found, **options)
+    return {keys[beside]: nodes for beside, nodes in found.items()}
 
 
 async def call_store(

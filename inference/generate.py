@@ -7,9 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.device import autocast_for
 from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.routing.chat_template import ChatTemplate, TemplateError
+from dipaco.routing.chat_tokens import question_tokens, routed_tokens, special_names
 from dipaco.routing.tokenizer import Tokenizer
 
 from .mixing import decoder_of
@@ -25,6 +28,24 @@ _BROKEN_CHARACTER = "\ufffd"
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the tokens of a prompt: the beginning of a document."""
     return [BEGIN_TOKEN, *tokenizer.encode(prompt)]
+
+
+def chat_tokens(tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a chat of one message up to where its answer begins, and those that it
+    is routed by. Raises ConfigurationError for a model without a usable chat template."""
+    if tokenizer.chat_template is None:
+        raise ConfigurationError(
+            "this model has no chat template, it continues texts; give the text without --chat"
+        )
+    messages = [{"role": "user", "content": message}]
+    template = ChatTemplate(tokenizer.chat_template)
+    try:
+        text = template.render(messages, special_names(tokenizer))
+    except TemplateError as error:
+        raise ConfigurationError(f"the chat template refuses this message: {error}") from None
+    finally:
+        template.close()
+    return question_tokens(tokenizer, text), routed_tokens(tokenizer, messages)
 
 
 def generate_tokens(

@@ -2,6 +2,7 @@
 
 dipaco-generate --initial-peers ADDR "The city lies"
 dipaco-generate --state-dir my-run-simulated "def main" --temperature 0
+dipaco-generate --state-dir our-laws-simulated --chat "What is a lien?"
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ class GenerationSettings(SamplingSettings, InferenceSettings):
         str,
         Option("how the text begins; - reads it from standard input", "prompt", positional=True),
     ]
+    chat: Annotated[
+        bool, Option("the prompt is a message to a model trained on chats; only the answer follows")
+    ] = False
     path: Annotated[int | None, Option("use this path, whatever the prompt", "P")] = None
     mix: Annotated[int, Option("mix the N best paths, at N times the work", "N", least=1)] = 1
     choose: Annotated[
@@ -40,20 +44,29 @@ class GenerationSettings(SamplingSettings, InferenceSettings):
 def run(settings: GenerationSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from .generate import cheapest_path, generate_tokens, prompt_tokens, stream_text
+    from .generate import (
+        chat_tokens,
+        cheapest_path,
+        generate_tokens,
+        prompt_tokens,
+        stream_text,
+    )
     from .sources import assemble_path
 
     device = settings.prepare_process()
     prompt = sys.stdin.read() if settings.prompt == "-" else settings.prompt
     with settings.open_source() as source:
         tokenizer = source.tokenizer()
-        tokens = prompt_tokens(tokenizer, prompt)
+        if settings.chat:
+            tokens, routed_by = chat_tokens(tokenizer, prompt)
+        else:
+            tokens = routed_by = prompt_tokens(tokenizer, prompt)
         check_paths("--mix", settings.mix, source)
         check_paths("--choose", settings.choose, source)
         paths = [] if settings.path is None else [settings.path]
         if len(paths) < settings.mix:  # only then are the router and its base model needed
             router = source.document_router(device)
-            ranked = router.nearest_paths([tokens], source.grid.path_count)[0].tolist()
+            ranked = router.nearest_paths([routed_by], source.grid.path_count)[0].tolist()
             paths = [*paths, *(path for path in ranked if path not in paths)]
             paths = paths[: max(settings.mix, settings.choose)]
         if settings.choose > 1:
@@ -61,7 +74,8 @@ def run(settings: GenerationSettings) -> int:
         models = [assemble_path(source, path, device=device) for path in paths]
         for path in paths:
             _say(f"path {path} ({', '.join(source.grid.modules_of_path(path))})")
-        print(prompt, end="", flush=True)
+        if not settings.chat:
+            print(prompt, end="", flush=True)
         made = generate_tokens(models[0], tokens, settings.sampling(), models[1:])
         for piece in stream_text(tokenizer, made):
             print(piece, end="", flush=True)

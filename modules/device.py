@@ -77,6 +77,14 @@ def _first_that_computes() -> tuple[torch.device, str]:
     return torch.device("cpu"), "; ".join(passed_over) or "PyTorch sees no GPU"
 
 
+def gpus_left(device: torch.device, name: str) -> int:
+    """Return how many GPUs of this machine a process leaves idle that was not told which to take:
+    `name` is that of `--device`."""
+    if device.type == "cpu" or name != "auto":
+        return 0
+    return torch.accelerator.device_count() - 1
+
+
 def _accelerator() -> str:
     """Return the kind of GPU that this PyTorch was built for: cuda, also of ROCm, xpu or mps."""
     found = torch.accelerator.current_accelerator()
@@ -172,6 +180,12 @@ def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type in ("cuda", "xpu"):
         tokens = tokens.pin_memory()
     return tokens.to(device, non_blocking=True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Fetched:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
+import torch
+
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.base.running import stop_signals
@@ -22,27 +24,43 @@ from dipaco.modules.device import (
     be_nice,
     choose_device,
     device_name,
+    gpus_left,
     limit_memory,
     prepare_process,
 )
 from dipaco.modules.memory import release_memory
-from dipaco.peer.check.checks import OPEN_FILES
+from dipaco.peer.check.checks import OPEN_FILES, how_to_use_gpu
 from dipaco.peer.check.doctor import contributions_limit, fitting_batch
-from dipaco.peer.check.machine import look_for_gpu_hardware
+from dipaco.peer.check.machine import look_for_gpu_hardware, torch_is_built_for
 from dipaco.peer.check.needs import too_slow
 from dipaco.peer.exchange.hello import SOFTWARE
 from dipaco.peer.exchange.known_peers import KnownPeers
 from dipaco.peer.exchange.reachability import ReachabilityWatch
-from dipaco.peer.owner.pauses import Hours, Pauses, UploadBudget, install_pause_signals
+from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
+from dipaco.peer.owner.keep_awake import KeepAwake
+from dipaco.peer.owner.pauses import Pauses, install_pause_signals
+from dipaco.peer.owner.reasons import (
+    FullDisk,
+    Hours,
+    Reason,
+    on_battery,
+    outside_of,
+    programs_of,
+    while_running,
+)
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.reporting.display import Display
+from dipaco.peer.reporting.event_command import EventCommand
 from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.first_speed import FirstSpeed, device_line
 from dipaco.peer.reporting.metrics import PeerMetrics
 from dipaco.protocol.records import Reachability
 from dipaco.training.trainer import PathTrainer
 
 from .background import Background
 from .blob_keeper import BlobKeeper
+from .given_address import keep_addresses
 from .guests import RevocationList, given_invitation
 from .node import Node, join_run, visible_addresses
 from .own_status import PeerStatus
@@ -73,6 +91,12 @@ def run_peer(settings: PeerSettings) -> int:
     uplink = Uplink(settings.max_upload_mbps)
     metrics = PeerMetrics(uplink)
     events.add_listener(metrics.on_event)
+    told = EventCommand(settings.on_event) if settings.on_event is not None else None
+    if told is not None:
+        events.add_listener(told.on_event)
+    awake = KeepAwake()
+    if settings.keep_awake:
+        events.add_listener(awake.on_event)
     node: Node | None = None
     try:
         node = join_run(
@@ -89,6 +113,7 @@ def run_peer(settings: PeerSettings) -> int:
         joined.set()
         note_port(settings.port_file)
         node.admit(invitation)
+        keep_addresses(settings.cache_folder, settings.initial_peers)
         if settings.path is not None and settings.path >= node.grid.path_count:
             raise ConfigurationError(
                 f"--path {settings.path}: this run has paths 0 to {node.grid.path_count - 1}"
@@ -100,10 +125,17 @@ def run_peer(settings: PeerSettings) -> int:
             settings, following = _train(settings, node, display, events, stopping, uplink, metrics)
             display.stop()
             node = following or node
+    except Exception as error:
+        if told is not None:
+            told.tell("error", str(error) or type(error).__name__)
+        raise
     finally:
         display.stop()
+        awake.release()
         if node is not None:
             node.close()
+        if told is not None:
+            told.close()
         events.close()
     return 0
 
@@ -144,29 +176,30 @@ def _train(
     shards = node.load_shard_index()
     micro_batch_size = fitting_batch(settings, node.plan, shards)
     node.contributions.most_bytes = contributions_limit(settings, node.plan, shards)
-    hours = Hours.parse(settings.hours) if settings.hours is not None else None
     budget = UploadBudget(
         settings.cache_folder,
         uplink,
         gb_month=settings.max_upload_gb_month,
         gb_hour=settings.max_upload_gb_hour,
     )
-    pauses = Pauses(
-        settings.cache_folder, hours, on_battery=settings.on_battery == "pause", budget=budget
-    )
     for line in too_slow(node.plan, settings.max_upload_mbps):
         logger.warning("%s", line)
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
-    if device.type == "cpu" and settings.device == "auto" and look_for_gpu_hardware():
-        logger.warning("A GPU IS HERE AND IS NOT USED: %s; dipaco-peer --check says more", reason)
-    display.say(f"device: {device} ({reason})")
+    pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget, events))
+    maker = look_for_gpu_hardware() if settings.device == "auto" else ""
+    if device.type == "cpu" and maker:
+        remedy = how_to_use_gpu(maker, torch.__version__, torch_is_built_for())
+        logger.warning("A GPU OF %s IS HERE AND IS NOT USED: %s; %s", maker, reason, remedy)
+    display.say(device_line(device, reason, gpus_left(device, settings.device)))
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
     refresher, blob_keeper = start_background(node, status, background, events)
     metrics.follow(node, refresher, status, lambda: len(node.held.all()))
     metrics.serve(settings, display.say)
     display.start(node, refresher, status)
+    speed = FirstSpeed(node.plan.model, status.device, lambda said: events.emit("speed", what=said))
+    events.add_listener(speed.on_event)
     trainer = PathTrainer(
         node.plan,
         node.grid,
@@ -187,6 +220,7 @@ def _train(
         successor = session.run()
     finally:
         blob_keeper.stop()
+        budget.count()
         pauses.close()
     if successor is None:
         return settings, None
@@ -194,6 +228,26 @@ def _train(
     del session, trainer
     release_memory(device)
     return settings, successor
+
+
+def reasons_to_pause(
+    settings: PeerSettings, device: torch.device, budget: UploadBudget, events: EventLog
+) -> list[Reason]:
+    """Return what a peer is asked to pause for; the first that holds is told.
+
+    Raises ConfigurationError for what this machine cannot tell.
+    """
+    reasons: list[Reason] = []
+    if settings.hours is not None:
+        reasons += [outside_of(Hours.parse(settings.hours))]
+    if settings.on_battery == "pause":
+        reasons += [on_battery()]
+    if settings.pause_while is not None:
+        reasons += [while_running(programs_of(settings.pause_while))]
+    if settings.max_gpu_temp is not None:
+        reasons += [HotGpu(settings.max_gpu_temp, thermometer_of(device))]
+    disk = FullDisk(settings.cache_folder, lambda said: events.emit("disk", what=said))
+    return [*reasons, budget.reason, disk]
 
 
 def _settings_in_successor(

@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dipaco.base.command_line import Command
 from dipaco.peer.control_cli import COMMANDS as CONTROL_COMMANDS
 
+from .given_address import kept_addresses
+from .service_unit import install_service
 from .settings import PeerSettings
 from .trainers import run_trainers, trainer_settings
 
 
-def run(settings: PeerSettings) -> int:
-    """Join and train until stopped; with --check only look whether that would work."""
+def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
+    """Join and train until stopped; with --check only look whether that would work, and with
+    --install-service let systemd start the command of these words."""
+    if not settings.initial_peers and not settings.check:
+        settings = replace(settings, initial_peers=kept_addresses(settings.cache_folder))
+    if settings.install_service:
+        print(install_service(words))
+        return 0
     # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not, and whoever
     # waits is told so.
     if not settings.json:
@@ -50,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if words and words[0] in CONTROL_COMMANDS:
         return CONTROL_COMMANDS[words[0]].main(words[1:])
-    return COMMAND.main(words)
+    return replace(COMMAND, run=lambda settings: run(settings, words)).main(words)
 
 
 if __name__ == "__main__":

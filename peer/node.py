@@ -262,6 +262,11 @@ def join_run(
     # One that is made here is nobody else's.
     may_be_a_copy = key_file.exists()
     identity = load_or_create_identity(key_file, say)
+    if not may_be_a_copy and not client_mode:
+        say(
+            f"made {key_file}, by which others know this peer: back it up, and use it on one "
+            "machine at a time"
+        )
     known = KnownPeers(cache_folder)
 
     def join(through: tuple[str, ...], *, is_first: bool = False) -> GuardedDHT:

@@ -216,14 +216,14 @@ class OuterSteps:
             state = self._files.genesis_state(module)
         if state is None:
             raise StorageError(f"the state after {base.step[:12]} is not here any more")
-        paths = node.grid.paths_of_module(module)
+        paths, before = node.grid.paths_of_module(module), state
         for step in action.steps:
             if step.state != state.digest:
                 raise IntegrityError(f"step {step.name[:12]} stands on another state than is here")
             files = [self._contribution(row) for row in step.rows]
-            state = node.rule.step(state, files, step.table, step.round_index, paths)
+            before, state = state, node.rule.step(state, files, step.table, step.round_index, paths)
         step = action.steps[-1]
-        node.held.put(step.name, state)
+        node.held.put(step.name, state, before)
         weight = base.weight + sum(len(taken.rows) for taken in action.steps)
         self._report(e.StateHere(module, head_of(state, step.name, weight, step.round_index)))
 

@@ -12,7 +12,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from dipaco.base.errors import IntegrityError, NetworkError
-from dipaco.modules.device import return_freed_memory
+from dipaco.modules.device import return_freed_memory, wait_for
+from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.pauses import Pauses
 from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.member import actions as a
@@ -55,6 +56,7 @@ class Session:
         self.status = status
         self.events = events
         self._pauses = pauses
+        self._stopping, self._duty_percent = stopping, settings.duty
         self._refresher = refresher
         self._background = background
         self._trainer = trainer
@@ -153,6 +155,7 @@ class Session:
             self._last_loss = self._trainer.inner_step()
         except PassInterrupted:
             return None
+        self._rest(started)
         step_s = time.perf_counter() - started
         self._meter.step(step_s, self._trainer.tokens_per_step)
         self.status.tokens_per_s = self._meter.tokens_per_s
@@ -166,6 +169,13 @@ class Session:
             tokens=self._trainer.tokens_per_step,
         )
         return e.Stepped()
+
+    def _rest(self, started: float) -> None:
+        """Leave the device alone after a step, as long as `--duty` says."""
+        if self._duty_percent < 100.0:
+            # A step on a GPU has ended when the GPU says so.
+            wait_for(self._trainer.device)
+            self._stopping.wait(rest_s(time.perf_counter() - started, self._duty_percent))
 
     def _wait(self, instruction: a.Wait) -> None:
         if instruction.what:

@@ -12,12 +12,11 @@ from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.base.files import folder_variable, home_folder
 from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.dht.addresses import (
-    EXAMPLE_PEER,
     check_given_peer,
     check_listen_address,
     listening_everywhere,
 )
-from dipaco.peer.owner.pauses import Hours
+from dipaco.peer.owner.reasons import Hours, programs_of
 
 
 def default_cache_folder() -> Path:
@@ -83,7 +82,7 @@ class NodeSettings(Settings):
     invitation: Annotated[
         str | None,
         Option(
-            "for a run by invitation, once: the line that you were given, or a file with it",
+            "your invitation to a run, or a file with it; once",
             "TEXT",
             common=True,
         ),
@@ -142,7 +141,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "the address of a peer of the swarm, or several",
+            "address of a peer of the swarm (default: the last)",
             "ADDR",
             check=_check_address_or_word,
             common=True,
@@ -153,6 +152,9 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         bool,
         Option("do not join: say whether a peer can run here", common=True),
     ] = False
+    install_service: Annotated[bool, Option("do not join: have systemd start it from now on")] = (
+        False
+    )
     json: Annotated[bool, Option("with --check: one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
     path: Annotated[
@@ -180,6 +182,40 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     on_battery: Annotated[
         Literal["pause", "run"], Option("what to do on a battery", common=True)
     ] = "run"
+    pause_while: Annotated[
+        str | None,
+        Option("pause while one of these programs runs: steam,obs", "NAMES", common=True),
+    ] = None
+    max_gpu_temp: Annotated[
+        float | None,
+        Option(
+            "pause while the GPU is hotter than C degrees",
+            "C",
+            least=30,
+            most=110,
+        ),
+    ] = None
+    on_event: Annotated[
+        str | None,
+        Option(
+            "run COMMAND EVENT TEXT when the peer has joined or left, for an error, a full disk, "
+            "and a new version that is needed (joined, left, error, disk, update)",
+            "COMMAND",
+        ),
+    ] = None
+    duty: Annotated[
+        float,
+        Option(
+            "compute for this share of the time, in percent, and rest after each inner step",
+            "PERCENT",
+            least=1,
+            most=100,
+        ),
+    ] = 100.0
+    keep_awake: Annotated[
+        bool,
+        Option("let the machine go to sleep by itself while it trains", flag="--let-sleep"),
+    ] = True
     nice: Annotated[
         int | None,
         Option(
@@ -213,7 +249,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     cache_folder: Annotated[
         Path,
         Option(
-            "folder of its files, from which a restart continues",
+            "folder of its files",
             "DIR",
             flag="--cache-dir",
             common=True,
@@ -222,8 +258,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     max_disk_gb: Annotated[
         float | None,
         Option(
-            "most GB that the run's files may take (default: all that is free on the disk, except "
-            "a reserve)",
+            "most GB of disk for a run (default: what is free)",
             "GB",
             least=0.001,
             common=True,
@@ -250,15 +285,12 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.initial_peers and not self.check:
-            raise ConfigurationError(
-                "no address is given: ask for the address of a peer, and type dipaco-peer and the "
-                f"address, for example dipaco-peer {EXAMPLE_PEER}"
-            )
         for device in self.devices:
             check_device("--devices", device)
         if self.hours is not None:
             Hours.parse(self.hours)
+        if self.pause_while is not None:
+            programs_of(self.pause_while)
         for flag, said in (("--name", self.name), ("--team", self.team)):
             if not re.fullmatch(r"[ -Z\\^-~]{0,32}", said):
                 raise ConfigurationError(

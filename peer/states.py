@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError, StorageError
@@ -42,6 +43,12 @@ def head_of(state: ModuleState, step: str, weight: int, round_index: int) -> Hea
     )
 
 
+class _Waiting(NamedTuple):
+    state: ModuleState
+    before: ModuleState | None
+    """What it was computed from; None of one that was fetched."""
+
+
 class States:
     """States of all modules. Thread-safe; also the exchange's source of states and blobs."""
 
@@ -61,8 +68,10 @@ class States:
         """What is held, by module."""
         self._in_memory: dict[str, ModuleState] = {}
         """What is held and not saved yet, by digest."""
-        self._waiting: dict[str, dict[str, ModuleState]] = {}
+        self._waiting: dict[str, dict[str, _Waiting]] = {}
         """By module and step, the latest last."""
+        self._computed_from: dict[str, ModuleState] = {}
+        """By digest of a state that is not saved yet: the state before it."""
         self._recent: dict[str, tuple[float, ModuleState]] = {}
         self.earlier: States | None = None
         """What is held of the run that this one succeeds, also served by hash."""
@@ -82,12 +91,13 @@ class States:
 
     # -- what waits
 
-    def put(self, step: str, state: ModuleState) -> None:
-        """Keep a state that was computed or fetched until the member says what becomes of it."""
+    def put(self, step: str, state: ModuleState, before: ModuleState | None = None) -> None:
+        """Keep a state that was fetched, or computed from the one `before` it, until the member
+        says what becomes of it."""
         with self._lock:
             waiting = self._waiting.setdefault(state.module, {})
             waiting.pop(step, None)
-            waiting[step] = state
+            waiting[step] = _Waiting(state, before)
             for old in list(waiting)[:-MOST_WAITING]:
                 del waiting[old]
 
@@ -104,23 +114,25 @@ class States:
     def waiting(self, module: str, step: str) -> ModuleState | None:
         """Return a state that waits."""
         with self._lock:
-            return self._waiting.get(module, {}).get(step)
+            found = self._waiting.get(module, {}).get(step)
+            return found.state if found is not None else None
 
     def newest(self, module: str) -> ModuleState | None:
         """Return the state of a module that came last: one that waits, or else what is held."""
         with self._lock:
             waiting = next(reversed(self._waiting.get(module, {}).values()), None)
             held = self._held.get(module)
-        return waiting or (None if held is None else self.find(module, held.step))
+        if waiting is not None:
+            return waiting.state
+        return None if held is None else self.find(module, held.step)
 
     # -- what is held
 
     def hold(self, head: Head) -> ModuleState:
         """Hold a state that waits, or lies on the disk, from now on. Raises KeyError."""
         with self._lock:
-            state = self._waiting.get(head.module, {}).pop(head.step, None)
-            is_new = state is not None
-            state = state or self.find(head.module, head.step)
+            waiting = self._waiting.get(head.module, {}).pop(head.step, None)
+            state = waiting.state if waiting else self.find(head.module, head.step)
             if state is None or state.digest != head.digest:
                 raise KeyError(head.step)
             before = self._state_of.get(head.module)
@@ -128,16 +140,23 @@ class States:
                 self._in_memory.pop(before.digest, None)
                 self._remember(before)
             self._held[head.module], self._state_of[head.module] = head, state
-            if is_new:
+            if waiting is not None:
                 self._in_memory[head.digest] = state
+                if waiting.before is not None and waiting.before.version:
+                    self._computed_from[head.digest] = waiting.before
         return state
 
     def save(self, state: ModuleState) -> None:
         """Write a held state to disk, to be served from there, and to lie there for its holders.
 
-        A full disk is reported and the state is kept in memory, so that training goes on.
+        The state before it lies beside it. A full disk is reported and the state is kept in memory,
+        so that training goes on.
         """
+        with self._lock:
+            before = self._computed_from.pop(state.digest, None)
         try:
+            if before is not None:
+                self._store.save(before)
             self._store.save(state)
         except StorageError as error:
             logger.warning("state of %s kept in memory only: %s", state.module, error)
@@ -172,6 +191,7 @@ class States:
             self._state_of.pop(module, None)
             if held is not None:
                 self._in_memory.pop(held.digest, None)
+                self._computed_from.pop(held.digest, None)
         self._store.remove(module)
         self.serve(module, self._chains.served(module)[0])
 

@@ -66,6 +66,7 @@ class SuccessorWatch:
         if found is not None and found[0] not in self._told:
             self._told.add(found[0])
             logger.warning("%s", found[1])
+            self._events.emit("update", what=found[1])
 
     def stop(self) -> None:
         """Stop getting ready; what is ready stays."""

@@ -96,9 +96,8 @@ class RoundRows:
     def to_gather(self, rows: Iterable[Row], now_s: float, again_s: float) -> tuple[Row, ...]:
         """Return the rows whose files are not here and were not asked for just now, and note that
         they are."""
-        done = self.here | self.refused
-        last = now_s - again_s
-        missing = [row for row in rows if row.name not in done]
+        here, refused, last = self.here, self.refused, now_s - again_s
+        missing = [row for row in rows if row.name not in here and row.name not in refused]
         missing = [row for row in missing if self._wanted_s.get(row.name, -math.inf) < last]
         self._wanted_s.update((row.name, now_s) for row in missing)
         return tuple(missing)
@@ -109,7 +108,9 @@ class RoundRows:
 
     def is_refused(self, step: Step | None) -> bool:
         """Tell whether a file in a step is no contribution."""
-        return step is not None and any(row.name in self.refused for row in step.rows)
+        if step is None or not self.refused:
+            return False
+        return any(row.name in self.refused for row in step.rows)
 
     def gather_failed(self, row: Row, *, is_refused: bool) -> None:
         """Nobody gave a file, and it may be asked for again; or it is no contribution."""

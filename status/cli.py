@@ -1,7 +1,7 @@
 """`dipaco-status`: what a swarm is doing, read from its DHT.
 
-dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --watch
-dipaco-status --initial-peers /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --serve 8090
+dipaco-status /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --watch
+dipaco-status /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --serve 8090
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class StatusSettings(RunSettings):
     """What `dipaco-status` can be told."""
 
     initial_peers: Annotated[
-        tuple[str, ...], Option("addresses of any peers", "ADDR", check=check_given_peer)
+        tuple[str, ...],
+        Option("addresses of any peers", "ADDR", check=check_given_peer, loose=True),
     ]
     watch: Annotated[bool, Option("show it again every few seconds")] = False
     json: Annotated[bool, Option("one JSON object instead of tables")] = False

@@ -54,9 +54,9 @@ class PageContent:
         self._interval_s = interval_s
         self.status: dict[str, Any] | None = None
         """The newest status."""
+        self.ledger: Answer | None = None
         self.newest = self._answer(None)
         self.series = Answer.of(dict.fromkeys(COLUMNS, ()))
-        self.ledger: Answer | None = None
 
     def put(self, status: dict[str, Any]) -> None:
         """Show a new status."""
@@ -75,7 +75,14 @@ class PageContent:
         self.newest = self._answer(error, self.status)
 
     def _answer(self, error: str | None, status: dict[str, Any] | None = None) -> Answer:
-        return Answer.of({"interval_s": self._interval_s, "error": error, "status": status})
+        return Answer.of(
+            {
+                "interval_s": self._interval_s,
+                "error": error,
+                "has_ledger": self.ledger is not None,
+                "status": status,
+            }
+        )
 
 
 class StatusService:

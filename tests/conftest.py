@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
     from support.exchange_nodes import Nodes
 
     from dipaco.routing.run_folder import RunFolder
@@ -36,6 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if SWARM_FOLDER in item.path.parents:
             item.add_marker(pytest.mark.swarm)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what was not tested, one line a reason."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    reasons = Counter(str(report.longrepr[2]) for report in skipped)
+    for reason, count in reasons.items():
+        terminalreporter.write_line(f"{count} not run: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -89,3 +99,18 @@ def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     from support.tiny_run import PRIVATE, make_tiny_run
 
     return make_tiny_run(tmp_path_factory.mktemp("private") / "run", **PRIVATE)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Give a module a browser; where there is none, its tests are skipped with a line that says so.
+
+    It ends with the module: while it is there, an event loop runs on this thread.
+    """
+    from support.browser import NoBrowserError, chromium
+
+    try:
+        with chromium() as found:
+            yield found
+    except NoBrowserError as missing:
+        pytest.skip(str(missing))

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parts.cards import PATH_150M, TINY_PATH, wait_for
+from parts.cards import PATH_150M, TINY_PATH
 
 from dipaco.modules.config import ModelConfig
-from dipaco.modules.device import device_name
+from dipaco.modules.device import device_name, wait_for
 from dipaco.modules.memory import release_memory
 
 # Where steps of a few tokens take no time, so many are timed all the same.

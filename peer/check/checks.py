@@ -254,20 +254,47 @@ FORMAT_NOTES = {
 }
 
 
+def how_to_use_gpu(maker: str, torch_version: str, built_for: str) -> str:
+    """Return what to type where a GPU of a maker is here and PyTorch does not compute on it.
+
+    `built_for` is the maker whose GPUs this build of PyTorch was made for, "" for none.
+    """
+    shows = {"NVIDIA": "nvidia-smi", "AMD": "rocm-smi"}.get(maker, "")
+    if built_for == maker and shows:
+        return f"type {shows}: if it does not show the card, install its driver and start again"
+    if maker == "AMD":
+        return (
+            "install PyTorch's build for ROCm, as pytorch.org says (Linux, Pip, ROCm), and type "
+            f"{shows}, which has to show the card"
+        )
+    release = torch_version.partition("+")[0]
+    return (
+        f"PyTorch {torch_version} was not built for it: pip install --force-reinstall "
+        f"torch=={release}" + (f"; then {shows} has to show the card" if shows else "")
+    )
+
+
 def check_gpu(
-    gpu: Gpu | None, device: str, reason: str, torch_version: str, has_hardware: bool
+    gpu: Gpu | None,
+    device: str,
+    reason: str,
+    torch_version: str,
+    maker: str = "",
+    built_for: str = "",
 ) -> Check:
-    """Which device trains, and in which number format; `reason` says why it is that one."""
+    """Which device trains, and in which number format; `reason` says why it is that one.
+
+    `maker` is whose GPU is here, whatever PyTorch thinks of it, and `built_for` is that of PyTorch.
+    """
     if gpu is not None:
         free = f"{shown_bytes(gpu.free_bytes)} of {shown_bytes(gpu.total_bytes)} free"
         value = f"{gpu.name}, {free}, {gpu.number_format} ({reason})"
         return ok("device", value, FORMAT_NOTES[gpu.number_format])
-    if device == "auto" and has_hardware:
+    if device == "auto" and maker:
         return warning(
             "device",
-            f"A GPU IS HERE AND PyTorch {torch_version} DOES NOT USE IT ({reason})",
-            "install a build of PyTorch for it (CUDA or ROCm) and a recent driver (nvidia-smi or "
-            "rocm-smi shows the card)",
+            f"A GPU OF {maker} IS HERE AND PyTorch {torch_version} DOES NOT USE IT ({reason})",
+            how_to_use_gpu(maker, torch_version, built_for),
         )
     value = f"the CPU: {reason}"
     return ok("device", value, "" if device == "cpu" else "it trains, slowly")

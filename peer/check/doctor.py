@@ -182,8 +182,8 @@ def _machine_checks(
     if gpu is not None and settings.vram_gb is not None:
         most = int(settings.vram_gb * 2**30)
         gpu = replace(gpu, free_bytes=min(gpu.free_bytes, most))
-    has_hardware = m.look_for_gpu_hardware()
-    yield c.check_gpu(gpu, settings.device, reason, torch.__version__, has_hardware)
+    maker, built_for = m.look_for_gpu_hardware(), m.torch_is_built_for()
+    yield c.check_gpu(gpu, settings.device, reason, torch.__version__, maker, built_for)
     if gpu is not None and gpu.missing is not None:
         yield c.check_compiler(gpu, settings.compile_model)
     if plan is None:

@@ -183,10 +183,30 @@ def look_at_open_files() -> int:
     return 2**31 if most == resource.RLIM_INFINITY else most
 
 
-def look_for_gpu_hardware(root: Path = Path("/")) -> bool:
-    """Tell whether a GPU of NVIDIA or AMD is here, whatever PyTorch thinks of it."""
-    names = ("dev/nvidia0", "usr/lib/wsl/lib/libcuda.so.1", "dev/kfd")
-    return any((root / name).exists() for name in names)
+def look_for_gpu_hardware(root: Path = Path("/"), kind: str | None = None) -> str:
+    """Return whose GPU is here, NVIDIA, AMD or Apple, whatever PyTorch thinks of it; "" for none.
+
+    `kind` is of this machine: "Linux x86_64".
+    """
+    signs = (
+        ("NVIDIA", "dev/nvidia0"),
+        ("NVIDIA", "usr/lib/wsl/lib/libcuda.so.1"),
+        ("AMD", "dev/kfd"),
+    )
+    if (kind or f"{platform.system()} {platform.machine()}") == "Darwin arm64":
+        return "Apple"
+    return next((maker for maker, name in signs if (root / name).exists()), "")
+
+
+def torch_is_built_for() -> str:
+    """Return whose GPUs this build of PyTorch was made for, NVIDIA, AMD or Apple; "" for none."""
+    import torch
+
+    if torch.version.hip:
+        return "AMD"
+    if torch.version.cuda:
+        return "NVIDIA"
+    return "Apple" if torch.backends.mps.is_built() else ""
 
 
 def look_at_device(name: str) -> tuple[Gpu | None, str]:

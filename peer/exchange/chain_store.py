@@ -54,7 +54,11 @@ class _Module:
     served: str
     """Name of the step to which the chain is told."""
     steps: dict[str, Step] = field(default_factory=dict)
-    """All that were ever served, by name: the chain is the way back from the last one."""
+    """By name, those of the chain, and of the chains to `heads`."""
+    chain: list[Step] = field(default_factory=list)
+    """What is told, oldest first."""
+    places: dict[str, int] = field(default_factory=dict)
+    """Of the steps of the chain, from 1; the genesis has 0."""
     held: Head | None = None
     heads: deque[Head] = field(default_factory=lambda: deque(maxlen=KEPT_HEADS))
     rows: RoundRows = field(default_factory=RoundRows)
@@ -82,9 +86,29 @@ class _Module:
     def serve(self, step: str, head: Head | None) -> None:
         """Tell of the chain to a step. Raises KeyError for one that is not here."""
         self.check(step)
+        new = list(takewhile(lambda found: found.name not in self.places, self.back_from(step)))
+        parted = self.places.get(new[-1].parent if new else step, 0)
+        left = self.chain[parted:]
+        del self.chain[parted:]
+        for found in left:
+            del self.places[found.name]
+        for found in reversed(new):
+            self.chain.append(found)
+            self.places[found.name] = len(self.chain)
         self.served, self.held = step, head
         if head is not None and head not in self.heads:
             self.heads.append(head)
+        if left:
+            self._forget_branches()
+
+    def _forget_branches(self) -> None:
+        """Forget the steps that are of none of these chains. The log gets them anew if need be."""
+        kept = dict(self.places)
+        for head in self.heads:
+            branch = takewhile(lambda found: found.name not in kept, self.back_from(head.step))
+            kept.update({found.name: 0 for found in tuple(branch)})
+        self.saved -= self.steps.keys() - kept.keys()
+        self.steps = {name: found for name, found in self.steps.items() if name in kept}
 
 
 class ChainStore:
@@ -182,17 +206,17 @@ class ChainStore:
             kept = self._modules.get(module)
             if kept is None:
                 return Answer()
-            names = set(locator)
-            behind = takewhile(lambda step: step.name not in names, kept.back_from(kept.served))
-            steps = tuple(behind)[::-1]
+            begin = max((kept.places.get(name, 0) for name in locator), default=0)
+            steps = kept.chain[begin : begin + ANSWERED_STEPS]
             fitting, left = 0, ANSWERED_STEP_ROWS
-            for step in steps[:ANSWERED_STEPS]:
+            for step in steps:
                 left -= len(step.rows)
                 if fitting and left < 0:
                     break
                 fitting += 1
             rows = kept.rows.newest(ANSWERED_ROWS)
-            return Answer(steps[:fitting], rows, fitting < len(steps), kept.held)
+            has_more = begin + fitting < len(kept.chain)
+            return Answer(tuple(steps[:fitting]), rows, has_more, kept.held)
 
     def admissions_of(self, peers: Iterable[str]) -> dict[str, bytes]:
         """Return the admissions of those peers whose admission is known."""
@@ -204,8 +228,7 @@ class ChainStore:
     def chain(self, module: str) -> tuple[Step, ...]:
         """Return the steps of the served chain, oldest first."""
         with self._lock:
-            kept = self._modules[module]
-            return tuple(kept.back_from(kept.served))[::-1]
+            return tuple(self._modules[module].chain)
 
     # -- the log
 

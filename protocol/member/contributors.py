@@ -26,7 +26,7 @@ class Contributors:
             return []
         unseen = {p for p in recent - {known.me} if p not in view.claims and p not in view.peers}
         self._gone &= unseen
-        known.unseen[self._module] = frozenset(unseen - self._gone)
+        known.note_unseen(self._module, frozenset(unseen - self._gone))
         return sorted(unseen - self._gone)
 
     def answered(self, peer: str, *, trains: bool) -> None:
@@ -39,14 +39,13 @@ class Contributors:
         self._is_gone(peer)
 
     def _is_gone(self, peer: str) -> None:
-        unseen = self._known.unseen.get(self._module, frozenset())
+        unseen = self._known.unseen(self._module)
         if peer in unseen:
             self._gone.add(peer)
-            self._known.unseen[self._module] = unseen - {peer}
+            self._known.note_unseen(self._module, unseen - {peer})
 
     def heard(self, peer: str) -> None:
         """A row of a peer has come: it is there."""
         if peer in self._gone:
             self._gone.discard(peer)
-            unseen = self._known.unseen.get(self._module, frozenset())
-            self._known.unseen[self._module] = unseen | {peer}
+            self._known.note_unseen(self._module, self._known.unseen(self._module) | {peer})

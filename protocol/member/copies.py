@@ -57,15 +57,21 @@ class Copies:
     def _copies(self, followed: FollowedModule) -> set[str]:
         """Return who announces a state that is hardly older and can be called, or trains; nobody
         who computed another state of the same step."""
-        known, trainers, own = self._known, self._known.trainers(followed.module), followed.head
+        known, trainers = self._known, self._known.trainers(followed.module)
         oldest = followed.link.round_index - ROUNDS_BEHIND
         found = {
             holding.peer_id
             for holding in known.view.holdings.get(followed.module, ())
-            if (holding.head.round_index >= oldest or holding.peer_id in trainers)
-            and (own is None or holding.head.step != own.step or holding.head.digest == own.digest)
+            if holding.head.round_index >= oldest or holding.peer_id in trainers
         }
+        found -= self._wrong(followed)
         return {peer for peer in found | {known.me} if known.is_callable(peer)}
+
+    def _wrong(self, followed: FollowedModule) -> set[str]:
+        """Return who announces another state of the same step than was computed here."""
+        own, held = followed.head, self._known.view.holdings.get(followed.module, ())
+        others = [(h.peer_id, h.head) for h in held if own is not None and h.head.step == own.step]
+        return {peer for peer, head in others if own is not None and head.digest != own.digest}
 
     def _look_after(self, followed: FollowedModule) -> None:
         known = self._known
@@ -77,11 +83,8 @@ class Copies:
         self._asked = {k: s for k, s in self._asked.items() if known.now_s - s < patience_s}
         pending = sum(module == followed.module for module, _ in self._asked)
         order = known.keepers(followed.module, GREATEST_PLACE * known.plan.rounds.copies)
-        peers = [
-            peer
-            for peer in order
-            if peer not in has and peer != known.me and (followed.module, peer) not in self._asked
-        ]
+        no_use = {*has, *self._wrong(followed), known.me}
+        peers = [p for p in order if p not in no_use and (followed.module, p) not in self._asked]
         chosen = tuple(peers[: max(0, missing - pending)])
         if chosen:
             self._asked.update(((followed.module, peer), known.now_s) for peer in chosen)

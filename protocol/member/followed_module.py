@@ -25,7 +25,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import RECENT_STEPS, Link
+from dipaco.protocol.chain_book import GREATEST_REPLAY, RECENT_STEPS, Link
 from dipaco.protocol.round_rows import RoundRows
 
 from . import actions as a
@@ -260,12 +260,16 @@ class FollowedModule:
 
     def hear_rows(self, rows: Iterable[Row], teller: str) -> None:
         """Rows of others are here, unasked or as an answer: get their files."""
-        first = self.chain.recent() | self.known.trainers(self.module)
+        recent, trainers = self.chain.recent(), self.known.trainers(self.module)
+
+        def has_room_first(peer: str) -> bool:
+            return peer in recent or peer in trainers
+
         wanted: list[Row] = []
         for row in sorted(rows, key=lambda row: (row.round_index, row.path, row.peer)):
             self._contributors.heard(row.peer)
             is_old = row.round_index < self.link.round_index
-            if is_old or not self._rows.note(row, first.__contains__):
+            if is_old or not self._rows.note(row, has_room_first):
                 continue
             if row.parent in self.chain.book:
                 wanted.append(row)
@@ -349,6 +353,7 @@ class FollowedModule:
 
     def hear_steps(self, steps: Iterable[Step], teller: str) -> None:
         """Steps of others are here, oldest first: they may make a chain heavier than the own."""
+        steps = tuple(steps)
         for step in steps:
             is_new = step.name not in self.chain.book
             try:
@@ -360,7 +365,10 @@ class FollowedModule:
                     self.ask(teller)
                 return
             self._note_teller(step.name, teller)
-            if is_new and step.parent == self.stand and (missing := self._rows.missing(step)):
+            # A newcomer hears of the first steps of the run too: their files are gone anywhere.
+            is_old = step.round_index + GREATEST_REPLAY <= steps[-1].round_index
+            is_next = is_new and not is_old and step.parent == self.stand
+            if is_next and (missing := self._rows.missing(step)):
                 self._gather_for_step(missing, step.name)
         self.last_told_s = self.known.now_s
         ready = self.ready.step if self.ready is not None else ""

@@ -44,13 +44,16 @@ class Knowledge:
         self.schedule = RoundSchedule(plan.rounds, grid, plan.start_s)
         self.gather_s, self.grace_s = plan.rounds.gather_limit_s, plan.rounds.grace_limit_s
         self.now_s = 0.0
-        self.view = SwarmView(now_s=0.0)
+        self._view = SwarmView(now_s=0.0)
         self.has_view = False
         self.path: int | None = None
         """The path in training."""
-        self.unseen: dict[str, frozenset[str]] = {}
-        """By module: recent contributors that the view does not show, and that are there
-        (`contributors`)."""
+        self._unseen: dict[str, frozenset[str]] = {}
+        self.edition = 0
+        """Counts up with what is known of others: what was worked out of it before is old then."""
+        self._callable: dict[str, bool] = {}
+        self._callable_others: list[str] | None = None
+        self._trainers: dict[tuple[str, int | None], frozenset[str]] = {}
         self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
         self.actions: list[Action] = []
 
@@ -59,27 +62,63 @@ class Knowledge:
         self.actions.append(action)
 
     @property
+    def view(self) -> SwarmView:
+        """The swarm, as it was read last."""
+        return self._view
+
+    @view.setter
+    def view(self, view: SwarmView) -> None:
+        self._view = view
+        self._has_changed()
+
+    def unseen(self, module: str) -> frozenset[str]:
+        """Return recent contributors that the view does not show, and that are there
+        (`contributors`)."""
+        return self._unseen.get(module, frozenset())
+
+    def note_unseen(self, module: str, peers: frozenset[str]) -> None:
+        """Note who contributed lately, is there, and is not in the view."""
+        if peers != self.unseen(module):
+            self._unseen[module] = peers
+            self._has_changed()
+
+    def _has_changed(self) -> None:
+        self.edition += 1
+        self._callable.clear()
+        self._callable_others = None
+        self._trainers.clear()
+
+    @property
     def can_be_called(self) -> bool:
         """Whether others can call this peer, as far as it knows."""
         return self.view.reachable(self.me) not in CANNOT_BE_CALLED
 
     def is_callable(self, peer: str) -> bool:
         """Tell whether others can call a peer that is in sight."""
+        found = self._callable.get(peer)
+        if found is None:
+            found = self._callable[peer] = self._is_callable(peer)
+        return found
+
+    def _is_callable(self, peer: str) -> bool:
         if peer == self.me:
             return self.can_be_called
         claim, record = self.view.claims.get(peer), self.view.peers.get(peer)
         if claim is None and record is None:
-            return any(peer in unseen for unseen in self.unseen.values())
+            return any(peer in unseen for unseen in self._unseen.values())
         is_here = record.state != "leaving" if record is not None else claim is not None
         return is_here and self.view.reachable(peer) not in CANNOT_BE_CALLED
 
     def trainers(self, module: str) -> frozenset[str]:
         """Return who trains a path through a module, this peer included if it does."""
-        found = self.view.group(self.grid, module, joining=False)
-        found |= self.unseen.get(module, frozenset())
-        if self.path is None or module not in self.grid.modules_of_path(self.path):
-            return found - {self.me}
-        return found | {self.me}
+        place = module, self.path
+        found = self._trainers.get(place)
+        if found is None:
+            found = self.view.group(self.grid, module, joining=False) | self.unseen(module)
+            is_mine = self.path is not None and module in self.grid.modules_of_path(self.path)
+            found = found | {self.me} if is_mine else found - {self.me}
+            self._trainers[place] = found
+        return found
 
     def claimants(self, module: str) -> frozenset[str]:
         """Return who trains or is about to train a path through a module, as `trainers`."""
@@ -92,8 +131,10 @@ class Knowledge:
 
     def callable_others(self) -> list[str]:
         """Return the other peers in sight that can be called, in order."""
-        others = set(self.view.peers) | set(self.view.claims)
-        return [peer for peer in sorted(others - {self.me}) if self.is_callable(peer)]
+        if self._callable_others is None:
+            others = (self.view.peers.keys() | self.view.claims.keys()) - {self.me}
+            self._callable_others = [peer for peer in sorted(others) if self.is_callable(peer)]
+        return self._callable_others
 
     def keepers(self, module: str, count: int) -> tuple[str, ...]:
         """Return the callable peers that keep a module that they do not train, in order."""

@@ -37,6 +37,8 @@ class ModuleChain:
         """The state that is held; None of a mailbox."""
         self.before: Head | None = None
         """The state that was held before, which is on the disk."""
+        self._recent = "", frozenset[str]()
+        """The step that this peer stands on, and who contributed to the last steps up to it."""
         self.refused: set[str] = set()
         self.doubted: set[str] = set()
         self.absent: dict[str, float] = {}
@@ -58,7 +60,11 @@ class ModuleChain:
 
     def recent(self, step: str | None = None) -> frozenset[str]:
         """Return who contributed to the last steps up to one, by itself the own."""
-        return self.book.contributors(step or self.stand)
+        if step and step != self.stand:
+            return self.book.contributors(step)
+        if self._recent[0] != self.stand:
+            self._recent = self.stand, self.book.contributors(self.stand)
+        return self._recent[1]
 
     def voters(self, step: str) -> frozenset[str]:
         """Return who contributed to the last steps up to one, and still trains the module."""

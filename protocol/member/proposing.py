@@ -66,6 +66,9 @@ class Proposing:
         self._known, self._chain, self._rows, self._round = known, chain, rows, round_
         self._withheld: dict[str, int] = {}
         """Peers whose files nobody could have, and until which round they are passed over."""
+        self._boxes: list[str] = []
+        self._boxes_of: tuple[object, ...] = ()
+        """What `_boxes` follow from."""
 
     # -- whom it concerns
 
@@ -76,6 +79,13 @@ class Proposing:
         the first step all its trainers. Fewer than two are filled up with who keeps a copy, then
         with anybody.
         """
+        known, chain = self._known, self._chain
+        of = (known.edition, known.path, chain.stand, chain.head is None, self._round.index)
+        if of != self._boxes_of:
+            self._boxes, self._boxes_of = self._find_mailboxes(), of
+        return self._boxes
+
+    def _find_mailboxes(self) -> list[str]:
         known, module = self._known, self._chain.module
         trainers = known.trainers(module)
         boxes = self._in_order(self._chain.recent() & trainers or trainers)
@@ -153,38 +163,45 @@ class Proposing:
         are on their way."""
         ready = self.ready_rows()
         refused, stand = self._rows.refused, self._chain.stand
+        here = self._rows.here
         on_way = {
             peer
             for peer, row in self._rows.behind(self._round.index, stand).items()
-            if peer not in ready and row.name not in self._rows.here | refused
+            if peer not in ready and row.name not in here and row.name not in refused
         }
         return self._rows.of_round(self._round.index).keys() - on_way
 
     def proposal(self) -> Step | None:
         """Return the step that this peer has to propose now, if it has to."""
-        known, round_ = self._known, self._round
-        rows, link = self.ready_rows(), self._chain.link
-        if not rows or not known.has_view or link.round_index >= round_.index:
+        known, round_, link = self._known, self._round, self._chain.link
+        if not known.has_view or link.round_index >= round_.index:
             return None
-        best = self._chain.heaviest()
-        if best.weight >= link.weight + len(rows):
-            return None
-        if not may_propose(rows.keys(), self._voters(), round_.in_vain):
-            return None
-        late_s = known.now_s - self.due_s(round_.index)
-        if best.parent == link.name and best.round_index == round_.index:
+        best, late_s = self._chain.heaviest(), known.now_s - self.due_s(round_.index)
+        is_told = best.parent == link.name and best.round_index == round_.index
+        # Nearly all peers are through here, at each of very many events: the rows come after it.
+        if is_told:
             is_due = -OUTBID_GRACES * known.grace_s <= late_s < 0
         else:
             is_due = self._is_my_turn(late_s)
-        return Step.of(self._chosen(list(rows.values()))) if is_due else None
+        if not is_due:
+            return None
+        rows = self.ready_rows()
+        if not rows or best.weight >= link.weight + len(rows):
+            return None
+        if not may_propose(rows.keys(), self._voters(), round_.in_vain):
+            return None
+        if not is_told and late_s < 0 and not self.awaited() <= self._heard():
+            return None
+        return Step.of(self._chosen(list(rows.values())))
 
     def _is_my_turn(self, late_s: float) -> bool:
+        """Tell whether this peer may propose now; before G, once it has all who are awaited."""
         known, boxes = self._known, self.mailboxes()
         if known.me not in boxes:
             return not boxes and late_s >= 4 * known.grace_s
         place = boxes.index(known.me)
-        if place == 0 and self._may_be_early(boxes) and self.awaited() <= self._heard():
-            return True
+        if late_s < 0:
+            return place == 0 and self._may_be_early(boxes)
         return late_s >= place * known.grace_s
 
     def _may_be_early(self, boxes: list[str]) -> bool:
@@ -218,7 +235,9 @@ class Proposing:
             return self.awaited() <= step.peers | self._of_no_use(best)
         is_other_end = own.round_index == best.round_index and own.parent == best.parent
         is_late = known.now_s > due_s + LATE_GRACES * known.grace_s
-        return not (is_other_end and is_late and not known.schedule.fixed_steps)
+        # A round in vain since then: those who would make it stand on the other step.
+        is_kept = is_late and not known.schedule.fixed_steps and not self._round.in_vain
+        return not (is_other_end and is_kept)
 
     def _of_no_use(self, best: Link) -> set[str]:
         """Return whose rows of a step's round cannot be in it: they stand elsewhere, or are bad."""

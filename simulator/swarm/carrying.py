@@ -310,7 +310,11 @@ class Carrying:
         else:
             self.take((), action.steps)
             delay_s = self._between(0.05, 0.4) * len(action.steps)
-            machine.later(delay_s, self._computed, self._world.head_after(last.name, base))
+            before = base
+            for step in action.steps[:-1]:
+                before = machine.seen_digest(self._world.head_after(step.name, before))
+            made = self._world.head_after(last.name, before)
+            machine.later(delay_s, self._computed, made, before)
             return
         self._answer(0.1, events.Failed(action, reason))
 
@@ -323,16 +327,16 @@ class Carrying:
             base = self._machine.seen_digest(self._world.head_after(step.name, base))
         return True
 
-    def _computed(self, head: Head) -> None:
-        made = self._machine.seen_digest(head)
-        self._machine.store.at_hand[head.step] = made
+    def _computed(self, head: Head, before: Head) -> None:
+        made, store = self._machine.seen_digest(head), self._machine.store
+        store.at_hand[head.step], store.computed_from[head.step] = made, before
         self._machine.deliver(events.StateHere(made.module, made))
 
     def _fetch_state(self, action: actions.FetchState) -> None:
         wanted, store = action.head, self._machine.store
         found = store.find(wanted.module, wanted.step)
         if wanted.version == 0:
-            found = self._world.head(store.book.genesis(wanted.module))
+            found = self._world.head(self._world.book.genesis(wanted.module))
         if found is not None and wanted.digest in ("", found.digest):
             store.at_hand[found.step] = found
             self._answer(self._between(0.02, 0.2), events.StateHere(wanted.module, found))
@@ -425,7 +429,7 @@ class Carrying:
         if verb == "get" and content in store.files:
             return content, FILE_BYTES
         if verb == "state":
-            head = store.find(content.module, content.step)
+            head = store.served_state(content.module, content.step)
             if head is not None and content.digest in ("", head.digest):
                 return head, STATE_BYTES
         if verb == "shard" and content in store.shards:

@@ -6,8 +6,8 @@ each record with some probability. In a split each part sees what it has written
 before; afterwards everybody sees everything that has not expired. Records are signed and their
 peers admitted: what is not, no reader sees.
 
-What reading and writing costs is counted as Hivemind does it: both visit `NODES_VISITED` nodes, and
-the `NODES_STORED` of them that store a key return all of it; a record is then stored there.
+What reading and writing costs is counted as in `dipaco.dht`: both visit `NODES_VISITED` nodes, and
+the `NODES_STORED` of them that store a key return all of it to a reader. A writer stores there.
 """
 
 from __future__ import annotations
@@ -85,8 +85,16 @@ class _Key:
         found: list[Any] = []
         until_s, gone = now_s + 1e9, []
         for owner, versions in self.owners.items():
-            if versions[-1].expires_s < now_s:
+            newest = versions[-1]
+            if newest.expires_s < now_s:
                 gone.append(owner)
+            elif not newest.split and newest.visible_s <= now_s:
+                # Nearly all are so: everybody sees the newest.
+                if newest.record is not None:
+                    found.append(newest.record)
+                    if newest.expires_s < until_s:
+                        until_s = newest.expires_s
+                continue
             for version in reversed(versions):
                 if version.visible_s > now_s:
                     until_s = min(until_s, version.visible_s)
@@ -119,6 +127,7 @@ class SimulatedDirectory:
         engine, network, conditions = self._engine, self._network, self._network.conditions
         link, size = network.links[owner], record_bytes(record)
         self._visit(link, key, NODES_STORED * size)
+        link.traffic.records["written"] += 1
         if engine.chance(conditions.writes_lost):
             return
         now_s = engine.now_s
@@ -127,12 +136,13 @@ class SimulatedDirectory:
         self._keys.setdefault(key, _Key()).write(owner, version)
 
     def _visit(self, link: Link, key: str, stored_bytes: int = 0) -> None:
-        """Count what it costs to find the nodes of a key; all that they have comes with it."""
+        """Count what it costs to find the nodes of a key, and to read or write there."""
         nodes = min(NODES_VISITED, len(self._network.links) - 1)
         storing = min(NODES_STORED, nodes)
         size = self._keys[key].size if key in self._keys else 0
         link.traffic.requests["views"] += nodes + (storing if stored_bytes else 0)
-        link.traffic.received["views"] += nodes * VISIT_BYTES + storing * size
+        link.traffic.received["views"] += nodes * VISIT_BYTES
+        link.traffic.received["views"] += 0 if stored_bytes else storing * size
         link.traffic.sent["views"] += stored_bytes
 
     def read(self, reader: str, believed_s: float, scope: Scope) -> SwarmView:
@@ -161,6 +171,7 @@ class SimulatedDirectory:
         found = stored.seen(self._engine.now_s, self._network.split, link.side)
         if reader in self.shows:
             found = tuple(one for one in found if one.peer_id in self.shows[reader])
+        link.traffic.records["read"] += len(found)
         chance, missed = self._engine.chance, self._network.conditions.records_missed
         if not missed:
             return found

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
 from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Tell, Wait
 from dipaco.protocol.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
@@ -182,8 +182,10 @@ class Machine:
         self.later(self.world.engine.between(0.1, 1.0), self._refresh)
 
     def _make_member(self) -> Member:
-        book, held = self.store.book, tuple(self.store.held.values())
-        steps = [s for h in held for s in book.steps_between(book.genesis(h.module), h.step)]
+        steps, held = list[Step](), tuple(self.store.held.values())
+        for head in held:
+            book = self.store.book(head.module)
+            steps += book.steps_between(book.genesis(head.module), head.step)
         settings = MemberSettings(self.peer, trains=self.trains)
         return Member(settings, self.world.plan, self.world.grid, steps=steps, held=held)
 

@@ -57,6 +57,8 @@ class Traffic:
     requests: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
+    records: Counter[str] = field(default_factory=Counter)
+    """In the DHT: "written" and "read"."""
 
 
 @dataclass

@@ -21,8 +21,7 @@ class Store:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.book = ChainBook(world.run_id, world.grid.modules())
-        """What was ever served."""
+        self._books: dict[str, ChainBook] = {}
         self.shards: set[int] = set()
         self.disk: dict[str, list[Head]] = {}
         """States of each module, the newest last."""
@@ -38,13 +37,23 @@ class Store:
         """The step of each module to which the chain is served."""
         self.at_hand: dict[str, Head] = {}
         """By step: states that were computed or fetched, and are not adopted or kept yet."""
+        self.computed_from: dict[str, Head] = {}
+        """By step: the state before one that was computed."""
         self._rows: dict[str, dict[str, Row]] = {}
 
     # -- chains and rows
 
+    def book(self, module: str) -> ChainBook:
+        """Return what was ever served of a module."""
+        found = self._books.get(module)
+        if found is None:
+            found = self._books[module] = ChainBook(self._world.run_id, (module,))
+        return found
+
     def serve(self, module: str, step: str, steps: Iterable[Step]) -> bool:
         """Answer with the chain to a step; returns whether its steps stand on what was served."""
-        is_known = all(self.book.add(new) for new in steps) and step in self.book
+        book = self.book(module)
+        is_known = all(book.add(new) for new in steps) and step in book
         if is_known:
             self.served[module] = step
         return is_known
@@ -63,8 +72,9 @@ class Store:
         self, module: str, locator: tuple[str, ...]
     ) -> tuple[tuple[Step, ...], tuple[Row, ...], bool, Head | None]:
         """Return steps behind a locator, rows, whether there are more steps, and what is held."""
-        name = self.served.get(module, self.book.genesis(module))
-        steps, has_more = self.book.after(locator, name, STEPS_IN_ANSWER)
+        book = self.book(module)
+        name = self.served.get(module, book.genesis(module))
+        steps, has_more = book.after(locator, name, STEPS_IN_ANSWER)
         return steps, tuple(self._rows.get(module, {}).values()), has_more, self.held.get(module)
 
     # -- files
@@ -80,6 +90,10 @@ class Store:
         """Return a state that is here; of a genesis there always is one."""
         if step in self.at_hand:
             return self.at_hand[step]
+        return self.served_state(module, step)
+
+    def served_state(self, module: str, step: str) -> Head | None:
+        """Return a state that others are given: it is held, or lies on the disk."""
         held = self.held.get(module)
         if held is not None and held.step == step:
             return held
@@ -93,7 +107,10 @@ class Store:
             self.save(before)
         self.held[module], self.served[module] = head, head.step
         self.at_hand.pop(head.step, None)
+        computed_from = self.computed_from.pop(head.step, None)
         if save:
+            if computed_from is not None and computed_from.version:
+                self.save(computed_from)
             self.save(head)
 
     def save(self, head: Head) -> None:

@@ -125,6 +125,18 @@ def test_the_model_of_a_run_toml_must_agree(exported: tuple[Path, Path], tmp_pat
             model(text)
 
 
+def test_a_base_for_long_texts_trains_on_shorter_ones_unless_it_is_told_to(
+    exported: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(exported[1], tmp_path / "checkpoint")
+    file = tmp_path / "checkpoint/config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    for text, length in {"": 1024, "[model]\nsequence_length = 4096": 4096}.items():
+        model = load_run_config(write_run(tmp_path, f"{TOML}{text}\n")).model
+        assert (model.sequence_length, model.context_length) == (length, 8192)
+
+
 def test_a_base_is_a_folder_or_a_table(tmp_path: Path) -> None:
     for text, words in {
         "base = 3": "base",

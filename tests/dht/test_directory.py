@@ -101,6 +101,34 @@ def test_what_one_publishes_the_other_reads(pair: tuple[TestNode, TestNode]) -> 
     assert paths_of(second.directory)[first.peer_id] == 3
 
 
+async def _count_records_in_answers(node: Any) -> None:
+    """Runs in the DHT process: count what comes with the answers of searches."""
+    ask, node.records = node.protocol.call_find, 0
+
+    async def counted(peer: Any, keys: Any) -> Any:
+        answers = await ask(peer, keys)
+        node.records += sum(found is not None for found, _ in (answers or {}).values())
+        return answers
+
+    node.protocol.call_find = counted
+
+
+async def _records_in_answers(node: Any) -> int:
+    return int(node.records)
+
+
+def test_who_stores_does_not_fetch_what_stands_there(pair: tuple[TestNode, TestNode]) -> None:
+    one, other = pair
+    first, second = directory_of(one, 77), directory_of(other, 77)
+    assert first.publish_peer(peer_record(one.peer_id, 1), 0, 60.0)
+    other.dht.call(_count_records_in_answers)
+    assert second.publish_peer(peer_record(other.peer_id, 2), 0, 60.0)
+    assert other.dht.call(_records_in_answers) == 0
+    assert paths_of(second) == {one.peer_id: 1, other.peer_id: 2}
+    assert other.dht.call(_records_in_answers) > 0
+    assert paths_of(first) == {one.peer_id: 1, other.peer_id: 2}
+
+
 def test_who_said_goodbye_claims_nothing_at_once_and_can_come_back(
     pair: tuple[TestNode, TestNode],
 ) -> None:

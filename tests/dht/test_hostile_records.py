@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from hivemind import DHT
+from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
@@ -289,6 +290,7 @@ def test_hivemind_still_has_what_is_replaced() -> None:
     }
     for name in ("_validate_dictionary", "_validate_record", "add_p2p_handlers"):
         assert callable(getattr(DHTProtocol, name))
+    assert callable(DHTNode.find_nearest_nodes)
 
 
 def test_readers_survive_a_node_that_stores_anything(

@@ -12,7 +12,9 @@ from support.chat_templates import CHATML
 from support.prepared_run import CPU, quiet_display
 
 from dipaco.bootstrap.prepare import prepare
-from dipaco.inference import evaluate_cli, export_cli
+from dipaco.inference import evaluate_cli, export_cli, generate_cli
+from dipaco.inference.sources import DiskSource
+from dipaco.routing.chat_tokens import routed_tokens
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import sum_losses
 
@@ -41,6 +43,15 @@ def test_held_out_chats_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (report["tokens"], report["documents"], report["short_documents"]) == (tokens, 10, 1)
     for kind in ("perplexity", "base_perplexity", "mixed_perplexity", "chosen_perplexity"):
         assert report[kind] == pytest.approx(float(np.exp(nll / tokens)), rel=1e-4)
+    message = rows[0]["messages"][1]["content"]
+    asked = [*arguments[:2], "--allow-genesis", "--max-tokens", "4", "--temperature", "0"]
+    assert generate_cli.main([*asked, "--chat", message]) == 0
+    told = capsys.readouterr()
+    source = DiskSource(tmp_path / "out")
+    tokens_of_message = routed_tokens(source.tokenizer(), [{"role": "user", "content": message}])
+    path = int(source.document_router(CPU).nearest_paths([tokens_of_message], 1)[0, 0])
+    assert f"path {path} (" in told.err
+    assert not told.out.startswith(message)
     exported = ["--state-dir", str(tmp_path / "out"), "--allow-genesis", "--all"]
     assert export_cli.main([*exported, "--out", str(tmp_path / "exported")]) == 0
     said = (tmp_path / "exported/router/README.md").read_text()

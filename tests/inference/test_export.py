@@ -141,7 +141,7 @@ def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained: Path, tmp_
         Exporter(source, torch.float32).write_path(1, tmp_path / "out")
         assert client.fetched == list(source.grid.modules_of_path(1))
         card = model_card(source, CardNotes(), "float32")
-    assert "| trained | - tokens in 0 rounds |" in card
+    assert "| trained | not known |" in card
     arguments = ["--state-dir", trained, "--path", 1, "--out", tmp_path / "disk"]
     assert run(*arguments) == 0
     files = [tmp_path / folder / "model.safetensors" for folder in ("out", "disk")]

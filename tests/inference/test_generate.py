@@ -242,6 +242,8 @@ def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "path 3" in capsys.readouterr().err
     assert generate_cli.main([*arguments, "--path", "4"]) == ConfigurationError.exit_code
     assert "paths 0 to 3" in capsys.readouterr().err
+    assert generate_cli.main([*arguments, "--chat"]) == ConfigurationError.exit_code
+    assert "no chat template" in capsys.readouterr().err
 
 
 def test_a_chosen_path_needs_no_router(

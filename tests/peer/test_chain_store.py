@@ -11,7 +11,7 @@ from support.peers import RUN, peer
 
 from dipaco.base.errors import StorageError
 from dipaco.peer.exchange import chain_store
-from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.chain_store import KEPT_HEADS, ChainStore
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.round_rows import REMEMBERED_PEERS
 
@@ -91,6 +91,25 @@ def test_a_chain_that_takes_the_place_of_another_is_told_from_where_they_part(
         chains.serve("L0.E0", steps[0].name, steps[:1])
     with pytest.raises(KeyError):
         chains.serve(MODULE, branch[-1].name, chain_of(1, (5,), "f" * 64, begin=9))
+
+
+def test_many_forks_leave_little_behind_and_a_forgotten_branch_can_come_back(
+    tmp_path: Path,
+) -> None:
+    chains, steps = filled(tmp_path)
+    branches = [
+        chain_of(2, (number, number + 1), steps[-1].name, begin=5)
+        for number in range(2, 2 + 3 * KEPT_HEADS)
+    ]
+    for branch in (*branches, branches[0]):
+        chains.serve(MODULE, branch[-1].name, branch, head_of(branch[-1], 7, 14))
+    with pytest.raises(KeyError):
+        chains.serve(MODULE, branches[1][-1].name)
+    again = opened(tmp_path)
+    for found in (chains, again):
+        assert found.chain(MODULE) == (*steps, *branches[0])
+        assert found.answer(MODULE, [steps[-1].name]).steps == tuple(branches[0])
+        assert found.answer(MODULE, []).steps == (*steps, *branches[0])
 
 
 def test_an_answer_has_no_more_than_fits_and_says_so() -> None:

@@ -186,18 +186,22 @@ def test_disks(tmp_path: Path) -> None:
 def test_devices() -> None:
     gpu = Gpu("RTX 3060", 11 * GIB, 12 * GIB, "bf16")
 
-    def check(gpu: Gpu | None, device: str = "auto", *, is_here: bool = True) -> Check:
-        return checks.check_gpu(gpu, device, "cuda:0: no kernels", "2.9+cpu", is_here)
+    def check(gpu: Gpu | None, device: str = "auto", maker: str = "NVIDIA", of: str = "") -> Check:
+        return checks.check_gpu(gpu, device, "cuda:0: no kernels", "2.9.1+cpu", maker, of)
 
     assert "bf16 (cuda:0: no kernels)" in check(gpu).value
     assert "scaled" in check(replace(gpu, number_format="fp16")).remedy
     assert "half the speed" in check(replace(gpu, number_format="fp32")).remedy
     unused = check(None)
-    assert "CUDA or ROCm" in remedy(unused, "warning")
-    assert "A GPU IS HERE" in unused.value
+    assert "pip install --force-reinstall torch==2.9.1;" in remedy(unused, "warning")
+    assert remedy(check(None, of="NVIDIA"), "warning").startswith("type nvidia-smi")
+    assert "pytorch.org" in remedy(check(None, maker="AMD", of="NVIDIA"), "warning")
+    assert remedy(check(None, maker="AMD", of="AMD"), "warning").startswith("type rocm-smi")
+    assert remedy(check(None, maker="Apple"), "warning").endswith("torch==2.9.1")
+    assert "A GPU OF NVIDIA IS HERE" in unused.value
     assert "no kernels" in unused.value
     assert check(None, "cpu").verdict == "ok"
-    assert check(None, is_here=False).verdict == "ok"
+    assert check(None, maker="").verdict == "ok"
 
 
 def test_the_compiler() -> None:
@@ -230,10 +234,15 @@ def test_a_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
     assert free_bytes(mps) == 9 * GIB
 
 
-@pytest.mark.parametrize("file", ["dev/nvidia0", "dev/kfd", "usr/lib/wsl/lib/libcuda.so.1"])
-def test_gpus_that_pytorch_may_not_see(file: str, tmp_path: Path) -> None:
-    assert not machine.look_for_gpu_hardware(tmp_path)
-    assert machine.look_for_gpu_hardware(machine_root(tmp_path, {file: ""}))
+@pytest.mark.parametrize(
+    ("file", "maker"),
+    [("dev/nvidia0", "NVIDIA"), ("dev/kfd", "AMD"), ("usr/lib/wsl/lib/libcuda.so.1", "NVIDIA")],
+)
+def test_gpus_that_pytorch_may_not_see(file: str, maker: str, tmp_path: Path) -> None:
+    assert machine.look_for_gpu_hardware(tmp_path, "Linux aarch64") == ""
+    assert machine.look_for_gpu_hardware(tmp_path, "Darwin arm64") == "Apple"
+    made_up = machine_root(tmp_path, {file: ""})
+    assert machine.look_for_gpu_hardware(made_up, "Linux x86_64") == maker
 
 
 NEED = MemoryNeed(

@@ -101,6 +101,7 @@ def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
     monkeypatch.setattr(peer_node, "MANIFEST_WAIT_S", 0.0)
     nodes.serving()
     gone = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
+    said: list[str] = []
 
     def join() -> None:
         join_run(
@@ -108,6 +109,7 @@ def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
             run=None,
             cache_folder=tmp_path,
             host_maddrs=("/ip4/127.0.0.1/tcp/0",),
+            say=said.append,
         )
 
     with pytest.raises(UnreachableError):
@@ -115,6 +117,8 @@ def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
     (tmp_path / "known_peers.json").write_text(json.dumps({RUN: [nodes.addresses[0], gone]}))
     with pytest.raises(RunSelectionError, match="holds no run"):
         join()
+    # Once, where it is made.
+    assert ["identity.key" in line and "back it up" in line for line in said].count(True) == 1
 
 
 # -- the port

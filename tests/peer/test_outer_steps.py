@@ -213,3 +213,26 @@ def test_a_restart_finds_what_was_saved(swarm: tuple[Peer, Peer, Peer], tmp_path
     state = again.find(MODULE, step.name)
     assert state is not None
     assert head_of(state, step.name, 1, 0) == found[MODULE]
+
+
+def test_a_copy_alone_lets_a_newcomer_compute_its_last_step(
+    swarm: tuple[Peer, Peer, Peer], tmp_path: Path
+) -> None:
+    """A state is believed when rows that stand on it name it, so the one before it is needed."""
+    one, _, keeper = swarm
+    first = Step.of([one.publish()])
+    before = one.compute(one.head0(MODULE), first)
+    one.adopt(before, first, save=True)
+    second = Step.of([one.publish(1)])
+    head = one.compute(before, second)
+    one.adopt(head, second, save=True)
+    keeper.fetched[before.digest] = one.node.held.find(MODULE, first.name)
+    assert isinstance(keeper.do(a.FetchState(before, (one.me,))), e.StateHere)
+    assert isinstance(keeper.gather(*second.rows)[0], e.Gathered)
+    assert keeper.compute(before, second) == head
+    keeper.node.chains.serve(MODULE, second.name, (first, second))
+    keeper.adopt(head, second, save=True)
+    for sha256 in (before.digest, head.digest, second.rows[0].file):
+        assert keeper.node.held.lookup(sha256) or keeper.node.contributions.find(sha256)
+    again = RunFolder(tmp_path / "k" / "run").states
+    assert set(again.digests(MODULE)) == {before.digest, head.digest}

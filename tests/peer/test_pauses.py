@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import subprocess
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +18,21 @@ from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.modules.device import be_nice, limit_memory
 from dipaco.peer import cli, control_cli
 from dipaco.peer.owner import pauses
-from dipaco.peer.owner.pauses import Hours, Pauses, activity_file, ask_to_pause, ask_to_resume
+from dipaco.peer.owner.duty import rest_s
+from dipaco.peer.owner.gpu_heat import HotGpu, Thermometer, thermometer_of
+from dipaco.peer.owner.pauses import Pauses, activity_file, ask_to_pause, ask_to_resume
+from dipaco.peer.owner.reasons import (
+    FullDisk,
+    Hours,
+    is_on_battery,
+    on_battery,
+    outside_of,
+    programs_of,
+    running_programs,
+    while_running,
+)
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.settings import PeerSettings
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
@@ -69,15 +85,15 @@ def supply(folder: Path, name: str, **values: str) -> None:
 
 
 def test_a_battery_that_is_emptied(tmp_path: Path) -> None:
-    assert not pauses.is_on_battery(tmp_path / "none")
+    assert not is_on_battery(tmp_path / "none")
     supply(tmp_path / "mouse", "hid", type="Battery", scope="Device", status="Discharging")
-    assert not pauses.is_on_battery(tmp_path / "mouse")
+    assert not is_on_battery(tmp_path / "mouse")
     supply(tmp_path / "laptop", "BAT0", type="Battery", status="Discharging")
-    assert pauses.is_on_battery(tmp_path / "laptop")
+    assert is_on_battery(tmp_path / "laptop")
     supply(tmp_path / "laptop", "AC", type="Mains", online="0")
-    assert pauses.is_on_battery(tmp_path / "laptop")
+    assert is_on_battery(tmp_path / "laptop")
     (tmp_path / "laptop" / "AC" / "online").write_text("1\n")
-    assert not pauses.is_on_battery(tmp_path / "laptop")
+    assert not is_on_battery(tmp_path / "laptop")
 
 
 def test_reasons_come_and_go(tmp_path: Path) -> None:
@@ -85,10 +101,10 @@ def test_reasons_come_and_go(tmp_path: Path) -> None:
     supply(tmp_path / "power", "BAT0", type="Battery", status="Discharging")
     watch = Pauses(
         tmp_path,
-        Hours.parse("22-7"),
-        on_battery=True,
-        supplies=tmp_path / "power",
-        now=lambda: clock["now"],  # type: ignore[arg-type, return-value]
+        [
+            outside_of(Hours.parse("22-7"), lambda: clock["now"]),  # type: ignore[arg-type, return-value]
+            on_battery(tmp_path / "power"),
+        ],
         monotonic=lambda: clock["monotonic"],  # type: ignore[arg-type, return-value]
     )
     assert watch.change() == "outside of --hours 22-7, until 22:00"
@@ -110,9 +126,125 @@ def test_reasons_come_and_go(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_pause_until_there_is_room(tmp_path: Path) -> None:
     spare = iter((0, -1, 1, 2**30))
-    now_s = iter(range(0, 1000, 10))
-    watch = Pauses(tmp_path, spare_bytes=lambda folder: next(spare), monotonic=lambda: next(now_s))
-    assert ["nearly full" in watch.reason() for _ in range(4)] == [False, True, True, False]
+    told: list[str] = []
+    disk = FullDisk(tmp_path, told.append, lambda folder: next(spare))
+    assert ["nearly full" in disk() for _ in range(4)] == [False, True, True, False]
+    assert len(told) == 1
+
+
+def process(proc: Path, number: int, stat: str, cmdline: str = "") -> None:
+    (proc / str(number)).mkdir(parents=True)
+    (proc / str(number) / "stat").write_text(f"{number} {stat} 1 1\n")
+    (proc / str(number) / "cmdline").write_text(cmdline)
+
+
+def test_a_program_that_runs_is_a_reason(tmp_path: Path) -> None:
+    process(tmp_path, 7, "(kworker/0:1) I")
+    process(tmp_path, 8, "(Web (Content)) S", "/usr/lib/firefox/firefox\0-contentproc\0")
+    process(tmp_path, 9, "(a-very-long-nam) R", "/opt/a-very-long-name-of-a-program\0")
+    process(tmp_path, 10, "(Game.exe) R", "Z:\\games\\Game.exe\0")
+    process(tmp_path, 11, "(obs) Z")
+    process(tmp_path, os.getpid(), "(python) R", "python\0")
+    (tmp_path / "12").mkdir()  # It ended meanwhile.
+    (tmp_path / "self").mkdir()
+    assert {"firefox", "web (content)", "a-very-long-name-of-a-program", "game.exe"} <= (
+        running_programs(tmp_path)
+    )
+    for name in ("Firefox", "game.exe", "a-very-long-name-of-a-program", "steam,firefox"):
+        assert "(--pause-while)" in while_running(programs_of(name), tmp_path)()
+    for name in ("obs", "fire", "python", "steam"):
+        assert while_running(programs_of(name), tmp_path)() == ""
+
+
+@pytest.mark.parametrize("text", ["", "steam,", ",", "/usr/bin/obs"])
+def test_names_of_programs_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"--pause-while steam,obs"):
+        PeerSettings(initial_peers=(ADDRESS,), pause_while=text)
+
+
+def test_a_program_of_this_machine() -> None:
+    """With the real /proc: this test itself is not found, a sleeping child is."""
+    child = subprocess.Popen([shutil.which("sleep") or "sleep", "60"])
+    try:
+        assert "sleep" in running_programs()
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_hot_gpu_is_a_reason_until_it_is_some_degrees_cooler() -> None:
+    degrees: list[float | None] = [79, 81, 80, 71, 70, 80]
+    heat = HotGpu(80, lambda: degrees.pop(0), lambda: 0.0)
+    assert [bool(heat()) for _ in range(6)] == [False, True, True, True, False, False]
+
+
+def test_a_gpu_whose_heat_nobody_knows_counts_as_hot() -> None:
+    """One answer may fail to come; one a minute old is worth nothing."""
+    answers: list[tuple[float, float | None]] = [(0, 60), (10, None), (59, None), (71, 60)]
+    answers += [(80, None), (132, None), (140, 60)]
+    now = [0.0]
+    heat = HotGpu(80, lambda: answers[0][1], lambda: now[0])
+    found = []
+    while answers:
+        now[0] = answers[0][0]
+        found.append("nobody says" in heat())
+        answers.pop(0)
+    assert found == [False, False, False, False, False, True, False]
+
+
+def nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Put a program of that name before all others."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+def test_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = tmp_path / "asked"
+    nvidia_smi(tmp_path, monkeypatch, f'echo "$@" > {asked}; echo 63')
+    thermometer = Thermometer("GPU-1")
+    assert thermometer.first() == 63
+    assert asked.read_text().startswith("-i GPU-1 --query-gpu=temperature.gpu")
+    # The first call has asked; some later one has the answer.
+    found = thermometer()
+    while found is None:
+        threading.Event().wait(0.2)
+        found = thermometer()
+    assert found == 63
+    for said in ("echo '[N/A]'", "exit 9"):
+        nvidia_smi(tmp_path, monkeypatch, said)
+        with pytest.raises(ConfigurationError, match=r"does not say how hot"):
+            Thermometer("GPU-1").first()
+
+
+def test_a_limit_of_heat_is_for_gpus_only() -> None:
+    with pytest.raises(ConfigurationError, match=r"--max-gpu-temp is for a GPU of NVIDIA"):
+        thermometer_of(torch.device("cpu"))
+
+
+def test_what_was_sent_is_a_reason_until_the_next_month_or_hour(tmp_path: Path) -> None:
+    now = [datetime(2026, 1, 31, 22, 30)]
+    uplink = Uplink()
+
+    def budget() -> UploadBudget:
+        return UploadBudget(tmp_path, uplink, gb_month=3.0, gb_hour=1.0, now=lambda: now[0])
+
+    kept = budget()
+    assert kept.reason() == ""
+    uplink.sent_bytes = 1_500_000_000
+    assert "1 GB were sent this hour" in kept.reason()
+    assert not uplink.serves
+    now[0] = datetime(2026, 1, 31, 23, 0)
+    assert kept.reason() == ""
+    assert uplink.serves
+    # Another peer with the same folder, after a restart: it goes on counting.
+    uplink.sent_bytes = 0
+    again = budget()
+    uplink.sent_bytes = 1_600_000_000
+    assert "3 GB were sent this month" in again.reason()
+    now[0] = datetime(2026, 2, 1, 0, 0)
+    assert again.reason() == ""
 
 
 def test_signals_do_what_the_commands_do(tmp_path: Path) -> None:
@@ -197,3 +329,8 @@ def test_a_mistyped_command_is_no_bad_address(
     said = capsys.readouterr().err
     assert f"did you mean dipaco-peer {meant}?" in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("percent", "rest"), [(100, 0.0), (50, 2.0), (25, 6.0)])
+def test_a_share_of_the_time_is_work(percent: float, rest: float) -> None:
+    assert rest_s(2.0, percent) == pytest.approx(rest)

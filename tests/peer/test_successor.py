@@ -157,7 +157,7 @@ def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(
     assert said in line
     assert "\n" not in line
     # It trains on.
-    assert (watch.take(), events) == (None, [])
+    assert (watch.take(), events) == (None, [{"what": line}])
 
 
 def upgraded(signed: SignedManifest, key: Ed25519PrivateKey, protocol: int) -> bytes:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from support.commands import options_of, parsers
 
-from dipaco.base import errors
+from dipaco.base import errors, exit_codes
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.config import ContributionsConfig, OuterConfig
@@ -109,8 +109,17 @@ def test_every_key_of_a_run_toml_is_documented_with_its_default() -> None:
 def test_every_exit_code_is_documented() -> None:
     classes = [errors.DipacoError, *errors.DipacoError.__subclasses__()]
     codes = {cls.exit_code for cls in classes if cls.__module__ == errors.__name__}
-    documented = {int(code) for code in re.findall(r"^\| (\d+) \|", page("exit-codes.md"), re.M)}
-    assert documented == codes | {0, 130}
+    assert {code.code for code in exit_codes.EXIT_CODES} == codes | {0, 130}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("exit-codes.md", exit_codes.table()), ("join.md", exit_codes.table_of_join())],
+    ids=["exit-codes.md", "join.md"],
+)
+def test_the_pages_have_the_table_of_exit_codes(name: str, rows: list[str]) -> None:
+    """After a change: python -m dipaco.base.exit_codes, and the same with join."""
+    assert re.findall(r"^\| \d+ \|.*$", page(name), re.M) == rows
 
 
 # -- commands

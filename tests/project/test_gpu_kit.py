@@ -23,6 +23,7 @@ from gpu_kit.common import Part  # noqa: E402
 from gpu_kit.profiled import profiled  # noqa: E402
 from parts import cards  # noqa: E402
 
+from dipaco.modules.cards import card_of, flops_per_token, path_parameters  # noqa: E402
 from dipaco.modules.transformer import PathModel  # noqa: E402
 
 
@@ -145,10 +146,10 @@ def test_a_roofline_counts_what_a_pass_computes() -> None:
 
 
 def test_the_150m_path_counts_its_operations() -> None:
-    parameters = cards.path_parameters(cards.PATH_150M)
+    parameters = path_parameters(cards.PATH_150M)
     assert 140e6 < parameters < 160e6
     attention = 12 * 12 * 896 * 1024
-    assert cards.flops_per_token(cards.PATH_150M) == 6 * parameters + attention
+    assert flops_per_token(cards.PATH_150M) == 6 * parameters + attention
 
 
 @pytest.mark.parametrize(
@@ -172,4 +173,4 @@ def test_the_150m_path_counts_its_operations() -> None:
     ],
 )
 def test_peaks_of_cards(name: str, tflops: float | None) -> None:
-    assert (found.tflops if (found := cards.card_of(name)) else None) == tflops
+    assert (found.tflops if (found := card_of(name)) else None) == tflops

@@ -107,6 +107,21 @@ def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None
     assert member.module.stand == step.name
 
 
+def test_who_hears_of_the_whole_chain_asks_for_no_files_that_are_gone() -> None:
+    """Files are kept for three rounds: who comes later would ask everybody for the first ones."""
+    member = Trainer("A", "ABC")
+    steps: list[Step] = []
+    for number in range(6):
+        parent = steps[-1].name if steps else member.module.stand
+        fields = {"parent": parent, "round_index": number}
+        rows = [member.row(peer, file=name(f"{peer} {number}"), **fields) for peer in "BC"]
+        steps.append(Step.of(rows))
+    member.known.now_s += 6 * DURATION_S
+    member.module.hear_steps(steps, "B")
+    wanted = {row.round_index for gather in member.take(a.Gather) for row in gather.rows}
+    assert wanted == {5}
+
+
 def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round() -> None:
     """It contributes before the boundary; those who stay wait for theirs, and make one step."""
     boxes = mailbox_order(MODULE, 1, set("AB"))

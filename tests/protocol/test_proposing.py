@@ -98,6 +98,24 @@ def test_long_after_g_a_heavier_step_of_the_round_does_not_replace_the_own(
     assert taken == ([(all_of_them,)] if is_taken else [])
 
 
+def test_a_late_step_is_taken_once_a_round_was_in_vain() -> None:
+    """Those who would make the rounds stand on it, and the only other trainer has crashed."""
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    few, all_of_them = (Step.of(map(member.row, p)) for p in ({first, second}, "ABC"))
+    member.stand_on(few)
+    member.gathered(*all_of_them.rows)
+    member.known.now_s += GATHER_S + 4 * GRACE_S
+    member.module.hear_steps([all_of_them], first)
+    for round_index in (1, 2):
+        assert member.take(a.Compute) == []
+        member.known.now_s = BOUNDARY_S + round_index * DURATION_S
+        member.module.carry_on("no step came")
+        member.module.begin(round_index, member.known.now_s)
+        member.module.on_time()
+    assert [compute.steps for compute in member.take(a.Compute)] == [(all_of_them,)]
+
+
 def test_who_begins_with_another_state_than_rows_name_fetches_theirs() -> None:
     member = Trainer("D", "ABC")
     module = member.module

@@ -51,7 +51,8 @@ def client(statuses: list[dict[str, Any]]) -> Iterator[TestClient]:
 
 def test_the_newest_status(client: TestClient, statuses: list[dict[str, Any]]) -> None:
     newest = client.get("/api/status")
-    assert newest.json() == {"interval_s": 15.0, "error": None, "status": statuses[-1]}
+    shown = {"interval_s": 15.0, "error": None, "has_ledger": False, "status": statuses[-1]}
+    assert newest.json() == shown
     again = client.get("/api/status", headers={"if-none-match": newest.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 

@@ -1,0 +1,129 @@
+"""`--install-service`, and the address that nobody is asked for twice."""
+
+from __future__ import annotations
+
+import configparser
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dipaco.base.errors import ConfigurationError
+from dipaco.peer import cli, service_unit
+from dipaco.peer.given_address import keep_addresses, kept_addresses
+from dipaco.peer.service_unit import FLAG, install_service, unit
+from dipaco.peer.settings import PeerSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with systemd, and a home."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "root/run/systemd/system").mkdir(parents=True)
+    return tmp_path / "root"
+
+
+def settings_of(text: str) -> configparser.RawConfigParser:
+    parser = configparser.RawConfigParser(strict=False)
+    parser.optionxform = str  # type: ignore[assignment]
+    parser.read_string(text)
+    return parser
+
+
+def test_the_unit_starts_the_command_that_was_typed(root: Path, tmp_path: Path) -> None:
+    words = [ADDRESS, FLAG, "--name", "kitchen laptop", "--max-upload-mbps", "5"]
+    said = install_service(words, {"HF_HOME": "/data/hf", "PATH": "/bin"}, root)
+    file = tmp_path / "config/systemd/user/dipaco-peer.service"
+    assert str(file) in said
+    assert "journalctl --user -u dipaco-peer -f" in said
+    service = settings_of(file.read_text())["Service"]
+    start = service["ExecStart"]
+    assert start.startswith("/")
+    assert start.endswith(f'{ADDRESS} --name "kitchen laptop" --max-upload-mbps 5')
+    assert FLAG not in start
+    assert service["Environment"] == "HF_HOME=/data/hf"
+    assert service["WorkingDirectory"] == str(Path.cwd())
+    # Again, with other words: the last ones count.
+    install_service([ADDRESS, FLAG], {}, root)
+    assert file.read_text().count("ExecStart=") == 1
+    assert "kitchen" not in file.read_text()
+
+
+def test_both_units_end_with_the_same_codes_and_in_the_same_way() -> None:
+    ours = settings_of(unit(["dipaco-peer"], {}, Path("/")))["Service"]
+    systems = settings_of((ROOT / "examples/deploy/dipaco-peer.service").read_text())["Service"]
+    for key in ("KillSignal", "KillMode", "TimeoutStopSec", "Restart", "RestartSec", "LimitNOFILE"):
+        assert ours[key] == systems[key]
+    assert ours["RestartPreventExitStatus"] == systems["RestartPreventExitStatus"]
+
+
+def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+    """Also words that it would take for its own."""
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("this machine has no systemd-analyze")
+    words = ["/bin/true", "50%", "$HOME", 'a "b" c', "back\\slash", "", "it's; so"]
+    file = tmp_path / "dipaco-peer.service"
+    file.write_text(unit(words, {"DIPACO_CONFIG": "/a b/50%.toml"}, tmp_path))
+    done = subprocess.run(
+        [analyze, "verify", "--man=no", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    complaints = [line for line in done.stderr.splitlines() if "dipaco-peer" in line]
+    assert complaints == []
+    [start] = re.findall(r"^ExecStart=(.*)$", file.read_text(), re.M)
+    assert start == ('/bin/true 50%% $$HOME "a \\"b\\" c" "back\\\\slash" "" "it\'s; so"')
+
+
+def test_without_systemd_the_command_says_what_else_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=r"does not run systemd; .*tmux"):
+        install_service([ADDRESS, FLAG], {}, tmp_path)
+    monkeypatch.setattr(cli, "install_service", lambda words: " ".join(words))
+    assert cli.main([ADDRESS, FLAG, "--cache-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{ADDRESS} {FLAG} --cache-dir {tmp_path}\n"
+    # Nothing is installed that could not start.
+    assert cli.main([FLAG, "--cache-dir", str(tmp_path)]) == 3
+    assert cli.main([ADDRESS, FLAG, "--hours", "night"]) == 3
+
+
+def test_a_program_of_this_environment_is_started() -> None:
+    assert Path(service_unit.program()[0]).is_file()
+
+
+def test_an_address_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[tuple[str, ...]] = []
+
+    def join(settings: PeerSettings) -> int:
+        joined.append(settings.initial_peers)
+        keep_addresses(settings.cache_folder, settings.initial_peers)
+        return 0
+
+    monkeypatch.setattr("dipaco.peer.app.run_peer", join)
+    pinned, where = f"{ADDRESS}/operator/0123456789abcdef", ["--cache-dir", str(tmp_path)]
+    assert cli.main(where) == 3
+    assert cli.main([pinned, *where]) == 0
+    assert cli.main(where) == 0
+    assert cli.main([ADDRESS, *where]) == 0
+    assert cli.main(where) == 0
+    # With the operator whom it was given.
+    assert joined == [(pinned,), (pinned,), (ADDRESS,), (ADDRESS,)]
+
+
+def test_the_address_of_several_trainers_and_one_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / "trainer-0").mkdir()
+    keep_addresses(tmp_path / "trainer-0", [ADDRESS])
+    assert kept_addresses(tmp_path) == (ADDRESS,)
+    for spoiled in (b"nonsense\n", b"\xff", b""):
+        (tmp_path / "trainer-0" / "address").write_bytes(spoiled)
+        with pytest.raises(ConfigurationError, match=r"no address is given"):
+            kept_addresses(tmp_path)

@@ -1,0 +1,105 @@
+"""A made-up swarm of 16 paths and 40 peers as the page of a swarm shows it: well, in trouble and
+finished. The pictures of docs/status.md are of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.ledger import Credit, exported
+from dipaco.protocol.manifest import SignedManifest
+from dipaco.status.history import History
+from dipaco.status.service import PageContent
+from dipaco.status.summary import status_of
+
+from .big_swarm import big_records, fork, neglect, status_at
+from .swarm_views import Records
+
+NAME = "nine-domains"
+ROUND = 36
+DURATION_S = 600.0
+# The afternoon of a day in May.
+NOW_S = 1_779_285_600.0
+START_S = NOW_S - (ROUND + 0.5) * DURATION_S
+WAITING = 5
+"""The path that nobody trains in trouble."""
+FORKED = "L0.E3"
+# The last has none.
+TEAMS = ("library", "observatory", "")
+
+
+def swarm_records(round_index: int = ROUND) -> Records:
+    """Return the records of the swarm in a round, all of it well."""
+    records = big_records(
+        round_index, peers=40, sizes=(4, 4), start_s=START_S, duration_s=DURATION_S
+    )
+    records.plan = records.plan.model_copy(update={"name": NAME})
+    for place, (peer, record) in enumerate(list(records.peers.items())):
+        named = {"name": f"volunteer {place}" * (place % 3 == 0), "team": TEAMS[place % 3]}
+        records.peers[peer] = record.model_copy(update=named)
+    return records
+
+
+def well(round_index: int = ROUND) -> dict[str, Any]:
+    """Return the status of a round in which all is well."""
+    return status_at(swarm_records(round_index))
+
+
+def in_trouble() -> dict[str, Any]:
+    """Return the status with a fork and a path that waits."""
+    records = swarm_records()
+    fork(records, FORKED)
+    neglect(records, WAITING, ROUND - 12)
+    return status_at(records)
+
+
+def finished() -> dict[str, Any]:
+    """Return the status when everybody has moved to the successor."""
+    records = swarm_records()
+    records.claims.clear()
+    records.peers.clear()
+    plan = records.plan
+    successor = plan.model_copy(update={"name": f"{NAME}-2", "start_s": NOW_S})
+    return status_of(
+        records.view(),
+        SignedManifest(plan, "0" * 16, b""),
+        records.grid,
+        successor=SignedManifest(successor, "0" * 16, b""),
+        gate=Gate(plan.run_id, bytes(32)),
+    )
+
+
+def then(status: dict[str, Any]) -> dict[str, Any]:
+    """Return a status of the run that continues that of `status`, which is finished."""
+    new = status["successor"]
+    newer = well(1)
+    return {**newer, "run": {**newer["run"], "id": new["id"], "name": new["name"]}}
+
+
+def ledger_of(run_id: str) -> dict[str, Any]:
+    """Return who has contributed to a run."""
+    view = swarm_records().view()
+    tokens = {name: int(record.tokens_per_s * ROUND) for name, record in view.peers.items()}
+    credits = {name: Credit(name, count) for name, count in tokens.items()}
+    return exported(run_id, credits, view)
+
+
+@functools.cache
+def _earlier(round_index: int) -> dict[str, Any]:
+    """Return the status of a round, for the curves alone."""
+    return well(round_index)
+
+
+def content_of(status: dict[str, Any], *, with_ledger: bool = True) -> PageContent:
+    """Return what the page shows, with the rounds before the status in its curves."""
+    content, history = PageContent(5.0), History(None)
+    for round_index in range(1, status["round"]):
+        history.write({**_earlier(round_index), "run": status["run"]})
+    history.write(status)
+    if with_ledger:
+        content.put_ledger(ledger_of(status["run"]["id"]))
+    content.put(status)
+    content.put_series(history.series(status["run"]["id"]))
+    history.close()
+    return content
