@@ -19,9 +19,9 @@ seconds of a turn vary less than its seconds where other programs run.
   `DecentralizedAverager`. Needs root and iproute2, for a network namespace for each.
 * loss: the same, one of four is killed between boundary and step, or in the all-reduce; how long
   the others need, and how long it takes until one that comes later is in a group.
-* calm, churn, entry: four processes train the model of examples/tiny, prepared in --run, for
-  eight rounds of ten seconds: our real peers, Hivemind's `Optimizer` with local updates, torchft's
-  `DiLoCo`. In churn one is killed, and another joins. In entry what all joined through is killed.
+* calm, churn: four processes train the model of examples/tiny, prepared in --run, for eight rounds
+  of ten seconds: our real peers, Hivemind's `Optimizer` with local updates, torchft's `DiLoCo`. In
+  churn one is killed, and another joins.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ ROWS = (
     "loss",
     "calm",
     "churn",
-    "entry",
 )
 
-LOCAL = ("calm", "churn", "entry")
+LOCAL = ("calm", "churn")
 
 
 def options() -> argparse.Namespace:
@@ -59,14 +58,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rivals", type=Path, default=DEFAULT_FOLDER, help="where they are")
     parser.add_argument("--checkpoint", type=Path, help="SmolLM2-135M (in the folder of --rivals)")
     parser.add_argument("--turns", type=int, default=6, help="of each (6)")
-    parser.add_argument("--run", type=Path, help="examples/tiny, prepared (calm, churn, entry)")
+    parser.add_argument("--run", type=Path, help="examples/tiny, prepared (calm, churn)")
     parser.add_argument("--times", type=int, default=1, help="whole swarms of each kind (1)")
     chosen = parser.parse_args()
     chosen.rows = chosen.rows.split(",")
     if set(LOCAL) & set(chosen.rows) and chosen.run is None:
-        parser.error(
-            "calm, churn and entry need --run, a folder that dipaco-bootstrap prepare made"
-        )
+        parser.error("calm and churn need --run, a folder that dipaco-bootstrap prepare made")
     unknown = sorted(set(chosen.rows) - set(ROWS))
     if unknown:
         parser.error(f"--rows has no {', '.join(unknown)}; there are {', '.join(ROWS)}")

@@ -1,4 +1,4 @@
-"""Four machines train one small model and meet every ten steps, calm, and with losses.
+"""Four machines train one small model and meet every ten steps, calm, and with a loss and a join.
 
 Ours are real peers of a run with one path. Beside them: Hivemind's `Optimizer` with local updates,
 and torchft's `DiLoCo`, which has a coordinator. All have the model, the base, the data, the inner
@@ -59,11 +59,7 @@ PROGRAMS = ("ours", *RIVALS)
 def compare(
     report: Report, kind: str, prepared: Path, rivals: Path, programs: Sequence[str] = PROGRAMS
 ) -> None:
-    """Add the loss and what was kept.
-
-    In `churn` one is killed and another joins. In `entry` what all joined through is killed: our
-    bootstrap node, the first of Hivemind's peers, torchft's coordinator.
-    """
+    """Add the loss and what was kept; in `churn` one is killed and another joins."""
     with scratch_folder() as folder:
         run = one_path(prepared, folder / "one")
         first = held_out_loss(run, dict(run.base_model(run.plan()).named_parameters()))
@@ -141,12 +137,7 @@ def ours(folder: Path, run: RunFolder, kind: str) -> Figures:
     world = OnePath(folder, chosen)
     with world.swarm:
         world.begin()
-        if kind == "entry":
-            wait_until(time.time() + KILLED_AT * ROUND_S)
-            world.bootstrap.kill()
-            wait_until(time.time() + (ROUNDS - KILLED_AT) * ROUND_S)
-        else:
-            world.churn(faults)
+        world.churn(faults)
         world.settle()
     counts = world.count()
     found = churn.figures_of(world, counts)
@@ -192,20 +183,18 @@ def theirs(run: RunFolder, kind: str, program: str, rivals: Path, folder: Path) 
         if kind == "churn":
             wait_until(began + KILLED_AT * ROUND_S)
             staying.pop().__exit__()
-            wait_until(began + JOINED_AT * ROUND_S)
+            # Its program takes some time to start.
             peers.append(start(program, entry))
             peers[-1].turn()
+            wait_until(began + JOINED_AT * ROUND_S)
             peers[-1].tell(f"{time.time()} {ended}")
             staying.append(peers[-1])
-        if kind == "entry":
-            wait_until(began + KILLED_AT * ROUND_S)
-            first.__exit__()
-            staying = [peer for peer in staying if peer is not first]
         for peer in staying:
             peer.answer()
     notes = [json.loads((place / f"{number}.json").read_text()) for number in range(len(peers))]
-    kept = [torch.load(place / f"{peers.index(peer)}.pt") for peer in staying]
-    losses = [held_out_loss(run, one) for one in kept]
+    files = [place / f"{peers.index(peer)}.pt" for peer in staying]
+    # One that came late has perhaps never met the others.
+    losses = [held_out_loss(run, torch.load(file)) for file in files if file.exists()]
     trained, merged = (sum(note[key] for note in notes) for key in ("trained", "merged"))
     return {
         # Of the peers that stayed to the end: what each would hand on.
@@ -361,6 +350,8 @@ def torchft_peer(peer: Peer, turns: Turns, entry: str, number: int) -> None:
         pg=ProcessGroupGloo(timeout=timedelta(seconds=AVERAGING_S)),
         min_replica_size=2,
         use_async_quorum=False,
+        # All have the same base; otherwise the first round of all but one is lost.
+        init_sync=False,
         load_state_dict=load,
         state_dict=lambda: {
             "model": peer.model.state_dict(),
