@@ -152,10 +152,9 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         bool,
         Option("do not join: say whether a peer can run here", common=True),
     ] = False
-    install_service: Annotated[
-        bool,
-        Option("do not join: have systemd start it from now on", common=True),
-    ] = False
+    install_service: Annotated[bool, Option("do not join: have systemd start it from now on")] = (
+        False
+    )
     json: Annotated[bool, Option("with --check: one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
     path: Annotated[
@@ -194,7 +193,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             "C",
             least=30,
             most=110,
-            common=True,
         ),
     ] = None
     on_event: Annotated[

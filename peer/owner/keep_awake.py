@@ -10,10 +10,11 @@ from typing import Any
 
 logger = logging.getLogger("dipaco.peer.owner.keep_awake")
 
-# `cat` ends with its input, so the lock ends with this process, whatever ends that.
+# `cat` ends with its input, so the lock ends with this process, whatever ends that. What the owner
+# asks for, and a lid that is closed, still put the machine to sleep: they would be under `sleep`.
 INHIBIT = (
     "systemd-inhibit",
-    "--what=idle:sleep",
+    "--what=idle",
     "--who=dipaco-peer",
     "--why=training (dipaco-peer pause lets it sleep)",
     "--mode=block",
