@@ -216,9 +216,10 @@ class FollowedModule:
 
     def _open_round(self, index: int, boundary_s: float, *, is_again: bool = False) -> None:
         """A round that is newer than the last one begins here, or with fixed steps the last one
-        once more, because it brought no step."""
+        once more, because it brought no step; or one long before, as the clock was set back."""
         round_ = self.round
-        if index <= round_.index - is_again:
+        is_set_back = self.role is Role.TRAINER and index + 1 < round_.index
+        if index <= round_.index - is_again and not is_set_back:
             return
         if round_.index >= 0:
             round_.in_vain = 0 if self.link.round_index >= round_.index else round_.in_vain + 1
@@ -479,7 +480,9 @@ class FollowedModule:
     def ask(self, peer: str, again_s: float = ASK_AGAIN_S) -> None:
         """Ask a peer for the steps after the own chain and for rows, if it was not just now."""
         now_s = self.known.now_s
-        if peer == self.known.me or now_s - self._asked_s.get(peer, -math.inf) < again_s:
+        # Less than nothing, where the clock was set back meanwhile.
+        is_just_asked = 0 <= now_s - self._asked_s.get(peer, -math.inf) < again_s
+        if peer == self.known.me or is_just_asked:
             return
         self._asked_s[peer] = now_s
         self._unanswered.add(peer)

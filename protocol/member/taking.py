@@ -266,7 +266,8 @@ class Taking:
         """A state was fetched or computed."""
         plan, head = self._plan, event.head
         if plan is None or head.step not in (plan.base.step, plan.target):
-            self._known.do(Forget(head.module, head.step))
+            if self.ready is None or head.step != self.ready.step:
+                self._known.do(Forget(head.module, head.step))
         elif head.step == plan.base.step and self.stage is Stage.GETTING:
             if plan.base.digest in ("", head.digest):
                 plan.base, plan.is_base_here = head, True
