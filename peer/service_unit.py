@@ -13,8 +13,10 @@ from dipaco.base.exit_codes import final_codes
 from dipaco.base.files import atomic_write, folder_variable, home_folder
 
 FLAG = "--install-service"
-# A service gets none of a terminal's variables; these change which files and GPUs a peer uses.
+# A service gets none of a terminal's variables; these change which programs, files and GPUs a peer
+# uses.
 KEPT_VARIABLES = (
+    "PATH",
     "DIPACO_CONFIG",
     "XDG_CACHE_HOME",
     "XDG_CONFIG_HOME",
@@ -65,7 +67,8 @@ def install_service(
     command = [*program(), *(word for word in words if word != FLAG)]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, unit(command, environment, Path.cwd()).encode())
+        # For this user alone: an invitation may be among the words.
+        atomic_write(file, unit(command, environment, Path.cwd()).encode(), 0o600)
     except OSError as error:
         raise StorageError(f"{file}: {error.strerror}") from None
     return f"""\

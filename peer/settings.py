@@ -17,6 +17,7 @@ from dipaco.dht.addresses import (
     listening_everywhere,
 )
 from dipaco.peer.owner.reasons import Hours, programs_of
+from dipaco.peer.reporting.event_command import words_of
 
 
 def default_cache_folder() -> Path:
@@ -291,6 +292,12 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             Hours.parse(self.hours)
         if self.pause_while is not None:
             programs_of(self.pause_while)
+        if self.on_event is not None:
+            words_of(self.on_event)
+        if self.check and self.install_service:
+            raise ConfigurationError(
+                "--check looks and --install-service installs; give one of the two"
+            )
         for flag, said in (("--name", self.name), ("--team", self.team)):
             if not re.fullmatch(r"[ -Z\\^-~]{0,32}", said):
                 raise ConfigurationError(
