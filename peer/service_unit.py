@@ -64,7 +64,8 @@ def install_service(
         )
     base = folder_variable("XDG_CONFIG_HOME") or str(home_folder() / ".config")
     file = Path(base) / "systemd" / "user" / "dipaco-peer.service"
-    command = [*program(), *(word for word in words if word != FLAG)]
+    # The flag may be shortened.
+    command = [*program(), *(w for w in words if not (len(w) > 2 and FLAG.startswith(w)))]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # For this user alone: an invitation may be among the words.

@@ -54,8 +54,9 @@ def test_the_unit_starts_the_command_that_was_typed(root: Path, tmp_path: Path) 
     ]
     assert service["WorkingDirectory"] == str(Path.cwd())
     # Again, with other words: the last ones count.
-    install_service([ADDRESS, FLAG], {}, root)
+    install_service([ADDRESS, FLAG[:7]], {}, root)
     assert file.read_text().count("ExecStart=") == 1
+    assert file.read_text().count(FLAG[:7]) == 1  # In its first line.
     assert "kitchen" not in file.read_text()
 
 
