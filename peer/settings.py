@@ -17,7 +17,6 @@ from dipaco.dht.addresses import (
     listening_everywhere,
 )
 from dipaco.peer.owner.reasons import Hours, programs_of
-from dipaco.peer.reporting.event_command import words_of
 
 
 def default_cache_folder() -> Path:
@@ -292,8 +291,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             Hours.parse(self.hours)
         if self.pause_while is not None:
             programs_of(self.pause_while)
-        if self.on_event is not None:
-            words_of(self.on_event)
         if self.check and self.install_service:
             raise ConfigurationError(
                 "--check looks and --install-service installs; give one of the two"
