@@ -7,6 +7,7 @@
 # make setup     a virtual environment with everything; the other targets call it
 # make wheel     dist/: the wheel, which is all that a volunteer's machine needs, and a source archive
 # make docs      build/site/: the pages as a site, every link checked
+# make pictures  docs/pages: the pictures of the page of a swarm, anew
 # make lock      the versions and hashes of what CI and the container install, anew
 
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 QUICK ?=
 NIGHTLY ?= build/nightly
 
-.PHONY: demo demo-adapters test test-all pythons nightly setup lock wheel docs lint types unit format clean
+.PHONY: demo demo-adapters test test-all pythons nightly setup lock wheel docs pictures lint types unit format clean
 
 setup: $(VENV)/.installed
 
@@ -48,6 +49,9 @@ wheel: setup
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file site/mkdocs.yml
+
+pictures: setup
+	PYTHONPATH=tests $(BIN)/python -m support.pictures
 
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(QUICK),--quick)

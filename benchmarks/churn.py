@@ -73,6 +73,7 @@ from support.tiny_run import make_tiny_run
 from dipaco.modules.compose import load_path
 from dipaco.modules.state import read_state
 from dipaco.modules.transformer import PathModel
+from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import LossSum, sum_losses
 
 DECAY_HELP = "a path's learning rate falls to a tenth over so many of its steps (0: constant)"
@@ -122,19 +123,7 @@ class World:
         folder.mkdir(parents=True, exist_ok=True)
         self.chosen = chosen
         self.folder = folder
-        self.run = make_tiny_run(
-            folder / "run",
-            modules_per_level=self.modules_per_level,
-            contributions=dict(self.contributions),
-            inner_steps=self.inner_steps,
-            duration_s=chosen.round_s,
-            start_s=time.time(),
-            seed=chosen.seed,
-            documents_per_path=400,
-            validation_documents_per_path=32,
-            inner={"learning_rate": chosen.learning_rate, "decay_steps": chosen.decay_steps},
-            rounds={"validation_sequences": 8, **self.rounds},
-        )
+        self.run = self._make_run(folder / "run")
         self.plan = self.run.plan()
         self.grid = self.run.grid(self.plan)
         self.swarm = Swarm(folder, self.run)
@@ -146,6 +135,22 @@ class World:
         self.names = 0
         self.ended_s = math.inf
         self.growth = Growth()
+
+    def _make_run(self, folder: Path) -> RunFolder:
+        chosen = self.chosen
+        return make_tiny_run(
+            folder,
+            modules_per_level=self.modules_per_level,
+            contributions=dict(self.contributions),
+            inner_steps=self.inner_steps,
+            duration_s=chosen.round_s,
+            start_s=time.time(),
+            seed=chosen.seed,
+            documents_per_path=400,
+            validation_documents_per_path=32,
+            inner={"learning_rate": chosen.learning_rate, "decay_steps": chosen.decay_steps},
+            rounds={"validation_sequences": 8, **self.rounds},
+        )
 
     # -- a peer
 

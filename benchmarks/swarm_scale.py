@@ -48,8 +48,7 @@ class Swarm:
     def __init__(self, options: Any) -> None:
         self._options = options
         self._engine = engine = Engine(options.seed, START_S - options.round_s)
-        grid = _grid(options.paths, options.levels)
-        plan = small_plan(grid, duration_s=options.round_s)
+        plan = small_plan(options.grid, duration_s=options.round_s)
         self.world = World(plan, engine)
         self.watch = Invariants(self.world)
         self.born = self.rounds_done = 0
@@ -155,10 +154,8 @@ def _spent(machine: Machine) -> Counter[str]:
     return found
 
 
-def _grid(paths: int, levels: int) -> tuple[int, ...]:
-    """Return a grid of one level, or of two, as square as can be."""
-    if levels == 1:
-        return (paths,)
+def _grid_of(paths: int) -> tuple[int, ...]:
+    """Return a grid of two levels, as square as can be."""
     first = next(n for n in range(math.isqrt(paths), 0, -1) if paths % n == 0)
     return (paths,) if first == 1 else (first, paths // first)
 
@@ -181,7 +178,7 @@ def main() -> int:
     parser.add_argument("--members", type=int, default=20, help="peers that train (20)")
     parser.add_argument("--paths", type=int, default=16, help="paths of the grid (16)")
     parser.add_argument(
-        "--levels", type=int, choices=(1, 2), default=2, help="of the grid, as square as can be (2)"
+        "--grid", help="modules of each level, such as 64x64, in place of --paths (square)"
     )
     parser.add_argument("--hours", type=float, default=0.25, help="of simulated time (0.25)")
     parser.add_argument("--round-s", type=float, default=300.0, help="seconds of a round (300)")
@@ -193,6 +190,9 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=0.0, help="end after so long (never)")
     parser.add_argument("--verbose", action="store_true", help="a line each round, on stderr")
     options = parser.parse_args()
+    options.grid = tuple(map(int, options.grid.split("x"))) if options.grid else None
+    options.paths = math.prod(options.grid) if options.grid else options.paths
+    options.grid = options.grid or _grid_of(options.paths)
     # Nearly all that is made lives long: looking for circles in it again and again takes longest.
     gc.set_threshold(200_000, 50, 50)
     swarm = Swarm(options)
@@ -238,7 +238,7 @@ def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
     report.notes = [note for note in report.notes if note]
     report.figures = {
         "members": options.members,
-        "grid": list(world.plan.grid.modules_per_level),
+        "grid": list(options.grid),
         "paths": options.paths,
         "rounds": swarm.rounds_done,
         "whole": is_whole,

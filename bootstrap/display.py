@@ -146,6 +146,14 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
             f"{figures.tokens_per_step:,} a step"
         )
     console.print(_levels(figures))
+    for level in figures.levels:
+        if level.rows < level.trainers:
+            console.print(
+                f"Too many peers: a step of a module of {level.level} takes in {level.rows} of "
+                f"{level.trainers:,} trainers, and what the others trained in that round is lost; "
+                f"give modules_per_level more modules, or expect fewer peers",
+                style="bold",
+            )
     console.print(_traffic(figures))
     console.print(_sizes("On a peer's disk", figures.disk_bytes, figures.disk_total_bytes))
     if figures.shard_bytes is None:

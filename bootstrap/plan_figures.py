@@ -33,6 +33,7 @@ from dipaco.peer.check.needs import (
     state_bytes,
 )
 from dipaco.protocol.admission import opened
+from dipaco.protocol.chain import MAX_ROWS
 from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.routing.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.token_files import token_dtype
@@ -65,6 +66,8 @@ class LevelFigures:
     paths_per_module: int
     trainers: int
     """Of one module, as many as are expected."""
+    rows: int
+    """Of them, as many as one step takes in."""
     parameters: int
     """Of one module."""
     state_bytes: int
@@ -303,6 +306,7 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
         modules=len(modules),
         paths_per_module=paths,
         trainers=trainers,
+        rows=min(trainers, MAX_ROWS),
         parameters=layout.size,
         state_bytes=state_bytes(grid, level),
         holds=_holds(layout),

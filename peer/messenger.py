@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -109,10 +109,16 @@ class Messenger:
         self._report(answer)
 
     def _put_all(self, action: a.Put) -> None:
-        for peer in action.peers:
-            self._submit(functools.partial(self._put, peer), action)
+        left = iter(action.peers)
+        for _ in range(action.copies):
+            self._submit(functools.partial(self._put, left), action)
 
-    def _put(self, peer: str, action: a.Put) -> None:
+    def _put(self, left: Iterator[str], action: a.Put) -> None:
+        """Have one more peer take the file; `left` is shared by all that are to."""
         file = self._files.find(action.row.file)
-        if file is not None and not self._others.put(peer, action.row, file):
+        if file is None:
+            return
+        for peer in left:
+            if self._others.put(peer, action.row, file):
+                return
             logger.debug("%s does not take a file", peer)

@@ -75,8 +75,13 @@ def plain_step(
     device: torch.device,
     at_once: int,
     rate: float = 4e-4,
+    *,
+    exact: bool = False,
 ) -> Callable[[torch.Tensor], None]:
-    """Return the step of a plain loop: pieces of `at_once` sequences, clipping, fused AdamW."""
+    """Return the step of a plain loop: pieces of `at_once` sequences, clipping, fused AdamW.
+
+    With `exact` a CPU computes in fp32, as our own loop does.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, fused=True)
 
@@ -84,7 +89,7 @@ def plain_step(
         pieces = batch.split(at_once)
         for piece in pieces:
             tokens = sent(piece, device)
-            with autocast_for(device, training_format(device, exact=False)):
+            with autocast_for(device, training_format(device, exact=exact)):
                 loss = loss_of(tokens, tokens.roll(-1, 1))
             (loss / len(pieces)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -43,8 +43,8 @@ LEAST_TURNS = 2
 
 
 @contextmanager
-def serving(run: Path, threads: int, device: str) -> Iterator[int]:
-    """Start `dipaco-serve` and yield its port."""
+def serving(run: Path, threads: int, device: str) -> Iterator[tuple[int, int]]:
+    """Start `dipaco-serve` and yield its port and its process."""
     command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(run)]
     options = ["--allow-genesis", "--port", "0", "--threads", str(threads), "--device", device]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
@@ -52,7 +52,7 @@ def serving(run: Path, threads: int, device: str) -> Iterator[int]:
         assert process.stderr is not None
         for line in process.stderr:
             if "serving at" in line:
-                yield int(line.split("127.0.0.1:")[1].split()[0])
+                yield int(line.split("127.0.0.1:")[1].split()[0]), process.pid
                 break
         else:
             raise RuntimeError("dipaco-serve did not start")
@@ -207,7 +207,7 @@ def main() -> int:
         for model in others.values():
             alone(model, prompts[:2], 4)
         turns: dict[int, list[Turn]] = {int(count): [] for count in options.clients.split(",")}
-        with serving(run, options.threads, options.device) as port:
+        with serving(run, options.threads, options.device) as (port, _):
             load(port, prompts[:8], 4, 8)
             end_s = time.monotonic() + options.seconds
             for clients, found in list(turns.items()) * options.rounds:

@@ -70,10 +70,13 @@ class Ask(Action):
 
 @dataclass(frozen=True)
 class Put(Action):
-    """Push the file of the own row to mailboxes, because nobody can call this peer."""
+    """Push the file of the own row to mailboxes, because nobody can call this peer: to the first
+    ones that take it. One that has died is still in view for a while."""
 
     peers: tuple[str, ...]
     row: Row
+    copies: int
+    """So many take it."""
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ class FollowedModule:
         boxes = self._proposing.mailboxes()
         self.known.do(a.Tell(self._audience(), self.module, rows=(row,)))
         if not self.known.can_be_called and boxes:
-            self.known.do(a.Put(tuple(boxes[:MAILBOXES]), row))
+            self.known.do(a.Put(tuple(boxes[: 2 * MAILBOXES]), row, MAILBOXES))
 
     def _publish_failed(self, event: e.Failed) -> None:
         """Nothing of this peer is in the round; others' step is taken all the same."""

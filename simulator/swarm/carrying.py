@@ -130,8 +130,14 @@ class Carrying:
         self._call(action.peer, "ask", content, done, size=size, limit_s=ASK_LIMIT_S)
 
     def _put(self, action: actions.Put) -> None:
-        for peer in action.peers:
-            self._call(peer, "put", action.row, lambda answer: None, size=FILE_BYTES)
+        left = list(action.peers)
+
+        def next_one(is_taken: Any) -> None:
+            if not is_taken and left:
+                self._call(left.pop(0), "put", action.row, next_one, size=FILE_BYTES)
+
+        for _ in range(action.copies):
+            next_one(False)
 
     def _gather(self, action: actions.Gather) -> None:
         """Fetch files, for a round at most: who has one may not have it yet."""

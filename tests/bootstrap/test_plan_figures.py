@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap.cli import main
+from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.plan_figures import Expected, PlanFigures, plan_figures
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.grid import Grid
@@ -76,6 +79,12 @@ def test_the_readme_shows_these_figures() -> None:
     assert f"{figures.round_mbit_per_s:.1f} Mbit/s" in text
 
 
+def _said_of(figures: PlanFigures) -> str:
+    shown = io.StringIO()
+    show_figures(figures, Console(file=shown, width=400))
+    return shown.getvalue()
+
+
 def test_lines_and_peers_that_are_expected() -> None:
     config = load_run_config(PAPER)
     fast, slow = (plan_figures(config, expected=Expected(64, line)) for line in (100.0, 5.0))
@@ -91,6 +100,11 @@ def test_lines_and_peers_that_are_expected() -> None:
     # With many peers a private module has trainers enough to be kept by.
     many = plan_figures(config, expected=Expected(256 * 5))
     assert many.levels[-1].trainers == 5
+    # More than a step takes in: the rest of a round is lost.
+    assert [level.trainers for level in many.levels] == [80, 80, 5]
+    assert [level.rows for level in many.levels] == [64, 64, 5]
+    assert _said_of(fast).count("Too many peers") == 0
+    assert _said_of(many).count("takes in 64 of 80 trainers") == 2
     assert many.levels[-1].moved_bytes["int4"] == 4 * many.levels[-1].file_bytes["int4"]
 
 

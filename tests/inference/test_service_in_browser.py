@@ -29,7 +29,7 @@ LIMITS = EngineLimits(memory_bytes=10**9, slots=3, queue=40, refresh_s=0)
 PROMPT = tiny_documents(4, 1, 5)[2][:12]
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
-PACE = re.compile(r" tokens · \d+\.\d tokens/s")
+PACE = re.compile(r" tokens? · \d+\.\d tokens/s")
 
 
 @pytest.fixture(scope="module")
@@ -100,11 +100,12 @@ def test_a_text_is_watched_and_stopped(browser: Browser, engine: Engine) -> None
     from playwright.sync_api import expect
 
     with page_of(browser, engine) as page:
-        set_up(page, max_tokens="1000000", seed="1")
+        # The likeliest tokens soon go round and round, so the text does not end by itself.
+        set_up(page, max_tokens="1000000", temperature="0")
         page.fill("#prompt", PROMPT)
         page.get_by_role("button", name="Continue").click()
         note = page.locator(".note")
-        expect(note).to_contain_text(re.compile(r"path \d speaks · \d+ tokens · \d+\.\d tokens/s"))
+        expect(note).to_contain_text(re.compile(r"path \d speaks · \d+ tokens? · \d+\.\d tokens/s"))
         page.get_by_role("button", name="Stop").click()
         expect(note).to_contain_text("stopped")
         expect(note).to_contain_text(PACE)

@@ -33,6 +33,7 @@ class Others:
         self.told: list[tuple[Any, ...]] = []
         self.put_to: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.answer: e.Answered | Exception | None = ANSWER
+        self.refusing: set[str] = set()
 
     def tell(self, *said: Any) -> None:
         self.told.append(said)
@@ -44,7 +45,7 @@ class Others:
 
     def put(self, peer: str, row: Row, data: Path) -> bool:
         self.put_to.put(peer)
-        return False
+        return peer not in self.refusing
 
 
 class Peer:
@@ -94,8 +95,17 @@ def test_an_answer_a_silence_and_a_failure_are_told(peer: Peer) -> None:
 
 
 def test_a_file_is_pushed_to_every_mailbox(peer: Peer) -> None:
-    peer.do(a.Put((OTHER, ME), ROW))
+    peer.do(a.Put((OTHER, ME), ROW, 2))
     assert {peer.others.put_to.get(timeout=WAIT_S) for _ in range(2)} == {OTHER, ME}
+
+
+def test_a_mailbox_that_takes_no_file_is_made_up_for_by_the_next(peer: Peer) -> None:
+    peer.others.refusing = {OTHER, "dead"}
+    peer.do(a.Put((OTHER, "dead", ME, "last"), ROW, 1))
+    asked = [peer.others.put_to.get(timeout=WAIT_S) for _ in range(3)]
+    assert asked == [OTHER, "dead", ME]
+    peer.do(a.Put(("another",), ROW, 1))
+    assert peer.others.put_to.get(timeout=WAIT_S) == "another"
 
 
 def test_a_look_that_fails_is_told(peer: Peer) -> None:

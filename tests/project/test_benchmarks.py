@@ -24,6 +24,7 @@ import worth  # noqa: E402
 from parts import common, mutations  # noqa: E402
 from parts.changed_run import ChangedRun, read_changes  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
+from rivals import packages, turns  # noqa: E402
 
 from dipaco.base.errors import ConfigurationError  # noqa: E402
 from dipaco.modules.config import ModelConfig  # noqa: E402
@@ -112,6 +113,44 @@ def test_alternating_pairs_each_measure_with_its_neighbours() -> None:
 
     found = common.alternate(take, take, 2)
     assert common.paired_ratios(found, "speed") == [1.0, round(81 / 85, 4)]
+
+
+def test_two_programs_take_turns_and_who_is_first_changes(tmp_path: Path) -> None:
+    program = """
+import sys, time
+from rivals.turns import take_turns
+def turn(command):
+    print("not an answer")
+    return {"value": int(sys.argv[1]), "at": time.monotonic()}
+take_turns(turn)
+"""
+    (tmp_path / "counting.py").write_text(program)
+    pairs = turns.side_by_side(
+        turns.Worker("counting", "6", packages=[tmp_path]),
+        turns.Worker("counting", "3", packages=[tmp_path]),
+        3,
+    )
+    assert turns.ratios(pairs, "value") == [2.0, 2.0, 2.0]
+    assert [ours["at"] < theirs["at"] for ours, theirs in pairs] == [True, False, True]
+
+
+def test_a_program_that_ends_in_its_turn_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "ending.py").write_text("raise SystemExit(3)")
+    with (
+        turns.Worker("ending", packages=[tmp_path]) as worker,
+        pytest.raises(RuntimeError, match="ending ended with 3"),
+    ):
+        worker.turn()
+
+
+def test_a_cell_has_the_median_and_the_quarters() -> None:
+    assert turns.told([1.0, 2.0, 3.0, 4.0, 5.0]) == "3 (2 to 4)"
+    assert turns.told([1234.5]) == "1,234"
+
+
+def test_rivals_are_pinned() -> None:
+    for pins in packages.PINNED.values():
+        assert all(pin.count("==") == 1 for pin in pins)
 
 
 def test_report_shows_numbers_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,12 +71,19 @@ def test_a_peer_that_cannot_be_called_puts_its_file_and_never_proposes_beside_ma
     member = Trainer("C", "ABC", closed="C")
     member.publish()
     (put,) = member.take(a.Put)
-    assert set(put.peers) <= {"A", "B"}
+    assert (set(put.peers), put.copies) == ({"A", "B"}, 2)
     member.hear("A", "B")
     member.wait(GATHER_S + 4 * GRACE_S + 1)
     assert member.proposed() == []
     member.wait(GATHER_S)
     assert {ask.peer for ask in member.take(a.Ask)} <= {"A", "B"}
+
+
+def test_a_file_goes_to_two_of_four_mailboxes_as_some_may_have_died() -> None:
+    member = Trainer("F", "ABCDEF", closed="F")
+    member.publish()
+    (put,) = member.take(a.Put)
+    assert (put.peers, put.copies) == (tuple(mailbox_order(MODULE, 0, set("ABCDE"))[:4]), 2)
 
 
 def test_a_peer_alone_steps_at_once() -> None:

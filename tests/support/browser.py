@@ -64,12 +64,14 @@ def visited(
     *,
     size: tuple[int, int] = DESK,
     is_dark: bool = False,
+    now_s: float | None = None,
     expected: tuple[str, ...] = (),
     **options: Any,
 ) -> Iterator[Page]:
     """Open a page in a context of its own; fails at the end when something went wrong in it.
 
-    `expected` are words of errors that a test makes on purpose, `options` those of a context.
+    `now_s` is what its clock shows, if not the time, `expected` are words of errors that a test
+    makes on purpose, and `options` are those of a context.
     """
     context = browser.new_context(
         viewport={"width": size[0], "height": size[1]},
@@ -89,6 +91,8 @@ def visited(
         dialog.dismiss()
 
     page.on("dialog", refuse)
+    if now_s is not None:
+        page.clock.set_fixed_time(1000 * now_s)
     try:
         page.goto(address)
         yield page
