@@ -9,6 +9,8 @@ imported here: `--help` and mistakes are answered at once.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import re
 import sys
@@ -171,6 +173,9 @@ class Program:
 
 def _run(parse: Callable[[], argparse.Namespace]) -> int:
     outlast_audience()
+    # Python ends by looking for garbage among all objects of PyTorch: seconds on a busy machine,
+    # in which a peer that has left seems to hang.
+    atexit.register(gc.freeze)
     parsed = parse()
     command: Command[Any] = parsed._command
     debug = getattr(parsed, "debug", False)
