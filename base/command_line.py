@@ -144,7 +144,12 @@ class Program:
 
     def parser(self) -> argparse.ArgumentParser:
         """Return the parser."""
-        parser = argparse.ArgumentParser(prog=self.name, description=self.description)
+        # Examples keep their lines.
+        parser = argparse.ArgumentParser(
+            prog=self.name,
+            description=self.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         _add_version(parser)
         parsers = parser.add_subparsers(dest="command", required=True)
         names = [command.name for command in self.commands]
