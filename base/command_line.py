@@ -9,6 +9,8 @@ imported here: `--help` and mistakes are answered at once.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 import os
 import re
 import sys
@@ -144,7 +146,12 @@ class Program:
 
     def parser(self) -> argparse.ArgumentParser:
         """Return the parser."""
-        parser = argparse.ArgumentParser(prog=self.name, description=self.description)
+        # Examples keep their lines.
+        parser = argparse.ArgumentParser(
+            prog=self.name,
+            description=self.description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         _add_version(parser)
         parsers = parser.add_subparsers(dest="command", required=True)
         names = [command.name for command in self.commands]
@@ -166,6 +173,9 @@ class Program:
 
 def _run(parse: Callable[[], argparse.Namespace]) -> int:
     outlast_audience()
+    # Python ends by looking for garbage among all objects of PyTorch: seconds on a busy machine,
+    # in which a peer that has left seems to hang.
+    atexit.register(gc.freeze)
     parsed = parse()
     command: Command[Any] = parsed._command
     debug = getattr(parsed, "debug", False)

@@ -206,7 +206,7 @@ def change_value(values: dict[str, Any], change: str) -> None:
     if not equals or not name:
         raise ConfigurationError(
             f"--set '{change}' is not a key and a value of a RUN.toml; for example --set "
-            "outer.momentum=0.5"
+            "outer.momentum=0.9"
         )
     values[name] = value
 
@@ -216,7 +216,7 @@ def load_run_config(
 ) -> RunConfig:
     """Read and check a RUN.toml; file names in it are relative to its own folder.
 
-    `changes` are values to take in place of its own, such as "outer.momentum=0.5".
+    `changes` are values to take in place of its own, such as "outer.momentum=0.9".
 
     `trained` is the model of the run that this one goes on with: `[model]` may be left out then,
     and what it says must agree. Raises ConfigurationError if it cannot be read, has an unknown key

@@ -14,7 +14,7 @@ from dipaco.peer.settings import NodeSettings
 RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
 OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")
 CHANGES = Option(
-    "use this value instead of the one in RUN.toml: outer.momentum=0.5", "KEY=VALUE", flag="--set"
+    "use this value instead of the one in RUN.toml: outer.momentum=0.9", "KEY=VALUE", flag="--set"
 )
 RUN_TOML = Option("the file that describes the run", "RUN.toml", positional=True)
 

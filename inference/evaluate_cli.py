@@ -173,6 +173,7 @@ def show(report: EvaluationReport, console: Console) -> None:
 
 
 def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
+    from rich import box
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -185,7 +186,9 @@ def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
         headings.insert(2, "rerouted")
     if overall.mixed is not None:
         headings[2:2] = ["chosen", "mixed"]
-    table = Table(*(Column(heading, overflow="fold") for heading in headings))
+    # All eight columns fit into the 80 characters of a terminal.
+    columns = (Column(heading, overflow="fold") for heading in headings)
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=0)
     table.columns[0].no_wrap = True
     for name, part in [*parts.items(), ("all", overall)]:
         if part is overall:

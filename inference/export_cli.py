@@ -96,7 +96,7 @@ def run(settings: ExportSettings) -> int:
     with settings.open_source() as source:
         if settings.path is None:
             _export_all(settings, source, notes)
-            print(f"{source.grid.path_count} paths and the router: {settings.out}")
+            print(f"{source.grid.path_count} paths and the router are in {settings.out}")
         else:
             _export_path(settings, settings.path, source, notes)
         if _adapters(settings, source) and settings.format != "gguf":
@@ -162,11 +162,11 @@ def _export_path(
             exporter.write_path(path, Path(folder) / "path")
             (file,) = Path(folder).glob("path/*.gguf")
             file.replace(settings.out)
-        print(f"path {path}: {settings.out}")
+        print(f"path {path} is in {settings.out}")
         return
     is_new = exporter.write_path(path, settings.out, card)
     already = "" if is_new else ", which was there already"
-    print(f"path {path}: {settings.out}{already}")
+    print(f"path {path} is in {settings.out}{already}; README.md there says how to load it")
 
 
 def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes) -> None:

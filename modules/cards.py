@@ -42,9 +42,17 @@ CARDS = {
 }
 
 
+# What makes another card of one with the same name: slower, faster, or a part of it.
+OTHER_CARDS = re.compile(r"\b(Ti|SUPER|D|Laptop|Max-Q|MIG)\b")
+
+
 def card_of(name: str) -> Card | None:
     """Return what is known of a card by its name."""
-    return next((card for word, card in CARDS.items() if re.search(rf"\b{word}\b", name)), None)
+    for word, card in CARDS.items():
+        rest, count = re.subn(rf"\b{word}\b", "", name)
+        if count:
+            return None if OTHER_CARDS.search(rest) else card
+    return None
 
 
 def path_parameters(model: ModelConfig) -> int:

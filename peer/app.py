@@ -127,7 +127,7 @@ def run_peer(settings: PeerSettings) -> int:
             node = following or node
     except Exception as error:
         if told is not None:
-            told.tell("error", str(error) or type(error).__name__)
+            told.ends_with(error)
         raise
     finally:
         display.stop()

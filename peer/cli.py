@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from dipaco.base.command_line import Command
 from dipaco.peer.control_cli import COMMANDS as CONTROL_COMMANDS
+from dipaco.peer.reporting.event_command import words_of
 
 from .given_address import kept_addresses
 from .service_unit import install_service
@@ -23,6 +24,8 @@ def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
     --install-service let systemd start the command of these words."""
     if not settings.initial_peers and not settings.check:
         settings = replace(settings, initial_peers=kept_addresses(settings.cache_folder))
+    if settings.on_event is not None:
+        words_of(settings.on_event)
     if settings.install_service:
         print(install_service(words))
         return 0

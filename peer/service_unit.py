@@ -13,8 +13,10 @@ from dipaco.base.exit_codes import final_codes
 from dipaco.base.files import atomic_write, folder_variable, home_folder
 
 FLAG = "--install-service"
-# A service gets none of a terminal's variables; these change which files and GPUs a peer uses.
+# A service gets none of a terminal's variables; these change which programs, files and GPUs a peer
+# uses.
 KEPT_VARIABLES = (
+    "PATH",
     "DIPACO_CONFIG",
     "XDG_CACHE_HOME",
     "XDG_CONFIG_HOME",
@@ -62,10 +64,12 @@ def install_service(
         )
     base = folder_variable("XDG_CONFIG_HOME") or str(home_folder() / ".config")
     file = Path(base) / "systemd" / "user" / "dipaco-peer.service"
-    command = [*program(), *(word for word in words if word != FLAG)]
+    # The flag may be shortened.
+    command = [*program(), *(w for w in words if not (len(w) > 2 and FLAG.startswith(w)))]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(file, unit(command, environment, Path.cwd()).encode())
+        # For this user alone: an invitation may be among the words.
+        atomic_write(file, unit(command, environment, Path.cwd()).encode(), 0o600)
     except OSError as error:
         raise StorageError(f"{file}: {error.strerror}") from None
     return f"""\

@@ -30,7 +30,7 @@ from .path_files import OptimizerFiles, PathFiles
 from .progress import ProgressReports
 from .refresher import Refresher
 from .settings import PeerSettings
-from .shell import Shell
+from .shell import LONGEST_WAIT_S, Shell
 from .successor import SuccessorWatch
 
 logger = logging.getLogger("dipaco.peer.session")
@@ -57,6 +57,7 @@ class Session:
         self.events = events
         self._pauses = pauses
         self._stopping, self._duty_percent = stopping, settings.duty
+        self._rests_until_s = 0.0
         self._refresher = refresher
         self._background = background
         self._trainer = trainer
@@ -127,7 +128,7 @@ class Session:
                 self._shell.happen(e.PauseWanted(reason))
             claim = self.status.claim
             self._pauses.tell(claim.state, claim.path, claim.reason)
-        return e.Turn(self._meter.step_s)
+        return e.Turn(self._meter.step_s * self._duty_percent / 100.0)
 
     def _handlers(self) -> Handlers:
         """Return what carries out which of the actions that only a training peer has."""
@@ -148,6 +149,10 @@ class Session:
 
     def _take_step(self, instruction: a.TakeStep) -> e.Stepped | None:
         self._set_waiting("")
+        if (left_s := self._rests_until_s - time.perf_counter()) > 0.0:
+            # Piece by piece: rounds go on meanwhile, and a pause does not wait.
+            self._stopping.wait(min(left_s, LONGEST_WAIT_S))
+            return None
         if instruction.rank is not None:
             self._trainer.replica = self._files.replica_number(instruction.rank)
         started = time.perf_counter()
@@ -155,8 +160,7 @@ class Session:
             self._last_loss = self._trainer.inner_step()
         except PassInterrupted:
             return None
-        self._rest(started)
-        step_s = time.perf_counter() - started
+        step_s = self._with_rest(started)
         self._meter.step(step_s, self._trainer.tokens_per_step)
         self.status.tokens_per_s = self._meter.tokens_per_s
         self.events.emit(
@@ -170,12 +174,15 @@ class Session:
         )
         return e.Stepped()
 
-    def _rest(self, started: float) -> None:
-        """Leave the device alone after a step, as long as `--duty` says."""
+    def _with_rest(self, started: float) -> float:
+        """Return the seconds of a step, with those for which `--duty` leaves the device alone."""
         if self._duty_percent < 100.0:
             # A step on a GPU has ended when the GPU says so.
             wait_for(self._trainer.device)
-            self._stopping.wait(rest_s(time.perf_counter() - started, self._duty_percent))
+        ended = time.perf_counter()
+        rest = rest_s(ended - started, self._duty_percent)
+        self._rests_until_s = ended + rest
+        return ended - started + rest
 
     def _wait(self, instruction: a.Wait) -> None:
         if instruction.what:

@@ -291,6 +291,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             Hours.parse(self.hours)
         if self.pause_while is not None:
             programs_of(self.pause_while)
+        if self.check and self.install_service:
+            raise ConfigurationError(
+                "--check looks and --install-service installs; give one of the two"
+            )
         for flag, said in (("--name", self.name), ("--team", self.team)):
             if not re.fullmatch(r"[ -Z\\^-~]{0,32}", said):
                 raise ConfigurationError(

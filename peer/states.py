@@ -138,6 +138,7 @@ class States:
             before = self._state_of.get(head.module)
             if before is not None and before.digest != head.digest:
                 self._in_memory.pop(before.digest, None)
+                self._computed_from.pop(before.digest, None)
                 self._remember(before)
             self._held[head.module], self._state_of[head.module] = head, state
             if waiting is not None:

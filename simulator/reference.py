@@ -92,6 +92,15 @@ class ReferenceSwarm:
         for _ in range(count):
             yield self.run_round()
 
+    def check_steps(self) -> None:
+        """Raise ConfigurationError if nothing says how many inner steps a round has."""
+        if not self.steps_per_round:
+            raise ConfigurationError(
+                "the rounds of this run follow the clock (rounds.inner_steps is 0), which a "
+                "simulation does not have; say how many inner steps a round has with "
+                "--steps-per-round 100"
+            )
+
     def run_round(self) -> RoundReport:
         """Run one round and report it.
 
@@ -99,12 +108,7 @@ class ReferenceSwarm:
         clock), CorpusError if a path has no training sequences, IntegrityError if a result is not
         finite; the states are then those of the last good step.
         """
-        if not self.steps_per_round:
-            raise ConfigurationError(
-                "the rounds of this run follow the clock (rounds.inner_steps is 0), which a "
-                "simulation does not have; say how many inner steps a round has with "
-                "--steps-per-round 100"
-            )
+        self.check_steps()
         notes = RoundNotes()
         steps_done = 0
         for level in self.grid.levels_in_time_order():

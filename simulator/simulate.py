@@ -41,6 +41,8 @@ def run(settings: CommandSettings) -> int:
     prepare_process(settings.threads)
     output = link_run(source, settings.out) if settings.out else None
     swarm = open_swarm(settings, source, output)
+    if settings.rounds:
+        swarm.check_steps()
     printer = None if settings.json else RoundPrinter(swarm)
     emit: Callable[[RoundReport], None] = printer.round if printer else _print_json_round
     if printer and settings.validation_sequences != 0:
@@ -59,6 +61,8 @@ def run(settings: CommandSettings) -> int:
         record.draw()
     if printer and last:
         printer.summary(last)
+        if output is not None:
+            printer.saved(output)
     if settings.dense_steps:
         _run_dense(settings, source, output, printer)
     return 0
@@ -203,6 +207,13 @@ class RoundPrinter:
         for module, digest in report.digests.items():
             modules.add_row(module, str(report.versions[module]), digest[:16])
         self._console.print(paths, modules)
+
+    def saved(self, output: RunFolder) -> None:
+        """Say where the states are, and what they are for."""
+        self._console.print(
+            f"the states are in {output.path}; dipaco-eval, dipaco-generate, dipaco-serve and "
+            f"dipaco-export take them with --state-dir {output.path}"
+        )
 
     def dense_step(self, steps: int) -> Callable[[int, float], None]:
         """Return a callback that prints a line now and then while the dense baseline trains."""

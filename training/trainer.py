@@ -142,7 +142,7 @@ class PathTrainer:
         self._is_released = False
 
     def release(self) -> None:
-        """Give the memory of model, AdamW and anchors back; `start_path` takes it again."""
+        """Give the memory of model, optimizer and anchors back; `start_path` takes it again."""
         self.path, self._stream, self._modules = None, None, {}
         if not self._is_released:
             self._micro_batch_size = self.inner.micro_batch_size
@@ -172,7 +172,7 @@ class PathTrainer:
         *,
         optimizer_state: dict[str, object] | None = None,
     ) -> None:
-        """Begin to train `path` from `states`, with its kept AdamW state or a fresh one."""
+        """Begin to train `path` from `states`, with its kept optimizer state or a fresh one."""
         if self._is_released:
             self._make_model()
         load_path(self.model, self.grid, path, states)
@@ -294,7 +294,7 @@ class PathTrainer:
         self.path_step = int(kept["path_step"])
 
     def optimizer_state(self) -> dict[str, object]:
-        """Return the AdamW state, which the next step changes, to be kept on disk."""
+        """Return the optimizer's state, which the next step changes, to be kept on disk."""
         return self.inner.lent_state_dict()
 
 

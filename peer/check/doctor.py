@@ -13,9 +13,11 @@ from dataclasses import asdict, replace
 
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
 from dipaco.dht.node import check_shared_memory
+from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
+from dipaco.peer.owner.gpu_heat import thermometer_of
 from dipaco.peer.settings import PeerSettings
 from dipaco.protocol.identity import is_in_use
 
@@ -179,6 +181,7 @@ def _machine_checks(
     except ConfigurationError as error:
         yield c.problem("device", str(error), "give another --device")
         return
+    yield from _limits_of_the_gpu(settings)
     if gpu is not None and settings.vram_gb is not None:
         most = int(settings.vram_gb * 2**30)
         gpu = replace(gpu, free_bytes=min(gpu.free_bytes, most))
@@ -192,6 +195,17 @@ def _machine_checks(
     if gpu is not None:
         yield c.check_device_memory(need, gpu, settings.micro_batch_size)
     yield c.check_main_memory(need, m.look_at_memory(), gpu, settings.micro_batch_size, system)
+
+
+def _limits_of_the_gpu(settings: PeerSettings) -> Iterator[c.Check]:
+    """Yield that a flag limits a GPU which is not here, or does not say what it needs."""
+    device, _ = choose_device(settings.device)
+    try:
+        limit_memory(device, settings.vram_gb)
+        if settings.max_gpu_temp is not None:
+            thermometer_of(device)
+    except ConfigurationError as error:
+        yield c.problem("flags", str(error), "leave the flag out")
 
 
 def memory_need(

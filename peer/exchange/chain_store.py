@@ -64,6 +64,8 @@ class _Module:
     rows: RoundRows = field(default_factory=RoundRows)
     saved: set[str] = field(default_factory=set)
     """Steps and peers that are in the log."""
+    log_bytes: int = 0
+    """Of whole entries in the log."""
 
     def check(self, name: str) -> None:
         """Raise KeyError for a step that was never served."""
@@ -252,7 +254,12 @@ class ChainStore:
             held = [*place, bytes.fromhex(head.digest), head.bytes]
         entries.append(["h", bytes.fromhex(kept.served), held])
         with storage_errors(self._folder), self._path(module).open("ab") as file:
+            # Nothing would be read behind a part, which is what a full disk takes of an entry.
+            file.truncate(min(kept.log_bytes, file.tell()))
             file.write(b"".join(map(_frame, entries)))
+            file.flush()
+            log_bytes = file.tell()
+        kept.log_bytes = log_bytes
         kept.saved |= {found.name for found in new} | known.keys()
 
     def _load(self, module: str) -> None:
@@ -265,6 +272,7 @@ class ChainStore:
             except (RecordError, ValueError, KeyError, TypeError, IndexError):
                 break
             good = end
+        kept.log_bytes = good
         if good < len(data) and not self._only_reads:
             logger.warning(
                 "the log of %s was damaged: %d of %d bytes are left", module, good, len(data)

@@ -63,7 +63,12 @@ class Thermometer:
         """Return the temperature now. Raises ConfigurationError if it cannot be had."""
         try:
             done = subprocess.run(
-                self._words, capture_output=True, text=True, timeout=ANSWER_LIMIT_S, check=True
+                self._words,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=ANSWER_LIMIT_S,
+                check=True,
             )
         except (OSError, subprocess.SubprocessError) as error:
             raise ConfigurationError(
@@ -80,16 +85,21 @@ class Thermometer:
     def __call__(self) -> float | None:
         asked, degrees = self._asked, None
         if asked is not None and asked.poll() is None:
-            if time.monotonic() - self._asked_s < ANSWER_LIMIT_S:
-                return None
-            asked.kill()
+            if time.monotonic() - self._asked_s >= ANSWER_LIMIT_S:
+                # With a broken driver even that does not end it; another would wait beside it.
+                asked.kill()
+            return None
         if asked is not None:
             with contextlib.suppress(OSError, subprocess.SubprocessError):
                 degrees = _degrees(asked.communicate(timeout=0.1)[0])
         self._asked, self._asked_s = None, time.monotonic()
         with contextlib.suppress(OSError):
             self._asked = subprocess.Popen(
-                self._words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                self._words,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
             )
         return degrees
 

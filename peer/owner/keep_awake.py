@@ -58,7 +58,10 @@ class KeepAwake:
     def _look(self) -> None:
         """Say once that the lock was refused."""
         if self._holder is not None and self._holder.poll() is not None:
-            said = self._holder.stderr.read() if self._holder.stderr is not None else b""
+            said = b""
+            # It closes the input first: what a killed one has started keeps the output open.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                said = self._holder.communicate(timeout=END_LIMIT_S)[1]
             self.release()
             self._tell(said.decode(errors="replace").strip())
 

@@ -106,15 +106,18 @@ def while_running(names: tuple[str, ...], processes: Path = PROCESSES) -> Reason
 
 def running_programs(processes: Path = PROCESSES) -> frozenset[str]:
     """Return what the programs that run are called, in small letters: each by the kernel's name of
-    it, which has 15 characters at most, and by its file, also of Windows."""
+    it, which has 15 characters at most, and by its file, also of Windows. This program does not
+    count, nor the processes that it has forked."""
     found = set()
+    own = _read(processes / str(os.getpid()) / "cmdline")
     for process in processes.iterdir():
-        if not process.name.isdigit() or process.name == str(os.getpid()):
+        cmdline = _read(process / "cmdline")
+        if not process.name.isdigit() or (own and cmdline == own):
             continue
         # 4711 (Web Content) S 1 ...; one that has ended and was not fetched is a Z.
         name, _, state = _read(process / "stat").partition("(")[2].rpartition(")")
         if name and not state.startswith(" Z"):
-            file = _read(process / "cmdline").partition("\0")[0]
+            file = cmdline.partition("\0")[0]
             found |= {name.lower(), re.split(r"[/\\]", file)[-1].lower()}
     return frozenset(found)
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ COMMAND_LIMIT_S = 10.0
 MOST_WAITING = 8
 # A peer that ends waits so long for the last ones; leaving as a whole has ten seconds.
 CLOSE_LIMIT_S = 3.0
+# What is killed is gone at once, if it is gone at all.
+KILL_LIMIT_S = 0.5
 
 
 def words_of(command: str) -> list[str]:
@@ -65,6 +68,11 @@ class EventCommand:
             word, text = said
             self.tell(word, text(values, self._run))
 
+    def ends_with(self, error: Exception) -> None:
+        """Tell that the peer ends. An error may begin with a flag: not so the text, which programs
+        such as notify-send would take for one of theirs."""
+        self.tell("error", f"the peer ends: {str(error) or type(error).__name__}")
+
     def tell(self, word: str, text: str) -> None:
         """Have the command run, soon. From any thread."""
         try:
@@ -89,9 +97,11 @@ class EventCommand:
 
     def _call(self, word: str, text: str) -> None:
         until_s = time.monotonic() + self._limit_s
+        # A name of the swarm may have letters that the locale has not.
+        told = text.encode(sys.getfilesystemencoding(), "replace")
         try:
             called = subprocess.Popen(
-                [*self._words, word, text], stdin=subprocess.DEVNULL, start_new_session=True
+                [*self._words, word, told], stdin=subprocess.DEVNULL, start_new_session=True
             )
         except OSError as error:
             logger.warning("--on-event %s: %s", self._words[0], error.strerror)
@@ -99,10 +109,13 @@ class EventCommand:
         while called.poll() is None and time.monotonic() < min(until_s, self._ends_s):
             time.sleep(0.02)
         if called.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+            outcome = "was ended"
+            try:
                 os.killpg(called.pid, signal.SIGKILL)
-            called.wait()
-            logger.warning("--on-event %s: it took too long and was ended", self._words[0])
+                called.wait(KILL_LIMIT_S)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                outcome = f"cannot be ended: {error}"  # That of another user, as with sudo.
+            logger.warning("--on-event %s: it took too long and %s", self._words[0], outcome)
         elif called.returncode:
             logger.warning("--on-event %s: exit code %d", self._words[0], called.returncode)
 

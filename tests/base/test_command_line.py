@@ -267,5 +267,18 @@ def test_every_option_says_what_it_is_for() -> None:
     assert [(name, a.dest) for name, a in found if not (a.help or "").strip()] == []
 
 
+def test_the_end_of_a_command_does_not_look_through_all_objects() -> None:
+    """With PyTorch in memory that takes seconds on a busy machine, after the last line."""
+    program = (
+        "import atexit, gc\n"
+        "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
+        "from dipaco.simulator import cli\n"
+        "cli.main(['no-such-run'])"
+    )
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 if __name__ == "__main__":
     sys.stdout.write(describe_all())

@@ -228,10 +228,21 @@ def test_labels_are_printed_as_they_are() -> None:
     groups = {(0, name): Evaluated(number, LossSum(1, 1)) for number, name in enumerate(names)}
     console = Console(file=io.StringIO(), width=100)
     evaluate_cli.show(EvaluationReport("run", groups, (), 0, 0), console)
-    rows = [line.strip("│ ").split("│") for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
-    counts = {row[0].strip(): row[2].strip() for row in rows if len(row) == 4}
-    assert counts.keys() >= {"[red]x[/y]", "a b"}
-    assert [row[2].strip() for row in rows if row[0].strip() == "all"] == ["3", "1", "3"]
+    rows = [line.rsplit(maxsplit=3) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    counts = [(row[0].strip(), row[2]) for row in rows if len(row) == 4]
+    assert {name for name, _ in counts} >= {"[red]x[/y]", "a b"}
+    assert [count for name, count in counts if name == "all"] == ["3", "1", "3"]
+
+
+def test_headings_of_all_columns_fit_into_eighty_characters() -> None:
+    loss = LossSum(1, 1)
+    part = Evaluated(1, loss, base=loss, baseline=loss, chosen=loss, mixed=loss)
+    console = Console(file=io.StringIO(), width=80)
+    evaluate_cli.show(EvaluationReport("run", {(0, "textbook_en"): part}, (), 0, 0), console)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    columns = ["perplexity", "chosen", "mixed", "base", "model", "baseline", "documents", "tokens"]
+    assert ["path", *columns] in lines
+    assert ["label", *columns] in lines
 
 
 def test_rerouting_helps_where_documents_change(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import resource
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,25 @@ def test_a_log_is_cut_at_its_last_whole_entry_wherever_it_ends_or_is_damaged(
     log.write_bytes(b"\xff" * 5000)
     assert opened(tmp_path).served(MODULE) == (GENESIS, None)
     assert log.stat().st_size == 0
+
+
+def test_an_entry_of_which_the_disk_took_a_part_hides_no_later_ones(tmp_path: Path) -> None:
+    """A disk that becomes full takes the first bytes of what is appended."""
+    _, steps = filled(tmp_path / "whole")
+    whole = (tmp_path / "whole" / f"{MODULE}.log").stat().st_size
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most in range(1, whole, 311):
+        folder = tmp_path / str(most)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, usual[1]))
+            chains = opened(folder)
+            for step in steps[:-1]:
+                with contextlib.suppress(StorageError):
+                    chains.serve(MODULE, step.name, [step])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        chains.serve(MODULE, steps[-1].name, steps[-1:])
+        assert opened(folder).chain(MODULE) == tuple(steps)
 
 
 def test_a_chain_that_takes_the_place_of_another_is_told_from_where_they_part(

@@ -364,6 +364,17 @@ def test_what_fails_ends_what_depends_on_it(
     assert doctor.shown(found[-1]).startswith("ok      device: ")
 
 
+@pytest.mark.parametrize("flags", [{"vram_gb": 8.0}, {"max_gpu_temp": 80.0}])
+def test_limits_of_a_gpu_where_there_is_none(
+    settings: PeerSettings, flags: dict[str, float]
+) -> None:
+    """A peer with these flags would end with the same code."""
+    found = list(doctor.examine_all(replace(settings, initial_peers=(), device="cpu", **flags)))
+    [problem] = [check for check in found if check.verdict == "problem"]
+    assert problem.exit_code == ConfigurationError.exit_code
+    assert "is for a GPU" in problem.value
+
+
 def test_a_wrong_clock_ends_it_before_joining(
     monkeypatch: pytest.MonkeyPatch, settings: PeerSettings
 ) -> None:

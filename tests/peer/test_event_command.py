@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from dipaco.base.errors import ConfigurationError
+from dipaco.peer.reporting import event_command
 from dipaco.peer.reporting.event_command import MOST_WAITING, EventCommand
 from dipaco.peer.reporting.events import EventLog
 
@@ -34,7 +38,7 @@ def test_events_arrive_in_order_as_words(tmp_path: Path) -> None:
     events.emit("disk", what="the disk is nearly full")
     events.emit("update", what="install '$(touch gone)'; \x1b[31m; `reboot`")
     events.emit("leaving", path=1)
-    command.tell("error", "two\nlines")
+    command.ends_with(ConfigurationError("--path 7: this run\nhas fewer"))
     until_s = time.monotonic() + LIMIT_S
     while not log.exists() or len(log.read_text().splitlines()) < 5:
         assert time.monotonic() < until_s
@@ -45,7 +49,7 @@ def test_events_arrive_in_order_as_words(tmp_path: Path) -> None:
         "3|mine|disk|the disk is nearly full",
         "3|mine|update|install '$(touch gone)'; ?[31m; `reboot`",
         "3|mine|left|left run 'tiny' (a1b2)",
-        "3|mine|error|two lines",
+        "3|mine|error|the peer ends: --path 7: this run has fewer",
     ]
 
 
@@ -90,6 +94,42 @@ def test_a_command_that_fails_is_told_and_no_more(
         assert time.monotonic() < until_s
         time.sleep(0.02)
     command.close()
+
+
+def test_a_command_that_cannot_be_ended_does_not_end_the_telling(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may run as another user, like sudo."""
+
+    def refuse(process: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(event_command.os, "killpg", refuse)
+    caplog.set_level(logging.WARNING, "dipaco.peer.reporting.event_command")
+    log = tmp_path / "log"
+    text = f'echo $2 >> {log}; [ "$2" = disk ] && exec sleep 5; true'
+    command = EventCommand(script(tmp_path, text), limit_s=0.5)
+    command.tell("disk", "x")
+    command.tell("left", "x")
+    until_s = time.monotonic() + LIMIT_S
+    while not log.exists() or "left" not in log.read_text():
+        assert time.monotonic() < until_s, caplog.text
+        time.sleep(0.02)
+    command.close()
+    assert "Operation not permitted" in caplog.text
+
+
+def test_letters_that_the_locale_has_not_hinder_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = (
+        "import sys; from dipaco.peer.reporting.event_command import EventCommand\n"
+        "command = EventCommand(sys.argv[1]); command.tell('joined', 'run \\u2192')\n"
+        "command.tell('left', 'run'); command.close()"
+    )
+    words = [sys.executable, "-c", program, script(tmp_path, f'echo "$2 $3" >> {log}')]
+    ascii_alone = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run(words, env={**os.environ, **ascii_alone}, check=True, timeout=LIMIT_S)
+    assert log.read_text().splitlines() == ["joined run ?", "left run"]
 
 
 @pytest.mark.parametrize("command", ["", "  ", "no-such-program-here x", "echo 'open"])

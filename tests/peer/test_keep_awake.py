@@ -101,3 +101,24 @@ def test_without_such_a_lock_a_peer_trains_and_says_so_once(
     [record] = caplog.records
     assert record.levelno == logging.DEBUG
     assert ("Access denied" if text else "No such file") in record.getMessage()
+
+
+def test_a_lock_that_is_killed_holds_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it has started then still has its output open, and ends only with its input."""
+    caplog.set_level(logging.DEBUG, "dipaco.peer.owner.keep_awake")
+    install(tmp_path, monkeypatch, '#!/bin/bash\n"${@: -1}" <&0 &\nkill -KILL $$\n')
+    awake = KeepAwake()
+    awake.on_event("training", {})
+
+    def train() -> None:
+        while not caplog.records:
+            threading.Event().wait(0.02)
+            awake.on_event("inner", {})
+
+    training = threading.Thread(target=train, daemon=True)
+    training.start()
+    training.join(LIMIT_S / 4)
+    assert not training.is_alive()
+    awake.release()

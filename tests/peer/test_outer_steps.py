@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -236,3 +238,28 @@ def test_a_copy_alone_lets_a_newcomer_compute_its_last_step(
         assert keeper.node.held.lookup(sha256) or keeper.node.contributions.find(sha256)
     again = RunFolder(tmp_path / "k" / "run").states
     assert set(again.digests(MODULE)) == {before.digest, head.digest}
+
+
+def test_a_state_that_others_replaced_before_it_was_saved_keeps_no_memory(
+    swarm: tuple[Peer, Peer, Peer],
+) -> None:
+    one = swarm[0]
+    held, step_of = one.node.held, one.node.rule.step
+    states = [one.genesis[MODULE]]
+    paths = one.grid.paths_of_module(MODULE)
+    rows = [one.publish(round_index) for round_index in range(4)]
+    for round_index, row in enumerate(rows):
+        data = one.node.contributions.find(row.file).read_bytes()[MARK_BYTES:]
+        table = Step.of([row]).table
+        states.append(step_of(states[-1], [data], table, round_index, paths))
+    heads = [
+        head_of(state, f"{number:064x}", number, number) for number, state in enumerate(states)
+    ]
+    for number in (2, 4):
+        held.put(heads[number].step, states[number], states[number - 1])
+        held.hold(heads[number])
+    held.save(states[4])
+    replaced = weakref.ref(states[1])
+    del states
+    gc.collect()
+    assert replaced() is None

@@ -17,7 +17,7 @@ import torch
 from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.modules.device import be_nice, limit_memory
 from dipaco.peer import cli, control_cli
-from dipaco.peer.owner import pauses
+from dipaco.peer.owner import gpu_heat, pauses
 from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.gpu_heat import HotGpu, Thermometer, thermometer_of
 from dipaco.peer.owner.pauses import Pauses, activity_file, ask_to_pause, ask_to_resume
@@ -144,7 +144,8 @@ def test_a_program_that_runs_is_a_reason(tmp_path: Path) -> None:
     process(tmp_path, 9, "(a-very-long-nam) R", "/opt/a-very-long-name-of-a-program\0")
     process(tmp_path, 10, "(Game.exe) R", "Z:\\games\\Game.exe\0")
     process(tmp_path, 11, "(obs) Z")
-    process(tmp_path, os.getpid(), "(python) R", "python\0")
+    process(tmp_path, os.getpid(), "(python) R", "python\0dipaco-peer\0")
+    process(tmp_path, 13, "(python) S", "python\0dipaco-peer\0")  # It was forked.
     (tmp_path / "12").mkdir()  # It ended meanwhile.
     (tmp_path / "self").mkdir()
     assert {"firefox", "web (content)", "a-very-long-name-of-a-program", "game.exe"} <= (
@@ -212,10 +213,32 @@ def test_what_nvidia_smi_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         threading.Event().wait(0.2)
         found = thermometer()
     assert found == 63
-    for said in ("echo '[N/A]'", "exit 9"):
+    for said in ("echo '[N/A]'", "exit 9", r"printf '\\377'"):
         nvidia_smi(tmp_path, monkeypatch, said)
         with pytest.raises(ConfigurationError, match=r"does not say how hot"):
             Thermometer("GPU-1").first()
+
+
+def test_an_nvidia_smi_that_nothing_ends_is_not_joined_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU that has fallen off its bus lets them hang in the kernel."""
+    asked = tmp_path / "asked"
+    nvidia_smi(tmp_path, monkeypatch, f"echo $$ >> {asked}; exec sleep 600")
+    monkeypatch.setattr(gpu_heat, "ANSWER_LIMIT_S", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess.Popen, "kill", lambda process: None)
+        thermometer = Thermometer("GPU-1")
+        while not asked.exists() or not asked.read_text():
+            assert thermometer() is None
+            threading.Event().wait(0.05)
+        for _ in range(3):
+            assert thermometer() is None
+            threading.Event().wait(0.2)
+    started = asked.read_text().split()
+    for process in started:
+        os.kill(int(process), signal.SIGKILL)
+    assert len(started) == 1
 
 
 def test_a_limit_of_heat_is_for_gpus_only() -> None:

@@ -37,7 +37,7 @@ def settings_of(text: str) -> configparser.RawConfigParser:
 
 def test_the_unit_starts_the_command_that_was_typed(root: Path, tmp_path: Path) -> None:
     words = [ADDRESS, FLAG, "--name", "kitchen laptop", "--max-upload-mbps", "5"]
-    said = install_service(words, {"HF_HOME": "/data/hf", "PATH": "/bin"}, root)
+    said = install_service(words, {"HF_HOME": "/data/hf", "PATH": "/bin", "TERM": "x"}, root)
     file = tmp_path / "config/systemd/user/dipaco-peer.service"
     assert str(file) in said
     assert "journalctl --user -u dipaco-peer -f" in said
@@ -46,12 +46,24 @@ def test_the_unit_starts_the_command_that_was_typed(root: Path, tmp_path: Path) 
     assert start.startswith("/")
     assert start.endswith(f'{ADDRESS} --name "kitchen laptop" --max-upload-mbps 5')
     assert FLAG not in start
-    assert service["Environment"] == "HF_HOME=/data/hf"
+    lines = file.read_text().splitlines()
+    # Programs such as that of --on-event are found as in the terminal.
+    assert [line for line in lines if line.startswith("Environment=")] == [
+        "Environment=PATH=/bin",
+        "Environment=HF_HOME=/data/hf",
+    ]
     assert service["WorkingDirectory"] == str(Path.cwd())
     # Again, with other words: the last ones count.
-    install_service([ADDRESS, FLAG], {}, root)
+    install_service([ADDRESS, FLAG[:7]], {}, root)
     assert file.read_text().count("ExecStart=") == 1
+    assert file.read_text().count(FLAG[:7]) == 1  # In its first line.
     assert "kitchen" not in file.read_text()
+
+
+def test_others_on_the_machine_read_no_invitation(root: Path, tmp_path: Path) -> None:
+    install_service([ADDRESS, "--invitation", "dipaco-invitation-x", FLAG], {}, root)
+    file = tmp_path / "config/systemd/user/dipaco-peer.service"
+    assert file.stat().st_mode & 0o077 == 0
 
 
 def test_both_units_end_with_the_same_codes_and_in_the_same_way() -> None:
@@ -93,7 +105,8 @@ def test_without_systemd_the_command_says_what_else_to_do(
     assert capsys.readouterr().out == f"{ADDRESS} {FLAG} --cache-dir {tmp_path}\n"
     # Nothing is installed that could not start.
     assert cli.main([FLAG, "--cache-dir", str(tmp_path)]) == 3
-    assert cli.main([ADDRESS, FLAG, "--hours", "night"]) == 3
+    for words in (["--hours", "night"], ["--on-event", "no-such-program-here"], ["--check"]):
+        assert cli.main([ADDRESS, FLAG, *words]) == 3
 
 
 def test_a_program_of_this_environment_is_started() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from support.fake_swarm import FakeSwarm, peer_id
 from support.outer_peer import MODULE, Peer
 from support.tiny_run import make_tiny_run
@@ -18,6 +21,7 @@ from dipaco.peer.messenger import Messenger
 from dipaco.peer.outer_steps import OuterSteps
 from dipaco.peer.own_status import PeerStatus
 from dipaco.peer.session import Session
+from dipaco.peer.settings import PeerSettings
 from dipaco.peer.shell import Shell
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -109,3 +113,53 @@ def test_an_action_that_nobody_carries_out_is_an_error(mailbox: Mailbox) -> None
     mailbox.shell.member.handle = lambda event, now_s: [a.Discard(MODULE)]  # type: ignore
     with pytest.raises(AssertionError, match="nobody carries out"):
         mailbox.shell.happen(e.Turn())
+
+
+def test_a_peer_that_rests_hears_what_its_owner_and_others_want(tmp_path: Path) -> None:
+    peer = Peer(make_tiny_run(tmp_path / "run"), tmp_path / "peer", None)
+    peer.node.exchange.listen = lambda report: None
+    peer.node.states = SimpleNamespace()
+    steps: list[float] = []
+
+    def inner_step() -> float:
+        time.sleep(0.3)
+        steps.append(0.3)
+        return 0.0
+
+    trainer: Any = SimpleNamespace(
+        inner_step=inner_step,
+        path=None,
+        path_step=1,
+        tokens_per_step=8,
+        device=torch.device("cpu"),
+        modules=(),
+    )
+    stopping, swarm, looks = threading.Event(), FakeSwarm(), list[int]()
+    swarm.refresh_too = lambda watch: None  # type: ignore[attr-defined]
+    swarm.stop = lambda withdraw: None  # type: ignore[attr-defined]
+    pauses: Any = SimpleNamespace(
+        change=lambda: looks.append(len(steps)), tell=lambda state, path, why: None
+    )
+    session = Session(
+        PeerSettings(duty=1.0),
+        peer.node,
+        trainer,
+        PeerStatus(),
+        swarm,  # type: ignore[arg-type]
+        Background(),
+        peer.events,  # type: ignore[arg-type]
+        stopping,
+        pauses,
+    )
+
+    def handle(event: e.Event, now_s: float) -> tuple[a.Action, ...]:
+        if len(looks) >= 4:
+            stopping.set()
+        if isinstance(event, e.LeaveWanted):
+            return ()
+        return (a.Left(to_successor=False),) if stopping.is_set() else (a.TakeStep(None),)
+
+    session._shell.member.handle = handle  # type: ignore[assignment, method-assign]
+    assert session.run() is None
+    assert looks == [0, 1, 1, 1]
+    peer.outer.stop()

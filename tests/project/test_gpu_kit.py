@@ -170,6 +170,9 @@ def test_the_150m_path_counts_its_operations() -> None:
         ("NVIDIA GeForce RTX 3060", 25.5),
         ("NVIDIA GeForce RTX 3060 Ti", 32.4),
         ("NVIDIA RTX A1000", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
 def test_peaks_of_cards(name: str, tflops: float | None) -> None:

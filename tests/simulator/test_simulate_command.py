@@ -135,12 +135,15 @@ def test_what_is_saved_holds_what_encodings_have_lost(
 
 
 def test_the_human_output_names_rounds_paths_and_modules(
-    shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([str(shared_run.path), "--rounds", "1", "--dense-steps", "2"]) == 0
+    out = tmp_path / "out"
+    arguments = [str(shared_run.path), "--rounds", "1", "--dense-steps", "2", "--out", str(out)]
+    assert cli.main(arguments) == 0
     text = capsys.readouterr().out
     for word in ("before", "round 0", "validation perplexity", "L1.E1", "dense after 2 steps"):
         assert word in text
+    assert f"--state-dir {out}" in text
 
 
 def test_a_long_simulation_says_how_long_it_goes_on(
@@ -214,7 +217,9 @@ def test_a_run_that_follows_the_clock_needs_a_number_of_steps(
 ) -> None:
     run = make_tiny_run(tmp_path / "run", inner_steps=0)
     assert cli.main([str(run.path)]) == ConfigurationError.exit_code
-    assert "--steps-per-round" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "--steps-per-round" in printed.err
+    assert "validation perplexity" not in printed.out, "it scored before it refused"
     (line,) = simulate(capsys, run.path, "--steps-per-round", 2)
     assert {path["step"] for path in line["paths"]} == {2}
 
