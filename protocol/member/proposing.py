@@ -192,7 +192,9 @@ class Proposing:
             return None
         if not is_told and late_s < 0 and not self.awaited() <= self._heard():
             return None
-        return Step.of(self._chosen(list(rows.values())))
+        step = Step.of(self._chosen(list(rows.values())))
+        # One that cannot be taken here would be told again at every event.
+        return None if step.name in self._chain.book else step
 
     def _is_my_turn(self, late_s: float) -> bool:
         """Tell whether this peer may propose now; before G, once it has all who are awaited."""

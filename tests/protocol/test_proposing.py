@@ -69,6 +69,23 @@ def test_shortly_before_g_more_rows_than_were_proposed_are_proposed_by_anybody()
     assert step.peers == set("ABC")
 
 
+def test_a_step_that_cannot_be_taken_here_is_told_once() -> None:
+    first, _ = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    member.hear(*(set("ABC") - {first}))
+    computes = [action for action in member.known.actions if isinstance(action, a.Compute)]
+    (step,) = member.proposed()
+    for compute in computes:
+        member.module.handle(e.Failed(compute, "what was gathered is gone"))
+    for fetch in member.take(a.FetchState):
+        member.module.handle(e.Failed(fetch, "nobody gave it"))
+    for _ in range(3):
+        member.module.hear_steps([step], "B")
+        member.wait(0.1)
+    assert member.proposed() == []
+
+
 def test_what_a_first_proposer_left_out_is_proposed_no_earlier() -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
