@@ -271,7 +271,7 @@ def _roles(figures: PlanFigures) -> Table:
     for role in figures.roles:
         ways = (role.traffic.sent, role.traffic.received)
         counts = [count for way in ways for count in (way.total, way.files, way.dht)]
-        often = "" if role.times == 1 else f"{role.times:.2f}"
+        often = "" if role.times is None else f"{role.times:.2f}"
         table.add_row(role.role, *(shown_bytes(round(count)) for count in counts), often)
     crowd = figures.crowd
     table.caption = (

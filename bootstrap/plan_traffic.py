@@ -102,9 +102,9 @@ class RoleTraffic:
 
     role: str
     traffic: Traffic
-    times: float
-    """How often a peer that can be called has the role on average, where it comes on top of
-    another: copies that it keeps, turns as the first mailbox. Otherwise 1."""
+    times: float | None = None
+    """How often a peer that can be called has a role that comes on top of another, on average:
+    copies that it keeps, turns as the first mailbox in a round."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, in whole bytes."""
@@ -112,7 +112,8 @@ class RoleTraffic:
         shown = {way: {n: round(b) for n, b in asdict(of).items()} for way, of in ways.items()}
         for way, of in ways.items():
             shown[way]["total"] = round(of.total)
-        return {"role": self.role, "times": round(self.times, 2), **shown}
+        times = None if self.times is None else round(self.times, 2)
+        return {"role": self.role, "times": times, **shown}
 
 
 @dataclass(frozen=True)
@@ -174,11 +175,11 @@ def role_traffic(
     closed = _sum([_train_closed(group) for group in groups]) + train
     turn = _mean([_lead(group) for group in groups], modules)
     return (
-        RoleTraffic(VOLUNTEER, called, 1.0),
-        RoleTraffic(CLOSED_VOLUNTEER, closed, 1.0),
+        RoleTraffic(VOLUNTEER, called),
+        RoleTraffic(CLOSED_VOLUNTEER, closed),
         RoleTraffic(KEEPER, keep, sum(copies) / able),
         RoleTraffic(MAILBOX, turn, sum(modules) / able),
-        RoleTraffic(BOOTSTRAP_NODE, node + serve, 1.0),
+        RoleTraffic(BOOTSTRAP_NODE, node + serve),
     )
 
 
