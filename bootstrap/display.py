@@ -155,6 +155,7 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
                 style="bold",
             )
     console.print(_traffic(figures))
+    console.print(_roles(figures))
     console.print(_sizes("On a peer's disk", figures.disk_bytes, figures.disk_total_bytes))
     if figures.shard_bytes is None:
         console.print("There are no token files; --corpus-tokens N estimates their sizes")
@@ -258,6 +259,24 @@ def _traffic(figures: PlanFigures) -> Table:
     table.caption = (
         f"{figures.peers:,} peers; a step is made {figures.gather_s:g} s after a boundary at the "
         f"latest; about {figures.requests:,} requests a round"
+    )
+    return table
+
+
+def _roles(figures: PlanFigures) -> Table:
+    table = _table(
+        "By role, in a round",
+        "role", "sent", "files", "DHT", "received", "files", "DHT", "a peer has",
+    )  # fmt: skip
+    for role in figures.roles:
+        ways = (role.traffic.sent, role.traffic.received)
+        counts = [count for way in ways for count in (way.total, way.files, way.dht)]
+        often = "" if role.times is None else f"{role.times:.2f}"
+        table.add_row(role.role, *(shown_bytes(round(count)) for count in counts), often)
+    crowd = figures.crowd
+    table.caption = (
+        f"{crowd.closed_share:.0%} of the peers cannot be called, {crowd.bootstrap_nodes} "
+        f"bootstrap node; nobody comes, goes or moves; keeper and mailbox come on top"
     )
     return table
 

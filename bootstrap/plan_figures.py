@@ -39,6 +39,7 @@ from dipaco.routing.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.token_files import token_dtype
 
 from .plan_times import Times, plan_times
+from .plan_traffic import Crowd, LevelLoad, RoleTraffic, role_traffic
 from .run_config import RunConfig
 
 # Hashes do not change how large a manifest is.
@@ -154,6 +155,9 @@ class PlanFigures:
     round_mbit_per_s: float
     requests: int
     """That a peer makes in a round to others: rows told, files and steps fetched."""
+    crowd: Crowd
+    roles: tuple[RoleTraffic, ...]
+    """What each role moves in a round of such a swarm, with the run's codecs."""
     join_bytes: int
     """What a newcomer fetches: base model and states, without its shard."""
     shard_bytes: int | None
@@ -193,6 +197,7 @@ class PlanFigures:
         """Return the figures as plain values."""
         return {
             **asdict(self),
+            "roles": [role.as_json() for role in self.roles],
             "disk_total_bytes": self.disk_total_bytes,
             "device_total_bytes": self.device_total_bytes,
             "main_memory_total_bytes": self.main_memory_total_bytes,
@@ -223,6 +228,11 @@ def plan_figures(
             f"allowed; give fewer mirrors"
         )
     moved = sum(level.moved_bytes[level.codec] for level in levels)
+    crowd = Crowd(peers)
+    loads = [
+        LevelLoad(one.modules, one.paths_per_module / grid.path_count, one.file_bytes[one.codec])
+        for one in levels
+    ]
     return PlanFigures(
         name=config.name,
         paths=grid.path_count,
@@ -242,6 +252,8 @@ def plan_figures(
         moved_bytes=moved,
         round_mbit_per_s=round(8e-6 * moved / config.rounds.duration_s, 3),
         requests=sum(_requests(level, config.rounds.copies) for level in levels),
+        crowd=crowd,
+        roles=role_traffic(loads, grid.path_count, config.rounds, crowd),
         join_bytes=base_file_bytes(config.model) + states,
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),

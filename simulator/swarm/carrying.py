@@ -16,6 +16,7 @@ from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.member import actions, events
 from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import is_plausible_row
+from dipaco.protocol.wire_sizes import ROW_BYTES
 
 from .downloads import Downloads
 from .network import STALL_S
@@ -25,8 +26,8 @@ from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 # `machine.Machine`, which stands on this file.
 Machine = Any
 ASK_LIMIT_S, RETRY_S = 3.0, 2.0
-# How long a row is on the wire, and a name in a locator.
-ROW_BYTES, NAME_BYTES = 254, 33
+# How long a name in a locator is on the wire.
+NAME_BYTES = 33
 HOLDERS_OF_SHARD = 4
 
 

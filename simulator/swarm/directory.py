@@ -21,17 +21,20 @@ from dipaco.modules.plan import RunPlan
 from dipaco.protocol.coverage import Scope
 from dipaco.protocol.records import ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.protocol.view import SwarmView, view_of_records
+from dipaco.protocol.wire_sizes import (
+    ENTRY_BYTES,
+    HELD_BYTES,
+    MODULE_BYTES,
+    NODES_STORED,
+    NODES_VISITED,
+    PEER_BYTES,
+    PROGRESS_BYTES,
+    VISIT_BYTES,
+)
 
 from .engine import Engine
 from .network import Link, Network
 
-# Sizes of signed records on the wire.
-MODULE_BYTES, HELD_BYTES = 296, 150
-PEER_BYTES = 580
-PROGRESS_BYTES, ENTRY_BYTES = 211, 60
-# What a visited node answers beside a value: its neighbours.
-VISIT_BYTES = 1800
-NODES_VISITED, NODES_STORED = 20, 5
 KEPT_VERSIONS = 3
 
 

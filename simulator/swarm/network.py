@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dipaco.protocol.wire_sizes import CALL_BYTES
+
 from .engine import Engine
 
-# What a message costs that says nothing much: headers, acknowledgements.
-CALL_BYTES = 300
 # From here on bytes count for the time that they take.
 BULK_BYTES = 16_384
 # Size of an answer that never comes: a stream is opened, and nothing is sent.

@@ -15,6 +15,13 @@ from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap.cli import main
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.plan_figures import Expected, PlanFigures, plan_figures
+from dipaco.bootstrap.plan_traffic import (
+    BOOTSTRAP_NODE,
+    CLOSED_VOLUNTEER,
+    KEEPER,
+    MAILBOX,
+    VOLUNTEER,
+)
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.grid import Grid
 from dipaco.modules.memory import pass_bytes
@@ -106,6 +113,22 @@ def test_lines_and_peers_that_are_expected() -> None:
     assert _said_of(fast).count("Too many peers") == 0
     assert _said_of(many).count("takes in 64 of 80 trainers") == 2
     assert many.levels[-1].moved_bytes["int4"] == 4 * many.levels[-1].file_bytes["int4"]
+
+
+def test_the_traffic_of_each_role() -> None:
+    """Beside what is compared with a swarm in tests/simulator/test_role_traffic.py."""
+    figures = plan_figures(load_run_config(EXAMPLES / "tiny" / "RUN.toml"), expected=Expected(40))
+    roles = {role["role"]: role for role in figures.as_json()["roles"]}
+    assert list(roles) == [VOLUNTEER, CLOSED_VOLUNTEER, KEEPER, MAILBOX, BOOTSTRAP_NODE]
+    for role in roles.values():
+        for way in ("sent_bytes", "received_bytes"):
+            parts = [count for name, count in role[way].items() if name != "total"]
+            assert role[way]["total"] == pytest.approx(sum(parts), abs=3)
+    # With ten trainers of each path nobody has to keep a copy for others.
+    assert roles[KEEPER]["times"] == 0
+    fetched = sum(level.moved_bytes[level.codec] for level in figures.levels)
+    assert roles[VOLUNTEER]["received_bytes"]["files"] == pytest.approx(fetched, rel=0.02)
+    assert "By role, in a round" in _said_of(figures)
 
 
 def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:

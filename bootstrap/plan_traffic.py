@@ -1,0 +1,321 @@
+"""What a peer sends and receives in a round, by its role: the traffic that `plan` shows.
+
+It is counted for a calm swarm, in which nobody comes, goes or moves, with at least one peer for
+each path. What a volunteer and a bootstrap node move is theirs alone; keeping a copy and being the
+first mailbox come on top, for whoever has them. docs/configuration.md has each term in a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dipaco.modules.config import RoundsConfig
+from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.coverage import SAMPLED_AT_ONCE, bucket_count
+from dipaco.protocol.member.proposing import MAILBOXES
+from dipaco.protocol.records import RENEWED_AFTER, record_life_s, refresh_period_s
+from dipaco.protocol.wire_sizes import (
+    CALL_BYTES,
+    ENTRY_BYTES,
+    HELD_BYTES,
+    MODULE_BYTES,
+    NODES_STORED,
+    NODES_VISITED,
+    PEER_BYTES,
+    PROGRESS_BYTES,
+    ROW_BYTES,
+    VISIT_BYTES,
+)
+
+# A peer that cannot be called asks a mailbox for rows and steps once or twice in a round.
+ASKS_OF_CLOSED = 1.5
+# An answer has the rows of so many rounds, beside the last step.
+ROUNDS_IN_ANSWER, ROWS_IN_ANSWER = 3, 128
+VOLUNTEER, CLOSED_VOLUNTEER = "volunteer", "unreachable volunteer"
+KEEPER, MAILBOX = "keeper, a copy", "mailbox, a turn"
+BOOTSTRAP_NODE = "bootstrap node"
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The peers of a swarm."""
+
+    peers: int
+    """That train."""
+    closed_share: float = 0.2
+    """The part of them that cannot be called."""
+    bootstrap_nodes: int = 1
+
+
+@dataclass(frozen=True)
+class LevelLoad:
+    """The modules of a level, as far as traffic goes."""
+
+    modules: int
+    path_share: float
+    """The part of all paths that leads through one of them."""
+    file_bytes: int
+    """Of a contribution."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of a round in one direction."""
+
+    files: float = 0.0
+    """Contributions."""
+    messages: float = 0.0
+    """Rows and steps told, asked for and answered, and requests for files."""
+    dht: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.files + self.messages + self.dht
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.files + other.files, self.messages + other.messages, self.dht + other.dht)
+
+    def __mul__(self, factor: float) -> Moved:
+        return Moved(factor * self.files, factor * self.messages, factor * self.dht)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of a round in both directions."""
+
+    sent: Moved = Moved()
+    received: Moved = Moved()
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.sent + other.sent, self.received + other.received)
+
+    def __mul__(self, factor: float) -> Traffic:
+        return Traffic(self.sent * factor, self.received * factor)
+
+
+@dataclass(frozen=True)
+class RoleTraffic:
+    """What a peer moves in a round because it has a role."""
+
+    role: str
+    traffic: Traffic
+    times: float | None = None
+    """How often a peer that can be called has a role that comes on top of another, on average:
+    copies that it keeps, turns as the first mailbox in a round."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, in whole bytes."""
+        ways = {"sent_bytes": self.traffic.sent, "received_bytes": self.traffic.received}
+        shown = {way: {n: round(b) for n, b in asdict(of).items()} for way, of in ways.items()}
+        for way, of in ways.items():
+            shown[way]["total"] = round(of.total)
+        times = None if self.times is None else round(self.times, 2)
+        return {"role": self.role, "times": times, **shown}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Who has to do with one module of a level."""
+
+    load: LevelLoad
+    trainers: float
+    closed: float
+    """Of the trainers, who cannot be called."""
+    kept: float
+    """Copies at peers that do not train it."""
+    kept_for_closed: float
+    """The same, where it is known of a trainer that it cannot be called."""
+    mailboxes: int
+    """That a peer which cannot be called gives its file to."""
+
+    @property
+    def followers(self) -> float:
+        """Who fetches all files."""
+        return self.trainers + self.kept
+
+    @property
+    def listeners(self) -> float:
+        """Followers who are told of rows and steps."""
+        return self.followers - self.closed
+
+    @property
+    def file_bytes(self) -> float:
+        return CALL_BYTES + self.load.file_bytes
+
+    @property
+    def step_bytes(self) -> float:
+        return CALL_BYTES + ROW_BYTES * min(self.trainers, MAX_ROWS)
+
+    @property
+    def answer_bytes(self) -> float:
+        rows = min(ROUNDS_IN_ANSWER * self.trainers, ROWS_IN_ANSWER)
+        return ROW_BYTES * rows + self.step_bytes
+
+
+def role_traffic(
+    levels: Sequence[LevelLoad], path_count: int, rounds: RoundsConfig, crowd: Crowd
+) -> tuple[RoleTraffic, ...]:
+    """Return what each role moves: volunteers, those that cannot be called, keepers of a copy, the
+    first mailbox of a module, and bootstrap nodes."""
+    groups = [_group(level, rounds, crowd) for level in levels]
+    modules = [float(group.load.modules) for group in groups]
+    copies = [group.load.modules * group.kept for group in groups]
+    # Where no copies are needed, what a copy of any module would cost.
+    kept = copies if sum(copies) else modules
+    dht = _Dht(path_count, rounds, crowd)
+    train = _sum([dht.hold(group, is_trained=True) for group in groups]) + dht.train()
+    keep = _mean([_keep(group) + dht.hold(group, is_trained=False) for group in groups], kept)
+    node = dht.look_and_say()
+    able = _able(crowd)
+    serve = _served(train * crowd.peers + node * crowd.bootstrap_nodes + keep * sum(copies), able)
+    called = _sum([_train(group) for group in groups]) + train + serve
+    closed = _sum([_train_closed(group) for group in groups]) + train
+    turn = _mean([_lead(group) for group in groups], modules)
+    return (
+        RoleTraffic(VOLUNTEER, called),
+        RoleTraffic(CLOSED_VOLUNTEER, closed),
+        RoleTraffic(KEEPER, keep, sum(copies) / able),
+        RoleTraffic(MAILBOX, turn, sum(modules) / able),
+        RoleTraffic(BOOTSTRAP_NODE, node + serve),
+    )
+
+
+def _sum(parts: Sequence[Traffic]) -> Traffic:
+    return sum(parts, Traffic())
+
+
+def _mean(parts: Sequence[Traffic], weights: Sequence[float]) -> Traffic:
+    whole = sum(weights)
+    return _sum([part * (weight / whole) for part, weight in zip(parts, weights, strict=True)])
+
+
+def _able(crowd: Crowd) -> float:
+    """Return how many peers can be called."""
+    return max(1.0, crowd.peers * (1 - crowd.closed_share) + crowd.bootstrap_nodes)
+
+
+def _group(load: LevelLoad, rounds: RoundsConfig, crowd: Crowd) -> _Group:
+    able = _able(crowd)
+    trainers = max(1.0, crowd.peers * load.path_share)
+    open_share = 1 - crowd.closed_share
+
+    def kept(open_trainers: float) -> float:
+        return max(0.0, min(rounds.copies, able) - open_trainers)
+
+    return _Group(
+        load=load,
+        trainers=trainers,
+        closed=trainers * crowd.closed_share,
+        kept=kept(trainers * open_share),
+        kept_for_closed=kept((trainers - 1) * open_share),
+        mailboxes=min(MAILBOXES, int(able)),
+    )
+
+
+def _train(group: _Group) -> Traffic:
+    """All others are told the own row and fetch the own file, and it is the same with theirs."""
+    others, fetched, told = group.followers - 1, group.trainers - 1, CALL_BYTES + ROW_BYTES
+    return Traffic(
+        Moved(
+            files=others * group.file_bytes,
+            messages=max(0.0, group.listeners - 1) * told + fetched * CALL_BYTES,
+        ),
+        Moved(
+            files=fetched * group.file_bytes,
+            messages=fetched * told + group.step_bytes + others * CALL_BYTES,
+        ),
+    )
+
+
+def _train_closed(group: _Group) -> Traffic:
+    """The own file is given to the mailboxes, which are asked for rows and steps."""
+    fetched, told = group.trainers - 1, CALL_BYTES + ROW_BYTES
+    return Traffic(
+        Moved(
+            files=group.mailboxes * group.file_bytes,
+            messages=group.listeners * told + (fetched + ASKS_OF_CLOSED) * CALL_BYTES,
+        ),
+        Moved(
+            files=fetched * group.file_bytes,
+            messages=ASKS_OF_CLOSED * group.answer_bytes,
+        ),
+    )
+
+
+def _keep(group: _Group) -> Traffic:
+    """All files are fetched, and all rows and the step are told."""
+    files, told = group.trainers, CALL_BYTES + ROW_BYTES
+    return Traffic(
+        Moved(messages=files * CALL_BYTES),
+        Moved(files=files * group.file_bytes, messages=files * told + group.step_bytes),
+    )
+
+
+def _lead(group: _Group) -> Traffic:
+    """The files of those who cannot be called are given to all who have not got them, the step is
+    told, and questions are answered. It needs these files itself, so it receives no more of them.
+    """
+    others = group.trainers - 1 + group.kept_for_closed
+    files = group.closed * max(0.0, others - group.mailboxes)
+    asked = ASKS_OF_CLOSED * group.closed
+    return Traffic(
+        Moved(
+            files=files * group.file_bytes,
+            messages=max(0.0, group.listeners - 1) * group.step_bytes + asked * group.answer_bytes,
+        ),
+        Moved(messages=(files + asked) * CALL_BYTES),
+    )
+
+
+def _served(whole: Traffic, able: float) -> Traffic:
+    """Return what of the DHT falls to a node: it answers what is read, and takes what is stored."""
+    return Traffic(Moved(dht=whole.received.dht / able), Moved(dht=whole.sent.dht / able))
+
+
+class _Dht:
+    """What is read there, which counts as received, and stored there, which counts as sent."""
+
+    def __init__(self, path_count: int, rounds: RoundsConfig, crowd: Crowd) -> None:
+        period_s = refresh_period_s(rounds)
+        self._refreshes = rounds.duration_s / period_s
+        # The refresh after a step may find that the record of its state is hardly older.
+        self._not_skipped = max(0.0, 1 - RENEWED_AFTER * record_life_s(period_s) / period_s)
+        self._nodes = min(NODES_VISITED, max(1, crowd.peers + crowd.bootstrap_nodes - 1))
+        self._storing = min(NODES_STORED, self._nodes)
+        buckets = bucket_count(path_count)
+        in_bucket = crowd.peers / buckets
+        peers = self._read(PEER_BYTES * (in_bucket + crowd.bootstrap_nodes / buckets))
+        self._bucket = peers + self._read((PROGRESS_BYTES + ENTRY_BYTES) * in_bucket)
+        # Where a peer sees only a part of the paths, it looks at others too: once a dwell, and in
+        # each round where others train its path as well.
+        spare = max(0.0, 1 - path_count / crowd.peers)
+        self._looks = spare + (1 - spare) / rounds.dwell_rounds if buckets > 1 else 0.0
+        self._looked_at = 1 + min(SAMPLED_AT_ONCE, buckets - 1)
+
+    def look_and_say(self) -> Traffic:
+        """The own bucket is read, and it is said who this is, in each refresh."""
+        return self._bucket * self._refreshes + self._write(PEER_BYTES) * self._refreshes
+
+    def train(self) -> Traffic:
+        """Besides, how far the path is, once a round, and looks at other paths."""
+        looked = self._bucket * (self._looks * self._looked_at)
+        return self.look_and_say() + looked + self._write(PROGRESS_BYTES + ENTRY_BYTES)
+
+    def hold(self, group: _Group, *, is_trained: bool) -> Traffic:
+        """Of a module that is followed: who trains and holds it is read in each refresh, and that
+        this peer does is written in each and after each step."""
+        reads = self._refreshes + (self._looks if is_trained else 0.0)
+        writes = self._refreshes + self._not_skipped
+        size = MODULE_BYTES + HELD_BYTES
+        return self._read(size * group.followers) * reads + self._write(size) * writes
+
+    def _read(self, key_bytes: float) -> Traffic:
+        return Traffic(received=Moved(dht=self._nodes * VISIT_BYTES + self._storing * key_bytes))
+
+    def _write(self, record_bytes: float) -> Traffic:
+        return Traffic(
+            Moved(dht=self._storing * record_bytes), Moved(dht=self._nodes * VISIT_BYTES)
+        )
