@@ -26,7 +26,7 @@ from rich.table import Table
 
 DATA = HERE / "tiny" / "data"
 DOMAINS = ("law_de", "code_c", "math_word", "fiction_fr")
-PROMPT = "Ein Antrag nach Absatz 1 ist schriftlich"
+PROMPT = "static int read_file(const char *path)"
 # Characters of a domain, and of a document at most: enough for the steps, and little to route and
 # to score.
 DOMAIN_CHARACTERS = {"train": 40_000, "validation": 8_000}
