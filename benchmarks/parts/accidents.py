@@ -3,13 +3,13 @@
 Three real `dipaco-peer` processes and a bootstrap node on loopback train a tiny run by the clock.
 To one of the peers something happens: one of its own processes is killed or hangs, all of them are
 suspended, its files cannot be written or are gone, its machine's clock is set. Then it has to
-step again, or to end with one line that says what to do and a documented exit code; and the
-others have to go on stepping. At the end all processes are killed at once and started again from
-their folders.
+step again, to pause with one line that says what to do, or to end with such a line and a documented
+exit code; and the others have to go on stepping. At the end all processes are killed at once and
+started again from their folders.
 
 Each accident happens to a peer that has stepped since the one before; one that has ended is
 started again with its folder. A full disk is a file system of its own, which needs root; it
-is named as left out otherwise. Exit code 1 when a peer neither stepped nor ended in time.
+is named as left out otherwise. Exit code 1 when a peer did none of these in time.
 """
 
 from __future__ import annotations
@@ -69,11 +69,14 @@ class Outcome:
     """The last line that it printed when it ended, else the first of its warnings."""
     others_after_s: float | None
     """Until another peer committed."""
+    is_paused: bool = False
+    """It trains nothing until its owner has done something, and has said what."""
 
     @property
     def is_well(self) -> bool:
         return self.others_after_s is not None and (
             self.commits_after_s is not None
+            or self.is_paused
             or (self.exit_code in range(2, 13) and self.said.startswith("error: "))
         )
 
@@ -135,8 +138,9 @@ class World:
             if not victim.alive and found.ends_after_s is None:
                 found.ends_after_s = round(time.time() - happened_s, 1)
                 found.exit_code = victim.popen.returncode
+            found.is_paused = any(e["time_s"] > happened_s for e in victim.of("paused"))
             is_over = found.commits_after_s is not None or found.ends_after_s is not None
-            if is_over and found.others_after_s is not None:
+            if (is_over or found.is_paused) and found.others_after_s is not None:
                 break
             time.sleep(POLL_S)
         lines = victim.output.read_bytes()[printed:].decode(errors="replace").splitlines()
@@ -178,7 +182,7 @@ def what_it_said(lines: list[str], has_ended: bool) -> str:
     """Return the line that a person would look at."""
     if has_ended:
         return next((line for line in reversed(lines) if line.strip()), "")
-    telling = ("carries on", "warning", "waiting", "kept in memory", "started again")
+    telling = ("paused:", "carries on", "warning", "waiting", "kept in memory", "started again")
     return next((line for line in lines if any(word in line.lower() for word in telling)), "")
 
 
