@@ -118,7 +118,7 @@ class RoleTraffic:
 
 @dataclass(frozen=True)
 class _Group:
-    """Who has to do with one module of a level."""
+    """The numbers of peers that follow one module of a level."""
 
     load: LevelLoad
     trainers: float
@@ -133,7 +133,7 @@ class _Group:
 
     @property
     def followers(self) -> float:
-        """Who fetches all files."""
+        """The number of peers that fetch all files."""
         return self.trainers + self.kept
 
     @property

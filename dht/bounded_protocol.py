@@ -5,7 +5,7 @@
 * A node stores what `quotas.py` admits, which is asked before any signature is checked, and looks
   at so many records of a request only. Nobody writes into its cache, and nobody is told of it.
 * Its answers fit into a message, and of an answer it looks at as much as an honest node gives.
-* Who is to store something searches for the nodes near a key, and not for what they have there.
+* To store something, a peer searches for the nodes near a key, not for what they have there.
 
 `install` is called in the DHT process, before the node is made.
 """

@@ -9,7 +9,7 @@ who there is. So:
 * A node asks, believes, stores at and has in its table only nodes whose admission it has checked,
   and those whose addresses it was given. Names in an answer are asked for theirs first.
 * A node that does not know its run yet hears the given ones alone, and finds the manifest there.
-* Who is neither is answered within what all such have together, and stores nothing but what
+* A node that is neither is answered within what all such have together, and stores nothing but what
   certifies itself.
 """
 

@@ -1,4 +1,4 @@
-"""Who contributed lately stays known, whatever the DHT says, until a call to it fails.
+"""Peers that contributed lately stay known, whatever the DHT says, until a call to it fails.
 
 See design 4.8, address. The DHT finds peers; it does not decide who there is. A peer whose row is
 in the last steps, and that the view does not show, is called. It counts as a trainer of the module

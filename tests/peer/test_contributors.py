@@ -1,4 +1,4 @@
-"""Who contributed stays known until direct calls fail, whatever the DHT says."""
+"""A contributor stays known until direct calls fail, whatever the DHT says."""
 
 from __future__ import annotations
 

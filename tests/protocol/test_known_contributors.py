@@ -1,4 +1,4 @@
-"""Who contributed lately and is in no view counts until a call to it fails."""
+"""A recent contributor that no view shows counts until a call to it fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is waited for, when more rows than were proposed are proposed, and what is taken when."""
+"""A proposal: whose rows it waits for, when others outbid it, and when it is taken."""
 
 from __future__ import annotations
 
@@ -191,3 +191,30 @@ def test_a_step_that_could_not_be_had_is_computed_from_the_own_state_later() -> 
     assert member.chain.heaviest().name == base.name
     member.wait(DURATION_S + 1.0)
     assert [again.base for again in member.take(a.Compute)] == [compute.base]
+
+
+def test_a_clock_that_is_set_back_delays_no_question_and_no_round() -> None:
+    member = Trainer("A", "ABC")
+    member.module.begin(60, BOUNDARY_S + 60 * DURATION_S)
+    member.known.now_s += 60 * DURATION_S
+    member.module.ask("B")
+    member.module.carry_on("no step came")
+    assert member.take(a.Ask)
+    member.known.now_s = BOUNDARY_S + DURATION_S
+    member.module.ask("B")
+    assert [ask.peer for ask in member.take(a.Ask)] == ["B"]
+    member.module.begin(1, member.known.now_s)
+    assert member.module.round.index == 1
+
+
+def test_a_state_to_begin_with_that_comes_twice_is_not_forgotten() -> None:
+    member = Trainer("A", "ABC")
+    member.module.follow(Role.MAILBOX)
+    member.module.want()
+    genesis = member.chain.book.genesis(MODULE)
+    head = member.chain.book.link(genesis).head(name(genesis), 10**6)
+    member.module.consider()
+    for _ in range(2):
+        member.module.handle(e.StateHere(MODULE, head))
+    assert member.module.ready == head
+    assert member.take(a.Forget) == []
