@@ -252,7 +252,8 @@ def test_as_many_are_asked_to_keep_a_copy_as_are_missing() -> None:
     for other in (stale, wrong):
         life.holdings = [Holding(first[0], life.head), Holding(first[1], other)]
         life.now_s += 4 * refresh_period_s(life.plan.rounds)
-        assert len(asked()) == 1
+        (again,) = asked()
+        assert other is stale or again != first[1], "it computed another state"
     life.holdings = [Holding(peer, life.head) for peer in first]
     life.now_s += 4 * refresh_period_s(life.plan.rounds)
     assert asked() == ()
