@@ -101,4 +101,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build demo-run .mypy_cache .ruff_cache .pytest_cache
+	rm -rf build demo-run demo-adapters-run .mypy_cache .ruff_cache .pytest_cache

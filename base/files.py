@@ -221,6 +221,27 @@ def atomic_write(
             handle.write(chunk)
 
 
+def append(path: Path, data: bytes) -> None:
+    """Write behind the end of a file, in an existing folder; it is on the disk afterwards.
+
+    Raises StorageError.
+    """
+    with storage_errors(path.parent), path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def ends_within_a_line(path: Path) -> bool:
+    """Tell whether a file ends within a line, as that of a process that was killed may. Raises
+    OSError."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Make `target` the same file as `source`, or a copy where that cannot be; one that is there
     stays. Raises StorageError."""

@@ -32,6 +32,7 @@ from dipaco.modules.llama import (
     TOKENIZER_FILE,
     TOKENIZER_JSON,
     TOKENIZER_SETTINGS,
+    check_llama_parameters,
     llama_weight_files,
     read_config_file,
     read_llama_config,
@@ -97,6 +98,8 @@ class ImportedBase:
         """
         stored = self._stored_model
         size = len(self._numbered.order) if self._numbered else stored.vocabulary_size
+        with storage_errors(self.folder):
+            check_llama_parameters(self.folder, stored)
         return parse_config(
             ModelConfig,
             {**stored.model_dump(mode="json"), "vocabulary_size": size},

@@ -98,6 +98,8 @@ class Demo:
         self.accidents: dict[int, str] = {}
         self.digests: dict[str, str] = {}
         self.started_s = time.time()
+        # Told to end, it takes what it has started with it.
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         self._numbers = iter(range(1, 100))
         # Four peers share the machine: one thread each.
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}

@@ -151,7 +151,7 @@ def _fit(
         print(json.dumps({"run": source.plan.run_id, "file": str(file), **asdict(report)}))
     else:
         print(
-            f"{file}: fitted to {report.documents} documents, with the parameters of step "
+            f"{file}: fitted to {_documents(report.documents)}, with the parameters of step "
             f"{report.kept_step} of {report.steps}"
         )
     return 0
@@ -165,11 +165,15 @@ def show(report: EvaluationReport, console: Console) -> None:
         console.print(_table("label", report.labels(), overall))
     if report.missing_paths:
         console.print(
-            f"not scored: {report.unscored_documents} documents of paths "
+            f"not scored: {_documents(report.unscored_documents)} of paths "
             f"{', '.join(map(str, report.missing_paths))}, which lack the state of a module"
         )
     if report.short_documents:
-        console.print(f"too short to score: {report.short_documents} documents")
+        console.print(f"too short to score: {_documents(report.short_documents)}")
+
+
+def _documents(count: int) -> str:
+    return f"{count} document{'s' * (count != 1)}"
 
 
 def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:

@@ -6,6 +6,7 @@ agree on. Unknown keys are refused with the nearest known name (`parse_config`).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar
@@ -381,7 +382,8 @@ def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source:
     is answered with the nearest known one.
     """
     try:
-        return config_class.model_validate(values)
+        # As JSON, where a list may become a tuple but a text no number.
+        return config_class.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -271,6 +271,24 @@ def read_llama_parameters(folder: Path, model: ModelConfig) -> dict[str, torch.T
     return {n: t.to(torch.float32) for n, t in iterate_llama_parameters(folder, model)}
 
 
+def check_llama_parameters(folder: Path, model: ModelConfig) -> None:
+    """Check that a checkpoint has all parameters of `model`, no others, by what its files begin
+    with: numbers are not read.
+
+    Raises as `iterate_llama_parameters`.
+    """
+    wanted = parameter_shapes(model)
+    with contextlib.ExitStack() as stack:
+        found = _readers(folder, stack)
+        if model.tied_embedding:
+            found.pop(HEAD, None)
+        _check_names(found, wanted, folder)
+        for name, (file, reader) in sorted(found.items()):
+            with _broken_file(file):
+                shape = tuple(reader.get_slice(name).get_shape())
+            _check_shape(name, shape, wanted[name], folder)
+
+
 def iterate_llama_parameters(
     folder: Path, model: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -282,13 +300,7 @@ def iterate_llama_parameters(
     """
     wanted = parameter_shapes(model)
     with contextlib.ExitStack() as stack:
-        found: dict[str, _Reader] = {}
-        for file in llama_weight_files(folder):
-            with _broken_file(file):
-                reader = stack.enter_context(safetensors.safe_open(file, framework="pt"))
-                found |= dict.fromkeys(reader.keys(), (file, reader))
-        # Checkpoints of older versions store what is computed from the configuration.
-        found = {n: at for n, at in found.items() if not n.endswith("rotary_emb.inv_freq")}
+        found = _readers(folder, stack)
         head = found.pop(HEAD, None) if model.tied_embedding else None
         _check_names(found, wanted, folder)
         table = found[EMBEDDING]
@@ -304,6 +316,17 @@ def iterate_llama_parameters(
 
 
 _Reader = tuple[Path, Any]
+
+
+def _readers(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Reader]:
+    """Return where each parameter of a checkpoint is; its files are open as long as `stack`."""
+    found: dict[str, _Reader] = {}
+    for file in llama_weight_files(folder):
+        with _broken_file(file):
+            reader = stack.enter_context(safetensors.safe_open(file, framework="pt"))
+            found |= dict.fromkeys(reader.keys(), (file, reader))
+    # Checkpoints of older versions store what is computed from the configuration.
+    return {n: at for n, at in found.items() if not n.endswith("rotary_emb.inv_freq")}
 
 
 @contextlib.contextmanager
@@ -338,10 +361,14 @@ def _check_names(
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int, ...], folder: Path) -> None:
-    if tuple(tensor.shape) != shape:
-        raise IntegrityError(
-            f"{folder} has '{name}' in shape {list(tensor.shape)}, but its {CONFIG_FILE} says "
-            f"{list(shape)}"
-        )
+    _check_shape(name, tuple(tensor.shape), shape, folder)
     if not bool(torch.isfinite(tensor).all()):
         raise IntegrityError(f"{folder} has numbers in '{name}' that are not finite")
+
+
+def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...], folder: Path) -> None:
+    if shape != wanted:
+        raise IntegrityError(
+            f"{folder} has '{name}' in shape {list(shape)}, but its {CONFIG_FILE} says "
+            f"{list(wanted)}"
+        )

@@ -51,10 +51,10 @@ BATCH, RANK, RATE = 8, 16, 1e-3
 
 def main() -> int:
     part = begin("adapters", __doc__)
-    shapes = {"tiny": TINY} if part.rehearses else {"1 B": ONE_BILLION, "7 B": SEVEN_BILLION}
+    shapes = {"tiny": TINY} if part.rehearses else {"7 B": SEVEN_BILLION, "1 B": ONE_BILLION}
     seconds = 1.0 if part.rehearses else 6.0
     for name, shape in shapes.items():
-        for base_format in ("bf16", "nf4"):
+        for base_format in ("nf4", "bf16"):
             measure(part, name, shape, base_format, seconds)
     return part.conclude()
 

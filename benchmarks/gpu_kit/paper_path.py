@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from parts.cards import copy_gb_per_s, product_tflops
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dipaco.modules import transformer
 from dipaco.modules.cards import card_of, flops_per_token
@@ -43,29 +44,32 @@ def main() -> int:
             "copy_gb_per_s": copy_gb_per_s(part.device),
         }
         part.note("ceilings", ceilings)
-    with part.measuring("path, compiled"):
-        loop = path_loop(part, batch, compiled=True)
-        part.note("path, compiled", path_figures(part, loop, batch, seconds))
-        watched = random_batch(part.model, batch, 0)
-        part.note("profile of a compiled step", profiled(partial(loop.step, watched, 9)))
-        del loop
-    with part.measuring("path, compiled, larger pieces of logits"), larger_pieces():
-        loop = path_loop(part, batch, compiled=True)
-        part.note(
-            "path, compiled, larger pieces of logits", path_figures(part, loop, batch, seconds)
-        )
-        del loop
+    for name, attention, pieces, options in LEVERS:
+        with part.measuring(name), attention(), pieces():
+            torch._dynamo.reset()
+            loop = path_loop(part, batch, compiled=True, **options)
+            part.note(name, path_figures(part, loop, batch, seconds))
+            watched = random_batch(part.model, batch, 0)
+            part.note(f"profile of {name}", profiled(partial(loop.step, watched, 9)))
+            del loop
     with part.measuring("nanoGPT, compiled"):
         part.note("nanoGPT, compiled", nano_figures(part, batch, seconds))
     with part.measuring("path, eager"):
         loop = path_loop(part, batch, compiled=False)
         part.note("path, eager", path_figures(part, loop, batch, seconds))
         del loop
-    with part.measuring("transformers, eager"):
-        part.note("transformers, eager", llama_figures(part, batch, seconds, compiled=False))
     with part.measuring("transformers, compiled"):
         part.note("transformers, compiled", llama_figures(part, batch, seconds, compiled=True))
+    with part.measuring("transformers, eager"):
+        part.note("transformers, eager", llama_figures(part, batch, seconds, compiled=False))
     return part.conclude()
+
+
+@contextmanager
+def attention_of_cudnn() -> Iterator[None]:
+    """Have cuDNN compute attention for a while."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        yield
 
 
 @contextmanager
@@ -77,6 +81,15 @@ def larger_pieces() -> Iterator[None]:
         yield
     finally:
         transformer.LOGITS_AT_ONCE_ON_GPU = usual
+
+
+# What is tried: its name, how attention is computed, pieces of logits, and sequences at once.
+LEVERS: tuple[tuple[str, Any, Any, dict[str, int]], ...] = (
+    ("path, compiled", nullcontext, nullcontext, {}),
+    ("path, compiled, 64 at once", nullcontext, nullcontext, {"micro_batch_size": 64}),
+    ("path, compiled, cuDNN", attention_of_cudnn, nullcontext, {"micro_batch_size": 64}),
+    ("path, compiled, larger pieces", nullcontext, larger_pieces, {"micro_batch_size": 64}),
+)
 
 
 def path_loop(part: Part, batch: int, *, compiled: bool, **options: Any) -> InnerLoop:

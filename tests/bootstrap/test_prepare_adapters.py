@@ -110,6 +110,7 @@ def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
     ("old", "new", "words"),
     [
         ("rank = 4", "rank = 0", "adapters.rank: Input should be greater than or equal to 1"),
+        ("rank = 4", 'rank = "16"', r"adapters.rank: .* \(got '16'\)"),
         ("rank = 4", "rnk = 4", "unknown key 'adapters.rnk'; did you mean 'rank'"),
         ("rank = 4", 'base_format = "int3"', "adapters.base_format"),
         ('base = "OWNER/tiny"', "", r"\[adapters\] need a base"),
@@ -130,7 +131,7 @@ def test_a_base_that_lacks_layers_is_refused(hub: Path, tmp_path: Path) -> None:
     file, layers = hub / "config.json", '"num_hidden_layers": '
     file.write_text(file.read_text().replace(f"{layers}2", f"{layers}3"))
     with pytest.raises(DipacoError, match=r"lacks the parameter 'model.layers.2"):
-        prepared(tmp_path)
+        load_run_config(write_run(tmp_path, TOML))
 
 
 def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
