@@ -162,7 +162,13 @@ def storage_errors(folder: Path) -> Iterator[None]:
                 f"disk full: cannot write in {folder} ({_free_space(folder)}); free some "
                 f"space there, or give another folder with --cache-dir (or --out)"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno == errno.EROFS:
+            raise StorageError(
+                f"cannot write {error.filename or folder}: the file system is read-only; an error "
+                f"of the disk makes it so (see dmesg). Give another folder with --cache-dir (or "
+                f"--out), or mount it for writing"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM):
             raise StorageError(
                 f"no permission to use {error.filename or folder}; check its owner, or give "
                 f"another folder with --cache-dir (or --out)"
