@@ -41,6 +41,7 @@ from hivemind.utils.asyncio import switch_to_uvloop
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
 
 from dipaco.base.errors import NetworkError
+from dipaco.base.patience import LOOK_S, looks
 
 from . import bounded_protocol
 from .company import node_id_of
@@ -173,11 +174,8 @@ def _read(pipe: int, count: int) -> bytes:
 CALL_LIMIT_S = 30.0
 # An answer that is not here by then may be lost. Whatever is asked may run twice.
 ASK_AGAIN_AFTER_S = 10.0
-# How often somebody who waits looks whether there is still anybody who could answer.
-LOOK_S = 0.5
 BEAT_S = 1.0
-# The DHT process hangs when its beats stop for so many looks. Looks are counted, not seconds: a
-# machine that slept, or a peer that was stopped, has not looked meanwhile.
+# The DHT process hangs when its beats stop for so many looks.
 SILENT_LOOKS = 40
 PING_S = 5.0
 PING_LIMIT_S = 10.0
@@ -257,28 +255,25 @@ class GuardedDHT(DHT):
         """Ask, and unless the future itself is wanted ask until there is an answer."""
         if return_future:
             return self._ask(ask)
-        until = time.monotonic() + limit_s
         ask_again_at = time.monotonic()
         beats, silent_looks = self._beats.value, 0
         asked: list[concurrent.futures.Future[Any]] = []
-        while True:
+        for look_s in looks(limit_s):
             self.check()
             if time.monotonic() >= ask_again_at:
                 asked.append(self._ask(ask))
                 ask_again_at = time.monotonic() + ASK_AGAIN_AFTER_S
-            left_s = max(0.0, until - time.monotonic())
-            concurrent.futures.wait(asked, min(LOOK_S, left_s), "FIRST_COMPLETED")
+            concurrent.futures.wait(asked, look_s, "FIRST_COMPLETED")
             for future in asked:
                 if future.done():
                     return self._result(future)
-            if not left_s:
-                raise NetworkError(f"the DHT did not answer for {limit_s:g} s; check the network")
             if self._beats.value != beats:
                 beats, silent_looks = self._beats.value, 0
             else:
                 silent_looks += 1
             if silent_looks >= SILENT_LOOKS:
                 self._hangs(f"the DHT process hung for {SILENT_LOOKS * LOOK_S:g} s")
+        raise NetworkError(f"the DHT did not answer for {limit_s:g} s; check the network")
 
     def _ask(self, ask: Callable[..., Any]) -> concurrent.futures.Future[Any]:
         try:
