@@ -71,6 +71,18 @@ def _detach_from_terminal() -> None:
     die_with_parent()
 
 
+# Of each direction of a connection that p2pd relays. It takes 16 MiB by itself, and one to a peer
+# that was suspended or has gone may stay open for half an hour: a peer that relays grew by hundreds
+# of MiB (benchmarks/churn.py).
+RELAY_BUFFER_BYTES = 2**16
+
+
+def _start_p2pd(start: Callable[..., Any], *command: str, **options: Any) -> Any:
+    """Start p2pd with `start`, as Hivemind would, apart from what it leaves open."""
+    relay = f"-relayBufferSize={RELAY_BUFFER_BYTES}"
+    return start(*command, relay, preexec_fn=_detach_from_terminal, **options)
+
+
 def own_future_locks() -> None:
     """Give a forked process its own locks for making futures. Called first in each.
 
@@ -354,7 +366,7 @@ class GuardedDHT(DHT):
         given = self._given or self.initial_peers or ()
         bounded_protocol.install(str(address).rpartition("/p2p/")[2] for address in given)
         asyncio.subprocess.create_subprocess_exec = partial(
-            asyncio.subprocess.create_subprocess_exec, preexec_fn=_detach_from_terminal
+            _start_p2pd, asyncio.subprocess.create_subprocess_exec
         )
         loop = switch_to_uvloop()
         hold_tasks(loop)
