@@ -2,7 +2,7 @@
 
     python benchmarks/churn.py [--json] [--rounds 45] [--peers 8] [--no-calm] [--out DIR]
     python benchmarks/churn.py --closed 5 --bootstrap-dies
-    python benchmarks/churn.py --peers 10 --elders 1 --closed 3 --clocks-off-s 1 --bootstrap-dies \
+    python benchmarks/churn.py --peers 10 --elders 1 --closed 3 --clocks-off-s 1 --bootstrap-dies \\
         --rounds 575 --round-s 10 --step-s 0.3 --no-calm       # 600 joins, an hour and a half
     python benchmarks/churn.py --calm --rounds 900 --round-s 8     # two hours: does anything grow?
     python benchmarks/churn.py --accidents [NAME ...]              # one machine lets its peer down
@@ -523,6 +523,7 @@ def figures_of(world: World, counts: Counts) -> dict[str, Any]:
         "commits": counts.commits,
         "versions": counts.versions,
         "forked_versions": len(counts.forked),
+        "outbid_versions": counts.outbid,
         "agreed": counts.agreed,
         "trained_tokens": counts.trained,
         "killed_unmerged_tokens": counts.killed_unmerged,

@@ -99,6 +99,8 @@ class Counts:
     commits: int
     versions: int
     forked: dict[tuple[str, int], set[str]]
+    outbid: int
+    """Forked versions of which one state has all rows of the others and more: no work is lost."""
     final: dict[str, Event]
     """The last state of each module: the event that says most of it."""
     agreed: bool
@@ -205,10 +207,13 @@ def count(
         if life.ending in ("left", "stayed"):
             sums["living"] += work.trained.total()
             sums["lost"] += work.moved.total() + work.missed.total()
+    forked = {version: found for version, found in digests.items() if len(found) > 1}
+    rows = {e["digest"]: frozenset((e["round"], peer) for peer in e["group"]) for e in commits}
     return Counts(
         commits=len(commits),
         versions=len(digests),
-        forked={version: found for version, found in digests.items() if len(found) > 1},
+        forked=forked,
+        outbid=sum(_is_outbid([rows.get(d, frozenset()) for d in f]) for f in forked.values()),
         final=final,
         agreed=agreed,
         trained=sums["trained"],
@@ -222,6 +227,11 @@ def count(
         final_tokens=sum(event["tokens"] for event in final.values()),
         longest_without_commit=_longest_gap(commits, end_s),
     )
+
+
+def _is_outbid(steps: Sequence[frozenset[tuple[int, str]]]) -> bool:
+    """Tell whether one of the steps, each known by its rows, has the rows of all others."""
+    return all(steps) and frozenset().union(*steps) in steps
 
 
 def last_states(lives: Sequence[Life]) -> tuple[dict[str, Event], bool]:

@@ -142,6 +142,8 @@ class Speed:
 
     trained_per_s: float
     """Tokens trained a peer-second."""
+    trained_per_training_s: float
+    """The same without the time until a process began to train."""
     counted_per_s: float
     """Tokens that came into states a peer-second; of a token in several modules the mean."""
     peers: float
@@ -156,24 +158,32 @@ def speed(
     end_s: float,
 ) -> Speed:
     """Measure from `begin_s` to `end_s`."""
-    peer_s = sum(_awake_s(life, begin_s, end_s) for life in lives)
+    peer_s = sum(_awake_s(life, life.began_s, begin_s, end_s) for life in lives)
+    training_s = sum(_awake_s(life, _trains_s(life), begin_s, end_s) for life in lives)
     steps = sum(begin_s <= event["time_s"] < end_s for event in _of(lives, "inner"))
     counted = _counted(lives, end_s) - _counted(lives, begin_s)
-    if not peer_s:
-        return Speed(math.nan, math.nan, 0.0)
+    if not training_s:
+        return Speed(math.nan, math.nan, math.nan, 0.0)
     return Speed(
         steps * tokens_per_step / peer_s,
+        steps * tokens_per_step / training_s,
         counted / modules_of_a_path / peer_s,
         peer_s / (end_s - begin_s),
     )
 
 
-def _awake_s(life: Life, begin_s: float, end_s: float) -> float:
-    """Return for how long a process was there in this time, without its suspensions."""
-    there = max(0.0, min(life.ended_s, end_s) - max(life.began_s, begin_s))
+def _awake_s(life: Life, from_s: float, begin_s: float, end_s: float) -> float:
+    """Return for how long a process was there in this time since `from_s`, without suspensions."""
+    begin_s, end_s = max(from_s, begin_s), min(life.ended_s, end_s)
+    there = max(0.0, end_s - begin_s)
     for stop_s, continue_s in life.stops:
         there -= max(0.0, min(continue_s, end_s) - max(stop_s, begin_s))
     return there
+
+
+def _trains_s(life: Life) -> float:
+    """Return when a process began to train."""
+    return min((e["time_s"] for e in life.events if e["event"] == "training"), default=math.inf)
 
 
 def _counted(lives: Sequence[Life], until_s: float) -> int:

@@ -112,10 +112,21 @@ def test_a_fork_is_seen_and_its_loser_is_a_loss() -> None:
     loser.adopt("L0.E0", 1, "a", 20, merged=False)
     found = counted(winner.life("stayed"), loser.life("stayed"))
     assert found.forked == {("L0.E0", 1): {"a", "z"}}
+    assert found.outbid == 0
     assert found.agreed
     # Of L0.E0 20 of 30 tokens are in; the other modules were never merged.
     assert (found.final_tokens, found.stayed_unmerged) == (20, 30)
     assert found.share == 20 / 30
+
+
+def test_a_step_with_all_rows_of_the_other_outbids_it() -> None:
+    first = Log("A", 0).commit("L0.E0", 3, "a", 10, "A", "B").commit("L1.E0", 3, "x", 0)
+    fuller = Log("B", 0).commit("L0.E0", 3, "b", 20, "A", "B", "C")
+    assert counted(first.life("stayed"), fuller.life("stayed")).outbid == 1
+    other = Log("B", 0).commit("L0.E0", 3, "b", 20, "B", "C")
+    assert counted(first.life("stayed"), other.life("stayed")).outbid == 0
+    taken = Log("B", 0).adopt("L0.E0", 4, "b", 20, merged=True)
+    assert counted(first.life("stayed"), taken.life("stayed")).outbid == 0, "its rows are unknown"
 
 
 def test_an_adoption_can_contain_own_work() -> None:
@@ -237,11 +248,12 @@ def test_the_speed_is_of_processes_that_are_awake() -> None:
     for number, event in enumerate(log.events):
         event["time_s"] = number / 2
     life = log.life("left", began_s=-5.0, ended_s=12.0, stops=[(8.0, 10.0)])
-    gone = Log("B", 0).life("killed", began_s=0.0, ended_s=1.0)
+    gone = Life("B", "B", "killed", [], began_s=0.0, ended_s=1.0)
     found = speed([life, gone], STEP, 2, 0.5, 20.0)
-    # Ten seconds without the suspension, and half a second of the other one.
+    # Without the suspension, and half a second of one that never trained.
     peer_s = 11.5 - 2.0 + 0.5
     assert found.trained_per_s == 20 * STEP / peer_s
+    assert found.trained_per_training_s == 20 * STEP / (peer_s - 0.5)
     assert found.counted_per_s == 50 / peer_s
     assert found.peers == peer_s / 19.5
 
