@@ -70,14 +70,12 @@ EXIT_CODES = (
             "process does not release within 15 s"
         ),
         "the line shows an example, or the flag to change",
-        is_final=True,
     ),
     ExitCode(
         errors.RunSelectionError.exit_code,
         "run selection",
         "the DHT holds no run, several runs while `--run` is missing, or not the run asked for",
         "the line lists the runs; give `--run ID`",
-        is_final=True,
     ),
     ExitCode(
         errors.ManifestError.exit_code,

@@ -162,7 +162,13 @@ def storage_errors(folder: Path) -> Iterator[None]:
                 f"disk full: cannot write in {folder} ({_free_space(folder)}); free some "
                 f"space there, or give another folder with --cache-dir (or --out)"
             ) from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno == errno.EROFS:
+            raise StorageError(
+                f"cannot write {error.filename or folder}: the file system is read-only; an error "
+                f"of the disk makes it so (see dmesg). Give another folder with --cache-dir (or "
+                f"--out), or mount it for writing"
+            ) from error
+        if error.errno in (errno.EACCES, errno.EPERM):
             raise StorageError(
                 f"no permission to use {error.filename or folder}; check its owner, or give "
                 f"another folder with --cache-dir (or --out)"
@@ -219,6 +225,27 @@ def atomic_write(
     with atomic_file(path, mode) as handle:
         for chunk in (chunks,) if isinstance(chunks, bytes) else chunks:
             handle.write(chunk)
+
+
+def append(path: Path, data: bytes) -> None:
+    """Write behind the end of a file, in an existing folder; it is on the disk afterwards.
+
+    Raises StorageError.
+    """
+    with storage_errors(path.parent), path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def ends_within_a_line(path: Path) -> bool:
+    """Tell whether a file ends within a line, as that of a process that was killed may. Raises
+    OSError."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def link_or_copy(source: Path, target: Path) -> None:

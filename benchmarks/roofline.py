@@ -30,7 +30,7 @@ from dipaco.modules import transformer
 from dipaco.modules.cards import CARDS, Card, flops_per_token, path_parameters
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.memory import head_bytes, pass_bytes
-from dipaco.modules.transformer import PathModel
+from dipaco.modules.transformer import GPU_BYTES_A_LOGIT, LOGITS_AT_ONCE_ON_GPU, PathModel
 from dipaco.training.inner import InnerLoop
 
 SHOWN = ("H100", "A100", "RTX 4090", "RTX 3060", "T4")
@@ -169,7 +169,7 @@ def work_of(model: ModelConfig, sequences: int) -> Work:
             parameter.grad = torch.zeros_like(parameter)
         loop._forget_gradients = lambda: None  # type: ignore[method-assign]
         with (
-            mock.patch.object(transformer, "LOGITS_AT_ONCE", transformer.LOGITS_AT_ONCE_ON_GPU),
+            mock.patch.object(transformer, "LOGITS_AT_ONCE", LOGITS_AT_ONCE_ON_GPU),
             Writing(model, path.parameters()) as writing,
         ):
             loop._backward([tokens], tokens.numel())
@@ -190,7 +190,9 @@ def seconds_per_token(
 
 def fitting(model: ModelConfig, card: Card, parameters: int) -> int:
     """Return how many sequences fit on a card beside parameters, gradients and AdamW."""
-    free = 0.9 * card.memory_gb * 1e9 - 16 * parameters - head_bytes(model, BATCH)
+    memory = card.memory_gb * 1e9
+    at_once = max(LOGITS_AT_ONCE_ON_GPU, int(memory / GPU_BYTES_A_LOGIT))
+    free = 0.9 * memory - 16 * parameters - head_bytes(model, BATCH, at_once)
     return max(1, min(BATCH, int(free // pass_bytes(model))))
 
 

@@ -47,7 +47,7 @@ def main() -> int:
     if not can_split():
         parser.error("network namespaces need root and iproute2")
     chosen.peers, chosen.closed, chosen.calm = LARGE_SIDE + SMALL_SIDE, 0, False
-    chosen.bootstrap_dies = False
+    chosen.bootstrap_dies, chosen.elders, chosen.clocks_off_s = False, 0, 0.0
     with scratch_folder() as scratch:
         folder = chosen.out or scratch
         with split_network() as network:

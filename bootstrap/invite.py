@@ -14,7 +14,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import ConfigurationError, ManifestError
-from dipaco.base.files import atomic_write, storage_errors
+from dipaco.base.files import append, atomic_write, ends_within_a_line, storage_errors
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.guests import OWN_INVITATION, REVOCATIONS
 from dipaco.protocol.admission import (
@@ -150,5 +150,7 @@ def _note(folder: Path, invitation: Invitation, name: str) -> None:
         "expires_s": terms.expires_s or None,
         "made_s": int(time.time()),
     }
-    with storage_errors(folder / LIST_FILE), (folder / LIST_FILE).open("a") as file:
-        file.write(json.dumps(said) + "\n")
+    file = folder / LIST_FILE
+    with storage_errors(file):
+        cut_off = b"\n" if ends_within_a_line(file) else b""
+    append(file, cut_off + json.dumps(said).encode() + b"\n")

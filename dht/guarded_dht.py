@@ -41,6 +41,7 @@ from hivemind.utils.asyncio import switch_to_uvloop
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
 
 from dipaco.base.errors import NetworkError
+from dipaco.base.patience import LOOK_S, looks
 
 from . import bounded_protocol
 from .company import node_id_of
@@ -68,6 +69,18 @@ def _detach_from_terminal() -> None:
     """Run in p2pd before it starts: out of the terminal's process group, tied to its parent."""
     os.setsid()
     die_with_parent()
+
+
+# Of each direction of a connection that p2pd relays. It takes 16 MiB by itself, and one to a peer
+# that was suspended or has gone may stay open for half an hour: a peer that relays grew by hundreds
+# of MiB (benchmarks/churn.py).
+RELAY_BUFFER_BYTES = 2**16
+
+
+def _start_p2pd(start: Callable[..., Any], *command: str, **options: Any) -> Any:
+    """Start p2pd with `start`, as Hivemind would, apart from what it leaves open."""
+    relay = f"-relayBufferSize={RELAY_BUFFER_BYTES}"
+    return start(*command, relay, preexec_fn=_detach_from_terminal, **options)
 
 
 def own_future_locks() -> None:
@@ -173,11 +186,8 @@ def _read(pipe: int, count: int) -> bytes:
 CALL_LIMIT_S = 30.0
 # An answer that is not here by then may be lost. Whatever is asked may run twice.
 ASK_AGAIN_AFTER_S = 10.0
-# How often somebody who waits looks whether there is still anybody who could answer.
-LOOK_S = 0.5
 BEAT_S = 1.0
-# The DHT process hangs when its beats stop for so many looks. Looks are counted, not seconds: a
-# machine that slept, or a peer that was stopped, has not looked meanwhile.
+# The DHT process hangs when its beats stop for so many looks.
 SILENT_LOOKS = 40
 PING_S = 5.0
 PING_LIMIT_S = 10.0
@@ -257,28 +267,25 @@ class GuardedDHT(DHT):
         """Ask, and unless the future itself is wanted ask until there is an answer."""
         if return_future:
             return self._ask(ask)
-        until = time.monotonic() + limit_s
         ask_again_at = time.monotonic()
         beats, silent_looks = self._beats.value, 0
         asked: list[concurrent.futures.Future[Any]] = []
-        while True:
+        for look_s in looks(limit_s):
             self.check()
             if time.monotonic() >= ask_again_at:
                 asked.append(self._ask(ask))
                 ask_again_at = time.monotonic() + ASK_AGAIN_AFTER_S
-            left_s = max(0.0, until - time.monotonic())
-            concurrent.futures.wait(asked, min(LOOK_S, left_s), "FIRST_COMPLETED")
+            concurrent.futures.wait(asked, look_s, "FIRST_COMPLETED")
             for future in asked:
                 if future.done():
                     return self._result(future)
-            if not left_s:
-                raise NetworkError(f"the DHT did not answer for {limit_s:g} s; check the network")
             if self._beats.value != beats:
                 beats, silent_looks = self._beats.value, 0
             else:
                 silent_looks += 1
             if silent_looks >= SILENT_LOOKS:
                 self._hangs(f"the DHT process hung for {SILENT_LOOKS * LOOK_S:g} s")
+        raise NetworkError(f"the DHT did not answer for {limit_s:g} s; check the network")
 
     def _ask(self, ask: Callable[..., Any]) -> concurrent.futures.Future[Any]:
         try:
@@ -359,7 +366,7 @@ class GuardedDHT(DHT):
         given = self._given or self.initial_peers or ()
         bounded_protocol.install(str(address).rpartition("/p2p/")[2] for address in given)
         asyncio.subprocess.create_subprocess_exec = partial(
-            asyncio.subprocess.create_subprocess_exec, preexec_fn=_detach_from_terminal
+            _start_p2pd, asyncio.subprocess.create_subprocess_exec
         )
         loop = switch_to_uvloop()
         hold_tasks(loop)

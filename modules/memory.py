@@ -16,7 +16,7 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 from .config import ModelConfig
 from .device import free_and_total_bytes, numbered
 from .frozen_file import unfilled_base
-from .transformer import LOGITS_AT_ONCE_ON_GPU, PathModel
+from .transformer import PathModel
 
 logger = logging.getLogger(__name__)
 
@@ -183,8 +183,8 @@ def least_pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     return between + pass_bytes(one_block, in_16_bits=in_16_bits)
 
 
-def head_bytes(config: ModelConfig, batch: int) -> int:
-    """Return what the head takes on a GPU for a batch of sequences: logits of one piece, their
-    log-likelihoods and the gradients of these, in fp32."""
+def head_bytes(config: ModelConfig, batch: int, at_once: int) -> int:
+    """Return what the head takes on a GPU for a batch of sequences: logits of one piece, of so many
+    at once, their log-likelihoods and the gradients of these, in fp32."""
     logits = batch * config.sequence_length * config.vocabulary_size
-    return 3 * FP32_BYTES * min(LOGITS_AT_ONCE_ON_GPU, logits)
+    return 3 * FP32_BYTES * min(at_once, logits)

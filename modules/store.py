@@ -125,14 +125,18 @@ class StateStore:
             except (IntegrityError, StorageError) as error:
                 damaged.append(f"{entry.path.name}: {error}")
                 if set_aside:
-                    if self.shared is not None:
-                        self.shared.forget(entry.digest)
-                    with contextlib.suppress(OSError):
-                        entry.path.replace(entry.path.with_suffix(".bad"))
+                    self.set_aside(entry.path, entry.digest)
         if damaged:
             instead = f"version {found.version} is used" if found else "there is no other"
             logger.warning("damaged state of %s (%s); %s", module, "; ".join(damaged), instead)
         return found
+
+    def set_aside(self, file: Path, digest: str) -> None:
+        """Keep a damaged file of a state under another name, so that the state can be saved."""
+        if self.shared is not None:
+            self.shared.forget(digest)
+        with contextlib.suppress(OSError):
+            file.replace(file.with_suffix(".bad"))
 
     def load(self, module: str, layout: ModuleLayout, digest: str) -> ModuleState:
         """Return the state of `module` with this digest. Raises `IntegrityError` if it is not here,
@@ -207,7 +211,8 @@ class StateStore:
             try:
                 loaded = torch.load(file, map_location="cpu", weights_only=True)
             except Exception as error:  # torch raises whatever the damage makes it stumble over
-                logger.warning("damaged optimizer state %s (%s); starting afresh", file.name, error)
+                logger.warning("damaged optimizer state %s; starting afresh", file.name)
+                logger.debug("it cannot be read: %s", error)
                 file.unlink(missing_ok=True)
                 continue
             if isinstance(loaded, dict):

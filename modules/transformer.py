@@ -9,6 +9,7 @@ is theirs at Hugging Face is a frozen base (design 4.13, adapters).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .config import PAD_TOKEN, AdaptersConfig, ModelConfig
-from .device import format_of_products
+from .device import format_of_products, free_and_total_bytes
 from .frozen_base import FrozenBase, Nf4Weight, product
 from .marked_tokens import learned_targets, plain_tokens
 
@@ -30,8 +31,10 @@ HEAD = "lm_head.weight"
 
 # Logits that are held at once, tokens times vocabulary: 128 MiB in fp32. More tokens go in pieces.
 LOGITS_AT_ONCE = 2**25
-# The head's weights, and their gradient, go through memory once a piece, which a GPU feels.
+# The head's weights, and their gradient, go through memory once a piece, which a GPU feels: there a
+# piece has this many at least, and one for so many bytes of the GPU's memory.
 LOGITS_AT_ONCE_ON_GPU = 2**27
+GPU_BYTES_A_LOGIT = 256
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -410,6 +413,20 @@ def token_losses(model: PathModel, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat(losses).view(tokens.shape)[:, :-1]
 
 
+def logits_at_once(device: torch.device) -> int:
+    """Return how many logits, tokens times vocabulary, are held at once on a device."""
+    if device.type == "cpu":
+        return LOGITS_AT_ONCE
+    return max(LOGITS_AT_ONCE_ON_GPU, _total_bytes(device) // GPU_BYTES_A_LOGIT)
+
+
+@functools.cache
+def _total_bytes(device: torch.device) -> int:
+    # What is on "meta" has shapes alone.
+    memory = None if device.type == "meta" else free_and_total_bytes(device)
+    return 0 if memory is None else memory[1]
+
+
 def head_pieces(
     config: ModelConfig, hidden: torch.Tensor, tokens: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -421,8 +438,7 @@ def head_pieces(
     """
     # The last position gets padding for a target: cutting it off would copy all others.
     targets = F.pad(learned_targets(tokens[:, 1:]), (0, 1), value=PAD_TOKEN).flatten()
-    at_once = LOGITS_AT_ONCE if hidden.device.type == "cpu" else LOGITS_AT_ONCE_ON_GPU
-    count = math.ceil(len(targets) * config.vocabulary_size / at_once)
+    count = math.ceil(len(targets) * config.vocabulary_size / logits_at_once(hidden.device))
     size = math.ceil(len(targets) / count)
     return zip(hidden.flatten(0, 1).split(size), targets.split(size), strict=True)
 

@@ -204,7 +204,11 @@ def _train(
         node.plan,
         node.grid,
         device,
-        new_model=lambda: node.run_folder.path_model(node.plan, device),
+        new_model=lambda: node.fetcher.mended(
+            node.plan.blobs.base,
+            "the base model",
+            lambda: node.run_folder.path_model(node.plan, device),
+        ),
         optimizer=settings.optimizer,
         micro_batch_size=micro_batch_size,
         compile_model=settings.compile_model and device.type == "cuda",

@@ -23,16 +23,22 @@ def kept_addresses(cache_folder: Path) -> tuple[str, ...]:
     Raises ConfigurationError if there are none.
     """
     for folder in (cache_folder, cache_folder / "trainer-0"):
-        with contextlib.suppress(DipacoError, OSError, UnicodeDecodeError):
-            found = tuple(_file(folder).read_text().split())
-            for address in found:
-                check_given_peer(address)
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            found = tuple(filter(_is_usable, _file(folder).read_text().split()))
             if found:
                 return found
     raise ConfigurationError(
         "no address is given: ask for the address of a peer, and type dipaco-peer and the "
         f"address, for example dipaco-peer {EXAMPLE_PEER}"
     )
+
+
+def _is_usable(address: str) -> bool:
+    try:
+        check_given_peer(address)
+    except DipacoError:
+        return False
+    return True
 
 
 def _file(cache_folder: Path) -> Path:

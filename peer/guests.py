@@ -77,7 +77,8 @@ def admit(
         kept = file.read_bytes() if file.exists() else None
     except OSError as error:
         raise StorageError(f"{file}: {error.strerror}") from None
-    if invitation is None and kept is None:
+    if invitation is None and (kept is None or not _is_of(kept, identity, gate)):
+        # Of an open run, whose invitation everybody has, another one is made.
         invitation = manifest.plan.admission
     if invitation is not None:
         given = read_invitation(invitation)

@@ -25,7 +25,7 @@ from dipaco.base.errors import (
     StorageError,
     UnreachableError,
 )
-from dipaco.base.files import atomic_write, set_by
+from dipaco.base.files import atomic_write, remove_stale_temporaries, set_by
 from dipaco.dht.addresses import is_loopback, listening_everywhere, split_operator
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
@@ -154,12 +154,17 @@ class Node(Membership):
         """Fetch the shard index if it is not here, and make shards and genesis states known to
         the fetcher."""
         if self.shard_index is None:
-            self.fetcher.needed_blob(self.plan.blobs.shards, "the shard index")
-            self.shard_index = self.run_folder.shard_index(self.plan)
-            self.fetcher.use_shards(self.shard_index)
-            if self.plan.blobs.genesis is not None:
-                self.fetcher.needed_blob(self.plan.blobs.genesis, "the genesis index")
-                self.fetcher.use_genesis(self.run_folder.genesis_index(self.plan) or {})
+            plan, files, fetcher = self.plan, self.run_folder, self.fetcher
+            what = "the shard index"
+            fetcher.needed_blob(plan.blobs.shards, what)
+            index = fetcher.mended(plan.blobs.shards, what, lambda: files.shard_index(plan))
+            fetcher.use_shards(index)
+            if plan.blobs.genesis is not None:
+                what = "the genesis index"
+                fetcher.needed_blob(plan.blobs.genesis, what)
+                found = fetcher.mended(plan.blobs.genesis, what, lambda: files.genesis_index(plan))
+                fetcher.use_genesis(found or {})
+            self.shard_index = index
         return self.shard_index
 
     def open_successor(self, manifest: SignedManifest) -> Node:
@@ -493,9 +498,10 @@ def _remembered_run(
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder, or say which one cannot be created."""
+    """Create a folder, or say which one cannot be created; what was never finished in it goes."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        remove_stale_temporaries(path)
     except OSError as error:
         raise StorageError(
             f"cannot create {path}: {error.strerror}{set_by(path)}; choose another place with "

@@ -35,8 +35,10 @@ from dipaco.base.errors import (
     IntegrityError,
     StorageError,
 )
+from dipaco.base.repetition import Complaints
 from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
+from dipaco.modules.memory import is_out_of_memory
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
@@ -63,6 +65,8 @@ logger = logging.getLogger("dipaco.peer.outer_steps")
 CHECKED_ROWS = 8
 # States that are fetched at the same time, copies for others included.
 FETCHED_AT_ONCE = 4
+# Nobody is told more often that there is no memory.
+COMPLAIN_AGAIN_S = 600.0
 # A contribution is fetched for so long at most; the member does not wait for it.
 GATHER_LIMIT_S = 600.0
 # What does not get better by trying again: a peer that cannot begin for it ends.
@@ -113,6 +117,7 @@ class OuterSteps:
         """Of each module, when the round ended that was published last."""
         self._coming: set[Head] = set()
         self._stopping = threading.Event()
+        self._complaints = Complaints(COMPLAIN_AGAIN_S, 1)
 
     def stop(self) -> None:
         """Begin nothing more; what is under way is reported to nobody."""
@@ -386,6 +391,12 @@ class OuterSteps:
                 # Nothing that another peer sends ends this one, and the member must not wait.
                 logger.debug("an outer step failed", exc_info=True)
                 reason = f"{type(error).__name__}: {error}"
+                if is_out_of_memory(error):
+                    logger.log(
+                        self._complaints.level("memory"),
+                        "no memory is left for an outer step, which is left out; end other "
+                        "programs, or give this peer more (ulimit, container, machine)",
+                    )
             logger.info("%s: %s", getattr(action, "module", "states"), reason)
             if action is not None and not self._stopping.is_set():
                 self._report(e.Failed(action, reason))

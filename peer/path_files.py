@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dipaco.base.errors import CorpusError, DipacoError
+from dipaco.base.errors import CorpusError, DipacoError, IntegrityError
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.routing.batches import BatchStream
@@ -114,17 +114,36 @@ class PathFiles:
                 "prepare the run again with balanced = true in [router]"
             )
         node.fetcher.blob(plan.blobs.base, "the base model")
-        node.fetcher.blob(shard.train_sha256, f"the shard of path {path}")
-        node.fetcher.blob(shard.validation_sha256, f"the held-out split of path {path}")
-        tokens = node.run_folder.train_tokens(plan, path)
-        check_tokens(tokens, plan.model.vocabulary_size, f"the shard of path {path}")
+        tokens = self._tokens(
+            shard.train_sha256,
+            f"the shard of path {path}",
+            lambda: node.run_folder.train_tokens(plan, path),
+        )
         stream = BatchStream(
             tokens, seed=plan.seed, path=path, batch_sequences=plan.inner.batch_sequences
         )
-        rows = node.run_folder.validation_tokens(plan, path)
-        check_tokens(rows, plan.model.vocabulary_size, f"the held-out split of path {path}")
+        rows = self._tokens(
+            shard.validation_sha256,
+            f"the held-out split of path {path}",
+            lambda: node.run_folder.validation_tokens(plan, path),
+        )
         reported = even_sample(rows, plan.rounds.validation_sequences)
         return PathData(path, stream, torch.from_numpy(np.asarray(reported, dtype=np.int64)))
+
+    def _tokens(self, sha256: str, what: str, opened: Callable[[], np.ndarray]) -> np.ndarray:
+        """Fetch a token file if need be, and return what is `opened` of it."""
+        node = self._node
+
+        def checked() -> np.ndarray:
+            # What a disk made of it would be trained on, and nobody would notice.
+            if not node.run_folder.blobs.verify(sha256):
+                raise IntegrityError(f"{what} does not have its hash")
+            tokens = opened()
+            check_tokens(tokens, node.plan.model.vocabulary_size, what)
+            return tokens
+
+        node.fetcher.blob(sha256, what)
+        return node.fetcher.mended(sha256, what, checked)
 
     def genesis_state(self, module: str) -> ModuleState:
         """Return the state a module starts from: of the successor's index, or of the base.
@@ -137,13 +156,22 @@ class PathFiles:
             node.fetcher.blob(plan.blobs.base, "the base model")
             with self._lock:
                 if self._first is None:
-                    self._first = node.run_folder.first_parameters(plan)
+                    self._first = node.fetcher.mended(
+                        plan.blobs.base,
+                        "the base model",
+                        lambda: node.run_folder.first_parameters(plan),
+                    )
                 return node.run_folder.genesis_state(plan, module, self._first)
+        what = f"the genesis state of {module}"
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
-        digests = node.run_folder.genesis_index(plan)
+        digests = node.fetcher.mended(
+            plan.blobs.genesis, "the genesis index", lambda: node.run_folder.genesis_index(plan)
+        )
         assert digests is not None
-        node.fetcher.blob(digests[module], f"the genesis state of {module}")
-        return node.run_folder.genesis_state(plan, module)
+        node.fetcher.blob(digests[module], what)
+        return node.fetcher.mended(
+            digests[module], what, lambda: node.run_folder.genesis_state(plan, module)
+        )
 
     def release(self) -> None:
         """Forget what was fetched and not taken, and what paths begin with, which is as large as a

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from dipaco.base.errors import AdmissionError, DipacoError, NetworkError
+from dipaco.base.patience import looks
 from dipaco.dht.directory import Directory
 from dipaco.protocol.coverage import Scope, bucket_count, home_bucket, scope_of
 from dipaco.protocol.records import record_life_s, refresh_period_s
@@ -125,7 +126,7 @@ class Refresher:
             self._want_to_read(further)
             while self._refresh_count < wanted:
                 self._background.check()
-                if not self._refreshed.wait(timeout_s):
+                if not any(map(self._refreshed.wait, looks(timeout_s))):
                     raise NetworkError(
                         f"the DHT did not answer for {timeout_s:.0f} s; check the network and "
                         "start again"

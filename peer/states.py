@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.errors import DipacoError, StorageError
+from dipaco.base.errors import DipacoError, IntegrityError, StorageError
 from dipaco.modules.device import return_freed_memory
 from dipaco.modules.grid import Grid
 from dipaco.modules.state import ModuleState, read_state, state_chunks
@@ -243,6 +243,8 @@ class States:
             return read_state(file, self._grid.layout(module), digest, module=module)
         except DipacoError as error:
             logger.warning("state of %s on disk is not used: %s", module, error)
+            if isinstance(error, IntegrityError):
+                self._store.set_aside(file, digest)
             return None
 
     # -- the exchange's source

@@ -15,6 +15,8 @@ from .chain import Row, Step
 # Rounds that are remembered; peers behind a step, and rows of a peer: one can have a row behind
 # each of a few heads, while the chains of a split are compared.
 REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
+# Rounds whose files are remembered: of a step that nobody told a row of before, too.
+REMEMBERED_FILES_ROUNDS = 64
 
 
 class RoundRows:
@@ -27,6 +29,8 @@ class RoundRows:
         self.refused: set[str] = set()
         """Rows whose files are none."""
         self._wanted_s: dict[str, float] = {}
+        self._round_of: dict[str, int] = {}
+        """Of the rows in the last three."""
 
     def note(self, row: Row, has_room_first: Callable[[str], bool]) -> bool:
         """Take a row in; returns whether it counts. `has_room_first` tells which peers have room
@@ -51,11 +55,18 @@ class RoundRows:
         for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
             for peer in list(self._rows[key]):
                 self._forget(key, peer)
+        oldest = round_index - REMEMBERED_FILES_ROUNDS
+        for name in [name for name, found in self._round_of.items() if found <= oldest]:
+            self._forget_file(name)
 
     def _forget(self, key: tuple[int, str], peer: str) -> None:
         name = self._rows[key].pop(peer).name
         if not self._rows[key]:
             del self._rows[key]
+        self._forget_file(name)
+
+    def _forget_file(self, name: str) -> None:
+        self._round_of.pop(name, None)
         self.here.discard(name)
         self.refused.discard(name)
         self._wanted_s.pop(name, None)
@@ -100,7 +111,13 @@ class RoundRows:
         missing = [row for row in rows if row.name not in here and row.name not in refused]
         missing = [row for row in missing if self._wanted_s.get(row.name, -math.inf) < last]
         self._wanted_s.update((row.name, now_s) for row in missing)
+        self._round_of.update((row.name, row.round_index) for row in missing)
         return tuple(missing)
+
+    def came(self, row: Row) -> None:
+        """The file of a row is here, and is a contribution."""
+        self.here.add(row.name)
+        self._round_of[row.name] = row.round_index
 
     def missing(self, step: Step | None) -> tuple[Row, ...]:
         """Return the rows of a step whose files are not here."""
@@ -117,3 +134,4 @@ class RoundRows:
         self._wanted_s.pop(row.name, None)
         if is_refused:
             self.refused.add(row.name)
+            self._round_of[row.name] = row.round_index

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.files import atomic_write, canonical_json, storage_errors
+from dipaco.base.files import append, atomic_write, canonical_json, storage_errors
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.plan import PathShard, ShardIndex
 
@@ -212,8 +212,7 @@ class ShardBuilder:
                     self._labels[path][label] += len(document)
         for path, arrays in pieces.items():
             content = np.concatenate(arrays)
-            with storage_errors(self._folder), open(self._file(part, path), "ab") as file:
-                file.write(content.tobytes())
+            append(self._file(part, path), content.tobytes())  # before it is counted
             self._parts[part][path].bytes += content.nbytes
         self._done[part] = chunk.stop
         self._save()

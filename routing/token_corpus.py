@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from dipaco.base.errors import CorpusError, IntegrityError
-from dipaco.base.files import atomic_write, canonical_json, storage_errors
+from dipaco.base.files import append, atomic_write, canonical_json
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 
 from .chat_tokens import ChatEncoder, UnusableChatError
@@ -377,8 +377,8 @@ def _take(
 
 
 def _append(path: Path, values: np.ndarray) -> None:
-    with storage_errors(path.parent), open(path, "ab") as file:
-        file.write(values.tobytes())
+    # Before it is counted: what a disk loses behind that would be taken for tokens.
+    append(path, values.tobytes())
 
 
 def _read_progress(folder: Path) -> dict[str, Any]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.files import atomic_write
 
 from .report import RoundReport
 
@@ -26,7 +28,8 @@ class RoundRecord:
         if plot is not None:
             _drawing()
         if log is not None and goes_on and log.exists():
-            self._rows = [json.loads(line) for line in log.read_text().splitlines()]
+            self._rows = list(_whole_rows(log.read_bytes()))
+            atomic_write(log, [json.dumps(row).encode() + b"\n" for row in self._rows])
         elif log is not None:
             log.write_text("")
 
@@ -57,6 +60,16 @@ class RoundRecord:
         right.set(xlabel="round", ylabel="held-out perplexity of the committed states")
         figure.tight_layout()
         figure.savefig(self._plot)
+
+
+def _whole_rows(log: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the rounds of a log up to where it was cut off, when the power failed or it was
+    killed."""
+    for line in log.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            return
 
 
 def _drawing() -> Any:

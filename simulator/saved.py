@@ -67,7 +67,7 @@ def resumed_simulation(output: RunFolder, begin: Begin) -> ReferenceSwarm:
         next_round, kept = int(content["next_round"]), list(content["trainers"])
     except Exception as error:  # pickle, zip and key errors alike
         raise IntegrityError(
-            f"the simulation in {file} cannot be resumed ({error}); give another --out"
+            f"the simulation in {file} cannot be resumed ({_short(error)}); give another --out"
         ) from error
     swarm = begin(next_round, states)
     _check_same(content, _identity(swarm), file)

@@ -108,6 +108,9 @@ class SimulatorSettings:
     """Sequences that go through the model at once; None is the whole batch. Can change bits."""
     validation_sequences: int | None = None
     """Held-out sequences to score per path after each round, at most; None is all, 0 none."""
+    exact: bool = True
+    """Whether a CPU computes what peers of a run with fixed steps do. Otherwise as those of a run
+    by the clock: in bf16, if it is made for that."""
 
 
 @dataclass(frozen=True)

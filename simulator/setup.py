@@ -52,7 +52,7 @@ def new_trainers(
             micro_batch_size=settings.micro_batch_size,
             # PyTorch compiles once: trainers of one shape share what it made.
             compile_model=device.type == "cuda",
-            exact=True,
+            exact=settings.exact,
         )
         batches = BatchStream(
             run.train_tokens(plan, peer.path),

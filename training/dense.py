@@ -56,7 +56,8 @@ class DenseCheckpoint:
             if not inner.load_state_dict(content["inner"]):
                 return 0, None
         except Exception as error:  # pickle, zip and key errors alike: starting again is right
-            logger.warning("%s cannot be used (%s); training starts again", self.file, error)
+            logger.warning("%s cannot be used; training starts again", self.file)
+            logger.debug("it cannot be read: %s", error)
             return 0, None
         with torch.no_grad():
             for name, parameter in parameters.items():

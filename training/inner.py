@@ -40,6 +40,7 @@ from dipaco.modules.transformer import (
     Rotation,
     head_losses,
     head_pieces,
+    logits_at_once,
     rotation_of,
     target_mask,
 )
@@ -140,7 +141,8 @@ class InnerLoop:
             return batch
         each = FP32_BYTES + ADAMW_BYTES[self._adamw_kind]
         kept = each * sum(p.numel() for p in self._parameters)
-        usable = USABLE_SHARE * free - kept - head_bytes(self.model.config, batch)
+        head = head_bytes(self.model.config, batch, logits_at_once(self.device))
+        usable = USABLE_SHARE * free - kept - head
         return fitting_sequences(self.model.config, batch, usable)
 
     def step(self, tokens: torch.Tensor, path_step: int) -> float:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from dipaco.base.errors import ConfigurationError
+from dipaco.modules import transformer
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.memory import head_bytes, pass_bytes, release_memory
-from dipaco.modules.transformer import PathModel, initialise
+from dipaco.modules.transformer import PathModel, initialise, logits_at_once
 from dipaco.training.inner import InnerLoop
 from dipaco.training.scoring import scoring_at_once, sum_losses
 from gpu_kit.common import Part, begin, random_batch
@@ -61,9 +62,11 @@ def limit(
 
 def main() -> int:
     part = begin("out of memory", __doc__)
+    # A piece of logits as large as elsewhere would be larger than what the blocks hold.
+    transformer.GPU_BYTES_A_LOGIT, transformer.LOGITS_AT_ONCE_ON_GPU = 2**16, 2**22
     batch = random_batch(part.model, BATCH, 0)
     each = pass_bytes(part.model, in_16_bits=part.device.type != "cpu")
-    head = head_bytes(part.model, BATCH)
+    head = head_bytes(part.model, BATCH, logits_at_once(part.device))
     reference = made(part, compiled=False, at_once=1)
     expected = reference.step(batch, 0)
     del reference

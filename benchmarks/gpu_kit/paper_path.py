@@ -10,16 +10,12 @@ of a compiled step says where its time goes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from parts.cards import copy_gb_per_s, product_tflops
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dipaco.modules import transformer
 from dipaco.modules.cards import card_of, flops_per_token
 from dipaco.modules.config import InnerConfig
 from dipaco.modules.device import device_name
@@ -44,14 +40,12 @@ def main() -> int:
             "copy_gb_per_s": copy_gb_per_s(part.device),
         }
         part.note("ceilings", ceilings)
-    for name, attention, pieces, options in LEVERS:
-        with part.measuring(name), attention(), pieces():
-            torch._dynamo.reset()
-            loop = path_loop(part, batch, compiled=True, **options)
-            part.note(name, path_figures(part, loop, batch, seconds))
-            watched = random_batch(part.model, batch, 0)
-            part.note(f"profile of {name}", profiled(partial(loop.step, watched, 9)))
-            del loop
+    with part.measuring("path, compiled"):
+        loop = path_loop(part, batch, compiled=True)
+        part.note("path, compiled", path_figures(part, loop, batch, seconds))
+        watched = random_batch(part.model, batch, 0)
+        part.note("profile of a compiled step", profiled(partial(loop.step, watched, 9)))
+        del loop
     with part.measuring("nanoGPT, compiled"):
         part.note("nanoGPT, compiled", nano_figures(part, batch, seconds))
     with part.measuring("path, eager"):
@@ -63,33 +57,6 @@ def main() -> int:
     with part.measuring("transformers, eager"):
         part.note("transformers, eager", llama_figures(part, batch, seconds, compiled=False))
     return part.conclude()
-
-
-@contextmanager
-def attention_of_cudnn() -> Iterator[None]:
-    """Have cuDNN compute attention for a while."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        yield
-
-
-@contextmanager
-def larger_pieces() -> Iterator[None]:
-    """Have the head compute four times as many logits at once for a while."""
-    usual = transformer.LOGITS_AT_ONCE_ON_GPU
-    transformer.LOGITS_AT_ONCE_ON_GPU = 4 * usual
-    try:
-        yield
-    finally:
-        transformer.LOGITS_AT_ONCE_ON_GPU = usual
-
-
-# What is tried: its name, how attention is computed, pieces of logits, and sequences at once.
-LEVERS: tuple[tuple[str, Any, Any, dict[str, int]], ...] = (
-    ("path, compiled", nullcontext, nullcontext, {}),
-    ("path, compiled, 64 at once", nullcontext, nullcontext, {"micro_batch_size": 64}),
-    ("path, compiled, cuDNN", attention_of_cudnn, nullcontext, {"micro_batch_size": 64}),
-    ("path, compiled, larger pieces", nullcontext, larger_pieces, {"micro_batch_size": 64}),
-)
 
 
 def path_loop(part: Part, batch: int, *, compiled: bool, **options: Any) -> InnerLoop:

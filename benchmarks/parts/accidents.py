@@ -2,20 +2,22 @@
 
 Three real `dipaco-peer` processes and a bootstrap node on loopback train a tiny run by the clock.
 To one of the peers something happens: one of its own processes is killed or hangs, all of them are
-suspended, its files cannot be written or are gone, its machine's clock is set. Then it has to
-step again, to pause with one line that says what to do, or to end with such a line and a documented
-exit code; and the others have to go on stepping. At the end all processes are killed at once and
-started again from their folders.
+suspended, its memory has a limit, its files cannot be written or are gone, its machine's clock is
+set, its network comes back with another address. Then it has to step again, to pause with one line
+that says what to do, or to end with such a line and a documented exit code; what the kernel kills
+has to step again once it is started again. The others have to go on stepping. At the end all
+processes are killed at once and started again from their folders.
 
 Each accident happens to a peer that has stepped since the one before; one that has ended is
-started again with its folder. A full disk is a file system of its own, which needs root; it
-is named as left out otherwise. Exit code 1 when a peer did none of these in time.
+started again with its folder. A disk and a network of its own and a limit of memory need root; what
+needs it is named as left out otherwise. Exit code 1 when a peer did none of these in time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -26,10 +28,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from support.swarm import Member, Swarm
+from support.swarm import BIN, Event, Member, Swarm
 from support.tiny_run import make_tiny_run
 
 from .common import Report, process_tree, scratch_folder
+from .home_lines import Homes, can_make_homes, homes
+from .memory_group import MemoryGroup
 
 START_S = 300.0
 LIMIT_S = 180.0
@@ -37,7 +41,12 @@ LIMIT_S = 180.0
 POLL_S = 0.1
 DISK_BYTES = 64 * 2**20
 SUSPENDED_S = (5.0, 45.0, 150.0)
-CLOCK_JUMP_S = 3600.0
+# A peer that has missed more rounds than a fork may be deep, and than files and claims live.
+SUSPENDED_ROUNDS = 70
+CLOCK_STEPS_S = {"an hour": 3600.0, "two minutes": 120.0, "3 s": 3.0}
+# Without a network, and of the limit what a peer has left.
+OFFLINE_S = 30.0
+MEMORY_LEFT_BYTES = 2**20
 # Its system clock is ahead by what a file says. Processes forked from it have the same, p2pd not.
 _CLOCK = """
 import sys, time
@@ -52,6 +61,10 @@ time.time = moved
 from dipaco.peer.cli import main
 sys.exit(main(sys.argv[1:]))
 """
+RESTART, MOVE = "all killed and started again", "network gone for 30 s, then another address"
+VICTIMS_SITE = 3
+# What its other processes may need to notice that it has ended.
+LEFT_OVER_S = 60.0
 # Happens to a peer; returns the processes that it cannot go on with.
 Accident = Callable[[Member], list[int]]
 
@@ -72,12 +85,19 @@ class Outcome:
     is_paused: bool = False
     """It trains nothing until its owner has done something, and has said what."""
 
+    left_over: int = 0
+    """Processes of it that went on without it."""
+
     @property
     def is_well(self) -> bool:
-        return self.others_after_s is not None and (
-            self.commits_after_s is not None
-            or self.is_paused
-            or (self.exit_code in range(2, 13) and self.said.startswith("error: "))
+        return (
+            self.others_after_s is not None
+            and not self.left_over
+            and (
+                self.commits_after_s is not None
+                or self.is_paused
+                or (self.exit_code in range(2, 13) and self.said.startswith("error: "))
+            )
         )
 
 
@@ -101,28 +121,43 @@ class World:
         self.victim: Member | None = None
 
     def begin(self) -> None:
-        self.entry = self.swarm.start_bootstrap().address(START_S)
-        self.others = [self.swarm.start_peer(self.entry, name=f"other{n}") for n in range(2)]
+        self.entry = self.start_bootstrap().address(START_S)
+        self.others = [self.start_other(number) for number in range(2)]
         self.swarm.wait(self.others, "commit", timeout_s=START_S)
 
-    def _start_victim(self) -> Member:
+    def start_bootstrap(self) -> Member:
+        return self.swarm.start_bootstrap()
+
+    def start_other(self, number: int) -> Member:
+        return self.swarm.start_peer(self.entry, name=f"other{number}")
+
+    def start_victim(self) -> Member:
         file = clock_file(self.folder)
         file.unlink(missing_ok=True)
         program = (sys.executable, "-c", _CLOCK.format(file=str(file.resolve())))
         return self.swarm.start_peer(self.entry, name="victim", program=program)
 
+    def is_step(self, commit: Event) -> bool:
+        """Tell whether a step shows that the peer is back."""
+        return True
+
     def ready(self) -> Member:
         """Return a victim that lives and has committed lately."""
         if self.victim is None or not self.victim.alive:
-            self.victim = self._start_victim()
-        now_s = time.time()
-        self.swarm.wait([self.victim], "commit", lambda e: e["time_s"] > now_s, timeout_s=START_S)
+            self.victim = self.start_victim()
+        before = len(self.victim.of("commit"))
+        deadline = time.monotonic() + START_S
+        while len(self.victim.of("commit")) == before:
+            if not self.victim.alive or time.monotonic() > deadline:
+                raise RuntimeError(f"the victim does not step:\n{self.swarm.outputs()}")
+            time.sleep(POLL_S)
         return self.victim
 
     def suffer(self, name: str, happen: Accident) -> Outcome:
         """Let it happen, and watch until the peer has committed or ended and the others go on."""
         victim = self.ready()
-        printed = victim.output.stat().st_size
+        tree = [process.pid for process in process_tree(victim.popen.pid)]
+        printed, commits = victim.output.stat().st_size, len(victim.of("commit"))
         happened_s = time.time()
         broken = happen(victim)
         until_s = time.time() + self.limit_s
@@ -131,20 +166,28 @@ class World:
         # the peer itself since it got rid of what is broken.
         since_s = mended_s = happened_s + self.swarm.run.plan().rounds.duration_s
         while time.time() < until_s:
+            now_s = time.time()
             if any(Path(f"/proc/{pid}").exists() for pid in broken):
-                mended_s = time.time() + since_s - happened_s
-            found.commits_after_s = first_commit_s([victim], mended_s, happened_s)
+                mended_s = now_s + since_s - happened_s
+            # When they are read, for its clock may be wrong.
+            new, commits = victim.of("commit")[commits:], len(victim.of("commit"))
+            if found.commits_after_s is None and now_s > mended_s and any(map(self.is_step, new)):
+                found.commits_after_s = round(now_s - happened_s, 1)
             found.others_after_s = first_commit_s(self.others, since_s, happened_s)
             if not victim.alive and found.ends_after_s is None:
-                found.ends_after_s = round(time.time() - happened_s, 1)
+                found.ends_after_s = round(now_s - happened_s, 1)
                 found.exit_code = victim.popen.returncode
+                found.left_over = left_over(tree)
+                if found.exit_code == -signal.SIGKILL:  # Of the kernel, or a service manager.
+                    self.victim = victim = self.start_victim()
+                    commits = 0
             found.is_paused = any(e["time_s"] > happened_s for e in victim.of("paused"))
-            is_over = found.commits_after_s is not None or found.ends_after_s is not None
+            is_over = found.commits_after_s is not None or not victim.alive
             if (is_over or found.is_paused) and found.others_after_s is not None:
                 break
             time.sleep(POLL_S)
         lines = victim.output.read_bytes()[printed:].decode(errors="replace").splitlines()
-        found.said = what_it_said(lines, found.ends_after_s is not None)
+        found.said = what_it_said(lines, not victim.alive)
         return found
 
     def restart_all(self) -> Outcome:
@@ -155,11 +198,10 @@ class World:
             if member.alive:
                 member.kill()
         happened_s = time.time()
-        node = self.swarm.start_bootstrap()
-        self.entry = node.address(START_S)
-        self.victim = victim = self._start_victim()
-        self.others = [self.swarm.start_peer(self.entry, name=f"other{n}") for n in (1, 0)]
-        found = Outcome("all killed and started again", None, None, None, "", None)
+        self.entry = self.start_bootstrap().address(START_S)
+        self.victim = victim = self.start_victim()
+        self.others = [self.start_other(number) for number in (1, 0)]
+        found = Outcome(RESTART, None, None, None, "", None)
         with contextlib.suppress(AssertionError):
             self.swarm.wait([victim, *self.others], "commit", timeout_s=self.limit_s)
         found.commits_after_s = first_commit_s([victim], happened_s, happened_s)
@@ -169,13 +211,68 @@ class World:
         return found
 
 
+class NetworkWorld(World):
+    """Everybody has a machine of its own, with an address that others can call."""
+
+    def __init__(self, folder: Path, round_s: float, limit_s: float, network: Homes) -> None:
+        super().__init__(folder, round_s, limit_s)
+        self.network = network
+
+    def start_bootstrap(self) -> Member:
+        listen = f"/ip4/{self.network.address(0)}/tcp/31337"
+        serve = (str(BIN / "dipaco-bootstrap"), "serve", str(self.swarm.run.path))
+        command = [*self.network.prefix(0), *serve, "--host-maddrs", listen]
+        return self.swarm._add("bootstrap", command)
+
+    def start_other(self, number: int) -> Member:
+        return self._start(f"other{number}", 1 + number)
+
+    def start_victim(self) -> Member:
+        return self._start("victim", VICTIMS_SITE)
+
+    def is_step(self, commit: Event) -> bool:
+        # Of what it trains alone it makes steps all the time.
+        return len(commit["group"]) > 1
+
+    def _start(self, name: str, site: int) -> Member:
+        return self.swarm._add(
+            name,
+            [
+                *self.network.prefix(site), str(BIN / "dipaco-peer"),
+                "--initial-peers", self.entry, "--threads", "1", "--nice", "0",
+                "--cache-dir", str(self.folder / f"{name}-cache"),
+            ],
+        )  # fmt: skip
+
+    def moves(self, victim: Member) -> list[int]:
+        """Its network is gone for a while, and comes back with another address."""
+        self.network.go_offline(VICTIMS_SITE)
+        time.sleep(OFFLINE_S)
+        self.network.come_back(VICTIMS_SITE, host=77)
+        return []
+
+
 def first_commit_s(members: list[Member], since_s: float, from_s: float) -> float | None:
     """Return how long after `from_s` one of them first committed something after `since_s`."""
-    stamps = [event["time_s"] for member in members for event in member.of("commit")]
-    # Whose clock was set by an hour writes other stamps.
-    apart_s = [CLOCK_JUMP_S * round((stamp - time.time()) / CLOCK_JUMP_S) for stamp in stamps]
-    times = [s - a for s, a in zip(stamps, apart_s, strict=True) if s - a > since_s]
+    times = [event["time_s"] for member in members for event in member.of("commit")]
+    times = [time_s for time_s in times if time_s > since_s]
     return round(min(times) - from_s, 1) if times else None
+
+
+def left_over(tree: list[int]) -> int:
+    """Return how many of a peer's processes outlive it."""
+    until_s = time.monotonic() + LEFT_OVER_S
+    while any(living := [lives(pid) for pid in tree]) and time.monotonic() < until_s:
+        time.sleep(POLL_S)
+    return sum(living)
+
+
+def lives(pid: int) -> bool:
+    """Tell whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def what_it_said(lines: list[str], has_ended: bool) -> str:
@@ -233,6 +330,33 @@ def clock_set(ahead_s: float) -> Accident:
     return happen
 
 
+def memory_full(victim: Member) -> list[int]:
+    """The machine gives a peer no more memory, and the kernel kills what has the most of it."""
+    pids = [process.pid for process in process_tree(victim.popen.pid)]
+    Path(f"/proc/{victim.popen.pid}/oom_score_adj").write_text("1000")
+    with MemoryGroup(pids) as group:
+        group.leave(MEMORY_LEFT_BYTES)
+        group.press()
+    return []
+
+
+def no_address_space(victim: Member) -> list[int]:
+    """Its training process can have no more memory, and hears so, as with `ulimit -v`."""
+    for line in Path(f"/proc/{victim.popen.pid}/status").read_text().splitlines():
+        if line.startswith("VmSize:"):
+            most = 1024 * int(line.split()[1]) + MEMORY_LEFT_BYTES
+            resource.prlimit(victim.popen.pid, resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    return []
+
+
+def read_only(victim: Member) -> list[int]:
+    """Nothing more can be opened for writing, as after an error of the disk."""
+    place = str(cache(victim))
+    subprocess.run(["mount", "--bind", place, place], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
+    return []
+
+
 def disk_full(victim: Member) -> list[int]:
     with (cache(victim) / "something else").open("wb") as file, contextlib.suppress(OSError):
         for _ in range(2 * DISK_BYTES // 2**20):
@@ -271,51 +395,73 @@ def own_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(place)], check=False)
 
 
-def mended(folder: Path) -> None:
-    """Give the disk back what was taken from it."""
-    place = folder / "victim-cache"
+def mended(world: World) -> None:
+    """Give the machine back what was taken from it."""
+    place = world.folder / "victim-cache"
+    if world.victim is not None and world.victim.alive:
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(world.victim.popen.pid, resource.RLIMIT_AS, unlimited)
+    with contextlib.suppress(FileNotFoundError):
+        if not os.access(place, os.W_OK):
+            subprocess.run(["umount", "--lazy", str(place)], check=True)
     (place / "something else").unlink(missing_ok=True)
     for file in place.glob("*/states"):
         if file.is_file():
             file.unlink()
 
 
-def accidents(has_disk: bool) -> dict[str, Accident]:
+def accidents(round_s: float, has_disk: bool) -> dict[str, Accident]:
     found = {
         f"{kind} {word}": signalled(kind, number)
         for kind in ("p2pd", "DHT process")
         for word, number in (("killed", signal.SIGKILL), ("hung", signal.SIGSTOP))
     }
     found |= {f"suspended for {s:.0f} s": suspended(s) for s in SUSPENDED_S}
+    found[f"suspended for {SUSPENDED_ROUNDS} rounds"] = suspended(SUSPENDED_ROUNDS * round_s)
+    if MemoryGroup.is_possible():
+        found["no memory, the kernel kills the trainer"] = memory_full
+    found["no memory, the trainer hears so"] = no_address_space
     if has_disk:
-        found["disk full"] = disk_full
-    found |= {
-        "clock set an hour ahead": clock_set(CLOCK_JUMP_S),
-        "clock set an hour back": clock_set(-CLOCK_JUMP_S),
-    }
+        found |= {"disk full": disk_full, "disk read-only": read_only}
+    for name, step_s in CLOCK_STEPS_S.items():
+        found[f"clock set {name} ahead"] = clock_set(step_s)
+        found[f"clock set {name} back"] = clock_set(-step_s)
     return found | {"states cannot be written": unwritable, "files deleted": disk_gone}
+
+
+def is_wanted(name: str, only: list[str]) -> bool:
+    return not only or any(part in name for part in only)
 
 
 def main(only: list[str], round_s: float, as_json: bool) -> int:
     """Let them happen, those whose name has one of `only` or all; returns the exit code."""
     report = Report("accidents", ("accident", "steps again", "ends", "code", "others step", "says"))
-    outcomes = []
+    outcomes: list[Outcome] = []
+
+    def tell(world: World, found: Outcome) -> None:
+        outcomes.append(found)
+        print(found, file=sys.stderr, flush=True)
+        if not found.is_well and world.victim is not None:
+            print(world.victim.output.read_text()[-3000:], file=sys.stderr)
+            world.victim.kill()
+
     with scratch_folder() as folder, own_disk(folder) as has_disk:
+        chosen = {n: h for n, h in accidents(round_s, has_disk).items() if is_wanted(n, only)}
         world = World(folder, round_s, LIMIT_S)
-        with world.swarm:
-            world.begin()
-            for name, happen in accidents(has_disk).items():
-                if only and not any(part in name for part in only):
-                    continue
-                outcomes.append(world.suffer(name, happen))
-                print(outcomes[-1], file=sys.stderr, flush=True)
-                if not outcomes[-1].is_well and world.victim is not None:
-                    print(world.victim.output.read_text()[-3000:], file=sys.stderr)
-                    world.victim.kill()
-                mended(folder)
-            if not only or any("all" in part for part in only):
-                outcomes.append(world.restart_all())
-                print(outcomes[-1], file=sys.stderr, flush=True)
+        if chosen or is_wanted(RESTART, only):
+            with world.swarm:
+                world.begin()
+                for name, happen in chosen.items():
+                    tell(world, world.suffer(name, happen))
+                    mended(world)
+                if is_wanted(RESTART, only):
+                    tell(world, world.restart_all())
+    if can_make_homes(with_nat=False) and is_wanted(MOVE, only):
+        with scratch_folder() as folder, homes(0, 0, 0, 0) as network:
+            moving = NetworkWorld(folder, round_s, LIMIT_S, network)
+            with moving.swarm:
+                moving.begin()
+                tell(moving, moving.suffer(MOVE, moving.moves))
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
         seconds = [outcome.commits_after_s, outcome.ends_after_s, outcome.exit_code]
@@ -325,6 +471,10 @@ def main(only: list[str], round_s: float, as_json: bool) -> int:
     report.figures["outcomes"] = rows
     report.notes.append(f"seconds since the accident; rounds of {round_s:g} s")
     if not has_disk:
-        report.notes.append("left out, it needs root: disk full")
+        report.notes.append("left out, it needs root: disk full, disk read-only")
+    if not MemoryGroup.is_possible():
+        report.notes.append("left out, it needs a control group: no memory, killed by the kernel")
+    if not can_make_homes(with_nat=False):
+        report.notes.append(f"left out, it needs root and iproute2: {MOVE}")
     report.print(as_json)
     return 0 if all(outcome.is_well for outcome in outcomes) else 1

@@ -7,6 +7,7 @@ process of a peer, from its start to its end.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -34,8 +35,8 @@ class Fault:
     kind: FaultKind
 
 
-def schedule(peers: int, rounds: float, seed: int) -> list[Fault]:
-    """Return the faults of a run in order of time.
+def schedule(peers: int, rounds: float, seed: int, elders: int = 0) -> list[Fault]:
+    """Return the faults of a run in order of time; none happens to the first `elders` peers.
 
     After a life of `MEAN_LIFE_ROUNDS` on average a peer is killed, leaves or is stopped, each as
     likely. A stopped one continues later. In place of one that has gone comes, after a short
@@ -43,7 +44,7 @@ def schedule(peers: int, rounds: float, seed: int) -> list[Fault]:
     """
     found = []
     last = rounds - QUIET_ROUNDS
-    for slot in range(peers):
+    for slot in range(elders, peers):
         generator = random.Random(f"{seed}-{slot}")
         at = generator.expovariate(1 / MEAN_LIFE_ROUNDS)
         while at < last:
@@ -67,6 +68,14 @@ class Life:
     peer_id: str
     ending: Ending
     events: Sequence[Event]
+    began_s: float = 0.0
+    """When its process was started."""
+    ended_s: float = math.inf
+    """When it was killed, told to leave or seen to have ended."""
+    stops: Sequence[tuple[float, float]] = ()
+    """From when until when it was suspended."""
+    is_join: bool = False
+    """It was not among the first."""
 
 
 @dataclass
@@ -77,6 +86,8 @@ class Work:
     """In all, one count for every module that the step trained."""
     moved: Counter[str] = field(default_factory=Counter)
     """What had not been merged when the peer moved to another path."""
+    missed: Counter[str] = field(default_factory=Counter)
+    """What a boundary had when a step came without it."""
     unmerged: Counter[str] = field(default_factory=Counter)
     """What had not been merged when the life ended."""
 
@@ -88,6 +99,8 @@ class Counts:
     commits: int
     versions: int
     forked: dict[tuple[str, int], set[str]]
+    outbid: int
+    """Forked versions of which one state has all rows of the others and more: no work is lost."""
     final: dict[str, Event]
     """The last state of each module: the event that says most of it."""
     agreed: bool
@@ -96,6 +109,11 @@ class Counts:
     stayed_unmerged: int
     left_unmerged: int
     moved_unmerged: int
+    missed: int
+    living_trained: int
+    """Of those that left or stayed."""
+    living_lost: int
+    """Of these: what leaves and moves left behind, and what a step missed."""
     final_tokens: int
     longest_without_commit: tuple[str, float]
 
@@ -104,6 +122,18 @@ class Counts:
         """Trained tokens in the final states; what crashes took and is under way is no loss."""
         due = self.trained - self.killed_unmerged - self.stayed_unmerged
         return self.final_tokens / due if due else float("nan")
+
+    @property
+    def share_of_living(self) -> float:
+        """The same for those that left or stayed: the least that it can be.
+
+        Whatever no life knows that it has lost, such as in a fork, is held to be theirs.
+        """
+        due = self.living_trained - self.stayed_unmerged
+        lost_by_all = self.trained - self.killed_unmerged - self.stayed_unmerged - self.final_tokens
+        known = self.left_unmerged + self.moved_unmerged + self.missed
+        lost = self.living_lost + max(0, lost_by_all - known)
+        return 1 - lost / due if due else float("nan")
 
 
 def work_of(
@@ -136,12 +166,22 @@ def work_of(
                 boundary[module] = event["round"], event["tokens"]
             case "commit" | "adopt" if module in boundary:
                 # In the new anchor, or lost: what goes on is what was trained since the snapshot.
-                unmerged[module] -= boundary.pop(module)[1]
+                tokens = boundary.pop(module)[1]
+                unmerged[module] -= tokens
+                if not _has_own(event, life.peer_id):
+                    work.missed[module] += tokens
     for module, (round_index, tokens) in boundary.items():
         if (module, round_index, life.peer_id) in merged_by_others:
             unmerged[module] -= tokens
     work.unmerged.update(unmerged)
     return work
+
+
+def _has_own(event: Event, peer_id: str) -> bool:
+    """Tell whether the state that a peer goes over to has what it last contributed."""
+    if event["event"] == "commit":
+        return peer_id in event["group"]
+    return bool(event["own_work_merged"])
 
 
 def count(
@@ -162,11 +202,18 @@ def count(
         work = work_of(life, modules_of, tokens_per_step, merged)
         sums["trained"] += work.trained.total()
         sums["moved"] += work.moved.total()
+        sums["missed"] += work.missed.total()
         sums[life.ending] += work.unmerged.total()
+        if life.ending in ("left", "stayed"):
+            sums["living"] += work.trained.total()
+            sums["lost"] += work.moved.total() + work.missed.total()
+    forked = {version: found for version, found in digests.items() if len(found) > 1}
+    rows = {e["digest"]: frozenset((e["round"], peer) for peer in e["group"]) for e in commits}
     return Counts(
         commits=len(commits),
         versions=len(digests),
-        forked={version: found for version, found in digests.items() if len(found) > 1},
+        forked=forked,
+        outbid=sum(_is_outbid([rows.get(d, frozenset()) for d in f]) for f in forked.values()),
         final=final,
         agreed=agreed,
         trained=sums["trained"],
@@ -174,9 +221,17 @@ def count(
         stayed_unmerged=sums["stayed"],
         left_unmerged=sums["left"] + sums["by itself"],
         moved_unmerged=sums["moved"],
+        missed=sums["missed"],
+        living_trained=sums["living"],
+        living_lost=sums["lost"] + sums["left"],
         final_tokens=sum(event["tokens"] for event in final.values()),
         longest_without_commit=_longest_gap(commits, end_s),
     )
+
+
+def _is_outbid(steps: Sequence[frozenset[tuple[int, str]]]) -> bool:
+    """Tell whether one of the steps, each known by its rows, has the rows of all others."""
+    return all(steps) and frozenset().union(*steps) in steps
 
 
 def last_states(lives: Sequence[Life]) -> tuple[dict[str, Event], bool]:

@@ -24,8 +24,8 @@ class Growth:
         self.samples: list[dict[str, float]] = []
         self._next_s = 0.0
 
-    def look(self, members: Sequence[Member]) -> None:
-        """Take a sample if one is due."""
+    def look(self, members: Sequence[Member], **more: float) -> None:
+        """Take a sample if one is due; `more` is what is known besides."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
@@ -41,11 +41,13 @@ class Growth:
                 "open_files": sum(_entries(process.pid, "fd") for process in found),
                 "disk_mib": sum(disk) / 2**20,
                 "disk_files": len(disk),
+                "load": os.getloadavg()[0],
+                **more,
             }
         )
 
     def slopes_per_hour(self) -> dict[str, float]:
-        """Return the slope of each figure an hour, and the first one; nothing of few samples."""
+        """Return the slope of each figure an hour, the first one and the last; none of few."""
         behind = self.samples[int(WARM_UP * len(self.samples)) :]
         if len(behind) < 3:
             return {}
@@ -55,6 +57,7 @@ class Growth:
             if name != "hours":
                 values = np.array([sample[name] for sample in behind])
                 told[f"{name}_first"] = round(behind[0][name], 2)
+                told[f"{name}_last"] = round(behind[-1][name], 2)
                 told[f"{name}_per_hour"] = round(float(np.polyfit(hours, values, 1)[0]), 3)
         return told
 

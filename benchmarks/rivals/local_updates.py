@@ -130,7 +130,7 @@ def ours(folder: Path, run: RunFolder, kind: str) -> Figures:
     """Let our peers train, and return what they have in the end."""
     chosen = argparse.Namespace(
         rounds=ROUNDS, round_s=ROUND_S, peers=PEERS, step_s=STEP_S, calm=False, closed=0,
-        bootstrap_dies=False,
+        bootstrap_dies=False, elders=0, clocks_off_s=0.0, seed=0,
     )  # fmt: skip
     faults = [Fault(KILLED_AT, 0, "kill"), Fault(JOINED_AT, 0, "join")] if kind == "churn" else []
     OnePath.source = run

@@ -33,6 +33,7 @@ from dipaco.modules.memory import (
 )
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
+from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
 from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
 from dipaco.training.muon import is_for_muon
 
@@ -96,7 +97,7 @@ def device_bytes(
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
         OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
-        LOGITS: head_bytes(run.model, 1),
+        LOGITS: head_bytes(run.model, 1, LOGITS_AT_ONCE_ON_GPU),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 
@@ -110,7 +111,7 @@ def greatest_bases(run: Run) -> dict[str, dict[int, int]]:
     model, adapters = run.model, grid_of(run).parameter_counts()["path"]
     in_blocks, outside = split_parameter_count(model)
     each = 2 * FP32_BYTES + ADAMW_BYTES["adamw"]
-    logits, between = head_bytes(model, 1), between_blocks_bytes(model)
+    logits, between = head_bytes(model, 1, LOGITS_AT_ONCE_ON_GPU), between_blocks_bytes(model)
     within = least_pass_bytes(model) - between
 
     def needed(base_format: str, scale: float) -> float:

@@ -258,6 +258,8 @@ class ChainStore:
             file.truncate(min(kept.log_bytes, file.tell()))
             file.write(b"".join(map(_frame, entries)))
             file.flush()
+            # A state that is on the disk is of no use without the name of its step.
+            os.fsync(file.fileno())
             log_bytes = file.tell()
         kept.log_bytes = log_bytes
         kept.saved |= {found.name for found in new} | known.keys()

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dipaco.base.blobs import BlobStore, is_sha256
+from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError
-from dipaco.base.files import atomic_write, spare_bytes, storage_errors
+from dipaco.base.files import (
+    TEMPORARY_SUFFIX,
+    atomic_write,
+    sha256_of_file,
+    spare_bytes,
+    storage_errors,
+)
 from dipaco.modules.contributions import Data
 from dipaco.protocol.chain import MARK_BYTES, Row
 
@@ -23,6 +30,7 @@ KEPT_ROUNDS = 3
 MOST_CONTRIBUTIONS_BYTES = 2**33
 # Of files in the folder whose bytes are still coming.
 PUT_PREFIX = ".put-"
+_NAME = re.compile(r"(?P<round>\d+)\.(?P<peer>\w+)\.(?P<sha256>[0-9a-f]{64})")
 
 
 def check_is_of(row: Row, path: Path) -> None:
@@ -45,6 +53,9 @@ class _File:
     size: int
     is_mail: bool = False
     is_checked: bool = False
+    is_whole: bool = True
+    """Its hash was compared since it was written. Of an earlier life's, which may have ended with
+    the machine's power, nobody knows."""
 
 
 class ContributionFiles:
@@ -66,14 +77,22 @@ class ContributionFiles:
         with storage_errors(folder):
             for unfinished in folder.glob(f"{PUT_PREFIX}*"):
                 unfinished.unlink(missing_ok=True)
-            for path in sorted(folder.glob("*/*.*.*")):
+            for path in sorted(folder.glob("*/*.*")):
                 self._take_up(path)
 
     def _take_up(self, path: Path) -> None:
-        round_text, peer, sha256 = path.name.split(".")
-        if round_text.isdigit() and is_sha256(sha256):
-            size = path.stat().st_size
-            self._files[sha256] = _File(path, path.parent.name, int(round_text), peer, size)
+        found = _NAME.fullmatch(path.name)
+        if found is not None:
+            self._files[found["sha256"]] = _File(
+                path,
+                path.parent.name,
+                int(found["round"]),
+                found["peer"],
+                path.stat().st_size,
+                is_whole=False,
+            )
+        elif path.name.endswith(TEMPORARY_SUFFIX):
+            path.unlink(missing_ok=True)  # Its writer is gone: the folder is of one process.
 
     def listen(self, on_arrival: Callable[[str], None]) -> None:
         """Tell the hash of every file that comes, on the thread that brings it."""
@@ -84,7 +103,7 @@ class ContributionFiles:
     def add(self, row: Row, parts: Sequence[Data]) -> Path:
         """Store an own contribution, which `row` names. Raises `StorageError`."""
         path = self._path(row)
-        if not path.exists():
+        if self.find(row.file) != path:
             atomic_write(path, parts)
         return self._note(row, path, is_checked=True)
 
@@ -112,6 +131,9 @@ class ContributionFiles:
     ) -> Path:
         with self._lock:
             known, round_index = self._files.get(row.file), row.round_index
+            if known is not None and not known.is_whole and known.path != path:
+                self.remove(row.file)
+                known = None
             if known is not None:
                 is_checked |= known.is_checked
                 round_index = max(round_index, known.round_index)
@@ -162,10 +184,20 @@ class ContributionFiles:
     # -- looking
 
     def find(self, sha256: str) -> Path | None:
-        """Return a file by its hash."""
-        with self._lock:
-            found = self._files.get(sha256)
-            return None if found is None else found.path
+        """Return a file by its hash. Reads it, the first time, if an earlier life left it."""
+        while True:
+            with self._lock:
+                found = self._files.get(sha256)
+            if found is None or found.is_whole:
+                return None if found is None else found.path
+            is_whole = False
+            with contextlib.suppress(OSError):
+                is_whole = sha256_of_file(found.path) == sha256
+            with self._lock:
+                if is_whole:
+                    found.is_whole = True
+                elif self._files.get(sha256) is found:  # It may have come anew meanwhile.
+                    self.remove(sha256)
 
     def is_checked(self, sha256: str) -> bool:
         """Tell whether a file is here that was found to be a contribution."""

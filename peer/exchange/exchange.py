@@ -380,7 +380,7 @@ class Exchange:
             raise NetworkError("this process takes no contributions")
         until_s, wait_s = time.monotonic() + timeout_s, RETRY_S
         while True:
-            found = files.find(row.file)
+            found = await run_blocking(files.find, row.file)
             if found is not None:
                 return found
             left_s = until_s - time.monotonic()

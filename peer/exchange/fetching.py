@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TypeVar
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
@@ -26,6 +27,8 @@ from .exchange import Exchange
 from .partial_file import prune_partial_files
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
+
+ReadT = TypeVar("ReadT")
 
 # Of blobs that the run does not name.
 MAX_OTHER_BYTES = 2**30
@@ -117,6 +120,21 @@ class ContentFetcher:
         """Return whether a blob is the frozen base, and could be made here."""
         is_base = sha256 == self._plan.blobs.base
         return is_base and take_base_from_hub_cache(self._plan, self.blobs, self.say)
+
+    def mended(self, sha256: str, what: str, read: Callable[[], ReadT]) -> ReadT:
+        """Return what `read` makes of a blob that is here. One that is damaged is fetched again.
+
+        Raises what `read` does of a blob that is whole, and what `needed_blob` does.
+        """
+        try:
+            return read()
+        except IntegrityError:
+            if self.blobs.verify(sha256):
+                raise
+        self.say(f"{what} is damaged on this disk and is fetched again")
+        self.blobs.remove(sha256)
+        self.needed_blob(sha256, what)
+        return read()
 
     def needed_blob(self, sha256: str, what: str) -> Path:
         """Return the file of a blob as `blob` does, for a program that ends without it.

@@ -229,7 +229,7 @@ class Responder:
             await self._reply(stream, PutReply(status="refused"))
             return
         files = run.contributions
-        if files.find(row.file) is not None:
+        if await run_blocking(files.find, row.file) is not None:
             await self._reply(stream, PutReply(status="stored"))
             return
         if not files.promise(row):

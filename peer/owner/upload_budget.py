@@ -71,5 +71,5 @@ class UploadBudget:
             month = str(kept["month"]), max(0, int(kept["bytes"]))
             hour = str(kept.get("hour", "")), max(0, int(kept.get("hour_bytes", 0)))
             return {"month": month, "hour": hour}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError):
             return {"month": ("", 0), "hour": ("", 0)}

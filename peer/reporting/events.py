@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dipaco.base.errors import StorageError
+from dipaco.base.files import ends_within_a_line
 
 logger = logging.getLogger("dipaco.peer.reporting.events")
 
@@ -32,7 +32,7 @@ class EventLog:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                is_cut_off = _is_cut_off(path)
+                is_cut_off = ends_within_a_line(path)
                 self._file = path.open("a", encoding="utf-8")
                 if is_cut_off:
                     self._file.write("\n")
@@ -65,12 +65,3 @@ class EventLog:
             if self._file is not None:
                 self._file.close()
                 self._file = None
-
-
-def _is_cut_off(path: Path) -> bool:
-    """Whether a file ends within a line, as that of a killed process may. Raises OSError."""
-    if not path.is_file() or not path.stat().st_size:
-        return False
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"

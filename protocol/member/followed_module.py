@@ -32,7 +32,7 @@ from . import actions as a
 from . import events as e
 from .contributors import Contributors
 from .knowledge import CANNOT_BE_CALLED, Knowledge
-from .module_chain import ModuleChain
+from .module_chain import REMEMBERED_STEPS, ModuleChain
 from .proposing import MAILBOXES, Proposing, Role, Round
 from .taking import Stage, Taking
 
@@ -231,7 +231,7 @@ class FollowedModule:
         """The own file is here, and the row that names it."""
         if self.role is Role.TRAINER:
             self._rows.note(row, lambda peer: peer == row.peer)
-            self._rows.here.add(row.name)
+            self._rows.came(row)
             self._spread(row)
 
     def _spread(self, row: Row) -> None:
@@ -312,7 +312,7 @@ class FollowedModule:
         self.known.do(a.Gather(self.module, tuple(rows), sources))
 
     def _gathered(self, row: Row) -> None:
-        self._rows.here.add(row.name)
+        self._rows.came(row)
         self._proposing.gave(row.peer)
         self.chain.files_came(self._rows.here)
         self._taking.file_came(row.name)
@@ -472,7 +472,10 @@ class FollowedModule:
         self._forget_gone()
 
     def _forget_gone(self) -> None:
-        for step in [step for step in self._tellers if step not in self.chain.book]:
+        """Forget who told of steps that are gone, or that nobody needs the files of any more."""
+        book, newest = self.chain.book, self.link.version - REMEMBERED_STEPS
+        gone = [s for s in self._tellers if s not in book or book.link(s).version < newest]
+        for step in gone:
             del self._tellers[step]
 
     # -- asking

@@ -171,6 +171,8 @@ def test_other_failures_name_the_file(tmp_path: Path) -> None:
         BlobStore(tmp_path / "file")
     with pytest.raises(StorageError, match="no permission"), storage_errors(tmp_path):
         raise PermissionError(errno.EACCES, "denied", str(tmp_path))
+    with pytest.raises(StorageError, match="is read-only"), storage_errors(tmp_path):
+        raise OSError(errno.EROFS, "Read-only file system", str(tmp_path))
 
 
 def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -174,6 +176,15 @@ def test_a_lost_answer_is_asked_for_again(
 ) -> None:
     monkeypatch.setattr(guarded_dht, "ASK_AGAIN_AFTER_S", 0.2)
     assert shared_dht.call(answer_the_second, "again", limit_s=LONG_S) == 2
+
+
+def test_who_was_suspended_while_it_waited_waits_on(
+    shared_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At every look more has passed than the call's limit; what is asked again is answered.
+    clock = SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 1000.0)))
+    monkeypatch.setattr(guarded_dht, "time", clock)
+    assert shared_dht.call(answer_the_second, "suspended") == 2
 
 
 def test_a_late_answer_to_the_first_asking_counts(

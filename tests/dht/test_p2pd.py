@@ -28,9 +28,18 @@ async def _process_id(node: Any) -> int:
     return int(node.p2p._child.pid)
 
 
+def words_of_p2pd(node: TestNode) -> list[bytes]:
+    """Return what p2pd was started with; words that it doesn't know would have ended it."""
+    return Path(f"/proc/{node.dht.call(_process_id)}/cmdline").read_bytes().split(b"\0")
+
+
+def test_a_relayed_connection_has_small_buffers(node: TestNode) -> None:
+    [size] = [word for word in words_of_p2pd(node) if word.startswith(b"-relayBufferSize=")]
+    assert int(size.partition(b"=")[2]) <= 2**20
+
+
 def test_connections_are_by_noise_over_tcp_alone(node: TestNode) -> None:
-    command = Path(f"/proc/{node.dht.call(_process_id)}/cmdline").read_bytes().split(b"\0")
-    assert b"-tls=0" in command
+    assert b"-tls=0" in words_of_p2pd(node)
     assert all("/tcp/" in str(address) for address in node.dht.get_visible_maddrs())
 
 

@@ -16,7 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.token_losses import batch_losses
 from dipaco.modules.memory import AtOnce, free_bytes, head_bytes, is_out_of_memory, pass_bytes
-from dipaco.modules.transformer import PathModel, initialise
+from dipaco.modules.transformer import PathModel, initialise, logits_at_once
 from dipaco.training import inner
 
 
@@ -170,7 +170,8 @@ def test_a_failed_compilation_is_no_catastrophe(
 
 def test_the_first_micro_batch_comes_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside gradients and AdamW, with a tenth left over, and in pieces of like size."""
-    kept = 12 * sum(p.numel() for p in PathModel(MODEL).parameters()) + head_bytes(MODEL, 4)
+    head = head_bytes(MODEL, 4, logits_at_once(torch.device("cpu")))
+    kept = 12 * sum(p.numel() for p in PathModel(MODEL).parameters()) + head
     for room, expected in ((0.0, 1), (1.0, 1), (2.0, 2), (3.0, 2), (100.0, 4)):
         free = int((kept + room * pass_bytes(MODEL)) / 0.9) + 1
         monkeypatch.setattr(inner, "free_bytes", lambda device, free=free: free)

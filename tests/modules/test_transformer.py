@@ -216,3 +216,16 @@ def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
     losses = token_losses(PathModel(config_of()), tokens)
     torch.testing.assert_close(losses, torch.full((2, 5), float(np.log(40))))
     assert target_mask(tokens, 3).sum() == 2 * 3
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "least", "most"), [(8, 2**27, 2**27), (24, 2**27, 2**27), (140, 2**29, 2**30)]
+)
+def test_a_large_gpu_computes_more_logits_at_once(
+    monkeypatch: pytest.MonkeyPatch, total_gib: int, least: int, most: int
+) -> None:
+    memory = (0, total_gib * 2**30)
+    monkeypatch.setattr(transformer, "free_and_total_bytes", lambda device: memory)
+    # Another number for each: what a GPU has is asked once.
+    found = transformer.logits_at_once(torch.device("cuda", total_gib))
+    assert least <= found <= most

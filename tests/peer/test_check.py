@@ -15,6 +15,7 @@ from support.tiny_run import make_tiny_run
 from dipaco.base.errors import AddressError, ConfigurationError, StorageError, UnreachableError
 from dipaco.modules import device
 from dipaco.modules.memory import free_bytes, head_bytes
+from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
 from dipaco.peer.check import checks, doctor, machine, needs
 from dipaco.peer.check.checks import Check, MemoryNeed
 from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
@@ -292,7 +293,7 @@ def test_main_memory() -> None:
 def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     plan = make_tiny_run(tmp_path / "run", inner={"optimizer": "adamw"}).plan()
     need = doctor.memory_need(plan, settings, None)
-    logits = head_bytes(plan.model, 1)
+    logits = head_bytes(plan.model, 1, LOGITS_AT_ONCE_ON_GPU)
     assert need.fixed_bytes == 16 * need.path_parameters + logits
     assert need.batch == plan.inner.batch_sequences
     assert (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -168,6 +169,28 @@ def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer])
     failed = one.do(a.Publish(module, 0, held.step, held.digest, 0.0))
     assert isinstance(failed, e.Failed)
     assert failed.is_final
+
+
+def test_a_step_for_which_there_is_no_memory_is_left_out_and_told_once(
+    swarm: tuple[Peer, Peer, Peer],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    one, _, _ = swarm
+    step = Step.of([one.publish()])
+
+    def no_room(*given: object) -> ModuleState:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(one.node.rule), "step", no_room)
+        for _ in range(3):
+            failed = one.do(a.Compute(MODULE, one.head0(MODULE), (step,)))
+            assert isinstance(failed, e.Failed)
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1
+    assert "give this peer more" in told[0].message
+    assert one.compute(one.head0(MODULE), step).version == 1
 
 
 def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(

@@ -150,7 +150,7 @@ def test_a_service_is_not_started_again_after_what_that_does_not_mend(unit: Path
         r"^\| (\d+) \| ([\w ]+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M
     )
     names = {name for code, name in rows if code in codes.split()}
-    assert names == {"configuration", "address", "run selection", "manifest", "protocol version"}
+    assert names == {"configuration", "manifest", "protocol version"}
     assert "Restart=on-failure" in text
     # Longer than a peer takes to leave.
     assert "TimeoutStopSec=20" in text

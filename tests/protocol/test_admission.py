@@ -411,6 +411,11 @@ def test_the_operator_invites_and_revokes(tmp_path: Path) -> None:
     assert (found.terms.run_id, found.terms.places) == (plan.run_id, 3)
     noted = json.loads((tmp_path / "invitations.jsonl").read_text())
     assert (noted["id"], noted["name"], noted["peers"]) == (found.id, "Ada", 3)
+    with (tmp_path / "invitations.jsonl").open("a") as file:
+        file.write('{"id": "half of a line, when the power')
+    invite(tmp_path, 1, name="Bob")
+    last = (tmp_path / "invitations.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["name"] == "Bob"
     gate = Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes()))
     assert gate is not None
     gate.check_invitation(found)

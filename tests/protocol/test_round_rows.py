@@ -43,7 +43,7 @@ def test_three_rounds_are_remembered() -> None:
     made = [row("A", number) for number in range(4)]
     for one in made:
         note(rows, one)
-        rows.here.add(one.name)
+        rows.came(one)
     rows.forget_before(3)
     assert rows.newest(99) == tuple(made[1:])
     assert rows.here == {one.name for one in made[1:]}

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.power_cut import Disk
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import CorpusError, IntegrityError
@@ -137,6 +138,26 @@ def test_token_corpus_goes_on_after_a_kill(tmp_path: Path, torn: str) -> None:
         for name in ("tokens.bin", "ends.bin", "labels.bin"):
             first, second = (tmp_path / run / part / name for run in ("a", "b"))
             assert first.read_bytes() == second.read_bytes()
+
+
+def test_what_is_counted_is_safe_when_the_power_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else hours of tokenising and routing are done again, or zeros are taken for tokens."""
+    disk = Disk(monkeypatch)
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    router = FirstLetterRouter(chunks=9)
+    with pytest.raises(KeyboardInterrupt):
+        _builder(tmp_path / "s").build(train, validation, router)
+    disk.lose_power(tmp_path)
+    train, validation = _corpora(tmp_path / "tokens", [])
+    assert (len(train), len(validation)) == (72, 18)
+    router = FirstLetterRouter()
+    builder = _builder(tmp_path / "s")
+    builder.build(train, validation, router)
+    assert router.documents == 18
+    expected, _ = _build(tmp_path / "whole")
+    assert builder.finish(BlobStore(tmp_path / "blobs")) == expected
 
 
 def test_other_inputs_begin_anew(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from parts.churn_counts import (
     count,
     schedule,
 )
+from parts.churn_rates import Clock, Join, greatest_wait_s, joins, rounds_without_step, speed
 from support.swarm import LIMIT_S, Swarm
 
 from dipaco.routing.run_folder import RunFolder
@@ -68,8 +69,8 @@ class Log:
             own_work_merged=merged,
         )
 
-    def life(self, ending: Ending) -> Life:
-        return Life(self.peer_id, self.peer_id, ending, self.events)
+    def life(self, ending: Ending, **span: Any) -> Life:
+        return Life(self.peer_id, self.peer_id, ending, self.events, **span)
 
 
 def counted(*lives: Life, end_s: float = 100.0) -> Counts:
@@ -111,10 +112,21 @@ def test_a_fork_is_seen_and_its_loser_is_a_loss() -> None:
     loser.adopt("L0.E0", 1, "a", 20, merged=False)
     found = counted(winner.life("stayed"), loser.life("stayed"))
     assert found.forked == {("L0.E0", 1): {"a", "z"}}
+    assert found.outbid == 0
     assert found.agreed
     # Of L0.E0 20 of 30 tokens are in; the other modules were never merged.
     assert (found.final_tokens, found.stayed_unmerged) == (20, 30)
     assert found.share == 20 / 30
+
+
+def test_a_step_with_all_rows_of_the_other_outbids_it() -> None:
+    first = Log("A", 0).commit("L0.E0", 3, "a", 10, "A", "B").commit("L1.E0", 3, "x", 0)
+    fuller = Log("B", 0).commit("L0.E0", 3, "b", 20, "A", "B", "C")
+    assert counted(first.life("stayed"), fuller.life("stayed")).outbid == 1
+    other = Log("B", 0).commit("L0.E0", 3, "b", 20, "B", "C")
+    assert counted(first.life("stayed"), other.life("stayed")).outbid == 0
+    taken = Log("B", 0).adopt("L0.E0", 4, "b", 20, merged=True)
+    assert counted(first.life("stayed"), taken.life("stayed")).outbid == 0, "its rows are unknown"
 
 
 def test_an_adoption_can_contain_own_work() -> None:
@@ -151,6 +163,104 @@ def test_the_longest_stretch_without_a_commit_reaches_to_the_end() -> None:
     log.commit("L1.E0", 0, "c", 1)
     assert counted(log.life("stayed"), end_s=8.0).longest_without_commit == ("L0.E0", 5.0)
     assert counted(log.life("stayed"), end_s=20.0).longest_without_commit == ("L0.E0", 14.0)
+
+
+def test_what_is_lost_without_a_log_of_it_is_held_to_be_of_those_that_live() -> None:
+    winner = Log("A", 0).steps(8).boundary("L0.E0", 0, 80).commit("L0.E0", 0, "a", 80)
+    winner.boundary("L1.E0", 0, 80).commit("L1.E0", 0, "b", 80)
+    loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).commit("L0.E0", 0, "z", 10)
+    loser.boundary("L1.E1", 0, 10).commit("L1.E1", 0, "c", 10)
+    late = Log("C", 0).steps(1).boundary("L0.E0", 0, 10).adopt("L0.E0", 1, "a", 80, merged=False)
+    late.boundary("L1.E0", 0, 10).commit("L1.E0", 0, "b", 90, "A", "C")
+    killed = Log("D", 1).steps(5)
+    lives = [winner.life("stayed"), loser.life("stayed"), late.life("left"), killed.life("killed")]
+    found = counted(*lives)
+    # 10 of B in a fork, 10 of C that a step missed; what was killed is neither due nor lost.
+    assert (found.missed, found.living_lost, found.living_trained) == (10, 10, 200)
+    assert found.share_of_living == 1 - 20 / 200
+    assert found.share == 180 / 200
+
+
+CLOCK = Clock(0.0, 10.0, {"L0.E0": 0.5, "L1.E0": 1.0, "L1.E1": 1.0})
+
+
+def newcomer(*groups: tuple[str, int, str], trains_s: float = 6.0, **span: Any) -> Join:
+    """Return what is found of a peer B on path 0, when another has committed these groups."""
+    other = Log("A", 0)
+    for module, round_index, peers in groups:
+        other.commit(module, round_index, "a", 0, *peers)
+    came = Log("B", 0)
+    came.events[0]["time_s"] = trains_s
+    lives = [other.life("stayed"), came.life("stayed", **{"is_join": True, **span})]
+    [found] = joins(lives, MODULES.__getitem__, CLOCK, patience_s=50.0, step_s=3.0)
+    return found
+
+
+def test_a_join_has_two_rounds_to_contribute() -> None:
+    # It trains from 6 s on: its rounds end at 15 and 25, and at 10 and 20 s.
+    assert newcomer(("L0.E0", 1, "AB"), ("L1.E0", 1, "AB")).is_everywhere
+    only_one = newcomer(("L0.E0", 2, "AB"), ("L1.E0", 1, "A"))
+    assert only_one.has_contributed
+    assert not only_one.is_everywhere
+    assert newcomer(("L1.E1", 1, "B")).has_contributed, "it has moved"
+    assert not newcomer(("L0.E0", 0, "AB"), ("L1.E0", 2, "AB")).has_contributed
+    assert newcomer(began_s=1.5).start_s == 4.5
+
+
+def test_a_join_that_was_not_there_for_two_rounds_had_no_time() -> None:
+    assert newcomer(ended_s=28.0).had_time
+    assert not newcomer(ended_s=27.9).had_time
+    assert not newcomer(stops=[(20.0, 21.0)]).had_time
+    assert newcomer(stops=[(40.0, 41.0)]).had_time
+    # It ended before it trained; the second time after more than anybody needs for that.
+    assert not newcomer(trains_s=70.0, ended_s=49.0).had_time
+    never = newcomer(trains_s=70.0, ended_s=51.0)
+    assert never.had_time
+    assert not never.has_contributed
+
+
+def test_the_first_peers_are_no_joins() -> None:
+    life = Log("A", 0).life("stayed")
+    assert joins([life], MODULES.__getitem__, CLOCK, patience_s=50.0, step_s=3.0) == []
+
+
+def test_rounds_without_a_step_are_counted_where_they_end() -> None:
+    log = Log("A", 0)
+    for round_index in (0, 1, 3):
+        log.commit("L0.E0", round_index, "a", 0)
+    log.commit("L1.E0", 2, "a", 0)
+    found = rounds_without_step([log.life("left")], CLOCK, 12.0, 36.0)
+    # Those that end at 15, 25 and 35 s, and at 20 and 30 s.
+    assert found == {"L0.E0": (1, 3), "L1.E0": (1, 2), "L1.E1": (2, 2)}
+
+
+def test_a_path_waits_from_step_to_step_and_until_the_end() -> None:
+    log = Log("A", 0)
+    for seconds, paths in ((10.0, [0]), (20.0, [0, 1]), (45.0, [0])):
+        log.add("commit", paths=paths)
+        log.events[-1]["time_s"] = seconds
+    assert greatest_wait_s([log.life("stayed")], 2, 0.0, 50.0) == (1, 30.0)
+    assert greatest_wait_s([log.life("stayed")], 2, 0.0, 40.0) == (0, 20.0)
+
+
+def test_the_speed_is_of_processes_that_are_awake() -> None:
+    log = Log("A", 0).steps(20).commit("L0.E0", 0, "a", 40).commit("L1.E0", 0, "b", 60)
+    for number, event in enumerate(log.events):
+        event["time_s"] = number / 2
+    life = log.life("left", began_s=-5.0, ended_s=12.0, stops=[(8.0, 10.0)])
+    gone = Life("B", "B", "killed", [], began_s=0.0, ended_s=1.0)
+    found = speed([life, gone], STEP, 2, 0.5, 20.0)
+    # Without the suspension, and half a second of one that never trained.
+    peer_s = 11.5 - 2.0 + 0.5
+    assert found.trained_per_s == 20 * STEP / peer_s
+    assert found.trained_per_training_s == 20 * STEP / (peer_s - 0.5)
+    assert found.counted_per_s == 50 / peer_s
+    assert found.peers == peer_s / 19.5
+
+
+def test_nothing_happens_to_elders() -> None:
+    slots = {fault.slot for fault in schedule(8, 45, 0, elders=2)}
+    assert slots == set(range(2, 8))
 
 
 def test_the_schedule_follows_from_the_seed_and_ends_in_quiet() -> None:

@@ -1,0 +1,19 @@
+"""How long somebody waits who may be suspended meanwhile: looks are counted, not seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+LOOK_S = 0.5
+
+
+def looks(limit_s: float) -> Iterator[float]:
+    """Yield the seconds of one look after the other, `limit_s` in all.
+
+    A machine that slept, or a process that was stopped, has not looked meanwhile, so what it waits
+    for has its time after that too.
+    """
+    count = max(1, math.ceil(limit_s / LOOK_S))
+    for _ in range(count):
+        yield limit_s / count
