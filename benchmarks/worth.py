@@ -47,7 +47,8 @@ ONE_MACHINE = "one machine"
 RESAMPLES = 1000
 
 
-def options() -> argparse.Namespace:
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line, or the arguments of a queue's line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,11 +67,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--held-out-every", type=int, default=4, help="scored sequences (each 4th)")
     parser.add_argument("--table", action="store_true", help="only tell what --log has")
     parser.add_argument("--at", type=int, default=480, help="steps of one machine (480)")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def measure(chosen: argparse.Namespace) -> None:
-    """Train and score what was asked for, unless the log has it."""
+def measure(chosen: argparse.Namespace, others: Sequence[Figures] = ()) -> None:
+    """Train and score what was asked for, unless the log or `others` have it."""
     changes = read_changes(chosen.set)
     run = _changed(chosen, changes)
     paths = run.grid(run.plan()).path_count
@@ -89,7 +90,7 @@ def measure(chosen: argparse.Namespace) -> None:
         "decay": chosen.decay,
         "dropped": chosen.dropped,
     }
-    known = [(line["of"], line["round"]) for line in read_log(chosen.log)]
+    known = [(line["of"], line["round"]) for line in (*others, *read_log(chosen.log))]
     missing = [n for n in map(int, chosen.rounds.split(",")) if (of, n) not in known]
     swarm: LossyReference | None = None
     for number in missing:
@@ -161,7 +162,7 @@ def table(lines: Sequence[Figures], at: int) -> str:
         rows.setdefault(row, {}).setdefault(setting, []).append(line)
     best = {row: chosen_setting(settings) for row, settings in rows.items()}
     _, one = best.get((ONE_MACHINE, 1), ("", []))
-    machine = next((line for line in one if _steps(line) == at), None)
+    machine = next((line for line in one if steps_of(line) == at), None)
     if machine is None:
         raise ConfigurationError(f"the log has no one machine (--one-path) after {at} steps")
     told = [
@@ -171,41 +172,41 @@ def table(lines: Sequence[Figures], at: int) -> str:
         "|---|---:|---:|---:|---:|---:|---|",
     ]
     for (row, peers), (setting, curve) in best.items():
-        end = max(curve, key=_steps)
-        steps = steps_to(machine["loss"], [(_steps(line), line["loss"]) for line in curve])
+        end = max(curve, key=steps_of)
+        steps = steps_to(machine["loss"], [(steps_of(line), line["loss"]) for line in curve])
         amounts = "not reached | | |"
         if steps is not None:
-            tokens, received = (steps / _steps(end) * end[name] / 1e6 for name in AMOUNTS)
+            tokens, received = (steps / steps_of(end) * end[name] / 1e6 for name in AMOUNTS)
             low, high = speed_ups(machine, curve, at)
-            least = f"{low:.2f}" if low else f"below {at / _steps(end):.2f}"
+            least = f"{low:.2f}" if low else f"below {at / steps_of(end):.2f}"
             amounts = f"{steps:.0f} | {at / steps:.2f} ({least} to {high:.2f})"
             amounts += f" | {tokens:.2f} M | {received:.1f}"
-        loss = f"{end['loss']:.4f} ({_steps(end)})"
+        loss = f"{end['loss']:.4f} ({steps_of(end)})"
         told.append(f"| {row}, {peers} | {loss} | {amounts} | {setting} |")
     return "\n".join(told)
 
 
 def chosen_setting(settings: Mapping[str, list[Figures]]) -> tuple[str, list[Figures]]:
     """Return the setting of the least `chosen_by` after the last steps that all were scored at."""
-    scored = set.intersection(*({_steps(line) for line in c} for c in settings.values()))
+    scored = set.intersection(*({steps_of(line) for line in c} for c in settings.values()))
     if not scored:
         raise ConfigurationError(f"score these after the same steps: {'; '.join(settings)}")
     common = max(scored)
     return min(
         settings.items(),
-        key=lambda item: min(line["chosen_by"] for line in item[1] if _steps(line) == common),
+        key=lambda item: min(line["chosen_by"] for line in item[1] if steps_of(line) == common),
     )
 
 
 def speed_ups(machine: Figures, curve: Sequence[Figures], at: int) -> np.ndarray:
     """Return the 5th and the 95th percentile of the speed-up, held-out sequences drawn anew."""
-    steps = [_steps(line) for line in curve]
-    drawn = zip(_drawn_losses(machine), *map(_drawn_losses, curve), strict=True)
+    steps = [steps_of(line) for line in curve]
+    drawn = zip(drawn_losses(machine), *map(drawn_losses, curve), strict=True)
     found = [at / (steps_to(t, [*zip(steps, c, strict=True)]) or math.inf) for t, *c in drawn]
     return np.percentile(found, (5, 95))
 
 
-def _drawn_losses(line: Figures) -> np.ndarray:
+def drawn_losses(line: Figures) -> np.ndarray:
     """Return the loss of each drawing, [RESAMPLES]; the same drawings for every line."""
     nats, targets = (np.array(line[name], dtype=float) for name in OF_EACH)
     chances = np.full(len(nats), 1 / len(nats))
@@ -226,7 +227,7 @@ def steps_to(target: float, points: Sequence[tuple[int, float]]) -> float | None
     return None
 
 
-def _steps(line: Mapping[str, Any]) -> int:
+def steps_of(line: Mapping[str, Any]) -> int:
     return int(line["round"]) * int(line["of"]["steps"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -21,8 +23,11 @@ NAMES = sorted(
 
 sys.path.insert(0, str(FOLDER))
 import worth  # noqa: E402
+import worth_curve  # noqa: E402
+import worth_queue  # noqa: E402
 from parts import common, mutations  # noqa: E402
 from parts.changed_run import ChangedRun, read_changes  # noqa: E402
+from parts.power_law import fit  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
 from rivals import packages, turns  # noqa: E402
 
@@ -266,6 +271,120 @@ def test_a_row_of_the_table_has_the_setting_that_other_sequences_choose() -> Non
     assert told[2].startswith("| 2x2, 4 | 3.1000 (120) | not reached |")
     with pytest.raises(ConfigurationError, match="no one machine"):
         worth.table(lines, 480)
+
+
+def test_a_power_law_is_found_again_and_tells_where_it_reaches_a_gap() -> None:
+    lengths = np.array([1e6, 2e6, 4e6, 8e6])
+    shrinks, grows = 0.3 * (lengths / 1e6) ** -0.5, 0.1 * (lengths / 1e6) ** 0.2
+    laws = fit(lengths, np.stack([shrinks, grows]))
+    assert laws.exponents == pytest.approx([0.5, -0.2])
+    assert laws.scatter == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert list(laws.lengths_at(0.1)) == pytest.approx([9e6, np.inf])
+    uneven = fit(lengths, shrinks * np.array([1.1, 0.9, 0.9, 1.1]))
+    assert float(uneven.exponents) == pytest.approx(0.5)
+    assert 0.05 < float(uneven.scatter) < 0.2
+    with pytest.raises(ValueError, match="three lengths"):
+        fit(lengths[:2], shrinks[:2])
+
+
+def curve_lines(gaps: list[float], spread: float) -> list[dict[str, Any]]:
+    """Return figures of one machine and of four paths after 1, 2, 4, ... M tokens."""
+    rng = np.random.default_rng(1)
+    lines = []
+    for number, gap in enumerate(gaps):
+        for peers, loss in ((1, 4.0), (4, 4.0 + float(np.log1p(gap)))):
+            noise = rng.normal(0.0, spread, 400) * (peers > 1)
+            of = {"run": "runs/2x2", "one_path": peers == 1, "peers": peers, "steps": 10}
+            rounds = 80 * 2**number // peers
+            lines.append({
+                "of": of, "round": rounds, "tokens": 1_250 * 10 * peers * rounds,
+                "chosen_by": loss, "loss": loss, "targets": [10] * 400,
+                "nats": list(10 * (loss + noise - noise.mean())),
+            })  # fmt: skip
+    return lines
+
+
+def curve_of(lines: list[dict[str, Any]], equal: str = "tokens") -> dict[str, Any]:
+    chosen = argparse.Namespace(run="2x2", one_machine_of=None, equal=equal, at=0.05)
+    return worth_curve.curve(lines, chosen)
+
+
+def test_a_gap_that_shrinks_is_told_with_the_length_at_which_it_is_small() -> None:
+    lines = curve_lines([0.4 * 2 ** (-0.5 * n) for n in range(5)], spread=0.2)
+    dearer = [{**line, "loss": 9.0, "chosen_by": 9.0} for line in lines]
+    law = curve_of([*dearer, *lines, *dearer])["law"]
+    assert law["exponent"] == pytest.approx(0.5)
+    low, high = law["exponent_interval"]
+    assert 0.3 < low < 0.5 < high < 0.7
+    assert law["exponents_between"] == pytest.approx([0.5] * 4)
+    assert law["length_at"] == pytest.approx(64e6)
+    shortest, longest = law["length_at_interval"]
+    assert 30e6 < shortest < 64e6 < longest < 200e6
+    assert "5% after 64.0 M tokens" in worth_curve.told(curve_of(lines))
+
+
+def test_a_gap_that_may_not_shrink_has_no_length_within_reach() -> None:
+    law = curve_of(curve_lines([0.2, 0.21, 0.19, 0.2], spread=0.2))["law"]
+    assert law["length_at_interval"][1] is None
+    assert "not within reach" in worth_curve.told(curve_of(curve_lines([0.2, 0.3, 0.4], 0.0)))
+
+
+def test_at_equal_steps_the_gap_is_what_one_machine_lacks() -> None:
+    lines = curve_lines([0.4, 0.3, 0.2, 0.1, 0.05], spread=0.0)
+    for line in lines:
+        line["loss"] -= 0.5 * (line["of"]["peers"] > 1)
+        line["nats"] = [10 * line["loss"]] * 400
+    points = curve_of(lines, "steps")["points"]
+    # The paths' first length has the steps of no one machine.
+    assert [point["steps"] for point in points] == [800, 1600, 3200]
+    assert points[0]["gap"] == pytest.approx(np.exp(0.5) / 1.2 - 1)
+    assert points[0]["tokens"] == 4 * 800 * 1_250
+
+
+def test_figures_of_different_sequences_are_not_compared() -> None:
+    lines = curve_lines([0.4, 0.3, 0.2], spread=0.0)
+    lines[0]["targets"] = [9] * 400
+    with pytest.raises(ConfigurationError, match="different sequences"):
+        curve_of(lines)
+
+
+def test_a_queue_is_read_without_comments_and_a_log_has_whole_lines(tmp_path: Path) -> None:
+    queue, log = tmp_path / "queue", tmp_path / "0.jsonl"
+    queue.write_text("# first\n\nrun --rounds 1,2  # short\nrun --set 'a.b=[1, 2]'\n")
+    assert worth_queue.read_queue(queue) == [
+        ["run", "--rounds", "1,2"],
+        ["run", "--set", "a.b=[1, 2]"],
+    ]
+    queue.write_text("run --log elsewhere\n")
+    with pytest.raises(ConfigurationError, match="line 1"):
+        worth_queue.read_queue(queue)
+    log.write_text('{"round": 1}\n{"rou')
+    worth_queue.drop_half_a_line(log)
+    assert worth.read_log(log) == [{"round": 1}]
+
+
+def test_a_queue_is_run_in_several_processes_and_made_once(tmp_path: Path) -> None:
+    model = ModelConfig(
+        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
+    )
+    make_synthetic_run(tmp_path / "run", model, train_sequences=8)
+    short = f"{tmp_path / 'run'} --steps 1 --rounds 1 --held-out-every 1"
+    (tmp_path / "queue").write_text(f"{short} --one-path\nno-run\n{short}\n")
+
+    def run_queue(seconds: float) -> tuple[int, dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "worth_queue.py", str(tmp_path / "queue"),
+             "--logs", str(tmp_path / "logs"), "--workers", "2", "--seconds", str(seconds)],
+            cwd=FOLDER, capture_output=True, text=True, timeout=280, check=False,
+        )  # fmt: skip
+        assert done.stdout, done.stderr
+        return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+    assert run_queue(250) == (0, {"scored": 2, "not_begun": 0, "time_was_up": False})
+    rows = {line["of"]["row"] for line in worth_queue.read_logs(tmp_path / "logs")}
+    assert rows == {"one machine", "DiPaCo run"}
+    assert run_queue(250)[1]["scored"] == 0
+    assert run_queue(0)[1]["time_was_up"]
 
 
 def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> None:
