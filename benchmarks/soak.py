@@ -46,6 +46,7 @@ from dipaco.peer.states import States
 from dipaco.protocol.admission import MOST_PLACES, MOST_VERIFIED, Gate, Terms, make_invitation
 from dipaco.protocol.chain import MAX_ROWS, Head, Row, Step, sign_row
 from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.member.actions import SaveAll
 from dipaco.simulator.swarm.carrying import Carrying
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.invariants import Invariants
@@ -74,6 +75,8 @@ CHAINS = (
     "saved",
     "log bytes",
     "_admissions",
+    # Of the last 64 steps, and of all those that a peer has still to take.
+    "_tellers",
 )
 PROCESS = "memory of the process, MiB"
 # What has a bound, and which one.
@@ -87,6 +90,8 @@ BOUNDS = {
     "contributors._addresses": MOST_PEERS,
     "contributors._addresses[]": MOST_PEERS,
     "contributors._rounds[]": MOST_OF_MODULE * GRID_MODULES,
+    # Those that are asked are admitted, up to the places of the run.
+    "member.modules[]._asked_s": MOST_PLACES * GRID_MODULES,
 }
 # What is not a container of a peer's, but what it stands on, or is counted as one entry.
 LEAVES_OF_WALK = (World, Engine, Machine, Row, Step, Head, ModuleState, Path, str, bytes)
@@ -260,6 +265,12 @@ class SoakCarrying(Carrying):
             if len(store.check.good_steps(module, found, admissions)) != len(found):
                 self._wrong("a good step is refused")
         return rows, steps
+
+    def _save_all(self, action: SaveAll) -> None:
+        super()._save_all(action)
+        store = self._machine.store
+        assert isinstance(store, DiskStore)
+        store.states.save_all()
 
 
 class SoakMachine(Machine):
