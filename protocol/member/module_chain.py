@@ -83,6 +83,13 @@ class ModuleChain:
         made = {peer for found in steps[1:] or steps for peer in found.peers}
         return is_majority(made, self.voters(fork))
 
+    def is_of_own_round(self, step: str) -> bool:
+        """Tell whether a step stands where the own one does, and holds this peer's row: it would
+        have been taken if it had come first."""
+        link = self.book.link(step)
+        stands_beside = step != self.stand and link.parent == self.link.parent
+        return stands_beside and link.step is not None and self._known.me in link.step.peers
+
     def contradicts(self, link: Link) -> bool:
         """Tell whether a step names another state than the one that is, or was, held here."""
         step = link.step

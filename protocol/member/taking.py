@@ -279,7 +279,7 @@ class Taking:
         plan.head = head
         chain = self._chain
         is_fork = chain.head is not None and not chain.book.stands_on(head.step, chain.stand)
-        if is_fork:
+        if is_fork and not chain.is_of_own_round(head.step):
             self.stage = Stage.CHECKING
             self._known.do(Check(chain.module, head.step))
         else:

@@ -316,6 +316,26 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss: float) -> None:
     assert member.chain.heaviest().name == joined.name
 
 
+@pytest.mark.parametrize(("peers", "is_taken"), [("ABC", True), ("AB", True), ("BC", False)])
+def test_a_fuller_step_of_the_own_round_is_taken_whatever_its_loss(
+    peers: str, is_taken: bool
+) -> None:
+    """With this peer's row, it would have been taken at once if it had come in time. In the first
+    round nobody counted before, who could be most: each would stay alone."""
+    member = Trainer("A", "ABC")
+    module = member.module
+    mine = Step.of([member.row("A")])
+    fuller = Step.of([member.row(peer, tokens=9) for peer in peers])
+    member.stand_on(mine)
+    member.known.now_s += GATHER_S
+    module.hear_steps([fuller], "B")
+    member.gathered(*fuller.rows)
+    module.handle(e.StateHere(MODULE, member.head(fuller)))
+    for check in member.take(a.Check):
+        module.handle(e.Checked(MODULE, check.step, 2.0, 9.0))
+    assert module.stand == (fuller if is_taken else mine).name
+
+
 def test_honest_rows_in_a_step_that_their_peers_never_took_vouch_for_nothing() -> None:
     """An insider has put a step of everybody's rows under a step of its own, and serves a state of
     its choice; only its own row names that."""
