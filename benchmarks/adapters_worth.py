@@ -42,6 +42,7 @@ from parts.averaged_adapters import (
     TurnsReference,
 )
 from parts.changed_run import ChangedRun
+from worth import read_log
 
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.compose import load_path
@@ -276,11 +277,6 @@ def append(log: Path, line: dict[str, Any]) -> None:
     if (line["run"], line["task"], line["steps"]) not in known:
         with log.open("ab", buffering=0) as file:
             file.write(json.dumps(line).encode() + b"\n")
-
-
-def read_log(file: Path) -> list[dict[str, Any]]:
-    """Return the lines so far."""
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def install_base(folder: Path, base: Path | None) -> None:

@@ -382,8 +382,9 @@ def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source:
     is answered with the nearest known one.
     """
     try:
-        # As JSON, where a list may become a tuple but a text no number.
-        return config_class.model_validate_json(json.dumps(values), strict=True)
+        # As JSON, where a list may become a tuple but a text no number. What TOML has besides, a
+        # date, is a text.
+        return config_class.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -124,6 +124,16 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
     return module.mem_get_info(device) if hasattr(module, "mem_get_info") else None
 
 
+def permitted_share(device: torch.device) -> float | None:
+    """Return how much of a GPU's memory its owner leaves to this process, as a share of all; None
+    where no limit can be set."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_per_process_memory_fraction"):
+        return None
+    share: float = module.get_per_process_memory_fraction(numbered(device))
+    return share
+
+
 def number_format(device: torch.device) -> torch.dtype:
     """Return what the products of a pass are computed in: bf16, else fp16, where a GPU is made for
     it, otherwise fp32.

@@ -14,7 +14,7 @@ import torch
 from dipaco.base.errors import ConfigurationError, DipacoError
 
 from .config import ModelConfig
-from .device import free_and_total_bytes, numbered
+from .device import free_and_total_bytes, permitted_share
 from .frozen_file import unfilled_base
 from .transformer import PathModel
 
@@ -123,9 +123,9 @@ def free_bytes(device: torch.device) -> int | None:
     if found is None:
         return None
     free, total = found
-    if not hasattr(module, "get_per_process_memory_fraction"):
+    share = permitted_share(device)
+    if share is None:
         return free
-    share = module.get_per_process_memory_fraction(numbered(device))
     return min(free, int(share * total) - int(module.memory_reserved(device)))
 
 

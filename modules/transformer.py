@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .config import PAD_TOKEN, AdaptersConfig, ModelConfig
-from .device import format_of_products, free_and_total_bytes
+from .device import format_of_products, free_and_total_bytes, permitted_share
 from .frozen_base import FrozenBase, Nf4Weight, product
 from .marked_tokens import learned_targets, plain_tokens
 
@@ -32,7 +32,8 @@ HEAD = "lm_head.weight"
 # Logits that are held at once, tokens times vocabulary: 128 MiB in fp32. More tokens go in pieces.
 LOGITS_AT_ONCE = 2**25
 # The head's weights, and their gradient, go through memory once a piece, which a GPU feels: there a
-# piece has this many at least, and one for so many bytes of the GPU's memory.
+# piece has this many at least, and one for so many bytes of the memory that is
+# for this process.
 LOGITS_AT_ONCE_ON_GPU = 2**27
 GPU_BYTES_A_LOGIT = 256
 
@@ -417,14 +418,18 @@ def logits_at_once(device: torch.device) -> int:
     """Return how many logits, tokens times vocabulary, are held at once on a device."""
     if device.type == "cpu":
         return LOGITS_AT_ONCE
-    return max(LOGITS_AT_ONCE_ON_GPU, _total_bytes(device) // GPU_BYTES_A_LOGIT)
+    return max(LOGITS_AT_ONCE_ON_GPU, _own_bytes(device) // GPU_BYTES_A_LOGIT)
 
 
 @functools.cache
-def _total_bytes(device: torch.device) -> int:
+def _own_bytes(device: torch.device) -> int:
+    """Return what of a device's memory is for this process; 0 where nobody says."""
     # What is on "meta" has shapes alone.
     memory = None if device.type == "meta" else free_and_total_bytes(device)
-    return 0 if memory is None else memory[1]
+    if memory is None:
+        return 0
+    share = permitted_share(device)
+    return int(memory[1] * (1.0 if share is None else share))
 
 
 def head_pieces(

@@ -111,6 +111,7 @@ def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
     [
         ("rank = 4", "rank = 0", "adapters.rank: Input should be greater than or equal to 1"),
         ("rank = 4", 'rank = "16"', r"adapters.rank: .* \(got '16'\)"),
+        ("rank = 4", "rank = 2026-01-01", r"adapters.rank: .* \(got '2026-01-01'\)"),
         ("rank = 4", "rnk = 4", "unknown key 'adapters.rnk'; did you mean 'rank'"),
         ("rank = 4", 'base_format = "int3"', "adapters.base_format"),
         ('base = "OWNER/tiny"', "", r"\[adapters\] need a base"),

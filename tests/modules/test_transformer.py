@@ -219,13 +219,20 @@ def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total_gib", "least", "most"), [(8, 2**27, 2**27), (24, 2**27, 2**27), (140, 2**29, 2**30)]
+    ("total_gib", "share", "least", "most"),
+    [
+        (8, 1.0, 2**27, 2**27),
+        (24, None, 2**27, 2**27),
+        (140, None, 2**29, 2**30),
+        (141, 0.2, 2**27, 2**27),
+    ],
 )
 def test_a_large_gpu_computes_more_logits_at_once(
-    monkeypatch: pytest.MonkeyPatch, total_gib: int, least: int, most: int
+    monkeypatch: pytest.MonkeyPatch, total_gib: int, share: float | None, least: int, most: int
 ) -> None:
     memory = (0, total_gib * 2**30)
     monkeypatch.setattr(transformer, "free_and_total_bytes", lambda device: memory)
+    monkeypatch.setattr(transformer, "permitted_share", lambda device: share)
     # Another number for each: what a GPU has is asked once.
     found = transformer.logits_at_once(torch.device("cuda", total_gib))
     assert least <= found <= most
