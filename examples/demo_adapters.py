@@ -44,7 +44,7 @@ train = "train.jsonl.gz"
 validation = "validation.jsonl.gz"
 text_field = "text"
 label_field = "domain"
-[grid]
+{limit}[grid]
 modules_per_level = {modules}
 [inner]
 batch_sequences = 1
@@ -91,10 +91,15 @@ def checkpoint_of(given: Path | None, demo: Demo) -> Path:
     return folder
 
 
-def prepare(demo: Demo, name: str, checkpoint: Path, modules: list[int]) -> Path:
-    """Prepare a run of these paths and return its folder."""
+def prepare(
+    demo: Demo, name: str, checkpoint: Path, modules: list[int], held_out: int | None = None
+) -> Path:
+    """Prepare a run of these paths, with so many held-out documents, and return its folder."""
     file, folder = demo.folder / f"{name}.toml", demo.folder / name
-    text = RUN_TOML.format(name=name, checkpoint=checkpoint, modules=modules, steps=ROUND_STEPS)
+    limit = f"validation_limit = {held_out}\n" if held_out else ""
+    text = RUN_TOML.format(
+        name=name, checkpoint=checkpoint, modules=modules, steps=ROUND_STEPS, limit=limit
+    )
     file.write_text(text)
     demo.command(
         "dipaco-bootstrap", "prepare", str(file), "--out", str(folder),
@@ -236,7 +241,8 @@ def run(demo: Demo, checkpoint: Path) -> None:
     """Do all of it."""
     write_texts(demo.folder)
     base = checkpoint.resolve()
-    one = prepare(demo, "one-adapter", base, [1])
+    # No peer scores its held-out texts, and the base is scored by the other run.
+    one = prepare(demo, "one-adapter", base, [1], held_out=1)
     paths = prepare(demo, "four-paths", base, [1, 4])
     before = generated(demo, "--state-dir", str(paths), "--allow-genesis", "--path", "0")
     swarm(demo, paths)
