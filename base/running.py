@@ -46,6 +46,7 @@ def run_with_settings(
             return exit_code
         (settings,) = found
         quiet_threads()
+        limit_threads(getattr(settings, "threads", None))
         configure_logging(settings.debug)
         return run_command(lambda: int(run(settings)), settings.debug)
 
@@ -96,6 +97,15 @@ def quiet_threads() -> None:
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)
+
+
+def limit_threads(threads: int | None) -> None:
+    """Let NumPy's products take no more threads than `--threads` says, before it is imported.
+
+    PyTorch has a function for that. The library behind NumPy has this variable only.
+    """
+    if threads is not None:
+        os.environ["OPENBLAS_NUM_THREADS"] = str(threads)
 
 
 def configure_logging(debug: bool) -> None:

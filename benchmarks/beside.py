@@ -12,9 +12,11 @@ seconds of a turn vary less than its seconds where other programs run.
   none.
 * training-float32, training-bf16: one model of 7 M values by our inner loop, by transformers'
   Trainer, and a GPT of about as many in a loop as nanoGPT's.
-* serving: greedy text for one client and for eight, by HTTP: `dipaco-serve`, which computes in
-  fp32, beside llama.cpp's own server on the same path, in fp32 and in eight bits.
-* profile: where the time of one client goes, from the matrix products of a token up to HTTP.
+* serving-small, serving-large: greedy text for one client and for eight, by HTTP: `dipaco-serve`
+  with either of its engines beside llama.cpp's own server, on a path of 6 M and of 116 M values.
+  Ours with llama.cpp needs its wheel in this environment (`pip install '.[llamacpp]'`).
+* profile: where the time of one client goes in the engine of ours, from the matrix products of a
+  token up to HTTP.
 * averaging: four processes and 20 M values: an outer round of ours, beside a step of Hivemind's
   `DecentralizedAverager`. Needs root and iproute2, for a network namespace for each.
 * loss: the same, one of four is killed between boundary and step, or in the all-reduce; how long
@@ -41,7 +43,8 @@ ROWS = (
     "adapters-bf16",
     "training-float32",
     "training-bf16",
-    "serving",
+    "serving-small",
+    "serving-large",
     "profile",
     "averaging",
     "loss",
@@ -98,8 +101,9 @@ def main() -> int:
             local_updates.compare(report, row, chosen.run, chosen.rivals)
         elif row == "loss":
             averaging.compare_loss(report)
-        elif row == "serving":
-            serving.compare(report, ("float32", "q8_0"), chosen.rivals, chosen.turns)
+        elif kind == "serving":
+            for engine in serving.ENGINES:
+                serving.compare(report, engine, detail, chosen.rivals, chosen.turns)
     report.print(chosen.json)
     return 0
 

@@ -48,16 +48,16 @@ _CUTS: dict[tuple[str, ...], str] = {
 }
 
 
-def check_gguf(model: ModelConfig, tokenizer: bytes) -> None:
+def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
     """Refuse what llama.cpp cannot do with the same result, before anything is computed.
 
     Raises ConfigurationError, also where the library is not installed.
     """
     gguf_library()
-    if model.family == "qwen3" and model.attention_bias:
-        raise ConfigurationError(
-            "llama.cpp has no biases for the family qwen3 (attention_bias); use --format llama"
-        )
+    if (lack := lack_of_llama_cpp(model)) is not None:
+        raise ConfigurationError(f"{lack}; use --format llama")
+    if tokenizer is None:
+        return
     if is_json(tokenizer):
         _cut_name(json_pieces(tokenizer).tokenizer)
         return
@@ -68,10 +68,17 @@ def check_gguf(model: ModelConfig, tokenizer: bytes) -> None:
         )
 
 
+def lack_of_llama_cpp(model: ModelConfig) -> str | None:
+    """Return what llama.cpp lacks to compute a model, None if it can."""
+    if model.family == "qwen3" and model.attention_bias:
+        return "llama.cpp has no biases for the family qwen3 (attention_bias)"
+    return None
+
+
 def write_gguf(
     parameters: Mapping[str, torch.Tensor],
     model: ModelConfig,
-    tokenizer: bytes,
+    tokenizer: bytes | None,
     file: Path,
     *,
     stored: str,
@@ -79,8 +86,9 @@ def write_gguf(
 ) -> None:
     """Write a path's parameters, by name in the order of the run's tokens, to `file`.
 
-    `stored` is one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf`
-    does, StorageError if the disk is full.
+    A file without a tokenizer is for a program that gives tokens, which are the run's. `stored` is
+    one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf` does,
+    StorageError if the disk is full.
     """
     gguf = gguf_library()
     check_gguf(model, tokenizer)
@@ -198,8 +206,11 @@ def add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str
         writer.add_tensor(name, half)
 
 
-def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes) -> torch.Tensor | None:
+def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> torch.Tensor | None:
     """Write the tokenizer; return which of the run's tokens stands in each row, if not the same."""
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+        return None
     if not is_json(tokenizer):
         _add_sentencepiece(writer, rows, tokenizer)
         return None

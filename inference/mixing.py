@@ -15,6 +15,7 @@ from dipaco.modules.transformer import PathModel
 
 from .adapter_decoder import AdapterDecoder, decoders_over_one_base, step_together
 from .decoder import Decoder
+from .text_decoder import TextDecoder
 
 FORGETTING = 0.9
 
@@ -46,7 +47,7 @@ class MixedDecoder:
     """Paths that give each token together; used as `Decoder` is. Its logits are
     log-probabilities."""
 
-    def __init__(self, decoders: Sequence[Decoder | AdapterDecoder]) -> None:
+    def __init__(self, decoders: Sequence[TextDecoder]) -> None:
         self._decoders = decoders
         self.config = decoders[0].config
         paths, slots = len(decoders), len(self.lengths)
@@ -110,9 +111,9 @@ class MixedDecoder:
     def paste(self, slot: int, text: list[torch.Tensor]) -> None:
         """As `Decoder.paste`."""
         self._evidence[:, slot], self._next[:, slot] = text[:2]
-        blocks = self.config.block_count
+        own = (len(text) - 2) // len(self._decoders)
         for number, decoder in enumerate(self._decoders):
-            decoder.paste(slot, text[2 + number * blocks : 2 + (number + 1) * blocks])
+            decoder.paste(slot, text[2 + number * own : 2 + (number + 1) * own])
 
     def free(self, slot: int) -> None:
         """As `Decoder.free`."""
@@ -120,9 +121,9 @@ class MixedDecoder:
             decoder.free(slot)
 
 
-def decoder_of(models: Sequence[PathModel], slots: int) -> Decoder | AdapterDecoder | MixedDecoder:
+def decoder_of(models: Sequence[PathModel], slots: int) -> TextDecoder:
     """Return what gives tokens by one path, or by several together."""
-    decoders: Sequence[Decoder | AdapterDecoder]
+    decoders: Sequence[TextDecoder]
     if models[0].config.adapters is not None:
         decoders = decoders_over_one_base(models, slots)
     else:

@@ -11,7 +11,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, StorageError
@@ -20,6 +20,11 @@ from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
 
 from .options import InferenceSettings
+
+if TYPE_CHECKING:
+    from dipaco.modules.plan import RunPlan
+
+    from .engines import DecodingEngine
 
 _KEY_VARIABLE = "DIPACO_API_KEY"
 
@@ -40,6 +45,13 @@ class ServeSettings(InferenceSettings):
             "KEY",
         ),
     ] = None
+    engine: Annotated[
+        Literal["auto", "torch", "llama.cpp"],
+        Option("what computes paths; auto is llama.cpp where it is installed and can"),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["float32", "q8_0"], Option("how llama.cpp has the matrices in memory")
+    ] = "float32"
     memory_gb: Annotated[
         float,
         Option(
@@ -84,6 +96,20 @@ class ServeSettings(InferenceSettings):
             )
         return key or None
 
+    def decoding_engine(self, plan: RunPlan, device: str) -> DecodingEngine:
+        """Return what computes the paths of a run. Raises ConfigurationError."""
+        from .engines import TORCH, chosen_engine, llama_cpp_engine, llama_cpp_obstacle
+        from .llama_cpp import installed_version
+
+        installed = installed_version()
+        obstacle = llama_cpp_obstacle(plan, device, installed)
+        if chosen_engine(self.engine, self.dtype, obstacle) == "llama.cpp":
+            _say(f"llama.cpp computes the paths, with matrices in {self.dtype}")
+            return llama_cpp_engine(self.dtype)
+        if self.engine == "auto" and installed is not None:
+            _say(f"llama.cpp does not compute the paths: {obstacle}")
+        return TORCH
+
     def read_chat_template(self, own: str | None) -> str | None:
         """Return the chat template, if there is one. Raises StorageError."""
         if self.chat_template is None:
@@ -121,6 +147,7 @@ def run(settings: ServeSettings) -> int:
                 queue=settings.queue,
                 refresh_s=settings.refresh_s,
             ),
+            settings.decoding_engine(source.plan, device.type),
         )
         service = Service(
             engine,

@@ -54,6 +54,7 @@ class Tokenizer:
         self._pieces: SentencePieces | JsonPieces
         self._pieces = JsonPieces(data, source) if is_json(data) else SentencePieces(data, source)
         self.vocabulary_size: int = self._pieces.vocabulary_size
+        self._texts: dict[int, str] = {}
 
     @property
     def chat_template(self) -> str | None:
@@ -83,6 +84,12 @@ class Tokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens. Begin, end and padding vanish; broken UTF-8 becomes U+FFFD."""
+        # A text comes token by token, and few calls cost more than remembering.
+        if len(tokens) == 1:
+            token = int(tokens[0])
+            if token not in self._texts:
+                self._texts[token] = self._pieces.decode([token])
+            return self._texts[token]
         return self._pieces.decode([int(token) for token in tokens])
 
     def document_tokens(self, text: str) -> list[int]:

@@ -43,11 +43,11 @@ LEAST_TURNS = 2
 
 
 @contextmanager
-def serving(run: Path, threads: int, device: str) -> Iterator[tuple[int, int]]:
-    """Start `dipaco-serve` and yield its port and its process."""
+def serving(run: Path, threads: int, device: str, *words: str) -> Iterator[tuple[int, int]]:
+    """Start `dipaco-serve`, told so by more words, and yield its port and its process."""
     command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(run)]
     options = ["--allow-genesis", "--port", "0", "--threads", str(threads), "--device", device]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, *options, *words], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         for line in process.stderr:

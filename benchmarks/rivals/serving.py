@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from model.serving_speed import SHAPE, serving
+from model.serving_speed import PAPER, SHAPE, serving
 from parts.common import Report
 from support.tiny_run import make_tiny_run, tiny_documents
 
@@ -25,6 +25,9 @@ from rivals.turns import Figures, Pair, Turns, Worker, add_speed, told
 CLIENTS = (1, 8)
 TOKENS, LENGTH, PATH = 48, 128, 1
 REQUEST_LIMIT_S = 300.0
+SIZES = {"small": SHAPE, "large": PAPER}
+ENGINES = {"torch": ("float32",), "llama.cpp": ("float32", "q8_0")}
+"""What computes the paths of `dipaco-serve`, and its formats."""
 SLOTS = 8
 """Answers at a time: what `dipaco-serve` has, and what llama.cpp is told."""
 
@@ -41,35 +44,36 @@ class Server(NamedTuple):
         return sum(int(task.read_text().split()[0]) for task in tasks) / 1e9
 
 
-def compare(report: Report, formats: tuple[str, ...], rivals: Path, turns: int) -> None:
-    """Add tokens a second for each number of clients and each format of theirs."""
-    packages = installed("llama.cpp", rivals)
-    pool = tiny_documents(4, 8 + len(formats) * turns * sum(CLIENTS) // 4, 5)
+def compare(report: Report, engine: str, size: str, rivals: Path, turns: int) -> None:
+    """Add tokens a second for each number of clients and each format that an engine has."""
+    formats, packages = ENGINES[engine], installed("llama.cpp", rivals)
+    pool = tiny_documents(4, SLOTS + len(formats) * turns * sum(CLIENTS) // 4, 5)
     prompts = iter([text[:40] for text in pool])
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+    with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
-        make_tiny_run(run, sequence_length=LENGTH, **SHAPE)
-        files = {each: exported(run, each) for each in formats}
-        ours = Server(*stack.enter_context(serving(run, 1, "cpu")))
-        theirs = {
-            each: stack.enter_context(llama_cpp(file, packages)) for each, file in files.items()
-        }
-        for server in (ours, *theirs.values()):
-            load(server, [next(prompts) for _ in range(SLOTS)])
-        for each, server in theirs.items():
-            for clients in CLIENTS:
-                pairs: list[Pair] = []
-                for number in range(turns):
-                    # Nobody has read a prompt before: llama.cpp keeps those that it knows.
-                    asked = [next(prompts) for _ in range(clients)]
-                    if number % 2:
-                        after = load(server, asked)
-                        pairs.append((load(ours, asked), after))
-                    else:
-                        pairs.append((load(ours, asked), load(server, asked)))
-                title = f"serving, {clients} clients, {each}"
-                add_speed(report, title, pairs, "tokens")
-                report.figures[title] = pairs
+        make_tiny_run(run, sequence_length=LENGTH, **SIZES[size])
+        for each in formats:
+            words = ("--engine", engine, "--dtype", each)
+            with (
+                serving(run, 1, "cpu", *words) as (port, pid),
+                llama_cpp(exported(run, each), packages) as theirs,
+            ):
+                ours = Server(port, pid)
+                for server in (ours, theirs):
+                    load(server, [next(prompts) for _ in range(SLOTS)])
+                for clients in CLIENTS:
+                    pairs: list[Pair] = []
+                    for number in range(turns):
+                        # Nobody has read a prompt before: llama.cpp keeps those that it knows.
+                        asked = [next(prompts) for _ in range(clients)]
+                        if number % 2:
+                            after = load(theirs, asked)
+                            pairs.append((load(ours, asked), after))
+                        else:
+                            pairs.append((load(ours, asked), load(theirs, asked)))
+                    title = f"serving {size} by {engine}, {clients} clients, {each}"
+                    add_speed(report, title, pairs, "tokens")
+                    report.figures[title] = pairs
 
 
 def profile(report: Report, rivals: Path, turns: int) -> None:
@@ -81,7 +85,8 @@ def profile(report: Report, rivals: Path, turns: int) -> None:
         run = Path(name) / "run"
         make_tiny_run(run, sequence_length=LENGTH, **SHAPE)
         theirs = stack.enter_context(llama_cpp(exported(run, "float32"), packages))
-        ours = Server(*stack.enter_context(serving(run, 1, "cpu")))
+        words = ("--engine", "torch")
+        ours = Server(*stack.enter_context(serving(run, 1, "cpu", *words)))
         worker = Worker("rivals.decode_profile", str(run), str(PATH))
         stack.enter_context(worker)
         for server in (ours, theirs):

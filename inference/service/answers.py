@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -41,6 +42,8 @@ class Reply:
         self._scores: dict[int, PromptScores] = {}
         self._began: dict[int, Began] = {}
         self._led: set[int] = set()
+        self._written: tuple[int, str] | None = None
+        """How many prompts had begun, and the beginning of each chunk since then."""
         self.open = len(self.choices)
 
     def number(self, prompt: int, index: int) -> int:
@@ -84,8 +87,8 @@ class Reply:
             choices.append(said)
         return {**self._head(stream=False), "choices": choices, "usage": self.usage()}
 
-    def chunks(self, prompt: int, event: Event) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a stream that an event gives; call `take` first."""
+    def chunks(self, prompt: int, event: Event) -> Iterator[str]:
+        """Yield the chunks of a stream that an event gives, as JSON; call `take` first."""
         if isinstance(event, Began | PromptScores):
             return
         assert isinstance(event, Piece | Ended)
@@ -105,9 +108,16 @@ class Reply:
             last: Any = {} if self._is_chat else ""
             yield self._chunk(prompt, number, last, reason=event.reason)
 
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the chunk that ends a stream with `include_usage`."""
-        return {**self._head(stream=True), "choices": [], "usage": self.usage()}
+    def usage_chunk(self) -> str:
+        """Return the chunk that ends a stream with `include_usage`, as JSON."""
+        return self._with_head({"choices": [], "usage": self.usage()})
+
+    def _with_head(self, rest: dict[str, Any]) -> str:
+        """Return a chunk as JSON. What all have in common is written once for many of them."""
+        if self._written is None or self._written[0] != len(self._began):
+            head = json.dumps(self._head(stream=True))
+            self._written = len(self._began), head.removesuffix("}")
+        return f"{self._written[1]}, {json.dumps(rest)[1:]}"
 
     def usage(self) -> dict[str, int]:
         """Return how many tokens there were."""
@@ -161,7 +171,7 @@ class Reply:
         *,
         reason: str | None = None,
         path: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> str:
         paths = self.choices[number].paths or self._first_path(prompt)
         shown = path if path is not None else paths[-1] if paths else None
         choice = {
@@ -171,7 +181,7 @@ class Reply:
             "finish_reason": reason,
             "dipaco": {"path": shown},
         }
-        return {**self._head(stream=True), "choices": [choice]}
+        return self._with_head({"choices": [choice]})
 
     def _first_path(self, prompt: int) -> list[int]:
         return [*self._began[prompt].paths] if prompt in self._began else []

@@ -356,7 +356,7 @@ class EventStream(Response):
                     (b"x-accel-buffering", b"no"),
                 ]
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
-            lines = [json.dumps(one.body() if isinstance(one, ApiError) else one) for one in said]
+            lines = [json.dumps(o.body()) if isinstance(o, ApiError) else o for o in said]
             if self._is_over:
                 lines.append("[DONE]")
             body = "".join(f"data: {line}\n\n" for line in lines).encode()
@@ -364,10 +364,10 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
         return self
 
-    def _lines(self, events: list[tuple[int, Event]]) -> list[dict[str, Any] | ApiError]:
+    def _lines(self, events: list[tuple[int, Event]]) -> list[str | ApiError]:
         """Return what is said of some events, and note when all was."""
         reply, options = self._reply, self._request.body.stream_options
-        said: list[dict[str, Any] | ApiError] = []
+        said: list[str | ApiError] = []
         for prompt, event in events:
             if isinstance(event, Failed):
                 self._is_over = True

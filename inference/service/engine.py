@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from dipaco.inference.adapter_decoder import AdapterDecoder, shared_decoder, step_together
-from dipaco.inference.decoder import decoder_bytes
+from dipaco.inference.engines import TORCH, DecodingEngine
 from dipaco.inference.sources import StateSource
 from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.frozen_file import base_parameter_count
@@ -36,6 +36,8 @@ _READ_AT_ONCE = 512
 # How long a path may be waited for before another one in use takes no more answers.
 _PATIENCE_S = 1.0
 _WAIT_S = 0.25
+# For so long a path that works alone gives tokens before the rest is looked at again.
+_SPELL_S = 0.02
 _END_LIMIT_S = 10.0
 
 
@@ -55,6 +57,7 @@ class EngineLimits:
 class Engine:
     """Takes `Work` from any thread. Close it with `close`.
 
+    :param engine: gives the tokens of paths that stand alone; adapters over one base have their own
     Raises ConfigurationError as `StateSource.document_router` does.
     """
 
@@ -63,11 +66,13 @@ class Engine:
         source: StateSource,
         device: torch.device,
         limits: EngineLimits,
+        engine: DecodingEngine = TORCH,
     ) -> None:
         self.plan = source.plan
         self.grid = source.grid
         self.tokenizer = source.tokenizer()
         self.limits = limits
+        self._engine = engine
         self._router: DocumentRouter = source.document_router(device)
         shared = None
         if self.plan.model.adapters is not None:
@@ -93,6 +98,7 @@ class Engine:
             source,
             device,
             slots=limits.slots,
+            engine=engine,
             shared=shared,
             refresh_s=limits.refresh_s,
             resident=self._digests,
@@ -104,7 +110,8 @@ class Engine:
         """Return the bytes of a path in memory, and how many paths there is room for."""
         model, memory_bytes = self.plan.model, self.limits.memory_bytes
         if model.adapters is None:
-            path_bytes = decoder_bytes(model, base_parameter_count(model), self.limits.slots)
+            parameters = base_parameter_count(model)
+            path_bytes = self._engine.size_bytes(model, parameters, self.limits.slots)
             return path_bytes, max(1, memory_bytes // path_bytes)
         # Base and caches are there in any case, once; what paths share is too.
         counts = self.grid.parameter_counts()
@@ -378,9 +385,9 @@ class Engine:
             at_work[batch] = before + self._guarded(batch, partial(self._read, batch))
         together = [batch for batch in batches if isinstance(batch.decoder, AdapterDecoder)]
         self._step_together(together)
-        for batch in batches:
-            if batch not in together:
-                self._guarded(batch, batch.step)
+        busy = [batch for batch in batches if not batch.is_idle and batch not in together]
+        for batch in busy:
+            self._guarded(batch, partial(self._step, batch, is_alone=busy == [batch]))
         for batch, before in at_work.items():
             failed, batch.failed = batch.failed, []
             for answer, reason in failed:
@@ -389,6 +396,14 @@ class Engine:
             self._finished(before - len(batch.answers()))
             if before:
                 batch.used_s = time.monotonic()
+
+    def _step(self, batch: PathBatch, is_alone: bool) -> None:
+        """Give the answers of a path a token; if it is alone, tokens until something happens, or
+        the rest is to be looked at again."""
+        until_s = time.monotonic() + _SPELL_S
+        same = batch.step()
+        while same and is_alone and self._inbox.empty() and time.monotonic() < until_s:
+            same = batch.step()
 
     def _waiting_since(self, batch: PathBatch) -> float:
         waiting = self._waiting.get(batch.paths)

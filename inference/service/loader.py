@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from dipaco.inference.adapter_decoder import AdapterDecoder, SharedDecoder
-from dipaco.inference.decoder import Decoder
+from dipaco.inference.adapter_decoder import SharedDecoder
+from dipaco.inference.engines import DecodingEngine
 from dipaco.inference.mixing import MixedDecoder
 from dipaco.inference.sources import StateSource, assemble_path, path_states
+from dipaco.inference.text_decoder import TextDecoder
 from dipaco.modules.state import ModuleState
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Loaded:
     """A path was put together, or several to be mixed."""
 
     paths: tuple[int, ...]
-    decoder: Decoder | AdapterDecoder | MixedDecoder
+    decoder: TextDecoder
     states: PathStates
 
 
@@ -75,6 +76,7 @@ class Loader:
     """Loads paths one after the other, and looks at the source again every `refresh_s` seconds.
 
     :param slots: how many texts a path gives a token together
+    :param engine: makes decoders of whole paths
     :param shared: of a run with adapters, the base that paths are put on
     :param resident: what is in memory, with its digests; asked for in this thread
     :param deliver: gets the news; called in this thread
@@ -87,6 +89,7 @@ class Loader:
         device: torch.device,
         *,
         slots: int,
+        engine: DecodingEngine,
         shared: SharedDecoder | None = None,
         refresh_s: float,
         resident: Callable[[], Mapping[tuple[int, ...], tuple[str, ...]]],
@@ -95,6 +98,7 @@ class Loader:
         self._source = source
         self._device = device
         self._slots = slots
+        self._engine = engine
         self._shared = shared
         self._refresh_s = refresh_s
         self._resident = resident
@@ -156,10 +160,11 @@ class Loader:
             self._source.drop_states()
         self._deliver(news)
 
-    def _decoder(self, path: int) -> Decoder | AdapterDecoder:
+    def _decoder(self, path: int) -> TextDecoder:
         if self._shared is not None:
             return self._shared.path(path_states(self._source, path))
-        return Decoder(assemble_path(self._source, path, device=self._device), self._slots)
+        model = assemble_path(self._source, path, device=self._device)
+        return self._engine.decoder(model, self._slots)
 
     def _digests(self, paths: tuple[int, ...]) -> tuple[str, ...]:
         return tuple(digest for path in paths for digest in self._source.digests(path))

@@ -110,26 +110,29 @@ class PathBatch:
         work.emit(PromptScores(scores))
         return logits[-1]
 
-    def step(self) -> None:
-        """Give every answer a token."""
-        if tokens := self.next_tokens():
-            self.take(self.decoder.step(tokens))
+    def step(self) -> bool:
+        """Give every answer a token; return whether all of them go on."""
+        tokens = self.next_tokens()
+        return bool(tokens) and self.take(self.decoder.step(tokens))
 
     def next_tokens(self) -> list[int | None]:
         """Return what the next step is for: the last token of the answer in each of the first
         slots, None where there is none. Empty if no answer waits for a step."""
-        # Answers take the first free slots, so few answers make a narrow step.
-        stepped = [row and (slot not in self.again) for slot, row in enumerate(self._rows)]
-        used = max((slot for slot, is_one in enumerate(stepped) if is_one), default=-1) + 1
-        return [
-            row.context[-1] if row and is_one else None
-            for row, is_one in zip(self._rows[:used], stepped, strict=False)
+        again = self.again
+        tokens = [
+            row.context[-1] if row is not None and slot not in again else None
+            for slot, row in enumerate(self._rows)
         ]
+        # Answers take the first free slots, so few answers make a narrow step.
+        while tokens and tokens[-1] is None:
+            tokens.pop()
+        return tokens
 
-    def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token of each answer, by the logits of a step for `next_tokens`."""
-        waiting = set(self.again)
-        for slot, row in enumerate(self._rows[: len(logits)]):
+    def take(self, logits: torch.Tensor) -> bool:
+        """Choose the next token of each answer, by the logits of a step for `next_tokens`. Return
+        whether all of them go on, and none is to be read again."""
+        waiting, all_go_on = set(self.again), True
+        for slot, row in enumerate(self._rows[: logits.shape[0]]):
             if row is None or slot in waiting:
                 continue
             try:
@@ -139,6 +142,8 @@ class PathBatch:
                 goes_on = False
             if not goes_on:
                 self._free(slot)
+                all_go_on = False
+        return all_go_on and not self.again
 
     def drop(self, answer: Answer) -> None:
         """Give up an answer that nobody wants any more."""

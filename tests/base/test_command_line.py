@@ -230,6 +230,30 @@ def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
     assert seen == [found]
 
 
+def test_threads_hold_for_numpy_too() -> None:
+    """`dipaco-serve` computes short texts with it, and its library has threads of its own."""
+    script = """
+import os, sys
+from dipaco.base.command_line import Command
+from dipaco.base.settings import ComputeSettings
+def run(settings):
+    import numpy as np
+    np.ones((512, 512)) @ np.ones((512, 512))
+    print(len(os.listdir("/proc/self/task")))
+    return 0
+raise SystemExit(Command("dipaco-test", ComputeSettings, run, "Test.").main(["--threads", "1"]))
+"""
+    environment = {key: value for key, value in os.environ.items() if "_NUM_THREADS" not in key}
+    told = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert (told.returncode, told.stdout) == (0, b"1\n")
+
+
 def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everything(
     tmp_path: Path,
 ) -> None:

@@ -19,7 +19,9 @@ from support.tiny_run import tiny_documents
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.decoder import Decoder
+from dipaco.inference.engines import TORCH, llama_cpp_engine
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.llama_cpp_decoder import LlamaCppDecoder
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.serve_cli import ServeSettings
 from dipaco.inference.service.app import Service, ServiceLimits
@@ -41,9 +43,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained_run(tmp_path_factory.mktemp("service"))
 
 
-@pytest.fixture(scope="module")
-def engine(out: Path) -> Iterator[Engine]:
-    engine = Engine(DiskSource(out), torch.device("cpu"), LIMITS)
+@pytest.fixture(scope="module", params=[TORCH, llama_cpp_engine("float32")], ids=lambda e: e.name)
+def engine(out: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(DiskSource(out), torch.device("cpu"), LIMITS, request.param)
     engine.start()
     yield engine
     engine.close()
@@ -468,7 +470,8 @@ def test_a_model_that_fails_does_not_end_the_service(
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Decoder, "read", fail)
+        for decoder in (Decoder, LlamaCppDecoder):
+            patch.setattr(decoder, "read", fail)
         answer = client.post("/v1/completions", json={"prompt": "a", "model": "path-0", "n": 2})
         assert (answer.status_code, "path 0 failed" in answer.text) == (503, True)
     complete(client, model="path-0")

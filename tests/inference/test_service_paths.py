@@ -32,6 +32,7 @@ from dipaco.base.errors import (
 from dipaco.base.http_server import listen, server_of
 from dipaco.inference import serve_cli
 from dipaco.inference.decoder import Decoder
+from dipaco.inference.engines import TORCH, DecodingEngine, llama_cpp_engine
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.sampling import Sampling
@@ -53,6 +54,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
 CPU = torch.device("cpu")
+ENGINES = [TORCH, llama_cpp_engine("float32")]
 PROMPTS = [text[:12] for text in tiny_documents(4, 1, 5)]
 
 
@@ -62,9 +64,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def engine_of(source: StateSource, memory_bytes: int = 10**9) -> Iterator[Engine]:
+def engine_of(
+    source: StateSource, memory_bytes: int = 10**9, decoding: DecodingEngine = TORCH
+) -> Iterator[Engine]:
     limits = EngineLimits(memory_bytes=memory_bytes, slots=2, queue=40, refresh_s=0)
-    engine = Engine(source, CPU, limits)
+    engine = Engine(source, CPU, limits, decoding)
     engine.start()
     try:
         yield engine
@@ -159,15 +163,20 @@ def changed(state: ModuleState) -> ModuleState:
     )
 
 
-@pytest.mark.parametrize("kind", ["disk", "swarm"])
-def test_newer_states_are_taken_over_between_requests(out: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "decoding"), [("disk", TORCH), ("swarm", ENGINES[1])])
+def test_newer_states_are_taken_over_between_requests(
+    out: Path, tmp_path: Path, kind: str, decoding: DecodingEngine
+) -> None:
     folder = tmp_path / "served"
     shutil.copytree(out, folder)
     source: StateSource = DiskSource(folder)
     if kind == "swarm":
         source = SwarmSource(FakeClient(folder, folder))  # type: ignore[arg-type]
     states = RunFolder(folder).states
-    with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
+    with (
+        engine_of(source, decoding=decoding) as engine,
+        TestClient(Service(engine).application()) as client,
+    ):
         body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 60, "context_shift": True}
         before = ask(client, **body)
         looked = threading.Event()
@@ -241,7 +250,8 @@ def test_a_swarm_that_has_gone_is_a_trouble_also_where_nothing_is_in_memory(out:
     assert source.troubles() == ("no peer of the run is in sight: the last good states are used",)
 
 
-def test_a_mixture_says_what_generate_says(out: Path) -> None:
+@pytest.mark.parametrize("decoding", ENGINES, ids=lambda engine: engine.name)
+def test_a_mixture_says_what_generate_says(out: Path, decoding: DecodingEngine) -> None:
     source = DiskSource(out)
     prompt = tiny_documents(4, 1, 6)[3][:30]
     tokens = prompt_tokens(source.tokenizer(), prompt)
@@ -252,7 +262,7 @@ def test_a_mixture_says_what_generate_says(out: Path) -> None:
     made = generate_tokens(models[0], tokens, sampling, mixed_with=models[1:])
     text = "".join(stream_text(source.tokenizer(), made))
     with (
-        engine_of(DiskSource(out)) as engine,
+        engine_of(DiskSource(out), decoding=decoding) as engine,
         TestClient(Service(engine).application()) as client,
     ):
         body = {"prompt": prompt, "max_tokens": 60, "context_shift": True, "mix": 2, "n": 2}
@@ -328,9 +338,9 @@ def test_which_run_of_a_cache_is_meant(cache: Path) -> None:
 # -- real clients
 
 
-@pytest.fixture(scope="module")
-def served(out: Path) -> Iterator[tuple[Engine, str]]:
-    with engine_of(DiskSource(out)) as engine:
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: engine.name)
+def served(out: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Engine, str]]:
+    with engine_of(DiskSource(out), decoding=request.param) as engine:
         application = Service(engine, api_key="secret", template="{{ messages[0].content }}")
         listening = listen("127.0.0.1", 0)
         server = server_of(application.application())
@@ -402,8 +412,11 @@ def test_an_answer_that_takes_too_long_is_given_up(served: tuple[Engine, str]) -
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "timeout")
 
 
-def test_the_command_serves_and_ends(out: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(out)]
+@pytest.mark.parametrize("words", [("--engine", "torch"), ("--dtype", "q8_0")])
+def test_the_command_serves_and_ends(
+    words: tuple[str, str], out: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(out), *words]
     process = subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
