@@ -93,6 +93,15 @@ class Display:
                 f"{report.agreement.normalised_mutual_information:.2f}, purity "
                 f"{report.agreement.purity:.0%}"
             )
+        unscored = [str(path.path) for path in report.paths if not path.held_out_sequences]
+        if unscored:
+            named = ", ".join(unscored[:8]) + ", ..." * (len(unscored) > 8)
+            self.say(
+                f"No held-out document goes to {'path' if len(unscored) == 1 else 'paths'} "
+                f"{named}: nothing tells how good their texts become, or whether a state of others "
+                f"harms them. Under [data] give more validation documents or a higher "
+                f"held_out_fraction"
+            )
 
     def run(self, plan: RunPlan, counts: dict[str, int], folder: str) -> None:
         """Show what was made and how to start it."""

@@ -216,9 +216,9 @@ def report(demo: Demo, arms: dict[str, dict[str, Any]]) -> None:
     """Print held-out perplexities by domain, and keep them."""
     labels = [label for label in DOMAINS if label in arms["paths"]["labels"]]
     table = Table(title="held-out perplexity a token", title_justify="left")
-    table.add_column("model", no_wrap=True)
+    table.add_column("model")
     for column in (*labels, "all"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     scores: dict[str, list[float]] = {
         "SmolLM2 as it is": [arms["paths"]["labels"][label]["base_perplexity"] for label in labels]
         + [arms["paths"]["base_perplexity"]]

@@ -365,6 +365,23 @@ def test_empty_shards_are_named() -> None:
     check_shards(summaries[2:])
 
 
+def test_paths_without_held_out_documents_are_named(tmp_path: Path) -> None:
+    """Nothing says how good they become, and no held-out loss speaks against a foreign state."""
+    toml = RUN_TOML.replace("held_out_fraction = 0.1", 'validation = "held-out.jsonl"')
+    toml = toml.replace("[2, 2]", "[1, 3]") + 'kind = "label"'
+    display = quiet_display()
+    run_toml = write_run(tmp_path, toml)
+    row = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    (tmp_path / "held-out.jsonl").write_text(json.dumps({**row, "text": f"{row['text']} 90 11"}))
+    _prepare(run_toml, tmp_path / "out", display=display)
+    report = RoutingReport.model_validate_json((tmp_path / "out" / "routing.json").read_bytes())
+    unscored = [str(path.path) for path in report.paths if not path.held_out_sequences]
+    assert len(unscored) == 2
+    assert isinstance(display.console.file, io.StringIO)
+    said = " ".join(display.console.file.getvalue().split())
+    assert f"No held-out document goes to paths {', '.join(unscored)}: " in said
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
