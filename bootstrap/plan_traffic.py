@@ -201,6 +201,8 @@ def _group(load: LevelLoad, rounds: RoundsConfig, crowd: Crowd) -> _Group:
     able = _able(crowd)
     trainers = max(1.0, crowd.peers * load.path_share)
     open_share = 1 - crowd.closed_share
+    # Beside one that cannot be called, more of the others can.
+    open_others = min(1.0, crowd.peers * open_share / max(1.0, crowd.peers - 1))
 
     def kept(open_trainers: float) -> float:
         return max(0.0, min(rounds.copies, able) - open_trainers)
@@ -210,7 +212,7 @@ def _group(load: LevelLoad, rounds: RoundsConfig, crowd: Crowd) -> _Group:
         trainers=trainers,
         closed=trainers * crowd.closed_share,
         kept=kept(trainers * open_share),
-        kept_for_closed=kept((trainers - 1) * open_share),
+        kept_for_closed=kept((trainers - 1) * open_others),
         mailboxes=min(MAILBOXES, int(able)),
     )
 

@@ -13,5 +13,5 @@ from dipaco.protocol.member.actions import Action
 from dipaco.protocol.member.events import Event
 
 Handlers: TypeAlias = Mapping[type[Action], Callable[[Any], Event | None]]
-"""By action, what does it or begins to, on the shell's thread. What it returns happened at once;
-what comes later is reported to the shell."""
+"""By action, what does it or begins to. What it returns happened at once; what comes later is
+reported to the shell."""

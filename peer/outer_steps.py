@@ -2,7 +2,7 @@
 
 See design 4.2, publish, and design 4.3, gather and step:
 
-    publish   a snapshot, at once between two inner steps; encoded, signed and stored meanwhile
+    publish   a snapshot, between two inner steps; encoded, signed and stored meanwhile
     gather    the files of others' rows, each checked before the member hears of it
     compute   the state after a step, from the one before it and the files; or
     fetch     the state itself, where that is fewer bytes
@@ -90,7 +90,7 @@ class OuterNode(JoinedRun, Protocol):
 
 
 class OuterSteps:
-    """Called by a shell, on its thread; reports from others.
+    """Called by a shell, on its thread and the model's; reports from others.
 
     `files` has the run's genesis and held-out rows. `fail` hears of what keeps a path from being
     begun for good, such as a full disk. Without a `trainer` nothing is published or adopted.
@@ -126,19 +126,20 @@ class OuterSteps:
             workers.shutdown(wait=False, cancel_futures=True)
 
     def handlers(self) -> Handlers:
-        """Return what carries out which action."""
+        """Return what carries out which action, while the model may be at work."""
         return {
-            a.Publish: self._take_snapshot,
             a.Gather: self._gather,
             a.Compute: self._begin_to_compute,
             a.FetchState: self._begin_to_fetch,
-            a.Check: self._check,
-            a.Adopt: self._adopt,
             a.Drop: self._begin_to_drop,
             a.Serve: self._serve,
             a.Forget: self._forget,
             a.SaveAll: self._save_all,
         }
+
+    def model_handlers(self) -> Handlers:
+        """Return what carries out the actions that read or change the model."""
+        return {a.Publish: self._take_snapshot, a.Check: self._check, a.Adopt: self._adopt}
 
     # -- publish
 

@@ -1,7 +1,7 @@
 """A training peer's shell: it does what its member decides (`dipaco.protocol.member`), and reports.
 
-The main thread owns the model. It takes inner steps, and between two of them `shell` applies what
-the messenger, the outer steps and the refresher have brought. Nothing is decided here.
+What is here is called on the model's thread, one after the other: inner steps, and between two of
+them what concerns the model. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Session:
             stopping,
             files=self._files,
             trainer=trainer,
-            handlers=self._handlers(),
+            model_handlers=self._model_handlers(),
             next_turn=self._next_turn,
         )
         self._progress = ProgressReports(node, refresher, trainer, self._files, status, events)
@@ -130,7 +130,7 @@ class Session:
             self._pauses.tell(claim.state, claim.path, claim.reason)
         return e.Turn(self._meter.step_s * self._duty_percent / 100.0)
 
-    def _handlers(self) -> Handlers:
+    def _model_handlers(self) -> Handlers:
         """Return what carries out which of the actions that only a training peer has."""
         return {
             a.TakeStep: self._take_step,

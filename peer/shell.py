@@ -4,6 +4,10 @@ A training peer and a bootstrap node have the same one. What concerns other peer
 `messenger`, what concerns states by `outer_steps`; a node that trains adds what concerns its model
 (`session`). Background work reports its outcome here from any thread; the member itself is called
 on one thread only.
+
+The model has a thread of its own. While it takes an inner step, which can last half a minute on a
+slow machine, events go on to happen here, so that others need not wait for its end. An action that
+concerns the model is done when the step has ended, and until then nothing more happens.
 """
 
 from __future__ import annotations
@@ -12,10 +16,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.member.actions import Action, Left, TakeStep, Wait
-from dipaco.protocol.member.events import Event, LeaveWanted, Turn, Viewed
+from dipaco.protocol.member.events import Event, LeaveWanted, Meanwhile, Turn, Viewed
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.training.trainer import PathTrainer
@@ -46,8 +52,9 @@ def start_member(node: Node, settings: MemberSettings) -> Member:
 class Shell:
     """One node in one run. `run` and `happen` are for one thread, `report` is for all.
 
-    A node that trains gives its `trainer`, the `handlers` of the actions that only it has, and
-    `next_turn`: called before every turn, it lets happen what the machine's owner wants.
+    A node that trains gives its `trainer`, the handlers of the actions that only it has, which run
+    on the model's thread, and `next_turn`: called before every turn, it lets happen what the
+    machine's owner wants.
     """
 
     def __init__(
@@ -62,7 +69,7 @@ class Shell:
         *,
         files: PathFiles | None = None,
         trainer: PathTrainer | None = None,
-        handlers: Handlers | None = None,
+        model_handlers: Handlers | None = None,
         next_turn: Callable[[], Turn] = Turn,
     ) -> None:
         self.member = start_member(node, settings)
@@ -81,12 +88,13 @@ class Shell:
             trainer=trainer,
             fail=background.fail,
         )
-        self._handlers: Handlers = {
+        self._handlers: Handlers = {**self.messenger.handlers(), **self.outer_steps.handlers()}
+        self._model_handlers: Handlers = {
             Wait: lambda action: None,
-            **self.messenger.handlers(),
-            **self.outer_steps.handlers(),
-            **(handlers or {}),
+            **self.outer_steps.model_handlers(),
+            **(model_handlers or {}),
         }
+        self._model = ThreadPoolExecutor(1, thread_name_prefix="model")
         background.on_failure(self._wake)
         refresher.on_view(lambda view: self.report(Viewed(view)))
         node.exchange.listen(self.report)
@@ -112,6 +120,7 @@ class Shell:
                 if isinstance(instruction, Wait):
                     self._wait()
         finally:
+            self._model.shutdown()
             self.messenger.stop()
             self.outer_steps.stop()
 
@@ -146,9 +155,25 @@ class Shell:
         return self.happen(turn) or Wait("", 0.0)
 
     def _carry_out(self, action: Action) -> Event | None:
-        handler = self._handlers.get(type(action))
+        if handler := self._handlers.get(type(action)):
+            return handler(action)
+        handler = self._model_handlers.get(type(action))
         assert handler is not None, f"nobody carries out {action}"
-        return handler(action)
+        return self._with_model(handler, action)
+
+    def _with_model(self, handler: Callable[[Any], Event | None], action: Action) -> Event | None:
+        """Do something on the model's thread; if it is an inner step, events happen meanwhile."""
+        doing = self._model.submit(handler, action)
+        if isinstance(action, TakeStep):
+            doing.add_done_callback(lambda _: self._wake())
+            try:
+                while not doing.done():
+                    self._wait()
+                    if not doing.done():
+                        self.happen(Meanwhile())
+            finally:
+                wait([doing])
+        return doing.result()
 
     def _wait(self) -> None:
         """Wait until something is reported; it happens before this returns."""

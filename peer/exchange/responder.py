@@ -230,7 +230,7 @@ class Responder:
             return
         files = run.contributions
         if await run_blocking(files.find, row.file) is not None:
-            await self._reply(stream, PutReply(status="stored"))
+            await self._take_put(stream, row)
             return
         if not files.promise(row):
             await self._reply(stream, PutReply(status="full"))
@@ -241,7 +241,15 @@ class Responder:
             is_stored = await asyncio.wait_for(_receive(stream, files, row, slot), limit_s)
         finally:
             files.release(row)
-        await self._reply(stream, PutReply(status="stored" if is_stored else "refused"))
+        if is_stored:
+            await self._take_put(stream, row)
+        else:
+            await self._reply(stream, PutReply(status="refused"))
+
+    async def _take_put(self, stream: Stream, row: Row) -> None:
+        """The file is here, and whoever put it need not tell of its row."""
+        self.on_told(Told(stream.peer, row.module, (row,)))
+        await self._reply(stream, PutReply(status="stored"))
 
 
 async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slot) -> bool:

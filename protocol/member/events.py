@@ -90,6 +90,12 @@ class Turn(Event):
 
 
 @dataclass(frozen=True)
+class Meanwhile(Event):
+    """Time has passed while an inner step is taken; at least four times a second. Events go on to
+    happen then, but boundaries wait for the next turn."""
+
+
+@dataclass(frozen=True)
 class Stepped(Event):
     """An inner step was taken."""
 

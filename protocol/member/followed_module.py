@@ -238,9 +238,12 @@ class FollowedModule:
         """Make the step of the own row, if it is time; otherwise others hear of it."""
         if self._propose_if_due():
             return
-        boxes = self._proposing.mailboxes()
-        self.known.do(a.Tell(self._audience(), self.module, rows=(row,)))
-        if not self.known.can_be_called and boxes:
+        boxes = () if self.known.can_be_called else self._proposing.mailboxes()
+        # Who is given the file hears of the row with it, and need not look for the file.
+        given = boxes[:MAILBOXES]
+        told = tuple(peer for peer in self._audience() if peer not in given)
+        self.known.do(a.Tell(told, self.module, rows=(row,)))
+        if boxes:
             self.known.do(a.Put(tuple(boxes[: 2 * MAILBOXES]), row, MAILBOXES))
 
     def _publish_failed(self, event: e.Failed) -> None:

@@ -107,6 +107,8 @@ class Member:
                 self._on_turn(event)
             case e.Viewed():
                 self._on_view(event)
+            case e.Meanwhile():
+                self._on_time()
             case e.Stepped():
                 self.rounds.steps_in_round += 1
             case e.PathReady():
@@ -170,12 +172,15 @@ class Member:
             if is_idle and self.known.now_s - followed.last_told_s > longest_s:
                 del self.modules[module]
 
+    def _on_time(self) -> None:
+        for followed in list(self.modules.values()):
+            followed.on_time()
+
     # -- one turn
 
     def _on_turn(self, turn: e.Turn) -> None:
         """Say what the shell does now: an inner step, or wait, or leave."""
-        for followed in list(self.modules.values()):
-            followed.on_time()
+        self._on_time()
         if self._phase is _Phase.PAUSED and not self._pause_reason:
             self._phase = _Phase.JOINING
             self._joining.begin()

@@ -5,8 +5,9 @@ it wants (`carrying`). It can crash at any event, sleep, restart with its old di
 and its clock can be wrong.
 
 What is simplified: inner steps that nothing interrupts are taken as one, up to the next boundary
-or a share of a round; what happens meanwhile waits for the end of the real step under way. A wait
-is asked again after a quarter of a second first, later after a whole one.
+or a share of a round. What happens meanwhile ends them with the real step that is under way. An
+action that concerns the model is done at once, where a real peer waits for the end of that step.
+A wait is asked again after a quarter of a second first, later after a whole one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from typing import Any
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
 from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Tell, Wait
-from dipaco.protocol.member.events import Event, LeaveWanted, PauseWanted, Stepped, Turn, Viewed
+from dipaco.protocol.member.events import (
+    Event,
+    LeaveWanted,
+    Meanwhile,
+    PauseWanted,
+    Stepped,
+    Turn,
+    Viewed,
+)
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.protocol.records import ProgressEntry, refresh_period_s
@@ -35,6 +44,8 @@ from .world import FILE_BYTES, Content, World
 
 # Of a round: the longest stretch of inner steps that is taken as one.
 STRETCH_SHARE = 1 / 4
+# Rounding may put a moment that has passed a little ahead.
+LEAST_WAIT_S = 0.25
 # Seconds off: with more a peer does not join (design 4.1, rounds).
 RIGHT_CLOCK_S = 2.0
 
@@ -107,7 +118,6 @@ class Machine:
         """Of actions that are answered at once."""
         self.carrying = Carrying(self)
         self.publishing = Publishing(self)
-        self._inbox: deque[Event] = deque()
         self._stretch: _Stretch | None = None
         self._is_waiting = False
         self._waits = 0
@@ -232,13 +242,11 @@ class Machine:
     # -- the loop
 
     def deliver(self, event: Event) -> None:
-        """Report an event: at once, or when the inner step under way has ended."""
+        """Report an event. The next turn comes at once, or when the inner step under way ends."""
         if not self.link.is_up:
             return
         if self._stretch is not None:
-            self._inbox.append(event)
             self._cut_short(self._stretch)
-            return
         self._handle(event)
         if self._is_waiting:
             self._is_waiting = False
@@ -303,6 +311,7 @@ class Machine:
         self._turns += 1
         self._stretch = _Stretch(self.world.now_s, steps, self._turns)
         self.later(steps * self.step_s, self._stepped, self._stretch.number)
+        self._look_meanwhile(self._stretch)
 
     def _moments(self, now_s: float) -> list[float]:
         """Return the next times at which a member has something to do by the clock: of each level
@@ -318,14 +327,28 @@ class Machine:
             found.append(schedule.boundary(passed + 1, level).time_s)
         return found
 
+    def _look_meanwhile(self, stretch: _Stretch) -> None:
+        """Let the member hear of the next moment too, if it comes in the middle of a step."""
+        wait_s = max(LEAST_WAIT_S, min(self._moments(self.believed_s)) - self.believed_s)
+        end_s = stretch.begin_s + stretch.steps * self.step_s
+        if not self.world.schedule.fixed_steps and self.world.now_s + wait_s < end_s:
+            self.later(wait_s, self._meanwhile, stretch.number)
+
+    def _meanwhile(self, number: int) -> None:
+        if self._stretch is not None and self._stretch.number == number:
+            self._handle(Meanwhile())
+            self._look_meanwhile(self._stretch)
+
     def _cut_short(self, stretch: _Stretch) -> None:
-        """Let a stretch end with the real step that is under way."""
-        passed_s = self.world.now_s - stretch.begin_s
-        steps = max(1, -int(-passed_s // self.step_s))
-        if steps < stretch.steps:
+        """Count the steps of a stretch that have ended; it ends with the one under way."""
+        ended = min(int((self.world.now_s - stretch.begin_s) / self.step_s), stretch.steps - 1)
+        self.tokens += ended * self.world.tokens_per_step
+        stretch.begin_s += ended * self.step_s
+        stretch.steps -= ended
+        if stretch.steps > 1:
             self._turns += 1
-            stretch.steps, stretch.number = steps, self._turns
-            end_s = stretch.begin_s + steps * self.step_s
+            stretch.steps, stretch.number = 1, self._turns
+            end_s = stretch.begin_s + self.step_s
             self.later(end_s - self.world.now_s, self._stepped, stretch.number)
 
     def _stepped(self, number: int) -> None:
@@ -336,8 +359,6 @@ class Machine:
         tokens = stretch.steps * self.world.tokens_per_step
         self.tokens += tokens
         self._handle(Stepped())
-        while self._inbox and self.link.is_up:
-            self._handle(self._inbox.popleft())
         self._turn(self._turns)
 
     # -- what is published and read

@@ -234,7 +234,8 @@ def test_a_file_that_is_put_is_served_to_who_gathers(peers: Peers) -> None:
     waiting = gather(mailbox, row)
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
     wait_for(lambda: waiting.calls == [(row, "", False)])
-    assert mailbox.told == []
+    # Who is given a file need not be told of its row.
+    assert mailbox.told == [Told(owner.peer, row.module, (row,))]
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))  # it has it already
     done = gather(other, row, others=(mailbox.peer,))
     wait_for(lambda: done.calls == [(row, "", False)])

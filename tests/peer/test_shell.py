@@ -32,7 +32,8 @@ def test_every_action_is_carried_out_by_one_part_of_a_training_peer() -> None:
     parts = [
         Messenger.__new__(Messenger).handlers(),
         OuterSteps.__new__(OuterSteps).handlers(),
-        Session.__new__(Session)._handlers(),
+        OuterSteps.__new__(OuterSteps).model_handlers(),
+        Session.__new__(Session)._model_handlers(),
     ]
     assert sum(map(len, parts)) == len(set().union(*parts))
     # `Left` is what `Shell.run` returns.
@@ -115,10 +116,77 @@ def test_an_action_that_nobody_carries_out_is_an_error(mailbox: Mailbox) -> None
         mailbox.shell.happen(e.Turn())
 
 
+class Trainee:
+    """A training peer whose inner steps are the test's, as is what its member answers."""
+
+    def __init__(self, folder: Path, inner_step: Callable[[], float], **options: Any) -> None:
+        self.peer = Peer(make_tiny_run(folder / "run"), folder / "peer", None)
+        self.peer.node.exchange.listen = lambda report: None
+        self.peer.node.states = SimpleNamespace()
+        self.trainer: Any = SimpleNamespace(
+            inner_step=inner_step,
+            path=None,
+            path_step=1,
+            tokens_per_step=8,
+            device=torch.device("cpu"),
+            modules=(),
+        )
+        swarm = FakeSwarm()
+        swarm.refresh_too = lambda watch: None  # type: ignore[attr-defined]
+        swarm.stop = lambda withdraw: None  # type: ignore[attr-defined]
+        self.stopping = threading.Event()
+        self.session = Session(
+            PeerSettings(**options.pop("settings", {})),
+            self.peer.node,
+            self.trainer,
+            PeerStatus(),
+            swarm,  # type: ignore[arg-type]
+            Background(),
+            self.peer.events,  # type: ignore[arg-type]
+            self.stopping,
+            **options,
+        )
+        self.shell = self.session._shell
+
+    def run(self, handle: Callable[[e.Event, float], tuple[a.Action, ...]]) -> None:
+        self.shell.member.handle = handle  # type: ignore[assignment, method-assign]
+        assert self.session.run() is None
+        self.peer.outer.stop()
+
+
+def test_others_are_heard_while_a_step_is_taken(tmp_path: Path) -> None:
+    """On a slow machine a step takes longer than others wait for an answer."""
+    happened: list[object] = []
+    may_end = threading.Event()
+
+    def inner_step() -> float:
+        happened.append("step begins")
+        trainee.shell.report(e.Told(peer_id(1), MODULE))
+        assert may_end.wait(30)
+        happened.append("step ends")
+        return 0.0
+
+    trainee = Trainee(tmp_path, inner_step)
+    trainee.trainer.discard = lambda module: happened.append("back to the anchor")
+
+    def handle(event: e.Event, now_s: float) -> tuple[a.Action, ...]:
+        if isinstance(event, e.Stepped):
+            trainee.stopping.set()
+        if isinstance(event, e.Told):
+            happened.append(event)
+            threading.Timer(0.1, may_end.set).start()
+            return (a.Discard(MODULE),)
+        if not isinstance(event, e.Turn):
+            return ()
+        return (a.Left(to_successor=False),) if trainee.stopping.is_set() else (a.TakeStep(None),)
+
+    trainee.run(handle)
+    # What concerns the model waits for the end of the step.
+    told = e.Told(peer_id(1), MODULE)
+    assert happened == ["step begins", told, "step ends", "back to the anchor"]
+
+
 def test_a_peer_that_rests_hears_what_its_owner_and_others_want(tmp_path: Path) -> None:
-    peer = Peer(make_tiny_run(tmp_path / "run"), tmp_path / "peer", None)
-    peer.node.exchange.listen = lambda report: None
-    peer.node.states = SimpleNamespace()
     steps: list[float] = []
 
     def inner_step() -> float:
@@ -126,40 +194,19 @@ def test_a_peer_that_rests_hears_what_its_owner_and_others_want(tmp_path: Path) 
         steps.append(0.3)
         return 0.0
 
-    trainer: Any = SimpleNamespace(
-        inner_step=inner_step,
-        path=None,
-        path_step=1,
-        tokens_per_step=8,
-        device=torch.device("cpu"),
-        modules=(),
-    )
-    stopping, swarm, looks = threading.Event(), FakeSwarm(), list[int]()
-    swarm.refresh_too = lambda watch: None  # type: ignore[attr-defined]
-    swarm.stop = lambda withdraw: None  # type: ignore[attr-defined]
+    looks = list[int]()
     pauses: Any = SimpleNamespace(
         change=lambda: looks.append(len(steps)), tell=lambda state, path, why: None
     )
-    session = Session(
-        PeerSettings(duty=1.0),
-        peer.node,
-        trainer,
-        PeerStatus(),
-        swarm,  # type: ignore[arg-type]
-        Background(),
-        peer.events,  # type: ignore[arg-type]
-        stopping,
-        pauses,
-    )
+    trainee = Trainee(tmp_path, inner_step, settings={"duty": 1.0}, pauses=pauses)
+    stopping = trainee.stopping
 
     def handle(event: e.Event, now_s: float) -> tuple[a.Action, ...]:
         if len(looks) >= 4:
             stopping.set()
-        if isinstance(event, e.LeaveWanted):
+        if not isinstance(event, e.Turn):
             return ()
         return (a.Left(to_successor=False),) if stopping.is_set() else (a.TakeStep(None),)
 
-    session._shell.member.handle = handle  # type: ignore[assignment, method-assign]
-    assert session.run() is None
+    trainee.run(handle)
     assert looks == [0, 1, 1, 1]
-    peer.outer.stop()

@@ -142,7 +142,7 @@ class Peer:
 
     def begin(self, action: a.Action) -> e.Event | None:
         """Have an action carried out, and return what is known at once."""
-        return self.outer.handlers()[type(action)](action)
+        return {**self.outer.handlers(), **self.outer.model_handlers()}[type(action)](action)
 
     def publish(self, round_index: int = 0, steps: int = 2, module: str = MODULE) -> Row:
         assert self.trainer is not None
