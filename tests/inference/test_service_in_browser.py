@@ -221,6 +221,7 @@ def test_under_a_sub_path_behind_a_proxy(browser: Browser, engine: Engine, slash
         visited(browser, proxied + slash) as page,
     ):
         expect(page.locator("#about")).to_contain_text("4 paths")
+        set_up(page, seed="1")
         page.fill("#prompt", PROMPT)
         page.locator("#go").click()
         expect(page.locator(".note.done")).to_contain_text(PACE)
