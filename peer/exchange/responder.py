@@ -233,6 +233,8 @@ class Responder:
             await self._take_put(stream, row)
             return
         if not files.promise(row):
+            # The file may be had from another mailbox.
+            self.on_told(Told(stream.peer, row.module, (row,)))
             await self._reply(stream, PutReply(status="full"))
             return
         try:

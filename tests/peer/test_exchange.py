@@ -261,7 +261,10 @@ def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(
     # More than one peer may have here.
     large = bytes(2**23 + 1)
     huge = row_of(0, 1, data=large)
+    assert mailbox.told == []
     assert not owner.exchange.put(mailbox.peer, huge, file_of(huge, large))
+    # The row is good, and another may have the file.
+    assert mailbox.told == [Told(owner.peer, huge.module, (huge,))]
     assert mailbox.files.find(row.file) is None
     wait_for(lambda: not list(mailbox.files.folder.glob(".put-*")))
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))

@@ -157,10 +157,11 @@ class Trainee:
 def test_others_are_heard_while_a_step_is_taken(tmp_path: Path) -> None:
     """On a slow machine a step takes longer than others wait for an answer."""
     happened: list[object] = []
-    may_end = threading.Event()
+    time_passed, may_end = threading.Event(), threading.Event()
 
     def inner_step() -> float:
         happened.append("step begins")
+        assert time_passed.wait(30)
         trainee.shell.report(e.Told(peer_id(1), MODULE))
         assert may_end.wait(30)
         happened.append("step ends")
@@ -172,6 +173,8 @@ def test_others_are_heard_while_a_step_is_taken(tmp_path: Path) -> None:
     def handle(event: e.Event, now_s: float) -> tuple[a.Action, ...]:
         if isinstance(event, e.Stepped):
             trainee.stopping.set()
+        if isinstance(event, e.Meanwhile):
+            time_passed.set()
         if isinstance(event, e.Told):
             happened.append(event)
             threading.Timer(0.1, may_end.set).start()
