@@ -16,7 +16,7 @@ from dipaco.routing.chat_tokens import question_tokens, routed_tokens, special_n
 from dipaco.routing.tokenizer import Tokenizer
 
 from .decoding.mixing import decoder_of
-from .decoding.sampling import Sampling
+from .sampling import Sampling
 from .sources import StateSource, assemble_path
 
 # A character has at most four bytes; more pending tokens than that are no character.

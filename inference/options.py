@@ -14,7 +14,7 @@ from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings
 from dipaco.dht.addresses import check_given_peer
 
-from .decoding.sampling import Sampling
+from .sampling import Sampling
 
 if TYPE_CHECKING:
     import torch

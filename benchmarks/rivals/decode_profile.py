@@ -16,8 +16,8 @@ import torch
 
 from dipaco.inference.decoding import decoder as decoding
 from dipaco.inference.decoding.decoder import Decoder
-from dipaco.inference.decoding.sampling import Sampling
 from dipaco.inference.generate import choose_token
+from dipaco.inference.sampling import Sampling
 from dipaco.modules.compose import load_path
 from dipaco.modules.device import prepare_process
 from dipaco.modules.transformer import PathModel

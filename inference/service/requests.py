@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dipaco.base.errors import ConfigurationError, nearest_name
-from dipaco.inference.decoding.sampling import Sampling
 from dipaco.inference.generate import prompt_tokens
+from dipaco.inference.sampling import Sampling
 from dipaco.routing.chat_template import ChatTemplate, TemplateError
 from dipaco.routing.chat_tokens import question_tokens, routed_tokens, special_names
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dipaco.inference.decoding.sampling import Sampling
+from dipaco.inference.sampling import Sampling
 
 from .errors import ApiError
 from .loader import PathStates

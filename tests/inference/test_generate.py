@@ -13,7 +13,6 @@ from support.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate, generate_cli
-from dipaco.inference.decoding.sampling import Sampling
 from dipaco.inference.generate import (
     choose_token,
     generate_tokens,
@@ -21,6 +20,7 @@ from dipaco.inference.generate import (
     stream_text,
 )
 from dipaco.inference.options import SamplingSettings
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.transformer import PathModel, token_losses

@@ -21,8 +21,8 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.engines import TORCH, llama_cpp_engine
 from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
-from dipaco.inference.decoding.sampling import Sampling
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.cli import ServeSettings
 from dipaco.inference.service.engine import Engine, EngineLimits

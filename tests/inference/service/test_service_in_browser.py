@@ -16,8 +16,8 @@ from support.proxy import behind_proxy
 from support.service import trained_run, wait_until
 from support.tiny_run import tiny_documents
 
-from dipaco.inference.decoding.sampling import Sampling
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.service.app import Service
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.sources import DiskSource, assemble_path

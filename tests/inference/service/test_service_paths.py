@@ -33,8 +33,8 @@ from dipaco.base.http_server import listen, server_of
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.engines import TORCH, DecodingEngine, llama_cpp_engine
 from dipaco.inference.decoding.mixing import mixed_losses
-from dipaco.inference.decoding.sampling import Sampling
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.sampling import Sampling
 from dipaco.inference.service import cli as serve_cli
 from dipaco.inference.service import engine as engine_module
 from dipaco.inference.service import path_batch
