@@ -36,6 +36,7 @@ from dipaco.base.http_server import listen, server_of
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.engines import TORCH, DecodingEngine, llama_cpp_engine
 from dipaco.inference.decoding.mixing import mixed_losses
+from dipaco.inference.decoding.text_decoder import TextDecoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.service import cli as serve_cli
@@ -52,7 +53,6 @@ from dipaco.inference.sources import (
     assemble_path,
     open_source,
 )
-from dipaco.inference.text_decoder import TextDecoder
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
