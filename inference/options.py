@@ -137,7 +137,7 @@ class SamplingSettings(Settings):
     )
     top_p: Annotated[
         float,
-        Option("choose among the likeliest tokens of together this chance; 1 is all", "P"),
+        Option("choose among the likeliest tokens whose chances add up to P; 1 is all", "P"),
     ] = 1.0
     seed: Annotated[int, Option("the same seed chooses the same tokens", "N")] = 0
 
