@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from support.prepared_run import CPU, quiet_display, write_run
+from support.prepared_run import on_cpu, write_run
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -41,8 +41,7 @@ prefix_tokens = 8
 def prepared(
     folder: Path, toml: str = TOML, out: str = "out", *, replace: bool = False
 ) -> tuple[RunFolder, RunPlan]:
-    file, display = write_run(folder, toml), quiet_display()
-    plan = prepare(file, folder / out, device=CPU, display=display, replace=replace)
+    plan = prepare(write_run(folder, toml), folder / out, on_cpu(replace=replace))
     return RunFolder(folder / out), plan
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
-from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
+from support.prepared_run import CPU, RUN_TOML, on_cpu, quiet_display, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.base.progress import StageProgress
@@ -41,9 +41,7 @@ from dipaco.training.dense import DenseCheckpoint
 
 
 def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
-    return prepare(
-        toml, out, device=CPU, display=options.pop("display", quiet_display()), **options
-    )
+    return prepare(toml, out, on_cpu(**options))
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.service import run_with_adapters
+from support.small_paths import KINDS, logits_of, small_path
 from support.tiny_run import make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
@@ -15,41 +16,19 @@ from dipaco.inference.decoding.engines import chosen_engine, llama_cpp_obstacle
 from dipaco.inference.decoding.llama_cpp import VERSION, installed_version
 from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
 from dipaco.inference.service import cli as serve_cli
-from dipaco.modules.config import AdaptersConfig, ModelConfig
+from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 
-KINDS: list[dict[str, Any]] = [
-    {"family": "llama", "kv_head_count": 2},
-    {"family": "llama", "attention_bias": True, "feed_forward_bias": True},
-    {"family": "qwen2", "tied_embedding": False},
-    {"family": "qwen3", "kv_head_count": 1, "head_width": 6},
-    {"family": "llama", "sequence_length": 300},
-]
+LONG = {"family": "llama", "sequence_length": 300}
 # Keys and values have 16 bits, and of q8_0 what is multiplied has 8.
 CLOSE = {"f32": 0.02, "q8_0": 0.5}
 
 
-def model_of(**kind: Any) -> PathModel:
-    shape = {"block_count": 2, "head_count": 4, "feed_forward_size": 48, "sequence_length": 24}
-    config = ModelConfig(vocabulary_size=64, hidden_size=32, **(shape | kind))
-    model = PathModel(config)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
-    return model.eval()
-
-
-@torch.no_grad()
-def logits_of(model: PathModel, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens]))[0]
-
-
 @pytest.mark.parametrize("stored", CLOSE)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+@pytest.mark.parametrize("kind", [*KINDS, LONG], ids=lambda kind: "-".join(map(str, kind.values())))
 def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
-    model = model_of(**kind)
+    model = small_path(**kind)
     decoder = LlamaCppDecoder(model, 6, stored=stored)
     long = model.config.sequence_length
     texts = [[5 + (3 * slot + place * place) % 50 for place in range(long)] for slot in range(6)]
@@ -78,7 +57,7 @@ def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
 
 
 def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
-    model = model_of()
+    model = small_path()
     decoder = LlamaCppDecoder(model, 3)
     list(decoder.read(2, [7, 8, 9]))
     text = decoder.copy(2, 3)
@@ -95,7 +74,7 @@ def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
 
 
 def test_a_mistake_is_an_error_after_which_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of()
+    model = small_path()
     decoder = LlamaCppDecoder(model, 1)
     with pytest.raises(RuntimeError, match="code is -1"):
         decoder.step([64])  # not one of the vocabulary
