@@ -141,7 +141,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "address of a peer of the swarm (default: the last one)",
+            "address of any peer (default: the last one)",
             "ADDR",
             check=_check_address_or_word,
             common=True,
