@@ -141,7 +141,7 @@ PLAN = Command(
     "plan",
     PlanSettings,
     run_plan,
-    summary="check a RUN.toml and show what it means in parameters, bytes and memory",
+    summary="check a RUN.toml and show its parameters, traffic, disk and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
     "round and has on its disk and in memory. Only the first document of the data is read, and "
     "nothing is written.",
@@ -166,9 +166,9 @@ REVOKE = Command(
     "revoke",
     RevokeSettings,
     run_revoke,
-    summary="end invitations, and with them the peers that came in by them",
-    description="Sign a new list of the invitations that are ended. Nodes that serve the run "
-    "folder hand it on with their next refresh, and every peer keeps it.",
+    summary="end invitations, and the part of the peers that came in by them",
+    description="Sign a new list of revoked invitations. Nodes that serve the run folder pass it "
+    "on with their next refresh, and every peer keeps it.",
 )
 COMMAND = Program("dipaco-bootstrap", str(__doc__), (PREPARE, PLAN, SERVE, INVITE, REVOKE))
 main = COMMAND.main

@@ -37,16 +37,16 @@ class ExportSettings(InferenceSettings):
     format: Annotated[
         Literal["llama", "gguf", "peft"] | None,
         Option(
-            "of a path: a folder for transformers and vLLM, or a file for llama.cpp. Of a run "
-            "with adapters: peft (the default) and gguf are the adapters alone, llama is the base "
-            "with the adapters merged into it"
+            "llama (the default) is a folder for transformers and vLLM, gguf a file for llama.cpp. "
+            "In a run with adapters, peft (the default) and gguf are the adapters alone, and llama "
+            "is the base with the adapters merged into it"
         ),
     ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "q8_0"] | None,
         Option(
-            "how parameters are stored; q8_0 is for gguf (default: float32, which is exact; of a "
-            "merged path the format of the base)"
+            "how parameters are stored; q8_0 is for gguf (default: float32, which is exact; for a "
+            "merged path, the format of the base)"
         ),
     ] = None
     tokenizer: Annotated[
