@@ -106,9 +106,9 @@ class ReadOnlyClient:
             logger.warning("state %s on disk is fetched again: %s", wanted.digest[:12], error)
             return None
 
-    def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
+    def fetch_blob(self, sha256: str) -> Path:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
-        return self._node.fetcher.needed_blob(sha256, what)
+        return self._node.fetcher.needed_blob(sha256, "a blob")
 
     def chain(self, module: str) -> tuple[Step, ...]:
         """Return the steps of the heaviest chain of a module that anybody serves, oldest first."""

@@ -106,8 +106,6 @@ class SimulatorSettings:
     """Where paths are trained and scored. Another type of device has other bits."""
     optimizer: str = "adamw"
     """"adamw" or "adamw8bit", as the peers are told. They have different bits."""
-    micro_batch_size: int | None = None
-    """Sequences that go through the model at once; None is the whole batch. Can change bits."""
     validation_sequences: int | None = None
     """Held-out sequences to score per path after each round, at most; None is all, 0 none."""
     exact: bool = True

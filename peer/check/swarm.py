@@ -67,12 +67,12 @@ def ask_swarm(settings: PeerSettings, *, port_is_free: bool) -> SwarmReport:
         except DipacoError as error:
             return SwarmReport(failure=error)
         try:
-            return _look_around(node, settings)
+            return _look_around(node)
         finally:
             node.close()
 
 
-def _look_around(node: Node, settings: PeerSettings) -> SwarmReport:
+def _look_around(node: Node) -> SwarmReport:
     shards, failure = None, None
     try:
         shards = node.load_shard_index()

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from support.foreign_base import HARD_TEXTS, make_foreign_base
 from support.prepared_run import CPU, on_cpu, write_run
+from support.routed_texts import route_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.bootstrap.display import Display, show_figures
@@ -153,5 +154,5 @@ def test_the_router_of_an_export_sees_the_tokens_of_the_run(
     names: dict[str, Any] = {}
     exec(program, names)
     texts = ["12 34 56 78 90 11", "the ship and sea a wind the ship", "if x: if x: if x:"]
-    expected = DiskSource(trained / "trained").document_router(CPU).route_texts(texts).tolist()
+    expected = route_texts(DiskSource(trained / "trained").document_router(CPU), texts).tolist()
     assert [names["path_of"](text) for text in texts] == expected

@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from support.fake_client import FakeClient
+from support.routed_texts import route_texts
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
@@ -260,7 +261,7 @@ def check_router_readme(source: DiskSource, out: Path, monkeypatch: Any) -> None
     names: dict[str, Any] = {}
     exec(program, names)
     texts = tiny_documents(4, 3, 9)
-    expected = source.document_router(CPU).route_texts(texts).tolist()
+    expected = route_texts(source.document_router(CPU), texts).tolist()
     assert [names["path_of"](text) for text in texts] == expected
     assert len(set(expected)) > 1
 
