@@ -105,10 +105,12 @@ class ServeSettings(InferenceSettings):
             llama_cpp_engine,
             llama_cpp_obstacle,
         )
-        from dipaco.inference.decoding.llama_cpp import installed_version
+        from dipaco.inference.decoding.llama_cpp import installed_version, obstacle_to_loading
 
         installed = installed_version()
         obstacle = llama_cpp_obstacle(plan, device, installed)
+        if obstacle is None and self.engine != "torch":
+            obstacle = obstacle_to_loading()
         if chosen_engine(self.engine, self.dtype, obstacle) == "llama.cpp":
             _say(f"llama.cpp computes the paths, with matrices in {self.dtype}")
             return llama_cpp_engine(self.dtype)

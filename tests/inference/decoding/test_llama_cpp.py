@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ from support.small_paths import KINDS, logits_of, small_path
 from support.tiny_run import make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.inference.decoding.engines import chosen_engine, llama_cpp_obstacle
-from dipaco.inference.decoding.llama_cpp import VERSION, installed_version
+from dipaco.inference.decoding.engines import TORCH, chosen_engine, llama_cpp_obstacle
+from dipaco.inference.decoding.llama_cpp import VERSION, installed_version, library
 from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
+from dipaco.inference.export.path_gguf import lack_of_llama_cpp
 from dipaco.inference.service import cli as serve_cli
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.plan import RunPlan
@@ -54,6 +57,29 @@ def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
     while decoder.lengths[5] < long:
         found = decoder.step([None] * 5 + [texts[5][decoder.lengths[5]]])
     check(found[5], wanted[5][-1])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"rope_scaling": {"kind": "linear", "factor": 3.0}},
+        {"rope_scaling": {"kind": "llama3", "factor": 8.0, "original_sequence_length": 64}},
+        {"head_width": 16, "kv_head_count": 2},
+        {"head_width": 8},
+    ],
+    ids=lambda kind: "-".join(map(str, kind.values())),
+)
+def test_a_path_is_computed_or_what_it_lacks_is_said(family: str, kind: dict[str, Any]) -> None:
+    model = small_path(family=family, **kind)
+    if lack_of_llama_cpp(model.config) is None:
+        (found,) = LlamaCppDecoder(model, 1).read(0, [7, 8, 9])
+        expected = logits_of(model, [7, 8, 9])[-1]
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=CLOSE["f32"])
+    else:
+        with pytest.raises(ConfigurationError, match=family):
+            LlamaCppDecoder(model, 1)
+        assert family != "llama"
 
 
 def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
@@ -126,6 +152,26 @@ def test_which_engine_is_taken(
 
 def test_the_wheel_is_that_of_the_interface() -> None:
     assert installed_version() == VERSION
+
+
+@pytest.mark.parametrize("broken", ["gguf", "xllamacpp"])
+def test_a_wheel_that_cannot_be_loaded_is_not_taken(
+    broken: str,
+    plan: RunPlan,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    library.cache_clear()
+    monkeypatch.setitem(sys.modules, broken, None)
+    settings = serve_cli.ServeSettings()
+    assert settings.decoding_engine(plan, "cpu") is TORCH
+    said = capfd.readouterr().err
+    assert "llama.cpp does not compute the paths: xllamacpp is installed and cannot be load" in said
+    asked = dataclasses.replace(settings, engine="llama.cpp")
+    with pytest.raises(ConfigurationError, match=f"--engine llama.cpp: .*{broken}"):
+        asked.decoding_engine(plan, "cpu")
+    monkeypatch.undo()
+    assert settings.decoding_engine(plan, "cpu") is not TORCH
 
 
 def test_a_run_with_adapters_has_its_own_engine(
