@@ -21,6 +21,7 @@ from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference.export import cli as export_cli
+from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.plan import RunPlan
@@ -242,7 +243,7 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(
     assert ours.special_names()[2] == "<|im_end|>"
     assert ours.chat_template == tokenizer.chat_template
     source = DiskSource(run.path, SourceSettings(allow_genesis=True))
-    Exporter(source, torch.float32).write_path(0, tmp_path / "back")
+    Exporter(source, ExportForm()).write_path(0, tmp_path / "back")
     back = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert (len(back), back.eos_token, back.chat_template) == (
         322, "<|im_end|>", tokenizer.chat_template,
