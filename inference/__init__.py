@@ -1,1 +1,1 @@
-"""What a trained swarm is for: evaluating it and generating text."""
+"""What a trained swarm is for: evaluating it, generating text, exporting and serving it."""

@@ -15,7 +15,7 @@ from dipaco.routing.chat_template import ChatTemplate, TemplateError
 from dipaco.routing.chat_tokens import question_tokens, routed_tokens, special_names
 from dipaco.routing.tokenizer import Tokenizer
 
-from .mixing import decoder_of
+from .decoding.mixing import decoder_of
 from .sampling import Sampling
 from .sources import StateSource, assemble_path
 

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 from support.tiny_run import make_tiny_run, tiny_documents
 
-from dipaco.inference import export_cli
+from dipaco.inference.export import cli as export_cli
 from dipaco.modules.device import number_format
 
 SHAPE = {"block_count": 8, "hidden_size": 256, "head_count": 4, "feed_forward_size": 704}
@@ -45,7 +45,7 @@ LEAST_TURNS = 2
 @contextmanager
 def serving(run: Path, threads: int, device: str, *words: str) -> Iterator[tuple[int, int]]:
     """Start `dipaco-serve`, told so by more words, and yield its port and its process."""
-    command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(run)]
+    command = [sys.executable, "-m", "dipaco.inference.service.cli", "--state-dir", str(run)]
     options = ["--allow-genesis", "--port", "0", "--threads", str(threads), "--device", device]
     process = subprocess.Popen([*command, *options, *words], stderr=subprocess.PIPE, text=True)
     try:

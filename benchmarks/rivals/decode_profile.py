@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dipaco.inference import decoder as decoding
-from dipaco.inference.decoder import Decoder
+from dipaco.inference.decoding import decoder as decoding
+from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.generate import choose_token
 from dipaco.inference.sampling import Sampling
 from dipaco.modules.compose import load_path

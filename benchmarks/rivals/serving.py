@@ -18,7 +18,7 @@ from model.serving_speed import PAPER, SHAPE, serving
 from parts.common import Report
 from support.tiny_run import make_tiny_run, tiny_documents
 
-from dipaco.inference import export_cli
+from dipaco.inference.export import cli as export_cli
 from rivals.packages import installed
 from rivals.turns import Figures, Pair, Turns, Worker, add_speed, told
 

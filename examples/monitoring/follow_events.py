@@ -46,7 +46,6 @@ def scalars_of(event: Mapping[str, Any]) -> Scalars:
         level = level_of(event["module"])
         return {
             f"commit/{level}/peers": len(event["group"]),
-            f"commit/{level}/seconds": event["seconds"],
             f"commit/{level}/seconds_after_boundary": event["seconds_after_boundary"],
             f"commit/{level}/version": event["version"],
         }

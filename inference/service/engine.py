@@ -15,8 +15,8 @@ from functools import partial
 
 import torch
 
-from dipaco.inference.adapter_decoder import AdapterDecoder, shared_decoder, step_together
-from dipaco.inference.engines import TORCH, DecodingEngine
+from dipaco.inference.decoding.adapter_decoder import AdapterDecoder, shared_decoder, step_together
+from dipaco.inference.decoding.engines import TORCH, DecodingEngine
 from dipaco.inference.sources import StateSource
 from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.frozen_file import base_parameter_count

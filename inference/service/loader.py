@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from dipaco.inference.adapter_decoder import SharedDecoder
-from dipaco.inference.engines import DecodingEngine
-from dipaco.inference.mixing import MixedDecoder
+from dipaco.inference.decoding.adapter_decoder import SharedDecoder
+from dipaco.inference.decoding.engines import DecodingEngine
+from dipaco.inference.decoding.mixing import MixedDecoder
+from dipaco.inference.decoding.text_decoder import TextDecoder
 from dipaco.inference.sources import StateSource, assemble_path, path_states
-from dipaco.inference.text_decoder import TextDecoder
 from dipaco.modules.state import ModuleState
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from support.tiny_run import make_tiny_run
 
 from dipaco.base.errors import NetworkError
 from dipaco.bootstrap.archive import LATEST, Archive
-from dipaco.inference import export_cli
+from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.state import ModuleState
 from dipaco.simulator import cli as simulator_cli

@@ -68,8 +68,8 @@ def test_what_is_missing_is_named(
     [
         # Help and mistakes do not wait for what takes seconds to import.
         (
-            ["bootstrap.cli", *(f"inference.{name}_cli" for name in (
-                "evaluate", "export", "generate", "serve",
+            ["bootstrap.cli", *(f"inference.{name}" for name in (
+                "evaluate_cli", "generate_cli", "export.cli", "service.cli",
             ))],
             ["torch", "hivemind", "datasets", "numpy", "pydantic"],
         ),

@@ -20,7 +20,7 @@ from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan_figures import plan_figures
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.inference import export_cli
+from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.routing.tokenizer_json import JsonPieces
 from dipaco.simulator import cli as simulator_cli

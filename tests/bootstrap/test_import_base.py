@@ -20,8 +20,8 @@ from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.inference import export_cli
-from dipaco.inference.export import Exporter
+from dipaco.inference.export import cli as export_cli
+from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder

@@ -25,6 +25,7 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.inference import evaluate_cli
+from dipaco.inference.decoding.mixing import mixed_losses
 from dipaco.inference.evaluate import (
     Evaluated,
     EvaluationReport,
@@ -33,7 +34,6 @@ from dipaco.inference.evaluate import (
     load_baseline,
 )
 from dipaco.inference.fit_rerouter import fit_to_documents
-from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.rerouter import read_rerouter
 from dipaco.inference.sources import (
     DiskSource,

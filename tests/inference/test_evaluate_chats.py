@@ -12,7 +12,8 @@ from support.chat_templates import CHATML
 from support.prepared_run import CPU, quiet_display
 
 from dipaco.bootstrap.prepare import prepare
-from dipaco.inference import evaluate_cli, export_cli, generate_cli
+from dipaco.inference import evaluate_cli, generate_cli
+from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource
 from dipaco.routing.chat_tokens import routed_tokens
 from dipaco.routing.run_folder import RunFolder

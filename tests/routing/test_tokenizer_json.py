@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference.export_tokenizer import tokenizer_files
+from dipaco.inference.export.tokenizer_files import tokenizer_files
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.tokenizer import Tokenizer

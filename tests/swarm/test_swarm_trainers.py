@@ -18,7 +18,7 @@ from support.tiny_run import make_tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference import export_cli
+from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.tokenizer_json import JsonPieces
 

@@ -18,7 +18,7 @@ from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.router import FeatureRouter, Prefixes, Router
 
-from .export_tokenizer import json_bytes
+from .tokenizer_files import json_bytes
 
 SCRIPT = Path(__file__).with_name("route.py.txt")
 SCRIPT_NAME = "route.py"

@@ -22,6 +22,7 @@ import torch
 from dipaco.base.errors import StorageError
 from dipaco.base.files import atomic_write, storage_errors
 from dipaco.base.progress import each
+from dipaco.inference.sources import StateSource
 from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import ShardIndex
@@ -30,17 +31,16 @@ from dipaco.routing.routers import load_router
 from dipaco.routing.tokenizer import is_json
 
 from .adapter_exporter import AdapterExporter
-from .export import (
+from .model_card import CardNotes, model_card
+from .path_exporter import (
     PROVENANCE_FILE,
     PROVENANCE_FORMAT,
     Exporter,
     check_replaceable,
     read_provenance,
 )
-from .export_card import CardNotes, model_card
-from .export_router import write_standalone_router
-from .export_tokenizer import json_bytes
-from .sources import StateSource
+from .standalone_router import write_standalone_router
+from .tokenizer_files import json_bytes
 
 # This much of the disk is left free: filling it to the last byte would harm others.
 _SPARE_BYTES = 2**26

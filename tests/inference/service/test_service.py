@@ -18,13 +18,13 @@ from support.service import trained_run, wait_until
 from support.tiny_run import tiny_documents
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.inference.decoder import Decoder
-from dipaco.inference.engines import TORCH, llama_cpp_engine
+from dipaco.inference.decoding.decoder import Decoder
+from dipaco.inference.decoding.engines import TORCH, llama_cpp_engine
+from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
-from dipaco.inference.llama_cpp_decoder import LlamaCppDecoder
 from dipaco.inference.sampling import Sampling
-from dipaco.inference.serve_cli import ServeSettings
 from dipaco.inference.service.app import Service, ServiceLimits
+from dipaco.inference.service.cli import ServeSettings
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.service.loader import Loaded, PathStates
 from dipaco.inference.service.path_batch import PathBatch

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dipaco.inference.adapter_decoder import AdapterDecoder, SharedDecoder, step_together
-from dipaco.inference.decoder import Decoder
-from dipaco.inference.mixing import MixedDecoder, decoder_of
+from dipaco.inference.decoding.adapter_decoder import AdapterDecoder, SharedDecoder, step_together
+from dipaco.inference.decoding.decoder import Decoder
+from dipaco.inference.decoding.mixing import MixedDecoder, decoder_of
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import AdaptersConfig, GridConfig, ModelConfig
 from dipaco.modules.frozen_base import FrozenBase

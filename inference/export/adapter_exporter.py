@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from dipaco.base.errors import ConfigurationError
+from dipaco.inference.sources import StateSource, path_states
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.plan import RunPlan
 
-from .export import path_provenance, write_export
-from .export_adapter import write_peft
-from .export_adapter_gguf import adapter_modelfile, write_adapter_gguf
-from .export_gguf import gguf_library, gguf_name
-from .sources import StateSource, path_states
+from .adapter_gguf import adapter_modelfile, write_adapter_gguf
+from .adapter_peft import write_peft
+from .path_exporter import path_provenance, write_export
+from .path_gguf import gguf_library, gguf_name
 
 # What the Modelfile calls the base's file, which whoever has it puts beside the adapter.
 BASE_GGUF = "base.gguf"

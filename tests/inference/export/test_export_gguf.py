@@ -15,8 +15,8 @@ from support.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference import export_cli
-from dipaco.inference.export_gguf import check_gguf, gguf_name, write_gguf
+from dipaco.inference.export import cli as export_cli
+from dipaco.inference.export.path_gguf import check_gguf, gguf_name, write_gguf
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer

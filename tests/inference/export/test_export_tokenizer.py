@@ -16,12 +16,12 @@ from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoTokenizer
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.inference.export import checkpoint_files
-from dipaco.inference.export_tokenizer import tokenizer_config, tokenizer_json
+from dipaco.inference.export.path_exporter import checkpoint_files
+from dipaco.inference.export.tokenizer_files import tokenizer_config, tokenizer_json
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 
-CORPUS = Path(__file__).parents[2] / "examples" / "tiny" / "data"
+CORPUS = Path(__file__).parents[3] / "examples" / "tiny" / "data"
 
 
 def corpus_texts() -> list[str]:

@@ -16,9 +16,15 @@ from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
 from dipaco.base.errors import ConfigurationError, StorageError
-from dipaco.inference import export_all, export_cli
-from dipaco.inference.export import Exporter, checkpoint_files, save_parameters, whole_folder
-from dipaco.inference.export_card import CardNotes, model_card
+from dipaco.inference.export import cli as export_cli
+from dipaco.inference.export import whole_run
+from dipaco.inference.export.model_card import CardNotes, model_card
+from dipaco.inference.export.path_exporter import (
+    Exporter,
+    checkpoint_files,
+    save_parameters,
+    whole_folder,
+)
 from dipaco.inference.sources import DiskSource, SwarmSource, assemble_path
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.simulator import cli as simulator_cli
@@ -324,7 +330,7 @@ def test_a_disk_that_is_too_small_is_seen_before(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(export_all, "_free_bytes", lambda folder: 2**26 + 1000)
+    monkeypatch.setattr(whole_run, "_free_bytes", lambda folder: 2**26 + 1000)
     arguments = ["--state-dir", trained, "--all", "--out", tmp_path / "out"]
     assert run(*arguments) == StorageError.exit_code
     shown = capsys.readouterr().err
@@ -336,7 +342,7 @@ def test_a_disk_that_is_too_small_is_seen_before(
 def test_sizes_are_foreseen(trained: Path, tmp_path: Path) -> None:
     assert run("--state-dir", trained, "--all", "--out", tmp_path) == 0
     files = {file.stat().st_ino: file.stat().st_size for file in tmp_path.rglob("*.safetensors")}
-    foreseen = export_all.export_bytes(DiskSource(trained).grid, torch.float32, shared=True)
+    foreseen = whole_run.export_bytes(DiskSource(trained).grid, torch.float32, shared=True)
     assert foreseen == pytest.approx(sum(files.values()), rel=0.4)
     assert foreseen <= sum(files.values())
 

@@ -18,12 +18,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from dipaco.base.errors import ConfigurationError, printable
 from dipaco.base.files import storage_errors
+from dipaco.inference.sources import StateSource
 from dipaco.modules.plan import RunPlan
 
-from .export_adapter import Rounding, written_rank
-from .export_gguf import gguf_name, ollama_name
-from .export_router import begin_row
-from .sources import StateSource
+from .adapter_peft import Rounding, written_rank
+from .path_gguf import gguf_name, ollama_name
+from .standalone_router import begin_row
 
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
 _COMPARED = {

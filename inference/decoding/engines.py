@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from dipaco.base.errors import ConfigurationError
+from dipaco.inference.export.path_gguf import GGUF_TYPES, lack_of_llama_cpp
 
 from .decoder import Decoder, decoder_bytes
-from .export_gguf import GGUF_TYPES, lack_of_llama_cpp
 from .llama_cpp import PACKAGE, VERSION
 from .text_decoder import TextDecoder
 

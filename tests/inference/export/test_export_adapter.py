@@ -16,9 +16,10 @@ from support.service import run_with_adapters
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
-from dipaco.inference import evaluate_cli, export_cli, generate_cli
-from dipaco.inference.export_adapter import Rounding, RoundingMeter, written_rank
-from dipaco.inference.export_router import begin_row, linear_router
+from dipaco.inference import evaluate_cli, generate_cli
+from dipaco.inference.export import cli as export_cli
+from dipaco.inference.export.adapter_peft import Rounding, RoundingMeter, written_rank
+from dipaco.inference.export.standalone_router import begin_row, linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import AdaptersConfig
 from dipaco.routing.discriminative import DiscriminativeRouter

@@ -20,6 +20,7 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, storage_errors
+from dipaco.inference.sources import StateSource, assemble_path, path_states
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
 from dipaco.modules.plan import RunPlan
@@ -27,16 +28,15 @@ from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
-from .export_adapter import Rounding, RoundingMeter
-from .export_gguf import check_gguf, gguf_name, modelfile, write_gguf
-from .export_tokenizer import (
+from .adapter_peft import Rounding, RoundingMeter
+from .path_gguf import check_gguf, gguf_name, modelfile, write_gguf
+from .tokenizer_files import (
     file_rows,
     generation_settings,
     json_bytes,
     special_numbers,
     tokenizer_files,
 )
-from .sources import StateSource, assemble_path, path_states
 
 DTYPES: Final[dict[str, torch.dtype]] = {
     "float32": torch.float32,

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from dipaco.inference.decoder import Decoder
-from dipaco.inference.mixing import decoder_of, mixed_losses
+from dipaco.inference.decoding.decoder import Decoder
+from dipaco.inference.decoding.mixing import decoder_of, mixed_losses
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
 

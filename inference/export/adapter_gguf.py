@@ -10,8 +10,8 @@ import torch
 from dipaco.base.files import storage_errors
 from dipaco.modules.config import ModelConfig
 
-from .export_adapter import FACTOR_A, FACTOR_B, adapted, folded, rank_of
-from .export_gguf import add_tensor, gguf_library, paired
+from .adapter_peft import FACTOR_A, FACTOR_B, adapted, folded, rank_of
+from .path_gguf import add_tensor, gguf_library, paired
 
 
 def write_adapter_gguf(

@@ -17,14 +17,14 @@ from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.base.settings import Option
-
-from .options import InferenceSettings
+from dipaco.inference.options import InferenceSettings
 
 if TYPE_CHECKING:
     import torch
 
-    from .export_card import CardNotes
-    from .sources import StateSource
+    from dipaco.inference.sources import StateSource
+
+    from .model_card import CardNotes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def _say(line: str) -> None:
 
 def _say_where_the_base_is(source: StateSource, notes: CardNotes) -> None:
     """Say that other tools will not find the base by its name, if it is that of a folder."""
-    from .export_card import base_name
+    from .model_card import base_name
 
     name = base_name(source.plan, notes)
     if name is not None and "/" not in name:
@@ -128,8 +128,8 @@ def _export_path(
     settings: ExportSettings, path: int, source: StateSource, notes: CardNotes
 ) -> None:
     from .adapter_exporter import AdapterExporter
-    from .export import Exporter
-    from .export_card import model_card
+    from .model_card import model_card
+    from .path_exporter import Exporter
 
     gguf, dtype, adapters = (
         _gguf_type(settings),
@@ -170,7 +170,7 @@ def _export_path(
 
 
 def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes) -> None:
-    from .export_all import export_all
+    from .whole_run import export_all
 
     export_all(
         source,
@@ -186,13 +186,13 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
 
 
 def _evaluation(settings: ExportSettings, source: StateSource) -> dict[str, Any] | None:
-    from .export_card import load_evaluation
+    from .model_card import load_evaluation
 
     return load_evaluation(settings.eval_json, source.plan) if settings.eval_json else None
 
 
 def _gguf_type(settings: ExportSettings) -> str | None:
-    from .export_gguf import GGUF_TYPES
+    from .path_gguf import GGUF_TYPES
 
     return GGUF_TYPES[settings.dtype or "float32"] if settings.format == "gguf" else None
 
@@ -213,7 +213,7 @@ def _dtype(settings: ExportSettings, source: StateSource) -> torch.dtype:
     """Return how parameters are stored; of q8_0, what is nearest in size."""
     from dipaco.modules.frozen_base import FILE_FORMATS
 
-    from .export import DTYPES
+    from .path_exporter import DTYPES
 
     adapters = source.plan.model.adapters
     if settings.dtype is None and adapters is not None and settings.format == "llama":
@@ -222,7 +222,7 @@ def _dtype(settings: ExportSettings, source: StateSource) -> torch.dtype:
 
 
 def _notes(settings: ExportSettings) -> CardNotes:
-    from .export_card import CardNotes
+    from .model_card import CardNotes
 
     attribution = None
     if settings.attribution is not None:

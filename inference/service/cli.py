@@ -18,13 +18,11 @@ from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import decoded, tidy
 from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
-
-from .options import InferenceSettings
+from dipaco.inference.options import InferenceSettings
 
 if TYPE_CHECKING:
+    from dipaco.inference.decoding.engines import DecodingEngine
     from dipaco.modules.plan import RunPlan
-
-    from .engines import DecodingEngine
 
 _KEY_VARIABLE = "DIPACO_API_KEY"
 
@@ -98,8 +96,13 @@ class ServeSettings(InferenceSettings):
 
     def decoding_engine(self, plan: RunPlan, device: str) -> DecodingEngine:
         """Return what computes the paths of a run. Raises ConfigurationError."""
-        from .engines import TORCH, chosen_engine, llama_cpp_engine, llama_cpp_obstacle
-        from .llama_cpp import installed_version
+        from dipaco.inference.decoding.engines import (
+            TORCH,
+            chosen_engine,
+            llama_cpp_engine,
+            llama_cpp_obstacle,
+        )
+        from dipaco.inference.decoding.llama_cpp import installed_version
 
         installed = installed_version()
         obstacle = llama_cpp_obstacle(plan, device, installed)

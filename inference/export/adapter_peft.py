@@ -21,7 +21,7 @@ from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import storage_errors
 from dipaco.modules.frozen_base import Weight
 
-from .export_tokenizer import json_bytes
+from .tokenizer_files import json_bytes
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"

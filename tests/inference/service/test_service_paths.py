@@ -30,12 +30,12 @@ from dipaco.base.errors import (
     RunSelectionError,
 )
 from dipaco.base.http_server import listen, server_of
-from dipaco.inference import serve_cli
-from dipaco.inference.decoder import Decoder
-from dipaco.inference.engines import TORCH, DecodingEngine, llama_cpp_engine
+from dipaco.inference.decoding.decoder import Decoder
+from dipaco.inference.decoding.engines import TORCH, DecodingEngine, llama_cpp_engine
+from dipaco.inference.decoding.mixing import mixed_losses
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
-from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.sampling import Sampling
+from dipaco.inference.service import cli as serve_cli
 from dipaco.inference.service import engine as engine_module
 from dipaco.inference.service import path_batch
 from dipaco.inference.service.app import Service, ServiceLimits
@@ -416,8 +416,8 @@ def test_an_answer_that_takes_too_long_is_given_up(served: tuple[Engine, str]) -
 def test_the_command_serves_and_ends(
     words: tuple[str, str], out: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-m", "dipaco.inference.serve_cli", "--state-dir", str(out), *words]
-    process = subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "dipaco.inference.service.cli", "--state-dir", str(out)]
+    process = subprocess.Popen([*command, *words, "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
         address = None

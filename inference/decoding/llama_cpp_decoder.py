@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dipaco.inference.export.path_gguf import write_gguf
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
 
-from .export_gguf import write_gguf
 from .llama_cpp import FLASH_ATTENTION, MAPPED, Batch, library
 
 # Tokens that are read, and positions whose logits are computed, at once.

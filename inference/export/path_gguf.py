@@ -22,7 +22,7 @@ from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
 from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import JsonPieces
 
-from .export_tokenizer import file_rows, json_pieces
+from .tokenizer_files import file_rows, json_pieces
 
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2

@@ -11,10 +11,10 @@ from support.service import run_with_adapters
 from support.tiny_run import make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.inference import serve_cli
-from dipaco.inference.engines import chosen_engine, llama_cpp_obstacle
-from dipaco.inference.llama_cpp import VERSION, installed_version
-from dipaco.inference.llama_cpp_decoder import LlamaCppDecoder
+from dipaco.inference.decoding.engines import chosen_engine, llama_cpp_obstacle
+from dipaco.inference.decoding.llama_cpp import VERSION, installed_version
+from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
+from dipaco.inference.service import cli as serve_cli
 from dipaco.modules.config import AdaptersConfig, ModelConfig
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel

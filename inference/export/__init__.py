@@ -1,0 +1,1 @@
+"""Writing what a run has learnt as files that other programs open."""
