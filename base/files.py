@@ -281,12 +281,12 @@ def sha256_of_file(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def remove_stale_temporaries(folder: Path, older_than_s: float = STALE_TEMPORARY_S) -> None:
+def remove_stale_temporaries(folder: Path) -> None:
     """Delete temporary files that a killed process left in `folder`; stores call it early.
 
     Young ones are spared: another process may be writing them.
     """
-    limit = time.time() - older_than_s
+    limit = time.time() - STALE_TEMPORARY_S
     for temporary in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError):
             if temporary.stat().st_mtime < limit:

@@ -114,7 +114,7 @@ class Settings:
     group: ClassVar[str] = ""
     """Heading in the help for the fields of a class."""
 
-    debug: Annotated[bool, Option("tracebacks and debug messages")] = False
+    debug: Annotated[bool, Option("show tracebacks and debug messages")] = False
 
     def __post_init__(self) -> None:
         for argument in arguments_of(type(self)):
@@ -125,9 +125,9 @@ class Settings:
 class RunSettings(Settings):
     """Which run of a swarm is meant."""
 
-    run: Annotated[
-        str | None, Option("run id, its beginning, or its name (if there are several)", "RUN")
-    ] = None
+    run: Annotated[str | None, Option("name or id of the run, if the swarm has several", "RUN")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,13 +161,14 @@ import hashlib, os, sys, threading
 from pathlib import Path
 from dipaco.protocol.chain import Row, genesis_name, sign_row
 from dipaco.base.blobs import BlobStore
+from dipaco.peer.entrance import Listening
 from dipaco.peer.node import join_run
 from dipaco.peer.owner.uplink import Uplink
 folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
 entry = sys.argv[sys.argv.index("--initial-peers") + 1]
 node = join_run(initial_peers=[entry], run=None, cache_folder=folder,
-    identity_path=folder / "key", host_maddrs=["/ip4/127.0.0.1/tcp/0"], announce_maddrs=[],
-    content_folder=None, uplink=Uplink(None), say=print)
+    identity_path=folder / "key", listening=Listening(host_maddrs=("/ip4/127.0.0.1/tcp/0",)),
+    uplink=Uplink(None), say=print)
 node.serve_run()
 blobs = BlobStore(folder / "taken")
 def get(digest, peer):

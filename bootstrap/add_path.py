@@ -13,10 +13,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.base.files import link_or_copy
@@ -30,16 +29,15 @@ from dipaco.routing.shards import Beginnings, PathSummary, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.training.inner import learning_rate_at
 
-from .display import Display
 from .local_scores import LocalScores, document_rows
 from .pieces import encode
-from .predecessor import Predecessor, operator_key_file
+from .predecessor import Predecessor
 from .prepare import Preparation, check_shards
+from .prepare_options import PrepareOptions
 from .run_config import RunConfig, change_value
 from .stages import StageMarkers, corpus_fingerprint, inputs_hash
 from .succession import SUMMARY_SEQUENCES
 from .token_stage import TokenStage
-from .workers import Workers
 
 # New documents whose beginnings the old paths are compared on, at most.
 COMPARED_DOCUMENTS = 256
@@ -51,15 +49,9 @@ _GIVEN_KEYS = ("data.train", "data.validation", "data.hub")
 def add_paths(
     files: Sequence[str],
     out: Path,
-    predecessor: Predecessor,
+    options: PrepareOptions,
     *,
-    start_in_s: float | None = None,
-    operator_key: Path | None = None,
-    device: torch.device | None = None,
-    display: Display | None = None,
-    workers: Workers | None = None,
-    admission: Literal["open", "invitation"] | None = None,
-    replace: bool = False,
+    predecessor: Predecessor,
     changes: Sequence[str] = (),
 ) -> RunPlan:
     """Make the run folder `out`: the run of `predecessor` with one path more for each of `files`.
@@ -68,18 +60,8 @@ def add_paths(
     a run whose router has no centroids or that has no trained states, CorpusError for documents
     that cannot be read or have no text, IntegrityError when a shard is not in the old folder.
     """
-    preparation = PathAddition(
-        config_with_paths(predecessor, files, changes),
-        out,
-        operator_key_file(predecessor, operator_key, out),
-        device or torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        display or Display(),
-        predecessor,
-        workers or Workers(),
-        admission,
-        replace,
-    )
-    return preparation.run(start_in_s)
+    config = config_with_paths(predecessor, files, changes)
+    return PathAddition(config, out, predecessor, options).run()
 
 
 def config_with_paths(
@@ -281,8 +263,8 @@ class _NewPath:
         chat_prefix_tokens = run.config.router.prefix_tokens if run.marked else None
         stage = TokenStage(
             run.config.model_copy(update={"data": self._data}), self._work,
-            StageMarkers(self._work, run.blobs), run.display, self.tokens_hash,
-            functools.partial(encode, run.out, run.tokenizer, chat_prefix_tokens), run.workers,
+            StageMarkers(self._work, run.blobs), run.options, self.tokens_hash,
+            functools.partial(encode, run.out, run.tokenizer, chat_prefix_tokens),
             chat_prefix_tokens,
         )  # fmt: skip
         with self._named():
@@ -315,7 +297,7 @@ class _NewPath:
         if missing:
             with run.display.stage(f"the path nearest to {self.name}") as progress:
                 scores.make(
-                    missing, run.device, mapped=run.workers.map,
+                    missing, run.device, mapped=run.options.workers.map,
                     progress=lambda done, total: progress.update(done, total, "paths"),
                 )  # fmt: skip
         losses = [float(found.sum()) for p in paths if (found := scores.load(p)) is not None]

@@ -15,10 +15,12 @@ import time
 
 from dipaco.base.errors import DipacoError, ManifestError
 from dipaco.dht.addresses import OPERATOR_MARK, is_loopback
+from dipaco.dht.node import visible_addresses
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
+from dipaco.peer.entrance import Listening
 from dipaco.peer.guests import OWN_INVITATION, given_invitation
-from dipaco.peer.node import Node, join_run, visible_addresses
+from dipaco.peer.node import Node, join_run
 from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.refresher import Refresher
@@ -39,8 +41,7 @@ logger = logging.getLogger("dipaco.bootstrap.bootstrap_node")
 def run(settings: ServeSettings) -> int:
     """Serve until stopped. Returns the exit code."""
     folder = settings.folder
-    manifest_path = RunFolder(folder).manifest_path
-    if not manifest_path.is_file():
+    if not RunFolder(folder).manifest_path.is_file():
         raise ManifestError(
             f"{folder} holds no manifest.json; prepare a run first: "
             f"dipaco-bootstrap prepare RUN.toml --out {folder}"
@@ -58,10 +59,11 @@ def run(settings: ServeSettings) -> int:
         run=None,
         cache_folder=folder,
         identity_path=settings.identity_path or folder / "identity.key",
-        host_maddrs=settings.listen_maddrs(),
-        announce_maddrs=settings.announce_maddrs,
-        is_relay=True,
-        own_manifest=manifest_path.read_bytes(),
+        listening=Listening(
+            host_maddrs=settings.listen_maddrs(),
+            announce_maddrs=settings.announce_maddrs,
+            is_relay=True,
+        ),
         run_folder=folder,
         uplink=uplink,
         say=display.say,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 from dipaco.base.command_line import Command, Program
 
@@ -31,6 +30,7 @@ def run_prepare(settings: PrepareSettings) -> int:
     from .display import Display
     from .predecessor import open_predecessor
     from .prepare import prepare
+    from .prepare_options import PrepareOptions
     from .workers import open_workers
 
     prepare_process(settings.threads)
@@ -43,21 +43,22 @@ def run_prepare(settings: PrepareSettings) -> int:
             folder = settings.out / "work" / "swarm"
             predecessor.take_states_of(settings.initial_peers, folder, display.say)
         with open_workers(settings.workers, settings.dask) as workers:
-            common: dict[str, Any] = {
-                "start_in_s": settings.start_in_s,
-                "operator_key": settings.operator_key,
-                "device": choose_device(settings.device)[0],
-                "display": display,
-                "predecessor": predecessor,
-                "workers": workers,
-                "admission": settings.admission,
-                "replace": settings.replace,
-                "changes": settings.changes,
-            }
-            if settings.run_toml is None:
-                add_paths(settings.add_path, settings.out, **common)
+            options = PrepareOptions(
+                device=choose_device(settings.device)[0],
+                display=display,
+                workers=workers,
+                operator_key=settings.operator_key,
+                start_in_s=settings.start_in_s,
+                admission=settings.admission,
+                replace=settings.replace,
+            )
+            out, changes = settings.out, settings.changes
+            if settings.run_toml is not None:
+                prepare(settings.run_toml, out, options, predecessor=predecessor, changes=changes)
             else:
-                prepare(settings.run_toml, settings.out, **common)
+                assert predecessor is not None  # --add-path needs --from
+                files = settings.add_path
+                add_paths(files, out, options, predecessor=predecessor, changes=changes)
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to continue from here", file=sys.stderr)
         raise
@@ -140,7 +141,7 @@ PLAN = Command(
     "plan",
     PlanSettings,
     run_plan,
-    summary="check a RUN.toml and show what it means in parameters, bytes and memory",
+    summary="check a RUN.toml and show its parameters, traffic, disk and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
     "round and has on its disk and in memory. Only the first document of the data is read, and "
     "nothing is written.",
@@ -165,9 +166,9 @@ REVOKE = Command(
     "revoke",
     RevokeSettings,
     run_revoke,
-    summary="end invitations, and with them the peers that came in by them",
-    description="Sign a new list of the invitations that are ended. Nodes that serve the run "
-    "folder hand it on with their next refresh, and every peer keeps it.",
+    summary="end invitations, and the part of the peers that came in by them",
+    description="Sign a new list of revoked invitations. Nodes that serve the run folder pass it "
+    "on with their next refresh, and every peer keeps it.",
 )
 COMMAND = Program("dipaco-bootstrap", str(__doc__), (PREPARE, PLAN, SERVE, INVITE, REVOKE))
 main = COMMAND.main

@@ -130,6 +130,33 @@ def learned_line(learned_tokens: int, tokens: int) -> str:
 
 def show_figures(figures: PlanFigures, console: Console) -> None:
     """Print the figures for people."""
+    _show_model(figures, console)
+    console.print(_levels(figures))
+    for level in figures.levels:
+        if level.rows < level.trainers:
+            console.print(
+                f"Too many peers: a step of a module of {level.level} takes in {level.rows} of "
+                f"{level.trainers:,} trainers, and what the others trained in that round is lost; "
+                f"give modules_per_level more modules, or expect fewer peers",
+                style="bold",
+            )
+    console.print(_traffic(figures))
+    console.print(_roles(figures))
+    _show_needs(figures, console)
+    console.print(
+        f"A newcomer fetches {shown_bytes(figures.join_bytes)}"
+        + (f" and a shard of {shown_bytes(figures.shard_bytes)}" if figures.shard_bytes else "")
+        + f"; the manifest has {figures.manifest_bytes:,} of at most "
+        f"{figures.greatest_manifest_bytes:,} bytes"
+    )
+    if figures.times is None:
+        console.print("To estimate times, give --tokens-per-s N or --measure auto")
+    else:
+        console.print(_times(figures.times, figures.peers))
+
+
+def _show_model(figures: PlanFigures, console: Console) -> None:
+    """Print what is trained, and on how many tokens a round."""
     console.print(
         f"{figures.name}: {figures.paths:,} paths of {_millions(figures.path_parameters)} "
         f"parameters; {_millions(figures.total_parameters)} in all, "
@@ -154,17 +181,10 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
             f"{figures.tokens_per_round:,} tokens a round and path, "
             f"{figures.tokens_per_step:,} a step"
         )
-    console.print(_levels(figures))
-    for level in figures.levels:
-        if level.rows < level.trainers:
-            console.print(
-                f"Too many peers: a step of a module of {level.level} takes in {level.rows} of "
-                f"{level.trainers:,} trainers, and what the others trained in that round is lost; "
-                f"give modules_per_level more modules, or expect fewer peers",
-                style="bold",
-            )
-    console.print(_traffic(figures))
-    console.print(_roles(figures))
+
+
+def _show_needs(figures: PlanFigures, console: Console) -> None:
+    """Print what a peer needs of disk, GPU and main memory."""
     console.print(_sizes("On a peer's disk", figures.disk_bytes, figures.disk_total_bytes))
     if figures.shard_bytes is None:
         console.print("There are no token files; --corpus-tokens N estimates their sizes")
@@ -190,16 +210,6 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
             figures.main_memory_total_bytes,
         )
     )
-    console.print(
-        f"A newcomer fetches {shown_bytes(figures.join_bytes)}"
-        + (f" and a shard of {shown_bytes(figures.shard_bytes)}" if figures.shard_bytes else "")
-        + f"; the manifest has {figures.manifest_bytes:,} of at most "
-        f"{figures.greatest_manifest_bytes:,} bytes"
-    )
-    if figures.times is None:
-        console.print("To estimate times, give --tokens-per-s N or --measure auto")
-    else:
-        console.print(_times(figures.times, figures.peers))
 
 
 def _times(times: Times, peers: int) -> str:

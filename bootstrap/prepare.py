@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.base.files import atomic_write
@@ -37,62 +36,41 @@ from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from dipaco.training.dense import DenseCheckpoint
 from dipaco.training.scoring import sum_losses
 
-from .display import Display
 from .import_base import ImportedBase
 from .invite import is_open, keep_revocations, note_admission
 from .local_scores import document_rows
 from .pieces import RoutingTools, base_model, encode, route
 from .predecessor import Predecessor, check_start, operator_key_file
+from .prepare_options import PrepareOptions
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
 from .stages import StageMarkers, corpus_fingerprint, differing_keys, inputs_hash
 from .succession import Succession, summary_sequences
 from .token_stage import TokenStage
-from .workers import Workers
 
 
 def prepare(
     run_toml: Path,
     out: Path,
+    options: PrepareOptions,
     *,
-    start_in_s: float | None = None,
-    operator_key: Path | None = None,
-    device: torch.device | None = None,
-    display: Display | None = None,
     predecessor: Predecessor | None = None,
-    workers: Workers | None = None,
-    admission: Literal["open", "invitation"] | None = None,
-    replace: bool = False,
     changes: tuple[str, ...] = (),
 ) -> RunPlan:
     """Make the run folder `out` from a RUN.toml and return the plan that was signed.
 
-    Round 0 begins `start_in_s` seconds from now (default: at once). When everything is done
-    already, nothing is made or signed again; another run in `out` is refused, unless it is to be
-    replaced. The operator's key is `operator_key`, by default `out/operator.pem`, made if it is
-    missing.
+    When everything is done already, nothing is made or signed again; another run in `out` is
+    refused, unless it is to be replaced. `changes` are those of `--set`.
 
     With a `predecessor` it is a successor of that run: signed by the same operator, with its
-    tokenizer, and its trained modules to begin with. `workers` tokenise, route and score.
+    tokenizer, and its trained modules to begin with.
 
     Raises ConfigurationError for a wrong RUN.toml, CorpusError for an unusable corpus or an empty
     shard, StorageError for a full disk.
     """
     trained = predecessor.plan.model if predecessor else None
-    preparation = Preparation(
-        load_run_config(run_toml, trained, changes),
-        out,
-        operator_key_file(predecessor, operator_key, out)
-        if predecessor
-        else operator_key or out / "operator.pem",
-        device or torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        display or Display(),
-        predecessor,
-        workers or Workers(),
-        admission,
-        replace,
-    )
-    return preparation.run(start_in_s)
+    config = load_run_config(run_toml, trained, changes)
+    return Preparation(config, out, predecessor, options).run()
 
 
 @dataclass
@@ -101,21 +79,21 @@ class Preparation:
 
     config: RunConfig
     out: Path
-    operator_key: Path
-    device: torch.device
-    display: Display
     predecessor: Predecessor | None
-    workers: Workers
-    admission: Literal["open", "invitation"] | None = None
-    replace: bool = False
+    options: PrepareOptions
 
     def __post_init__(self) -> None:
+        self.operator_key = self.options.operator_key or self.out / "operator.pem"
+        if self.predecessor is not None:
+            given = self.options.operator_key
+            self.operator_key = operator_key_file(self.predecessor, given, self.out)
+        self.device, self.display = self.options.device, self.options.display
         self.work = self.out / "work"
         self.folder = RunFolder(self.out)
         self.blobs = self.folder.blobs
         self.markers = StageMarkers(self.work, self.blobs)
 
-    def run(self, start_in_s: float | None) -> RunPlan:
+    def run(self) -> RunPlan:
         """Do all stages that are not done, then sign."""
         kind = self.config.router.kind
         if ROUTER_KINDS[kind].fitted_on_scores and self.predecessor is None:
@@ -128,13 +106,13 @@ class Preparation:
             self._check_chats()
         if self._signed is not None:
             # What the blobs do not decide is refused before hours of work.
-            self._is_signed(self._plan(self._signed.blobs, start_in_s), start_in_s)
+            self._is_signed(self._plan(self._signed.blobs))
         tokenizer, base, router, shards = self.tokenizer, self.base, self.router, self.shards
         genesis = self.succession.genesis if self.succession else None
         blobs = RunBlobs(
             tokenizer=tokenizer, router=router, base=base, shards=shards, genesis=genesis
         )
-        plan, is_new = self._sign(blobs, start_in_s)
+        plan, is_new = self._sign(blobs)
         self._summarise(plan, is_new)
         return plan
 
@@ -149,9 +127,7 @@ class Preparation:
             self.blobs,
             self.work,
             self.markers,
-            self.device,
-            self.display,
-            self.workers,
+            self.options,
             self._copied,
         )
 
@@ -235,8 +211,8 @@ class Preparation:
         self.check_tokenizer()
         chat_prefix_tokens = self.config.router.prefix_tokens if self._holds_chats else None
         stage = TokenStage(
-            self.config, self.work, self.markers, self.display, self._tokens_hash,
-            functools.partial(encode, self.out, self.tokenizer, chat_prefix_tokens), self.workers,
+            self.config, self.work, self.markers, self.options, self._tokens_hash,
+            functools.partial(encode, self.out, self.tokenizer, chat_prefix_tokens),
             chat_prefix_tokens,
         )  # fmt: skip
         return stage.corpora(self.predecessor)
@@ -382,7 +358,7 @@ class Preparation:
         )  # fmt: skip
         with self.display.stage("shards") as progress:
             builder.build(
-                *self.corpora, functools.partial(route, tools), mapped=self.workers.map,
+                *self.corpora, functools.partial(route, tools), mapped=self.options.workers.map,
                 progress=lambda done, total: progress.update(done, total, "documents"),
             )  # fmt: skip
             check_shards(builder.summaries())
@@ -430,10 +406,10 @@ class Preparation:
         """The run that the folder holds already."""
         return self.folder.plan() if self.folder.manifest_path.exists() else None
 
-    def _plan(self, blobs: RunBlobs, start_in_s: float | None) -> RunPlan:
+    def _plan(self, blobs: RunBlobs) -> RunPlan:
         return self.config.plan(
             blobs,
-            round(time.time() + (start_in_s or 0.0), 3),
+            round(time.time() + (self.options.start_in_s or 0.0), 3),
             self.predecessor.plan.run_id if self.predecessor else None,
             self._base_source,
         ).model_copy(update={"invitations_of": self._invitations_of})
@@ -448,7 +424,7 @@ class Preparation:
         assert self.imported is not None  # a RUN.toml with adapters names a base
         return self.imported.source(self.config.base.name or self.imported.folder.name)
 
-    def _is_signed(self, plan: RunPlan, start_in_s: float | None) -> bool:
+    def _is_signed(self, plan: RunPlan) -> bool:
         """Whether the folder holds this run already, whenever it began. Raises ConfigurationError
         when it holds another one, unless that is to be replaced."""
         if self._signed is None:
@@ -459,8 +435,8 @@ class Preparation:
             plan.model_copy(update=ignored).model_dump(mode="json"),
         )
         changed += ["admission"] * (is_open(self._signed) != self._is_open)
-        changed += ["start_s (--start-in-s)"] * (start_in_s is not None)
-        if changed and not self.replace:
+        changed += ["start_s (--start-in-s)"] * (self.options.start_in_s is not None)
+        if changed and not self.options.replace:
             raise ConfigurationError(
                 f"{self.out} holds the signed run '{self._signed.name}' ({self._signed.run_id}), "
                 f"which peers may be training; '{plan.name}' would be another one "
@@ -469,13 +445,13 @@ class Preparation:
             )
         return not changed
 
-    def _sign(self, blobs: RunBlobs, start_in_s: float | None) -> tuple[RunPlan, bool]:
+    def _sign(self, blobs: RunBlobs) -> tuple[RunPlan, bool]:
         """Stage 6: sign the plan, unless the same one is signed already. Returns the plan, and
         whether it is new."""
-        plan = self._plan(blobs, start_in_s)
+        plan = self._plan(blobs)
         if self.predecessor:
             check_start(plan, self.predecessor.plan)
-        if self._is_signed(plan, start_in_s):
+        if self._is_signed(plan):
             assert self._signed is not None
             return self._signed, False
         key = load_or_create_operator_key(self.operator_key)
@@ -491,8 +467,8 @@ class Preparation:
     def _is_open(self) -> bool:
         """Whether everybody is in: as is asked for, or as before."""
         before = self._signed or (self.predecessor.plan if self.predecessor else None)
-        if self.admission is not None or before is None:
-            return self.admission != "invitation"
+        if self.options.admission is not None or before is None:
+            return self.options.admission != "invitation"
         return is_open(before)
 
     @property

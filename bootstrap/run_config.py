@@ -239,6 +239,18 @@ def load_run_config(
         values["model"] = _trained_model(values.get("model", {}), trained, str(path))
     _use_adapters(values, trained, str(path))
     config = parse_config(RunConfig, values, str(path))
+    _check_parts_fit(config, path, goes_on=trained is not None)
+    tokenizer = config.tokenizer
+    if tokenizer.model_file is not None:
+        tokenizer = tokenizer.model_copy(update={"model_file": folder / tokenizer.model_file})
+    return config.model_copy(
+        update={"data": config.data.relative_to(folder), "tokenizer": tokenizer}
+    )
+
+
+def _check_parts_fit(config: RunConfig, path: Path, *, goes_on: bool) -> None:
+    """Raise ConfigurationError unless the tables of a RUN.toml fit each other, in a run that goes
+    on with another one or begins."""
     window_stride(config.model.sequence_length, config.router.prefix_tokens)
     grid = Grid(config.model, config.grid, config.rounds.level_offsets)
     if config.grid.added_paths:
@@ -256,23 +268,18 @@ def load_run_config(
             f"{path}: kind = '{config.router.kind}' under [router] routes by a label of the "
             f"documents; name the field that holds it with label_field = '...' under [data]"
         )
-    tokenizer, base = config.tokenizer, config.base
-    has_tokenizer = trained is not None or tokenizer.model_file or base.checkpoint
+    base = config.base
+    has_tokenizer = goes_on or config.tokenizer.model_file or base.checkpoint
     if config.data.is_tokenised and not has_tokenizer:
         raise ConfigurationError(
             f"{path}: tokens_field under [data] needs the tokenizer that made the tokens; name it "
             f"with model_file = '...' under [tokenizer]"
         )
-    if trained is not None and base.checkpoint is not None:
+    if goes_on and base.checkpoint is not None:
         raise ConfigurationError(
             f"{path}: base = '{base.checkpoint}' cannot be imported into a run that continues "
             f"another one (--from), whose modules it begins with; leave base out"
         )
-    if tokenizer.model_file is not None:
-        tokenizer = tokenizer.model_copy(update={"model_file": folder / tokenizer.model_file})
-    return config.model_copy(
-        update={"data": config.data.relative_to(folder), "tokenizer": tokenizer}
-    )
 
 
 def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:

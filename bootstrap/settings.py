@@ -84,12 +84,12 @@ class PrepareSettings(ComputeSettings):
     dask: Annotated[
         str | None,
         Option(
-            "have a Dask cluster do that; its workers must see --out under the same name", "ADDRESS"
+            "a Dask cluster in place of --workers; it must see --out under the same name", "ADDRESS"
         ),
     ] = None
     allow_genesis: Annotated[
         bool,
-        Option("with --from: a module that was never trained starts again as that run began it"),
+        Option("with --from: a module without a state starts from its genesis state"),
     ] = False
     replace: Annotated[
         bool, Option("give up another run that is signed in this folder already")
@@ -138,15 +138,15 @@ class PlanSettings(Settings):
         Option("peers that you expect (default: one for each path)", "N", least=1, most=10**6),
     ] = None
     line_mbps: Annotated[
-        float, Option("slowest line among them, up and down, in Mbit/s", "MBPS", least=0.01)
+        float, Option("slowest line of a peer, up and down, in Mbit/s", "MBPS", least=0.01)
     ] = 20.0
     tokens_per_s: Annotated[
         float | None,
-        Option("tokens a second that one of them trains, for times", "N", least=0.01, most=1e12),
+        Option("tokens per second of one peer, to show times", "N", least=0.01, most=1e12),
     ] = None
     measure: Annotated[
         str | None,
-        Option("measure that on this machine: auto, cpu, cuda or cuda:N", "D"),
+        Option("measure the tokens per second of this machine: auto, cpu, cuda or cuda:N", "D"),
     ] = None
     json: Annotated[bool, Option("print one JSON object and no tables")] = False
 
@@ -191,9 +191,7 @@ class RevokeSettings(Settings):
     folder: Annotated[Path, RUN_FOLDER]
     invitations: Annotated[
         tuple[str, ...],
-        Option(
-            "invitations to end: their ids, as in DIR/invitations.jsonl and dipaco-status", "ID"
-        ),
+        Option("ids of invitations to end, from DIR/invitations.jsonl or dipaco-status", "ID"),
     ]
     operator_key: Annotated[Path | None, OPERATOR_KEY] = None
 
@@ -212,7 +210,8 @@ class ServeSettings(NodeSettings):
         Option("TCP port to listen on; 0 takes a free one", "PORT", least=0, most=65535),
     ] = 31337
     refresh_period_s: Annotated[
-        float, Option("seconds between status lines", "S", least=0.1, most=3600)
+        float,
+        Option("seconds between looks at the swarm; a change is told", "S", least=0.1, most=3600),
     ] = 30.0
     archive: Annotated[
         Path | None,

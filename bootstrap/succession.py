@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError
@@ -30,11 +29,10 @@ from dipaco.modules.state import write_state
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import LossSum, sum_losses
 
-from .display import Display
 from .local_scores import LocalScores
 from .predecessor import Predecessor
+from .prepare_options import PrepareOptions
 from .stages import StageMarkers, inputs_hash
-from .workers import Workers
 
 # Held-out sequences that a model is scored on for the summary, over all paths.
 SUMMARY_SEQUENCES = 256
@@ -53,9 +51,7 @@ class Succession:
     """The blobs of the new run."""
     work: Path
     markers: StageMarkers
-    device: torch.device
-    display: Display
-    workers: Workers
+    options: PrepareOptions
     copied: Callable[[], tuple[int, ...]] = tuple
     """The old paths that paths which are added now begin as."""
 
@@ -101,7 +97,7 @@ class Succession:
                 return str(found["sha256"])
         digests = {}
         modules = self.grid.modules()
-        with self.display.stage("genesis") as progress:
+        with self.options.display.stage("genesis") as progress:
             for number, state in enumerate(self.growth.states(old.load), 1):
                 file = self.work / "genesis.safetensors"
                 write_state(state, file)
@@ -111,7 +107,7 @@ class Succession:
         self.markers.mark("genesis", inputs, {"sha256": sha256})
         if given_up := self.growth.unused():
             shown = f"{', '.join(given_up[:6])}{' ...' if len(given_up) > 6 else ''}"
-            self.display.say(
+            self.options.display.say(
                 f"{len(given_up)} modules of the old run are not taken over, because the new grid "
                 f"has no place for them: {shown}"
             )
@@ -145,9 +141,9 @@ class Succession:
         scores = LocalScores(self.work / "scores", self.predecessor, rows, prefix_tokens)
         missing = [path for path in sorted(set(origins)) if scores.load(path) is None]
         if missing:
-            with self.display.stage("scores") as progress:
+            with self.options.display.stage("scores") as progress:
                 scores.make(
-                    missing, self.device, mapped=self.workers.map,
+                    missing, self.options.device, mapped=self.options.workers.map,
                     progress=lambda done, total: progress.update(done, total, "paths"),
                 )  # fmt: skip
         by_path = {path: scores.load(path) for path in set(origins)}
@@ -157,7 +153,7 @@ class Succession:
     def say_where_it_stands(self, run: RunFolder, plan: RunPlan) -> None:
         """Show how good the modules are on the new shards, and where their schedule stands."""
         each = summary_sequences(plan.model, self.grid.path_count)
-        model = run.path_model(plan, self.device).eval()
+        model = run.path_model(plan, self.options.device).eval()
         scores = []
         for path in range(self.grid.path_count):
             held_out = run.validation_tokens(plan, path)
@@ -169,7 +165,7 @@ class Succession:
                 scores.append(LossSum(*sum_losses(model, rows, plan.routing.prefix_tokens)))
         total = LossSum.total(scores)
         if total.perplexity is not None:
-            self.display.say(
+            self.options.display.say(
                 f"Genesis: validation perplexity {total.perplexity:.2f} over {total.tokens:,} "
                 f"tokens, each path's modules on its own new shard"
             )
@@ -179,7 +175,7 @@ class Succession:
         """Point out that the schedule starts over, which may not be intended."""
         steps = self.predecessor.path_steps()
         if (inner.warmup_steps or inner.decay_steps) and steps and not inner.first_step:
-            self.display.say(
+            self.options.display.say(
                 f"[inner] The learning rate starts its warmup and decay over; the modules have "
                 f"{steps} steps behind them. To continue one schedule write first_step = {steps}"
             )

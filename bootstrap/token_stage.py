@@ -17,11 +17,10 @@ from dipaco.routing.token_corpus import (
     write_token_corpora,
 )
 
-from .display import Display
 from .predecessor import Predecessor
+from .prepare_options import PrepareOptions
 from .run_config import RunConfig
 from .stages import StageMarkers
-from .workers import Workers
 
 PARTS = ("train", "validation")
 
@@ -33,10 +32,9 @@ class TokenStage:
     config: RunConfig
     work: Path
     markers: StageMarkers
-    display: Display
+    options: PrepareOptions
     inputs: str
     encode: Callable[[Sequence[tuple[Document, bool]]], Sequence[EncodedDocument]]
-    workers: Workers
     chat_prefix_tokens: int | None = None
     """Of chats, how many tokens routing sees."""
 
@@ -45,7 +43,9 @@ class TokenStage:
         if predecessor and self._folder() is None:
             reused = predecessor.tokens_folder(self.inputs)
             if reused is not None:
-                self.display.say(f"tokens: taken from {reused}, because the corpus is the same")
+                self.options.display.say(
+                    f"tokens: taken from {reused}, because the corpus is the same"
+                )
                 self.markers.mark("tokens", self.inputs, {"folder": str(reused)})
         self.markers.stage(
             "tokens", self.inputs, self._make, lambda outputs: self._folder() is not None
@@ -56,7 +56,7 @@ class TokenStage:
         train, validation = (TokenCorpus(folder / part, size) for part in PARTS)
         for corpus in (train, validation):
             for reason, left_out in corpus.left_out.items():
-                self.display.say(_said(reason, left_out))
+                self.options.display.say(_said(reason, left_out))
         if not len(train) and train.left_out:
             reasons = [_said(reason, left_out) for reason, left_out in train.left_out.items()]
             raise CorpusError(f"no chat of [data] can be trained on: {'; '.join(reasons)}")
@@ -90,23 +90,23 @@ class TokenStage:
             both += 1
 
         if files := files_in_both(data):
-            self.display.say(
+            self.options.display.say(
                 f"data: {', '.join(path.name for path in files)} of validation "
                 f"{'are' if len(files) > 1 else 'is'} not trained on, though train names it too"
             )
-        with self.display.stage("tokens") as progress:
+        with self.options.display.stage("tokens") as progress:
             for documents, tokens in write_token_corpora(
                 corpus_documents(data, left_out), self.encode, train, validation,
-                mapped=self.workers.map,
+                mapped=self.options.workers.map,
             ):  # fmt: skip
                 progress.update(documents, None, f"documents, {tokens:,} tokens")
         if both:
-            self.display.say(
+            self.options.display.say(
                 f"data: {both:,} documents of train are in validation as well; they are not "
                 f"trained on"
             )
         if dropped := train.dropped + validation.dropped:
-            self.display.say(
+            self.options.display.say(
                 f"tokens: {dropped:,} characters were left out of the texts, because the "
                 f"tokenizer of the base cannot write them (control characters, unused ones)"
             )

@@ -43,7 +43,7 @@ def check_proxy_name(name: str) -> None:
 
 
 PROXY_NAME = Option(
-    "names of the server in front of it, by which it is called too",
+    "host names that a server in front of it passes on",
     "NAME",
     flag="--proxy-name",
     check=check_proxy_name,

@@ -11,6 +11,7 @@ import re
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -35,6 +36,7 @@ from dipaco.protocol.manifest import SignedManifest, current_runs, newest_run
 from .addresses import (
     check_listen_address,
     check_peer_address,
+    is_loopback,
     listening_everywhere,
     parse_listen,
     port_of,
@@ -46,6 +48,7 @@ from .record_validator import record_validators
 logger = logging.getLogger("dipaco.dht.node")
 
 STARTUP_TIMEOUT_S = 60.0
+ADDRESSES_LIMIT_S = 15.0
 # Of 107 bytes; "/pymp-xxxxxxxx/listener-xxxxxxxx" comes after it.
 LONGEST_TEMPORARY = 70
 DEFAULT_PORT = 31337
@@ -192,6 +195,26 @@ def join_dht(
         dht.shutdown()
         raise
     return dht
+
+
+def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
+    """Return the addresses at which others can reach this node, loopback last.
+
+    p2pd learns them a moment after it has started, so it is asked a few times.
+    """
+    for _ in range(attempts):
+        try:
+            found = dht.get_visible_maddrs(latest=True, limit_s=ADDRESSES_LIMIT_S)
+            addresses = [str(address) for address in found]
+        except NetworkError as error:
+            if dht.failure is not None:
+                raise
+            logger.debug("visible addresses: %s", error)
+            addresses = []
+        if addresses:
+            return tuple(sorted(set(addresses), key=lambda a: (is_loopback(a), a)))
+        threading.Event().wait(0.5)
+    raise NetworkError("the network layer reports no addresses; start again with --debug")
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:

@@ -47,7 +47,7 @@ class EvaluationSettings(CorpusSettings, InferenceSettings):
     reroute: Annotated[
         int | None,
         Option(
-            "also choose the path anew every W tokens, with --rerouter FILE; every path scores "
+            "also choose the path anew every W tokens, by --rerouter FILE; every path scores "
             "every document",
             "W",
             least=1,
@@ -66,7 +66,8 @@ class EvaluationSettings(CorpusSettings, InferenceSettings):
     mix: Annotated[
         int,
         Option(
-            "also its N best paths mixed, and the one of them to which its first tokens cost least",
+            "also score the N best paths of a document mixed, and the one of them with the least "
+            "loss on the first tokens",
             "N",
             least=1,
         ),

@@ -88,7 +88,6 @@ def fit_rerouter(
     steps: int,
     device: torch.device,
     progress: Callable[[str], None] = lambda line: None,
-    seed: int = 0,
 ) -> tuple[Rerouter, FitReport]:
     """Fit a rerouter that begins as `base`. `nats` fp32 [P, R, L - 1] are those of all paths, of
     every target of the rows. Same inputs, same bits, on a CPU with the same number of threads.
@@ -104,7 +103,7 @@ def fit_rerouter(
     rerouter.load_base(base)
     rerouter.to(device)
     held_out = np.arange(len(windows)) % _HELD_OUT_EVERY == 0
-    fit = _Fit(rerouter, windows, nats, steps)
+    fit = _Fit(rerouter, windows, nats)
     schedule = InnerConfig(
         learning_rate=_LEARNING_RATE,
         warmup_steps=min(_WARMUP_STEPS, steps),
@@ -113,7 +112,7 @@ def fit_rerouter(
     chosen_by = windows.rows_of_documents(held_out)
     best, kept_step, kept = fit.loss_of(chosen_by), 0, _copied(rerouter)
     every = max(1, steps // _EVALUATIONS)
-    batches = _batches(windows.rows_of_documents(~held_out), steps, seed)
+    batches = _batches(windows.rows_of_documents(~held_out), steps)
     for step, rows in enumerate(batches, start=1):
         fit.step(rows, learning_rate_at(schedule, step - 1))
         if step % every == 0 or step == steps:
@@ -125,10 +124,10 @@ def fit_rerouter(
     return rerouter.to("cpu").eval(), FitReport(len(windows), steps, kept_step)
 
 
-def _batches(rows: np.ndarray, steps: int, seed: int) -> Iterator[np.ndarray]:
+def _batches(rows: np.ndarray, steps: int) -> Iterator[np.ndarray]:
     """Yield the rows of each step: whole epochs, each in an order of its own."""
     size = min(_BATCH_ROWS, len(rows))
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     pending = np.empty(0, dtype=np.int64)
     for _ in range(steps):
         if len(pending) < size:
@@ -140,9 +139,7 @@ def _batches(rows: np.ndarray, steps: int, seed: int) -> Iterator[np.ndarray]:
 class _Fit:
     """A rerouter in training, and its data."""
 
-    def __init__(
-        self, rerouter: Rerouter, windows: DocumentWindows, nats: np.ndarray, steps: int
-    ) -> None:
+    def __init__(self, rerouter: Rerouter, windows: DocumentWindows, nats: np.ndarray) -> None:
         self._rerouter, self._windows, self._nats = rerouter, windows, nats
         decayed = [p for p in rerouter.parameters() if p.ndim >= 2 and p is not rerouter.routed]
         others = [p for p in rerouter.parameters() if p.ndim < 2 or p is rerouter.routed]

@@ -32,7 +32,8 @@ class GenerationSettings(SamplingSettings, InferenceSettings):
     path: Annotated[int | None, Option("use this path, whatever the prompt", "P")] = None
     mix: Annotated[int, Option("mix the N best paths, at N times the work", "N", least=1)] = 1
     choose: Annotated[
-        int, Option("use the one of the N best paths to which the prompt costs least", "N", least=1)
+        int,
+        Option("use the one of the N best paths with the least loss on the prompt", "N", least=1),
     ] = 1
 
     def __post_init__(self) -> None:

@@ -39,7 +39,7 @@ class InferenceSettings(ComputeSettings, RunSettings):
     state_folder: Annotated[
         Path | None,
         Option(
-            "a run on disk: a peer's cache or the --out of dipaco-simulate",
+            "a run on disk: the --out of dipaco-simulate, a run folder or a peer's cache",
             "DIR",
             flag="--state-dir",
         ),
@@ -47,15 +47,15 @@ class InferenceSettings(ComputeSettings, RunSettings):
     cache_folder: Annotated[
         Path | None,
         Option(
-            "keep fetched files here (default: a temporary folder); given alone, it is "
+            "folder for fetched files (default: a temporary one); given alone, it is "
             "the cache of a peer, which is only read",
             "DIR",
             flag="--cache-dir",
         ),
     ] = None
-    allow_genesis: Annotated[
-        bool, Option("where nobody holds a module, take what the run began with")
-    ] = False
+    allow_genesis: Annotated[bool, Option("if nobody holds a module, take its genesis state")] = (
+        False
+    )
 
     def prepare_process(self) -> torch.device:
         """Set threads and return the device. Raises ConfigurationError."""
@@ -137,7 +137,7 @@ class SamplingSettings(Settings):
     )
     top_p: Annotated[
         float,
-        Option("of the likeliest tokens, those that make up this chance; 1 is all", "P"),
+        Option("choose among the likeliest tokens whose chances add up to P; 1 is all", "P"),
     ] = 1.0
     seed: Annotated[int, Option("the same seed chooses the same tokens", "N")] = 0
 

@@ -27,17 +27,14 @@ def load_path(model: PathModel, grid: Grid, path: int, states: Mapping[str, Modu
         scatter_module(model, grid, module, state.parameters)
 
 
-def gather_module(
-    model: PathModel, grid: Grid, module: str, device: torch.device | str = "cpu"
-) -> torch.Tensor:
-    """Return a copy of the module's parameters in `model`, flat fp32 [size] on `device`.
+def gather_module(model: PathModel, grid: Grid, module: str) -> torch.Tensor:
+    """Return a copy of the module's parameters in `model`, flat fp32 [size] on the CPU.
 
     `model` must hold a path through `module`; the model itself does not know which alternative of
     the level it holds.
     """
     layout = grid.layout(module)
-    on_cpu = torch.device(device).type == "cpu"
-    flat = own_pages(layout.size) if on_cpu else torch.empty(layout.size, device=device)
+    flat = own_pages(layout.size)
     with torch.no_grad():
         for name, view in layout.views(flat).items():
             view.copy_(model.get_parameter(name))

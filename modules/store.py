@@ -58,17 +58,11 @@ class _Entry(NamedTuple):
 class StateStore:
     """`folder/<module>/<sequence>-<digest>.safetensors`; one process writes, others may read."""
 
-    def __init__(
-        self,
-        folder: Path,
-        kept_optimizers: int = KEPT_OPTIMIZERS,
-        shared: SharedContent | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, shared: SharedContent | None = None) -> None:
         """Open the folder; states that other peers of this machine have `shared` are not written
         again."""
         self.folder = Path(folder)
         self.shared = shared
-        self.kept_optimizers = kept_optimizers
         self._optimizers = self.folder / "optimizers"
         self._unsaved = self.folder / "unsaved"
         with storage_errors(self.folder):
@@ -198,7 +192,7 @@ class StateStore:
             written.close()
             older = [entry for entry in entries if entry[1] == path]
             others = [entry for entry in entries if entry[1] != path]
-            for _, _, old in older + others[max(0, self.kept_optimizers - 1) :]:
+            for _, _, old in older + others[KEPT_OPTIMIZERS - 1 :]:
                 old.unlink(missing_ok=True)
 
         return keep

@@ -18,7 +18,7 @@ import torch
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.base.running import stop_signals
-from dipaco.dht.node import be_client, note_port
+from dipaco.dht.node import be_client, note_port, visible_addresses
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import (
     be_nice,
@@ -60,9 +60,10 @@ from dipaco.training.trainer import PathTrainer
 
 from .background import Background
 from .blob_keeper import BlobKeeper
+from .entrance import Listening
 from .given_address import keep_addresses
 from .guests import RevocationList, given_invitation
-from .node import Node, join_run, visible_addresses
+from .node import Node, join_run
 from .own_status import PeerStatus
 from .refresher import Refresher
 from .session import Session
@@ -104,8 +105,9 @@ def run_peer(settings: PeerSettings) -> int:
             run=settings.run,
             cache_folder=settings.cache_folder,
             identity_path=settings.identity_path,
-            host_maddrs=settings.listen_maddrs(),
-            announce_maddrs=settings.announce_maddrs,
+            listening=Listening(
+                host_maddrs=settings.listen_maddrs(), announce_maddrs=settings.announce_maddrs
+            ),
             content_folder=settings.content_folder,
             uplink=uplink,
             say=display.say,

@@ -16,6 +16,7 @@ from dipaco.protocol.coverage import whole_scope
 from dipaco.protocol.manifest import newest_run
 from dipaco.protocol.view import SwarmView
 
+from .entrance import Listening
 from .node import Node, join_run
 from .path_files import PathFiles
 from .winning_states import WinningStates
@@ -48,7 +49,7 @@ class ReadOnlyClient:
                 initial_peers=initial_peers,
                 run=run,
                 cache_folder=cache_folder,
-                client_mode=True,
+                listening=Listening(client_mode=True),
             )
             self._node.load_shard_index()
             self.plan, self.grid, self.folder = self._node.plan, self._node.grid, self._node.folder
@@ -105,9 +106,9 @@ class ReadOnlyClient:
             logger.warning("state %s on disk is fetched again: %s", wanted.digest[:12], error)
             return None
 
-    def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
+    def fetch_blob(self, sha256: str) -> Path:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
-        return self._node.fetcher.needed_blob(sha256, what)
+        return self._node.fetcher.needed_blob(sha256, "a blob")
 
     def chain(self, module: str) -> tuple[Step, ...]:
         """Return the steps of the heaviest chain of a module that anybody serves, oldest first."""

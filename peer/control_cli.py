@@ -16,7 +16,7 @@ from dipaco.protocol.identity import is_in_use
 from .owner.pauses import activity_file, ask_to_pause, ask_to_resume
 from .settings import default_cache_folder
 
-# Merging last work takes a few seconds, after the inner step under way.
+# Publishing the last work takes a few seconds, after the inner step under way.
 LIMIT_S = 60.0
 LOOK_S = 0.1
 ENDED = "the peer has ended"
@@ -30,7 +30,7 @@ class ControlSettings(Settings):
         Path, Option("the cache folder of the peer", "DIR", flag="--cache-dir")
     ] = field(default_factory=default_cache_folder)
     identity_path: Annotated[
-        Path | None, Option("its key, if it was started with another one", "FILE")
+        Path | None, Option("the peer's key, if it was started with another one", "FILE")
     ] = None
 
 
@@ -101,8 +101,8 @@ COMMANDS = {
         "dipaco-peer pause",
         ControlSettings,
         pause,
-        description="Pause the running peer until it is told to continue: it merges its last work, "
-        "gives up its path, frees the device and the memory, and still serves its states.",
+        description="Pause the running peer until it is told to continue: it publishes its last "
+        "work, gives up its path, frees the device and the memory, and still serves its states.",
         settings_of="dipaco-peer",
         epilog="kill -USR1 and -USR2 with the peer's process id do the same.",
     ),

@@ -20,16 +20,14 @@ from pathlib import Path
 from dipaco.base.blobs import BlobStore, SharedContent
 from dipaco.base.errors import (
     DipacoError,
-    NetworkError,
     ProtocolVersionError,
     StorageError,
-    UnreachableError,
 )
 from dipaco.base.files import atomic_write, remove_stale_temporaries, set_by
-from dipaco.dht.addresses import is_loopback, listening_everywhere, split_operator
+from dipaco.dht.addresses import split_operator
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.node import join_dht, select_run
+from dipaco.dht.node import select_run
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import OuterRule, greatest_contribution_bytes
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
@@ -38,7 +36,6 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.clock import Clock, measure_clock
 from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.contributors import Contributors
-from dipaco.peer.exchange.diagnosis import check_identity_is_free, diagnose
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.hello import SOFTWARE
@@ -55,13 +52,13 @@ from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.record_errors import RecordError
 from dipaco.routing.run_folder import RunFolder
 
+from .entrance import Entrance, Listening
 from .guests import admit, open_gate
 from .states import States
 
 logger = logging.getLogger("dipaco.peer.node")
 
 MANIFEST_WAIT_S = 20.0
-ADDRESSES_LIMIT_S = 15.0
 # Of a chain on the disk, the steps whose peers are known from the start.
 REMEMBERED_STEPS = 3
 # Of the addresses given, when there are several runs to choose from.
@@ -241,11 +238,7 @@ def join_run(
     run: str | None,
     cache_folder: Path,
     identity_path: Path | None = None,
-    host_maddrs: tuple[str, ...] = (),
-    announce_maddrs: tuple[str, ...] = (),
-    client_mode: bool = False,
-    is_relay: bool = False,
-    own_manifest: bytes | None = None,
+    listening: Listening | None = None,
     run_folder: Path | None = None,
     content_folder: Path | None = None,
     uplink: Uplink | None = None,
@@ -253,83 +246,43 @@ def join_run(
 ) -> Node:
     """Join a swarm and a run of it, and return the joined node.
 
-    A bootstrap node gives `own_manifest` and its `run_folder` instead of looking a run up, and
-    relays for peers that nobody can call. When none of `initial_peers` answers, those are tried
-    that were in their swarm the last time; when none of them does either, a node that knows the run
-    is the first one of its swarm, and the others find it. In `content_folder` peers of this machine
-    have blobs and states in common. With an operator's fingerprint in them only runs of that
-    operator count.
+    `Entrance` says which peers it goes through. A bootstrap node gives the `run_folder` with its
+    manifest instead of looking a run up. In `content_folder` peers of this machine have blobs and
+    states in common. With an operator's fingerprint in `initial_peers` only runs of that operator
+    count.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
     given, operator = split_operator(initial_peers)
+    listening = listening or Listening()
+    own_manifest = RunFolder(run_folder).manifest_path.read_bytes() if run_folder else None
     make_folder(cache_folder)
     key_file = identity_path or cache_folder / "identity.key"
     # One that is made here is nobody else's.
     may_be_a_copy = key_file.exists()
     identity = load_or_create_identity(key_file, say)
-    if not may_be_a_copy and not client_mode:
+    if not may_be_a_copy and not listening.client_mode:
         say(
             f"made {key_file}, by which others know this peer: back it up, and use it on one "
             "machine at a time"
         )
     known = KnownPeers(cache_folder)
-
-    def join(through: tuple[str, ...], *, is_first: bool = False) -> GuardedDHT:
-        if may_be_a_copy and through and not is_first:
-            check_identity_is_free(identity, through)
-        return join_dht(
-            through,
-            identity=identity,
-            host_maddrs=host_maddrs or listening_everywhere(0),
-            announce_maddrs=announce_maddrs,
-            client_mode=client_mode,
-            is_relay=is_relay,
-            is_first=is_first,
-        )
-
-    def come_in() -> tuple[GuardedDHT, tuple[str, ...], bytes | None]:
-        """Return the DHT, the addresses that it was joined through, and the manifest if it is
-        known already."""
-        try:
-            return join(given), given, own_manifest
-        except UnreachableError as error:
-            unreachable = error
-        remembered = known.beside(given)
-        through = (*remembered, *given)
-        if remembered:
-            say(f"nobody answers there; trying peers that were there before: {len(remembered)}")
-            with contextlib.suppress(UnreachableError):
-                return join(remembered), through, own_manifest
-        manifest = own_manifest or _remembered_run(known, given, run, operator)
-        try:
-            diagnose(given)
-        except UnreachableError as error:
-            unreachable = error
-        if manifest is None or client_mode:
-            raise unreachable
-        dht = join(through, is_first=True)
-        say(
-            f"nobody of run '{verify_manifest(manifest).plan.name}' answers: this peer starts the "
-            f"swarm again with what is on its disk, listens at "
-            f"{' '.join(visible_addresses(dht)[:1])} and keeps calling. Others come back with "
-            "their usual command, in any order"
-        )
-        return dht, through, manifest
-
+    entrance = Entrance(identity, given, known, listening, say, may_be_a_copy=may_be_a_copy)
     try:
-        dht, initial_peers, own_manifest = come_in()
+        entered = entrance.come_in(
+            lambda: own_manifest or _remembered_run(known, given, run, operator)
+        )
     except BaseException:
         identity.release()
         raise
-    exchange = Exchange(HivemindTransport(dht, uplink))
-    membership = Membership(identity, dht, exchange, Clock(), initial_peers)
+    exchange = Exchange(HivemindTransport(entered.dht, uplink))
+    membership = Membership(identity, entered.dht, exchange, Clock(), entered.through)
     try:
         exchange.start()
-        if initial_peers:
-            membership.clock = measure_clock(exchange, initial_peers)
+        if entered.through:
+            membership.clock = measure_clock(exchange, entered.through)
             if abs(membership.clock.offset_s) > 0.5:
                 say(f"clock: {membership.clock.offset_s:+.2f} s against the swarm, corrected")
-        manifest = _find_manifest(membership, run, operator, own_manifest)
+        manifest = _find_manifest(membership, run, operator, entered.manifest or own_manifest)
         path = run_folder or cache_folder / manifest.plan.run_id
         node = _open_run(
             membership,
@@ -338,7 +291,7 @@ def join_run(
             cache_folder,
             shared=None if content_folder is None else SharedContent(content_folder),
             write_manifest=run_folder is None,
-            only_reads=client_mode,
+            only_reads=listening.client_mode,
         )
         node.fetcher.say = say
         node.serve_run()
@@ -507,23 +460,3 @@ def make_folder(path: Path) -> None:
             f"cannot create {path}: {error.strerror}{set_by(path)}; choose another place with "
             f"--cache-dir"
         ) from None
-
-
-def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
-    """Return the addresses at which others can reach this node, loopback last.
-
-    p2pd learns them a moment after it has started, so it is asked a few times.
-    """
-    for _ in range(attempts):
-        try:
-            found = dht.get_visible_maddrs(latest=True, limit_s=ADDRESSES_LIMIT_S)
-            addresses = [str(address) for address in found]
-        except NetworkError as error:
-            if dht.failure is not None:
-                raise
-            logger.debug("visible addresses: %s", error)
-            addresses = []
-        if addresses:
-            return tuple(sorted(set(addresses), key=lambda a: (is_loopback(a), a)))
-        threading.Event().wait(0.5)
-    raise NetworkError("the network layer reports no addresses; start again with --debug")

@@ -30,6 +30,7 @@ from .own_status import PeerStatus
 logger = logging.getLogger("dipaco.peer.refresher")
 
 STOP_TIMEOUT_S = 3.0
+DHT_LIMIT_S = 30.0
 # The oldest view that is good enough while a peer waits for others.
 LOOK_OFTEN_S = 2.0
 
@@ -114,11 +115,11 @@ class Refresher:
         self._wants_to_read = True
         self._changed.set()
 
-    def refresh(self, further: Collection[int] = (), timeout_s: float = 30.0) -> SwarmView:
+    def refresh(self, further: Collection[int] = ()) -> SwarmView:
         """Publish and read now, and return a view that is newer than this call.
 
         It covers the buckets `further` too, which `view` does not. Raises `NetworkError` when the
-        DHT does not answer for `timeout_s`, and what ended the thread when it has ended.
+        DHT does not answer for `DHT_LIMIT_S`, and what ended the thread when it has ended.
         """
         with self._refreshed:
             # A refresh under way may have read before the caller's change: wait for the next.
@@ -126,9 +127,9 @@ class Refresher:
             self._want_to_read(further)
             while self._refresh_count < wanted:
                 self._background.check()
-                if not any(map(self._refreshed.wait, looks(timeout_s))):
+                if not any(map(self._refreshed.wait, looks(DHT_LIMIT_S))):
                     raise NetworkError(
-                        f"the DHT did not answer for {timeout_s:.0f} s; check the network and "
+                        f"the DHT did not answer for {DHT_LIMIT_S:.0f} s; check the network and "
                         "start again"
                     )
                 if self._refresh_count < wanted and not self._refreshing:

@@ -82,7 +82,7 @@ class NodeSettings(Settings):
     invitation: Annotated[
         str | None,
         Option(
-            "your invitation to a run, or a file with it; once",
+            "your invitation, or a file with it; needed once",
             "TEXT",
             common=True,
         ),
@@ -96,7 +96,7 @@ class NodeSettings(Settings):
     address_file: Annotated[
         Path | None, Option("write the addresses of this node to FILE", "FILE")
     ] = None
-    log_json: Annotated[Path | None, Option("append events as JSON lines", "FILE")] = None
+    log_json: Annotated[Path | None, Option("append events to FILE as JSON lines", "FILE")] = None
     metrics_port: Annotated[
         int | None,
         Option(
@@ -104,7 +104,7 @@ class NodeSettings(Settings):
         ),
     ] = None
     metrics_host: Annotated[
-        str, Option("where to listen for it; who reaches it sees all metrics", "HOST")
+        str, Option("address of --metrics-port; anybody who reaches it sees all metrics", "HOST")
     ] = "127.0.0.1"
 
     def __post_init__(self) -> None:
@@ -141,7 +141,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "address of a peer of the swarm (default: the last)",
+            "address of any peer (default: the last one)",
             "ADDR",
             check=_check_address_or_word,
             common=True,
@@ -152,10 +152,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         bool,
         Option("do not join: say whether a peer can run here", common=True),
     ] = False
-    install_service: Annotated[bool, Option("do not join: have systemd start it from now on")] = (
-        False
-    )
-    json: Annotated[bool, Option("with --check: one JSON object")] = False
+    install_service: Annotated[
+        bool, Option("do not join: write a systemd unit that starts this peer")
+    ] = False
+    json: Annotated[bool, Option("with --check: print one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
     path: Annotated[
         int | None, Option("train this path only (default: the least served)", "P", least=0)
@@ -164,7 +164,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     micro_batch_size: Annotated[
         int | None,
         Option(
-            "sequences on the device at once (default: the batch, halved if memory runs out)",
+            "sequences on the device at once (default: the batch, halved while memory runs out)",
             "N",
             least=1,
         ),
@@ -198,8 +198,8 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     on_event: Annotated[
         str | None,
         Option(
-            "run COMMAND EVENT TEXT when the peer has joined or left, for an error, a full disk, "
-            "and a new version that is needed (joined, left, error, disk, update)",
+            "run COMMAND EVENT TEXT; EVENT is joined, left, error, disk (it is full) or update (a "
+            "new version is needed)",
             "COMMAND",
         ),
     ] = None
@@ -214,7 +214,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = 100.0
     keep_awake: Annotated[
         bool,
-        Option("let the machine go to sleep by itself while it trains", flag="--let-sleep"),
+        Option("let the machine go to sleep by itself during training", flag="--let-sleep"),
     ] = True
     nice: Annotated[
         int | None,
@@ -241,10 +241,10 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         float | None, Option("the same for an hour, until the next one begins", "GB", least=0.001)
     ] = None
     name: Annotated[
-        str, Option("the name that status shows, at most 32 characters", "NAME", common=True)
+        str, Option("the name that others see, at most 32 characters", "NAME", common=True)
     ] = ""
     team: Annotated[
-        str, Option("whom its tokens are credited to beside its name (default: nobody)", "NAME")
+        str, Option("team that its tokens are credited to as well (default: none)", "NAME")
     ] = ""
     cache_folder: Annotated[
         Path,

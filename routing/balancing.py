@@ -13,6 +13,10 @@ import numpy as np
 _CHUNK = 8192
 # Up to here, moving one column at a time is enough.
 _FEW_COLUMNS = 16
+# A load may differ by this part of its share.
+_TOLERANCE = 0.02
+# Moves of one column, besides four for each.
+_PASSES = 200
 
 
 def squared_distances(
@@ -54,8 +58,6 @@ def balance_biases(
     biases: np.ndarray | None = None,
     *,
     targets: np.ndarray | None = None,
-    tolerance: float = 0.02,
-    passes: int = 200,
 ) -> np.ndarray:
     """Return biases, float64 [K], with which argmin(distances + biases) gives columns their shares.
 
@@ -66,7 +68,7 @@ def balance_biases(
     A column too full becomes dearer and loses its marginal points, so moving one bias at a time to
     where its own load is right, others fixed, ends where all are (an auction for the transport
     problem). With many columns that takes long, so Sinkhorn's steps bring all near their shares
-    first. It ends when every load is within `tolerance` of its share; heavy single points may make
+    first. It ends when every load is near its share; heavy single points may make
     that impossible, so passes are bounded and the best biases found are returned.
     """
     columns = distances.shape[1]
@@ -79,11 +81,11 @@ def balance_biases(
         current = _soft_biases(distances, weights, shares, current, warm=biases is not None)
     assignment = _Assignment(np.asfortranarray(distances + current))
     best, best_excess = current.copy(), np.inf
-    for number in range(passes + 4 * columns):
+    for number in range(_PASSES + 4 * columns):
         excesses = np.abs(assignment.loads(weights) - shares) / shares
         if excesses.max() < best_excess:
             best, best_excess = current.copy(), float(excesses.max())
-        if excesses.max() <= tolerance or columns == 1:
+        if excesses.max() <= _TOLERANCE or columns == 1:
             break
         column = _next_column(excesses, number)
         shift = _fair_shift(assignment.margins(column), weights, float(shares[column]))

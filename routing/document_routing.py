@@ -109,12 +109,6 @@ class DocumentRouter:
             return np.zeros((len(documents), 1), dtype=np.int64)
         return self.router.nearest(self.prefixes(documents, labels), count)
 
-    def route_texts(
-        self, texts: Sequence[str], labels: Sequence[str | None] | None = None
-    ) -> np.ndarray:
-        """Return the path of each text, int64 [N]. Raises ConfigurationError as `route_tokens`."""
-        return self.route_tokens([self.tokenizer.document_tokens(text) for text in texts], labels)
-
     def prefixes(
         self,
         documents: Sequence[Sequence[int] | np.ndarray],

@@ -15,6 +15,7 @@ from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 # Lloyd's algorithm stops when an iteration gains less than this part of the sum of distances.
 _LEAST_GAIN = 1e-5
+_MOST_ITERATIONS, _MOST_BALANCED_ITERATIONS = 100, 20
 
 
 def fit_kmeans(
@@ -25,7 +26,6 @@ def fit_kmeans(
     balanced: bool = False,
     weights: np.ndarray | None = None,
     restarts: int = 8,
-    iterations: int = 100,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return centroids, float64 [clusters, H], and biases, float64 [clusters].
 
@@ -45,7 +45,7 @@ def fit_kmeans(
         )
     generator = np.random.default_rng(seed)
     starts = (_plus_plus(points, clusters, generator) for _ in range(restarts))
-    runs = (_lloyd(points, start, iterations) for start in starts)
+    runs = (_lloyd(points, start) for start in starts)
     _, centroids = min(runs, key=lambda run: run[0])
     centroids = centroids[np.lexsort(centroids.T[::-1])]
     if not balanced or clusters == 1:
@@ -67,11 +67,11 @@ def _plus_plus(points: np.ndarray, clusters: int, generator: np.random.Generator
     return points[chosen].copy()
 
 
-def _lloyd(points: np.ndarray, centroids: np.ndarray, iterations: int) -> tuple[float, np.ndarray]:
+def _lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[float, np.ndarray]:
     """Run Lloyd's algorithm until it hardly improves; return the sum of squared distances and the
     centroids."""
     inertia = np.inf
-    for _ in range(iterations):
+    for _ in range(_MOST_ITERATIONS):
         assignment = nearest_centroids(points, centroids)
         centroids = cluster_means(points, assignment, centroids)
         previous, inertia = inertia, _inertia(points, assignment, centroids)
@@ -89,12 +89,12 @@ def _all_used(assignment: np.ndarray, centroids: np.ndarray) -> bool:
 
 
 def _balanced_lloyd(
-    points: np.ndarray, centroids: np.ndarray, loads: np.ndarray, iterations: int = 20
+    points: np.ndarray, centroids: np.ndarray, loads: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Alternate between biases that equalise the loads and the means of the clusters."""
     biases = np.zeros(len(centroids))
     assignment = np.full(len(points), -1)
-    for number in range(iterations):
+    for number in range(_MOST_BALANCED_ITERATIONS):
         distances = squared_distances(points, centroids)
         biases = balance_biases(distances, loads, biases if number else None)
         previous, assignment = assignment, nearest_centroids(points, centroids, biases)

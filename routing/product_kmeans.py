@@ -15,6 +15,8 @@ from .balancing import balance_biases, squared_distances
 from .kmeans import KMeansRouter, cluster_means, fit_kmeans
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
+_MOST_BALANCED_ITERATIONS = 10
+
 
 class ProductKMeansRouter(FeatureRouter):
     """Each level chooses its module by its own slice of the standardised features.
@@ -154,14 +156,14 @@ def _path_distances(points: np.ndarray, codebooks: Sequence[np.ndarray]) -> np.n
 
 
 def _balanced(
-    points: np.ndarray, codebooks: list[np.ndarray], loads: np.ndarray, iterations: int = 10
+    points: np.ndarray, codebooks: list[np.ndarray], loads: np.ndarray
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """Alternate between biases that equalise the loads of the paths and the means of the modules'
     slices; return codebooks and biases."""
     sizes = [len(book) for book in codebooks]
     assignment = np.full(len(points), -1)
     biases: np.ndarray | None = None
-    for _ in range(iterations):
+    for _ in range(_MOST_BALANCED_ITERATIONS):
         distances = _path_distances(points, codebooks)
         biases = balance_biases(distances, loads, biases)
         previous, assignment = assignment, np.argmin(distances + biases, axis=1)

@@ -28,6 +28,8 @@ _PARTS: tuple[Part, Part] = ("train", "validation")
 # interrupted preparation goes on at the last chunk.
 CHUNK_DOCUMENTS = 1024
 CHUNK_TOKENS = 2_000_000
+# Of a path, in the table of `dipaco-bootstrap prepare`.
+_SHOWN_LABELS = 2
 
 
 @dataclass(frozen=True)
@@ -292,10 +294,10 @@ class ShardBuilder:
         rows, rest = divmod(self._parts[part][path].bytes, self._row_bytes)
         return rows + (rest > self._dtype.itemsize)
 
-    def _label_shares(self, path: int, shown: int = 2) -> tuple[tuple[str, float], ...]:
+    def _label_shares(self, path: int) -> tuple[tuple[str, float], ...]:
         tokens = max(1, self._parts["train"][path].tokens)
         largest = sorted(self._labels[path].items(), key=lambda entry: (-entry[1], entry[0]))
-        return tuple((name, count / tokens) for name, count in largest[:shown])
+        return tuple((name, count / tokens) for name, count in largest[:_SHOWN_LABELS])
 
     def _file(self, part: Part, path: int) -> Path:
         return self._folder / f"{part}-{path:05d}.bin"

@@ -202,39 +202,14 @@ def train_tokenizer(
         raise CorpusError("there is no text to train a tokenizer on; check [data] in the RUN.toml")
     counts = Counter(chain.from_iterable(_lines(sample)))
     as_bytes = _characters_as_bytes(counts, vocabulary_size)
-    model = io.BytesIO()
-    model = io.BytesIO()
     try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(sample, as_bytes),
-            model_writer=model,
-            model_type=kind,
-            vocab_size=vocabulary_size,
-            byte_fallback=True,
-            # It takes no coverage below 0.98, so what it shall not cover is cut out.
-            character_coverage=1.0 if as_bytes else _USUAL_COVERAGE,
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            add_dummy_prefix=False,
-            allow_whitespace_only_pieces=True,
-            split_digits=True,
-            # Its own piece, because a line break is never seen inside a training line.
-            user_defined_symbols=["\n"],
-            max_sentence_length=2 * _LONGEST_LINE_BYTES,
-            unk_id=UNKNOWN_TOKEN,
-            bos_id=BEGIN_TOKEN,
-            eos_id=END_TOKEN,
-            pad_id=PAD_TOKEN,
-            # Unigram sums over threads in their order of arrival; one thread has one order.
-            num_threads=1,
-            minloglevel=2,
-        )
+        model = _trained_pieces(_lines(sample, as_bytes), vocabulary_size, kind, bool(as_bytes))
     except RuntimeError as error:
         raise ConfigurationError(
             f"a tokenizer of {vocabulary_size} pieces cannot be trained on {len(sample)} texts: "
             f"{_reason(error)}; change vocabulary_size under [model]"
         ) from None
-    atomic_write(output, model.getvalue())
+    atomic_write(output, model)
     if as_bytes and say is not None:
         coverage = 1.0 - sum(counts[character] for character in as_bytes) / sum(counts.values())
         say(
@@ -242,7 +217,42 @@ def train_tokenizer(
             f"of the sample are written as bytes; a larger vocabulary_size under [model] would "
             f"hold them"
         )
-    return Tokenizer(model.getvalue())
+    return Tokenizer(model)
+
+
+def _trained_pieces(
+    lines: Iterator[str], vocabulary_size: int, kind: Literal["bpe", "unigram"], has_bytes: bool
+) -> bytes:
+    """Return a model of SentencePiece; with `has_bytes` some characters are cut out of the lines.
+
+    Raises RuntimeError, as SentencePiece does.
+    """
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type=kind,
+        vocab_size=vocabulary_size,
+        byte_fallback=True,
+        # It takes no coverage below 0.98, so what it shall not cover is cut out.
+        character_coverage=1.0 if has_bytes else _USUAL_COVERAGE,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        # Its own piece, because a line break is never seen inside a training line.
+        user_defined_symbols=["\n"],
+        max_sentence_length=2 * _LONGEST_LINE_BYTES,
+        unk_id=UNKNOWN_TOKEN,
+        bos_id=BEGIN_TOKEN,
+        eos_id=END_TOKEN,
+        pad_id=PAD_TOKEN,
+        # Unigram sums over threads in their order of arrival; one thread has one order.
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()
 
 
 def _characters_as_bytes(counts: Mapping[str, int], vocabulary_size: int) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import batch_indices
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import even_sample
-from dipaco.training.dense import DenseCheckpoint, train_steps
+from dipaco.training.dense import train_steps
 from dipaco.training.inner import InnerLoop
 from dipaco.training.scoring import LossSum, sum_losses
 
@@ -45,31 +44,23 @@ def train_dense(
     device: torch.device | str = "cpu",
     optimizer: str = "adamw",
     learning_rate: float | None = None,
-    micro_batch_size: int | None = None,
     validation_sequences: int | None = None,
     on_step: Callable[[int, float], None] | None = None,
-    checkpoint: Path | None = None,
-    save_every_s: float = 60.0,
 ) -> DenseResult:
     """Train what paths begin with for `steps` inner steps on all shards mixed, and score it.
 
     Batches are drawn uniformly from all training sequences, each once an epoch. For the rate see
     `baseline_inner`. `on_step` is called with the number of the step and its loss.
-    `validation_sequences` is per path, as in `ReferenceSwarm`. With a `checkpoint` file the
-    training is saved there every `save_every_s` seconds, a later call for the same plan and
-    optimizer goes on from it bit for bit, and it is removed at the end.
+    `validation_sequences` is per path, as in `ReferenceSwarm`.
     """
     device = torch.device(device)
     plan = run.plan()
     model = run.path_model(plan, device)
     model.load_state_dict(run.first_parameters(plan))
     config = baseline_inner(plan.inner, steps, learning_rate)
-    inner = InnerLoop(model, config, device, optimizer=optimizer, micro_batch_size=micro_batch_size)
-    kept = DenseCheckpoint(checkpoint, plan.run_id, save_every_s) if checkpoint else None
+    inner = InnerLoop(model, config, device, optimizer=optimizer)
     batches = MixedBatches(run, plan)
-    loss = train_steps(inner, batches.batch, steps, checkpoint=kept, on_step=on_step)
-    if kept:
-        kept.file.unlink(missing_ok=True)
+    loss = train_steps(inner, batches.batch, steps, on_step=on_step)
     return DenseResult(
         parameters={
             name: parameter.detach().to("cpu", torch.float32).clone()

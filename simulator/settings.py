@@ -25,10 +25,12 @@ class CommandSettings(ComputeSettings):
         int | None,
         Option("CPU threads; must equal those of the peers (default: all)", "N", least=1),
     ] = None
-    run_folder: Annotated[Path, Option("made by prepare", "RUN_DIR", positional=True)]
+    run_folder: Annotated[
+        Path, Option("run folder, made by dipaco-bootstrap prepare", "RUN_DIR", positional=True)
+    ]
     rounds: Annotated[int, Option("rounds to train now", "N", least=0)] = 1
     steps_per_round: Annotated[
-        int | None, Option("inner steps of a round (default: what the plan says)", "K", least=1)
+        int | None, Option("inner steps in a round (default: what the plan says)", "K", least=1)
     ] = None
     first_round: Annotated[
         int,
@@ -53,7 +55,7 @@ class CommandSettings(ComputeSettings):
         ),
     ] = None
     resume: Annotated[
-        bool, Option("go on from the last round that an earlier call saved in --out")
+        bool, Option("continue from the last round that an earlier call saved in --out")
     ] = False
     dense_steps: Annotated[
         int,
@@ -79,9 +81,9 @@ class CommandSettings(ComputeSettings):
     optimizer: Annotated[
         Literal["adamw", "adamw8bit"], Option("adamw or adamw8bit, as for the peers")
     ] = "adamw"
-    json: Annotated[bool, Option("one JSON object a round")] = False
+    json: Annotated[bool, Option("print one JSON object per round")] = False
     log_json: Annotated[
-        Path | None, Option("write that to a file; --resume goes on with it", "FILE")
+        Path | None, Option("write these objects to FILE; --resume appends to it", "FILE")
     ] = None
     plot: Annotated[
         Path | None,
@@ -104,8 +106,6 @@ class SimulatorSettings:
     """Where paths are trained and scored. Another type of device has other bits."""
     optimizer: str = "adamw"
     """"adamw" or "adamw8bit", as the peers are told. They have different bits."""
-    micro_batch_size: int | None = None
-    """Sequences that go through the model at once; None is the whole batch. Can change bits."""
     validation_sequences: int | None = None
     """Held-out sequences to score per path after each round, at most; None is all, 0 none."""
     exact: bool = True

@@ -49,7 +49,6 @@ def new_trainers(
             device,
             new_model=lambda: run.path_model(plan, device),
             optimizer=settings.optimizer,
-            micro_batch_size=settings.micro_batch_size,
             # PyTorch compiles once: trainers of one shape share what it made.
             compile_model=device.type == "cuda",
             exact=settings.exact,

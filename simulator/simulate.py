@@ -159,8 +159,8 @@ def _print_json_round(report: RoundReport) -> None:
 class RoundPrinter:
     """Prints a simulation as it goes. Plain lines without a terminal."""
 
-    def __init__(self, swarm: ReferenceSwarm, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
+    def __init__(self, swarm: ReferenceSwarm) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
         plan = swarm.plan
         self._console.print(
             f"run {plan.run_id} ({plan.name}): {len({p.path for p in swarm.peers})} of "

@@ -41,13 +41,13 @@ class StatusSettings(RunSettings):
         Option("addresses of any peers", "ADDR", check=check_given_peer, loose=True),
     ]
     watch: Annotated[bool, Option("show it again every few seconds")] = False
-    json: Annotated[bool, Option("one JSON object instead of tables")] = False
+    json: Annotated[bool, Option("print one JSON object in place of tables")] = False
     serve: Annotated[
         int | None,
         Option("serve a page at this TCP port; 0 is any free one", "PORT", least=0, most=65535),
     ] = None
     host: Annotated[
-        str, Option("address that --serve listens on; 0.0.0.0 is everybody", "ADDR")
+        str, Option("address that --serve listens on; 0.0.0.0 lets everybody in", "ADDR")
     ] = "127.0.0.1"
     proxy_names: Annotated[tuple[str, ...], PROXY_NAME] = ()
     history: Annotated[
@@ -58,12 +58,12 @@ class StatusSettings(RunSettings):
         ),
     ] = None
     ledger: Annotated[
-        bool, Option("who trained how many tokens, by the chains; with --serve also on the page")
+        bool, Option("show who trained how many tokens; with --serve, on the page too")
     ] = False
     earlier: Annotated[
         tuple[str, ...],
         Option(
-            "--ledger counts the runs that this one continues too: a peer's cache folder, or "
+            "--ledger also counts the runs that this one continues: the cache folder of a peer, or "
             "folders of runs",
             "DIR",
         ),

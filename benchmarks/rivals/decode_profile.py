@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dipaco.inference.decoding import decoder as decoding
+from dipaco.inference.decoding import decoder as decoder_module
 from dipaco.inference.decoding.decoder import Decoder
+from dipaco.inference.decoding.fused_block import Map
 from dipaco.inference.generate import choose_token
 from dipaco.inference.sampling import Sampling
 from dipaco.modules.compose import load_path
@@ -74,7 +75,7 @@ def answer(decoder: Decoder) -> tuple[float, float]:
 def bare_products_s(decoder: Decoder) -> float:
     """Return how long the same products take when nothing else is done between them."""
     maps = [m for block in decoder._blocks for m in vars(block).values()]
-    arrays = [m._array for m in [*maps, decoder._head] if isinstance(m, decoding._Map)]
+    arrays = [m._array for m in [*maps, decoder._head] if isinstance(m, Map)]
     inputs = [np.ones((1, 1, len(array)), dtype=np.float32) for array in arrays]
 
     began = time.thread_time()
@@ -105,8 +106,8 @@ class Profile:
         """Return the same of the parts of a step; timers add a little to each."""
         if self.timers is None:
             self.timers = Timers()
-            self.timers.around(decoding._Map, "few", "products")
-            self.timers.around(decoding, "_few_normed", "norms")
+            self.timers.around(Map, "few", "products")
+            self.timers.around(decoder_module, "few_normed", "norms")
         before = dict(self.timers.seconds)
         step_s, _ = answer(self.decoder)
         parts = {p: (s - before[p]) / TOKENS for p, s in self.timers.seconds.items()}

@@ -13,7 +13,8 @@ from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 
-from .decoder import Decoder, PathAdapters, decoder_bytes
+from .decoder import Decoder, decoder_bytes
+from .low_rank import PathAdapters
 
 
 class SharedDecoder:
@@ -92,7 +93,7 @@ class AdapterDecoder:
 
     @property
     def lengths(self) -> list[int]:
-        """As `Decoder.lengths`."""
+        """As `PathDecoder.lengths`."""
         stored = self.shared.decoder.lengths
         return [0 if place is None else stored[place] for place in self._places]
 

@@ -11,7 +11,7 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.inference.export.path_gguf import GGUF_TYPES, lack_of_llama_cpp
 
 from .decoder import Decoder, decoder_bytes
-from .llama_cpp import PACKAGE, VERSION
+from .llama_cpp import INSTALL, PACKAGE, VERSION
 from .text_decoder import TextDecoder
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from dipaco.modules.transformer import PathModel
 
 EngineName = Literal["torch", "llama.cpp"]
-_INSTALL = "pip install 'dipaco[llamacpp]'"
 
 
 @dataclass(frozen=True)
@@ -59,9 +58,9 @@ def llama_cpp_obstacle(plan: RunPlan, device: str, installed: str | None) -> str
     if device != "cpu":
         return f"llama.cpp computes on the CPU here, not on --device {device}"
     if installed is None:
-        return f"the engine llama.cpp is not installed; install it with: {_INSTALL}"
+        return f"the engine llama.cpp is not installed; {INSTALL}"
     if installed != VERSION:
-        return f"{PACKAGE} {installed} is installed, and {VERSION} is needed: {_INSTALL}"
+        return f"{PACKAGE} {installed} is installed, and {VERSION} is needed; {INSTALL}"
     return lack_of_llama_cpp(plan.model)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+INSTALL = "install it with: pip install 'dipaco[llamacpp]'"
 PACKAGE, VERSION = "xllamacpp", "2026.10.11549"
 MAPPED, FLASH_ATTENTION = 1, 1
 _ERROR = 4
@@ -100,6 +101,17 @@ def installed_version() -> str | None:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def obstacle_to_loading() -> str | None:
+    """Return why the wheel that is installed cannot be used, None if it can."""
+    try:
+        import gguf  # noqa: F401  writes what llama.cpp reads
+
+        library()
+    except (ImportError, OSError, AttributeError) as error:
+        return f"{PACKAGE} is installed and cannot be loaded ({error}); {INSTALL}"
+    return None
 
 
 @cache

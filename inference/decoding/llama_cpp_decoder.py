@@ -22,6 +22,7 @@ from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
 
 from .llama_cpp import FLASH_ATTENTION, MAPPED, Batch, library
+from .text_decoder import PathDecoder
 
 # Tokens that are read, and positions whose logits are computed, at once.
 _READ_AT_ONCE = 128
@@ -31,7 +32,7 @@ _BYTES_OF_WEIGHT = {"f32": 4.0, "q8_0": 34 / 32}
 _BYTES_OF_CACHE = 2
 
 
-class LlamaCppDecoder:
+class LlamaCppDecoder(PathDecoder):
     """A path and the texts in its `slots`; used as `Decoder` is.
 
     :param stored: how matrices lie in memory, "f32" or "q8_0"
@@ -39,10 +40,9 @@ class LlamaCppDecoder:
 
     @torch.no_grad()
     def __init__(self, model: PathModel, slots: int, *, stored: str = "f32") -> None:
-        self.config = config = model.config
-        self.lengths = [0] * slots
+        super().__init__(model.config, slots)
         self._library = library()
-        self._width = config.vocabulary_size
+        self._width = self.config.vocabulary_size
         self._context = self._loaded(model, slots, stored)
         self._memory = self._library.llama_get_memory(self._context)
         # What a batch points to: each token is of one text.
@@ -84,11 +84,6 @@ class LlamaCppDecoder:
         # Not when the process ends: the thread that computes may still be at it.
         weakref.finalize(self, _free, functions, context, loaded).atexit = False
         return int(context)
-
-    @property
-    def free_slots(self) -> int:
-        """As `Decoder.free_slots`."""
-        return self.lengths.count(0)
 
     def read(
         self, slot: int, tokens: Sequence[int], *, every: bool = False

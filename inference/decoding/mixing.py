@@ -57,12 +57,12 @@ class MixedDecoder:
 
     @property
     def lengths(self) -> list[int]:
-        """As `Decoder.lengths`."""
+        """As `PathDecoder.lengths`."""
         return self._decoders[0].lengths
 
     @property
     def free_slots(self) -> int:
-        """As `Decoder.free_slots`."""
+        """As `PathDecoder.free_slots`."""
         first = self._decoders[0]
         # Paths over one base take slots of one store.
         each = len(self._decoders) if isinstance(first, AdapterDecoder) else 1

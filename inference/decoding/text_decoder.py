@@ -32,3 +32,17 @@ class TextDecoder(Protocol):
     def paste(self, slot: int, text: list[torch.Tensor]) -> None: ...
 
     def free(self, slot: int) -> None: ...
+
+
+class PathDecoder:
+    """What decoders of one path have alike that store their texts themselves."""
+
+    def __init__(self, config: ModelConfig, slots: int) -> None:
+        self.config = config
+        self.lengths = [0] * slots
+        """Tokens that are stored of each text; 0 in a free slot."""
+
+    @property
+    def free_slots(self) -> int:
+        """How many texts more can be taken."""
+        return self.lengths.count(0)

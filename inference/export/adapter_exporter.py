@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.sources import StateSource, path_states
 from dipaco.modules.config import AdaptersConfig
@@ -14,7 +12,8 @@ from dipaco.modules.plan import RunPlan
 
 from .adapter_gguf import adapter_modelfile, write_adapter_gguf
 from .adapter_peft import write_peft
-from .path_exporter import path_provenance, write_export
+from .form import ExportForm
+from .path_exporter import Exporter, path_provenance, write_export
 from .path_gguf import gguf_library, gguf_name
 
 # What the Modelfile calls the base's file, which whoever has it puts beside the adapter.
@@ -22,27 +21,22 @@ BASE_GGUF = "base.gguf"
 
 
 class AdapterExporter:
-    """Writes the adapters of paths of one source: PEFT's folder, stored as `dtype`, or with `gguf`
-    (one of `GGUF_TYPES`) a file for llama.cpp.
+    """Writes the adapters of paths of one source: PEFT's folder, or a file for llama.cpp.
 
     `base` is what PEFT's folder calls the base, by default its name in the plan.
     Raises ConfigurationError if the run has no adapters, or a library is not installed.
     """
 
-    def __init__(
-        self,
-        source: StateSource,
-        dtype: torch.dtype,
-        *,
-        gguf: str | None = None,
-        base: str | None = None,
-    ) -> None:
+    rounding = None
+    """Nothing is merged, so nothing is lost."""
+
+    def __init__(self, source: StateSource, form: ExportForm, *, base: str | None = None) -> None:
         self.source = source
-        self._dtype, self._gguf = dtype, gguf
+        self._form = form
         self._adapters, name = adapters_of(source.plan)
         self.base = base or name
         """What PEFT's folder calls the base."""
-        if gguf is not None:
+        if form.gguf is not None:
             gguf_library()
 
     def write_path(
@@ -58,8 +52,8 @@ class AdapterExporter:
             plan,
             path,
             states,
-            adapter=self._gguf or "peft",
-            dtype=str(self._dtype).removeprefix("torch."),
+            adapter=self._form.gguf or "peft",
+            dtype=self._form.dtype_name,
             base=self.base,
         )
 
@@ -70,17 +64,28 @@ class AdapterExporter:
                 for name, view in state.layout.views(state.parameters).items()
             }
             alpha = self._adapters.scale * self._adapters.rank
-            if self._gguf is None:
-                write_peft(tensors, alpha, self.base, staging, self._dtype)
+            gguf = self._form.gguf
+            if gguf is None:
+                write_peft(tensors, alpha, self.base, staging, self._form.dtype)
                 return
-            file = staging / gguf_name(plan.name, path, self._gguf)
-            write_adapter_gguf(tensors, alpha, plan.model, file, stored=self._gguf, name=file.stem)
+            file = staging / gguf_name(plan.name, path, gguf)
+            write_adapter_gguf(tensors, alpha, plan.model, file, stored=gguf, name=file.stem)
             content = adapter_modelfile(file.name, BASE_GGUF)
             (staging / "Modelfile").write_text(content, encoding="utf-8")
 
         is_new = write_export(folder, provenance, fill, readme and (lambda: readme(path)))
         self.source.forget(path)
         return is_new
+
+
+def open_exporter(
+    source: StateSource, form: ExportForm, *, base: str | None, share_in: Path | None = None
+) -> Exporter | AdapterExporter:
+    """Return what writes paths in a form; `base` is for adapters alone, `share_in` for whole
+    paths. Raises ConfigurationError."""
+    if form.adapters_alone:
+        return AdapterExporter(source, form, base=base)
+    return Exporter(source, form, share_in=share_in)
 
 
 def adapters_of(plan: RunPlan) -> tuple[AdaptersConfig, str]:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from dipaco.inference.sources import StateSource
 
+    from .form import ExportForm
     from .model_card import CardNotes
 
 
@@ -37,16 +38,16 @@ class ExportSettings(InferenceSettings):
     format: Annotated[
         Literal["llama", "gguf", "peft"] | None,
         Option(
-            "of a path: a folder for transformers and vLLM, or a file for llama.cpp. Of a run "
-            "with adapters: peft (the default) and gguf are the adapters alone, llama is the base "
-            "with the adapters merged into it"
+            "llama (the default) is a folder for transformers and vLLM, gguf a file for llama.cpp. "
+            "In a run with adapters, peft (the default) and gguf are the adapters alone, and llama "
+            "is the base with the adapters merged into it"
         ),
     ] = None
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "q8_0"] | None,
         Option(
-            "how parameters are stored; q8_0 is for gguf (default: float32, which is exact; of a "
-            "merged path the format of the base)"
+            "how parameters are stored; q8_0 is for gguf (default: float32, which is exact; for a "
+            "merged path, the format of the base)"
         ),
     ] = None
     tokenizer: Annotated[
@@ -99,7 +100,7 @@ def run(settings: ExportSettings) -> int:
             print(f"{source.grid.path_count} paths and the router are in {settings.out}")
         else:
             _export_path(settings, settings.path, source, notes)
-        if _adapters(settings, source) and settings.format != "gguf":
+        if _are_adapters_alone(settings, source) and settings.format != "gguf":
             _say_where_the_base_is(source, notes)
     # The paths have what is in modules/ themselves: those are hard links.
     apart = " --exclude 'modules/*'" if (settings.out / "modules").is_dir() else ""
@@ -127,35 +128,18 @@ def _say_where_the_base_is(source: StateSource, notes: CardNotes) -> None:
 def _export_path(
     settings: ExportSettings, path: int, source: StateSource, notes: CardNotes
 ) -> None:
-    from .adapter_exporter import AdapterExporter
+    from .adapter_exporter import open_exporter
     from .model_card import model_card
-    from .path_exporter import Exporter
 
-    gguf, dtype, adapters = (
-        _gguf_type(settings),
-        _dtype(settings, source),
-        _adapters(settings, source),
-    )
-    exporter: Exporter | AdapterExporter
-    if adapters:
-        exporter = AdapterExporter(source, dtype, gguf=gguf, base=notes.base_model)
-    else:
-        exporter = Exporter(source, dtype, exact_tokenizer=settings.tokenizer == "exact", gguf=gguf)
+    form = _form(settings, source)
+    exporter = open_exporter(source, form, base=notes.base_model)
     evaluation = _evaluation(settings, source)
 
     def card(path: int) -> str:
-        return model_card(
-            source,
-            notes,
-            gguf or str(dtype).removeprefix("torch."),
-            path=path,
-            gguf=gguf is not None,
-            adapters=adapters,
-            rounding=exporter.rounding if isinstance(exporter, Exporter) else None,
-            evaluation=evaluation,
-        )
+        rounding = exporter.rounding
+        return model_card(source, notes, form, path=path, rounding=rounding, evaluation=evaluation)
 
-    if gguf is not None and settings.out.suffix == ".gguf":
+    if form.gguf is not None and settings.out.suffix == ".gguf":
         # The file alone, as llama.cpp's own tools write it.
         settings.out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=settings.out.parent) as folder:
@@ -175,12 +159,9 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
     export_all(
         source,
         settings.out,
-        _dtype(settings, source),
+        _form(settings, source),
         notes=notes,
         evaluation=_evaluation(settings, source),
-        exact_tokenizer=settings.tokenizer == "exact",
-        gguf=_gguf_type(settings),
-        adapters=_adapters(settings, source),
         say=_say,
     )
 
@@ -191,13 +172,20 @@ def _evaluation(settings: ExportSettings, source: StateSource) -> dict[str, Any]
     return load_evaluation(settings.eval_json, source.plan) if settings.eval_json else None
 
 
-def _gguf_type(settings: ExportSettings) -> str | None:
+def _form(settings: ExportSettings, source: StateSource) -> ExportForm:
+    """Return the form that is asked for. Raises ConfigurationError if the run does not have it."""
+    from .form import ExportForm
     from .path_gguf import GGUF_TYPES
 
-    return GGUF_TYPES[settings.dtype or "float32"] if settings.format == "gguf" else None
+    return ExportForm(
+        dtype=_dtype(settings, source),
+        gguf=GGUF_TYPES[settings.dtype or "float32"] if settings.format == "gguf" else None,
+        adapters_alone=_are_adapters_alone(settings, source),
+        exact_tokenizer=settings.tokenizer == "exact",
+    )
 
 
-def _adapters(settings: ExportSettings, source: StateSource) -> bool:
+def _are_adapters_alone(settings: ExportSettings, source: StateSource) -> bool:
     """Return whether adapters alone are written. Raises ConfigurationError."""
     if source.plan.model.adapters is not None:
         return settings.format != "llama"

@@ -19,9 +19,11 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from dipaco.base.errors import ConfigurationError, printable
 from dipaco.base.files import storage_errors
 from dipaco.inference.sources import StateSource
+from dipaco.modules.config import GridConfig
 from dipaco.modules.plan import RunPlan
 
 from .adapter_peft import Rounding, written_rank
+from .form import ExportForm
 from .path_gguf import gguf_name, ollama_name
 from .standalone_router import begin_row
 
@@ -88,18 +90,15 @@ def load_evaluation(file: Path, plan: RunPlan) -> dict[str, Any]:
 def model_card(
     source: StateSource,
     notes: CardNotes,
-    stored: str,
+    form: ExportForm,
     *,
     path: int | None = None,
-    gguf: bool = False,
-    adapters: bool = False,
     rounding: Rounding | None = None,
     evaluation: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the README.md of an export of one path, or (None) of all. No state is fetched for it.
 
-    `stored` is the type of the parameters, `gguf` whether they are in files for llama.cpp, and
-    `adapters` whether they are adapters alone. `rounding` is what merging lost.
+    `rounding` is what merging adapters into their base lost.
     """
     plan, grid = source.plan, source.grid
     report: Mapping[str, Any] | None = evaluation
@@ -112,21 +111,16 @@ def model_card(
     ]
     tokens = [row.tokens for row in rows if row.tokens is not None]
     step_tokens = plan.inner.batch_sequences * plan.model.sequence_length
-    file = gguf_name(plan.name, path or 0, stored) if gguf else None
-    private = [f"blocks {', '.join(map(str, plan.grid.private_blocks))}"] * bool(
-        plan.grid.private_blocks
-    )
-    private += ["the embedding"] * plan.grid.private_embedding
-    private += ["the head"] * plan.grid.private_head
+    file = gguf_name(plan.name, path or 0, form.stored) if form.gguf else None
     card = ModelCard.from_template(
-        _metadata(plan, notes, report, library=_library(gguf, adapters)),
+        _metadata(plan, notes, report, library=_library(form)),
         template_path=str(TEMPLATE),
         plan=plan,
         model=plan.model,
-        adapters=plan.model.adapters if adapters else None,
+        adapters=plan.model.adapters if form.adapters_alone else None,
         written_rank=written_rank(plan.model.adapters.rank) if plan.model.adapters else 0,
         base=base_name(plan, notes),
-        begin=begin_row(plan) if adapters else None,
+        begin=begin_row(plan) if form.adapters_alone else None,
         rounding=rounding,
         family=f"{plan.model.family.capitalize()}-shaped",
         path=path,
@@ -136,12 +130,12 @@ def model_card(
         gguf_file=file,
         ollama_name=ollama_name(file) if file else None,
         counts=grid.parameter_counts(),
-        private=", ".join(private),
+        private=", ".join(_private_parts(plan.grid)),
         rows=rows,
         rounds=max(row.rounds for row in rows),
         tokens=sum(tokens) if len(tokens) == len(rows) else None,
         steps=[count // step_tokens for count in tokens],
-        stored=stored,
+        stored=form.stored,
         report=report,
         compared={**_COMPARED, **({} if path is None else _COMPARED_OF_PATH)},
         licence=notes.licence,
@@ -164,10 +158,21 @@ def base_name(plan: RunPlan, notes: CardNotes) -> str | None:
     return notes.base_model or (plan.base_source.name if plan.base_source else None)
 
 
-def _library(gguf: bool, adapters: bool) -> str:
-    if gguf:
+def _private_parts(grid: GridConfig) -> list[str]:
+    """Return what of the model every path has for itself alone."""
+    blocks = ", ".join(map(str, grid.private_blocks))
+    parts = {
+        f"blocks {blocks}": bool(blocks),
+        "the embedding": grid.private_embedding,
+        "the head": grid.private_head,
+    }
+    return [name for name, is_private in parts.items() if is_private]
+
+
+def _library(form: ExportForm) -> str:
+    if form.gguf is not None:
         return "gguf"
-    return "peft" if adapters else "transformers"
+    return "peft" if form.adapters_alone else "transformers"
 
 
 def _figures(source: StateSource, path: int, report: Mapping[str, Any] | None) -> PathFigures:

@@ -29,6 +29,7 @@ from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
 from dipaco.routing.tokenizer import Tokenizer
 
 from .adapter_peft import Rounding, RoundingMeter
+from .form import ExportForm, name_of
 from .path_gguf import check_gguf, gguf_name, modelfile, write_gguf
 from .tokenizer_files import (
     file_rows,
@@ -54,38 +55,29 @@ class Exporter:
     """Writes paths of one source, all in the same way, one in memory at a time.
 
     Adapters are merged into their base (`AdapterExporter` writes them by themselves).
-    `dtype` is what the parameters are stored as. With `share_in`, a folder, parameters of a
-    module that several paths have are stored there once and hard-linked into their folders; a
-    GGUF is one file in any case.
-    `exact_tokenizer` off leaves `tokenizer.json` out, for a tokenizer that cannot be written so.
-    With `gguf`, one of `GGUF_TYPES`, a path is one file of that format instead; the base is not.
-    Raises ConfigurationError if it is on and the run's tokenizer cannot be written with its ids.
+    With `share_in`, a folder, parameters of a module that several paths have are stored there once
+    and hard-linked into their folders; a GGUF is one file in any case. The base is no GGUF.
+    Raises ConfigurationError if the run's tokenizer cannot be written in this form with its ids.
     """
 
     def __init__(
-        self,
-        source: StateSource,
-        dtype: torch.dtype,
-        *,
-        share_in: Path | None = None,
-        exact_tokenizer: bool = True,
-        gguf: str | None = None,
+        self, source: StateSource, form: ExportForm, *, share_in: Path | None = None
     ) -> None:
         self.source = source
-        self.dtype = dtype
+        self._form = form
         self._is_merged = source.plan.model.adapters is not None
         self.rounding: Rounding | None = None
         """What storing the last path lost, if adapters were merged into it."""
-        self._share_in = share_in if gguf is None and not self._is_merged else None
+        self._share_in = share_in if form.gguf is None and not self._is_merged else None
         self._linked: set[str] = set()
         self._model: PathModel | None = None
         tokenizer = source.blob(source.plan.blobs.tokenizer)
         self._rows = file_rows(tokenizer, source.plan.model.vocabulary_size)
-        self._files = checkpoint_files(source.plan.model, tokenizer, dtype, exact_tokenizer)
-        self._gguf = gguf
-        self._exact_tokenizer = exact_tokenizer
+        self._files = checkpoint_files(
+            source.plan.model, tokenizer, form.dtype, form.exact_tokenizer
+        )
         self._tokenizer = tokenizer
-        if gguf is not None:
+        if form.gguf is not None:
             check_gguf(source.plan.model, tokenizer)
 
     def write_path(self, path: int, folder: Path, readme: Readme | None = None) -> bool:
@@ -99,8 +91,8 @@ class Exporter:
         self._linked |= {self._shared_file(state) for state in states.values()}
 
         def fill(staging: Path) -> None:
-            if self._gguf is not None:
-                self._write_gguf(path, staging)
+            if self._form.gguf is not None:
+                self._write_gguf(path, staging, self._form.gguf)
                 return
             if self._share_in is not None:
                 self._link_modules(states, staging)
@@ -122,7 +114,7 @@ class Exporter:
             "run": plan.run_id,
             "base": plan.blobs.base,
             "dtype": "float32",
-            "tokenizer": "exact" if self._exact_tokenizer else "sentencepiece",
+            "tokenizer": "exact" if self._form.exact_tokenizer else "sentencepiece",
         }
         if read_provenance(folder) == provenance:
             return False
@@ -132,7 +124,11 @@ class Exporter:
             rows = file_rows(self._tokenizer, plan.model.vocabulary_size, as_in_run=True)
             save_parameters(model.iterate_whole(), staging, torch.float32, rows=rows)
             files = checkpoint_files(
-                plan.model, self._tokenizer, torch.float32, self._exact_tokenizer, as_in_run=True
+                plan.model,
+                self._tokenizer,
+                torch.float32,
+                self._form.exact_tokenizer,
+                as_in_run=True,
             )
             for name, content in files.items():
                 (staging / name).write_bytes(content)
@@ -153,19 +149,18 @@ class Exporter:
             self.source.plan,
             path,
             states,
-            dtype=_name(self.dtype),
-            tokenizer="exact" if self._exact_tokenizer else "sentencepiece",
-            **({"gguf": self._gguf} if self._gguf else {}),
+            dtype=self._form.dtype_name,
+            tokenizer="exact" if self._form.exact_tokenizer else "sentencepiece",
+            **({"gguf": self._form.gguf} if self._form.gguf else {}),
         )
 
-    def _write_gguf(self, path: int, folder: Path) -> None:
-        assert self._gguf is not None
+    def _write_gguf(self, path: int, folder: Path, gguf: str) -> None:
         plan = self.source.plan
         self._model = assemble_path(self.source, path, model=self._model)
         self.source.forget(path)
-        file = folder / gguf_name(plan.name, path, self._gguf)
+        file = folder / gguf_name(plan.name, path, gguf)
         parameters = dict(self._model.named_parameters())
-        write_gguf(parameters, plan.model, self._tokenizer, file, stored=self._gguf, name=file.stem)
+        write_gguf(parameters, plan.model, self._tokenizer, file, stored=gguf, name=file.stem)
         template = Tokenizer(self._tokenizer).chat_template
         content = modelfile(file.name, plan.model.context, template is not None)
         (folder / "Modelfile").write_text(content, encoding="utf-8")
@@ -182,13 +177,13 @@ class Exporter:
         names = [name for state in states.values() for name in state.layout.names]
         cut *= sum(name in (EMBEDDING, HEAD) for name in names)
         values = sum(state.layout.size for state in states.values())
-        total = self.dtype.itemsize * (values - cut * self.source.plan.model.hidden_size)
+        total = self._form.dtype.itemsize * (values - cut * self.source.plan.model.hidden_size)
         index_content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index_content)
 
     def _shared_file(self, state: ModuleState) -> str:
         """Return the name under which a module's parameters are stored for all paths."""
-        return f"{state.module}-{state.digest[:16]}-{_name(self.dtype)}.safetensors"
+        return f"{state.module}-{state.digest[:16]}-{self._form.dtype_name}.safetensors"
 
     def _link(self, state: ModuleState, folder: Path, shard: str) -> None:
         assert self._share_in is not None
@@ -208,7 +203,7 @@ class Exporter:
     def _save(
         self, parameters: Iterable[tuple[str, torch.Tensor]], folder: Path, name: str = WEIGHTS_FILE
     ) -> None:
-        save_parameters(parameters, folder, self.dtype, name, rows=self._rows)
+        save_parameters(parameters, folder, self._form.dtype, name, rows=self._rows)
 
     def _save_whole(self, path: int, folder: Path) -> None:
         self._model = assemble_path(self.source, path, model=self._model)
@@ -216,7 +211,7 @@ class Exporter:
         if base is None:
             self._save(parameters, folder)
             return
-        meter = RoundingMeter(base.weights, self.dtype)
+        meter = RoundingMeter(base.weights, self._form.dtype)
         self._save(meter.passing(parameters), folder)
         self.rounding = meter.rounding()
 
@@ -297,7 +292,8 @@ def save_parameters(
         converted = parameter.detach().to("cpu", dtype, copy=True).contiguous()
         if not bool(torch.isfinite(converted).all()):
             raise ConfigurationError(
-                f"'{key}' has numbers that {_name(dtype)} cannot hold; export with --dtype bfloat16"
+                f"'{key}' has numbers that {name_of(dtype)} cannot hold; export with "
+                f"--dtype bfloat16"
             )
         stored[key] = converted
     with storage_errors(folder):
@@ -381,7 +377,3 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Write JSON for people and programs."""
     file.write_bytes(json_bytes(content))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

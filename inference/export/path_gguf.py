@@ -72,6 +72,11 @@ def lack_of_llama_cpp(model: ModelConfig) -> str | None:
     """Return what llama.cpp lacks to compute a model, None if it can."""
     if model.family == "qwen3" and model.attention_bias:
         return "llama.cpp has no biases for the family qwen3 (attention_bias)"
+    if model.family == "qwen2" and model.width_of_head * model.head_count != model.hidden_size:
+        return "llama.cpp has no width of heads for the family qwen2 (head_width)"
+    scaling = model.rope_scaling
+    if model.family != "llama" and scaling is not None and scaling.kind == "llama3":
+        return f"llama.cpp has no rope_scaling of kind llama3 for the family {model.family}"
     return None
 
 

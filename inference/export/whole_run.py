@@ -25,12 +25,11 @@ from dipaco.base.progress import each
 from dipaco.inference.sources import StateSource
 from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.grid import Grid
-from dipaco.modules.plan import ShardIndex
-from dipaco.routing.router import Router
 from dipaco.routing.routers import load_router
 from dipaco.routing.tokenizer import is_json
 
-from .adapter_exporter import AdapterExporter
+from .adapter_exporter import AdapterExporter, open_exporter
+from .form import ExportForm
 from .model_card import CardNotes, model_card
 from .path_exporter import (
     PROVENANCE_FILE,
@@ -39,13 +38,17 @@ from .path_exporter import (
     check_replaceable,
     read_provenance,
 )
+from .router_readme import (
+    RUN_TOKENIZER,
+    adapter_router_readme,
+    router_readme,
+    routing_figures,
+)
 from .standalone_router import write_standalone_router
 from .tokenizer_files import json_bytes
 
 # This much of the disk is left free: filling it to the last byte would harm others.
 _SPARE_BYTES = 2**26
-# A tokenizer whose numbers in the files are not those of the run: routers see those of the run.
-_RUN_TOKENIZER = "tokenizer.dipaco"
 _OF_CHATS = """
 This run learned from chats. A chat is routed by the first turn of the user alone: `text` is that
 turn, without the words of the chat template.
@@ -55,50 +58,37 @@ turn, without the words of the chat template.
 def export_all(
     source: StateSource,
     out: Path,
-    dtype: torch.dtype,
+    form: ExportForm,
     *,
     notes: CardNotes,
     evaluation: dict[str, Any] | None = None,
-    exact_tokenizer: bool = True,
-    gguf: str | None = None,
-    adapters: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write every path of a run, its router and a model card to the folder `out`.
 
     Modules that paths have in common are stored once. What an earlier call wrote of the same
-    states is kept. With `gguf` (see `Exporter`) paths are files for llama.cpp. With `adapters`
-    paths are adapters alone (see `AdapterExporter`).
+    states is kept.
 
     Raises StorageError if the disk is too small, before anything is written, and what
     `assemble_path` raises if a module has no state.
     """
     plan, grid = source.plan, source.grid
     check_replaceable(out, {"format": PROVENANCE_FORMAT, "run": plan.run_id, "paths": "all"})
-    shared = gguf is None and plan.model.adapters is None
-    check_space(source, out, dtype, shared, whole=not adapters, say=say)
+    check_space(source, out, form, say=say)
     with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     marker = {"format": PROVENANCE_FORMAT, "run": plan.run_id, "name": plan.name, "paths": "all"}
     atomic_write(out / PROVENANCE_FILE, json_bytes(marker))
-    exporter: Exporter | AdapterExporter
-    if adapters:
-        exporter = AdapterExporter(source, dtype, gguf=gguf, base=notes.base_model)
-    else:
-        exporter = Exporter(
-            source, dtype, share_in=out / "modules", exact_tokenizer=exact_tokenizer, gguf=gguf
-        )
-    stored = gguf or str(dtype).removeprefix("torch.")
+    base, share_in = notes.base_model, out / "modules"
+    exporter = open_exporter(source, form, base=base, share_in=share_in)
 
     def card(path: int | None = None) -> str:
         return model_card(
             source,
             notes,
-            stored,
+            form,
             path=path,
-            gguf=gguf is not None,
-            adapters=adapters,
-            rounding=exporter.rounding if isinstance(exporter, Exporter) else None,
+            rounding=exporter.rounding,
             evaluation=evaluation,
         )
 
@@ -141,26 +131,24 @@ def export_bytes(
 def check_space(
     source: StateSource,
     out: Path,
-    dtype: torch.dtype,
-    shared: bool,
+    form: ExportForm,
     *,
-    whole: bool = True,
     say: Callable[[str], None],
 ) -> None:
     """Say how large the export will be. Raises StorageError if the disk is too small for it."""
-    grid = source.grid
-    name = str(dtype).removeprefix("torch.")
+    grid, dtype, whole = source.grid, form.dtype, not form.adapters_alone
+    shared = form.gguf is None and grid.model.adapters is None
     there = 0
     for path in range(grid.path_count):
         found = read_provenance(path_folder(out, path)) or {}
-        there += (found.get("run"), found.get("dtype")) == (source.plan.run_id, name)
+        there += (found.get("run"), found.get("dtype")) == (source.plan.run_id, form.dtype_name)
     needed = export_bytes(grid, dtype, shared=shared, whole=whole, paths=grid.path_count - there)
     free = _free_bytes(out)
     is_merged = whole and grid.model.adapters is not None
     count = base_parameter_count(grid.model) if is_merged else grid.parameter_counts()["path"]
     each = dtype.itemsize * count
     say(
-        f"{grid.path_count} paths of {_size(each)} as {name}"
+        f"{grid.path_count} paths of {_size(each)} as {form.dtype_name}"
         f"{', shared modules stored once' if shared else ''}"
         f"{f', {there} of them already there' if there else ''}: {_size(needed)} to write, "
         f"{_size(free)} free in {out}"
@@ -196,117 +184,9 @@ def _write_router(source: StateSource, folder: Path, exporter: Exporter | Adapte
     exporter.write_base(folder / "base")
     tokenizer = source.blob(source.plan.blobs.tokenizer)
     if is_json(tokenizer):
-        atomic_write(folder / _RUN_TOKENIZER, tokenizer)
+        atomic_write(folder / RUN_TOKENIZER, tokenizer)
     readme = router_readme(router, plan.routing.prefix_tokens, renumbered=is_json(tokenizer))
     atomic_write(folder / "README.md", (readme + note).encode())
-
-
-def routing_figures(index: ShardIndex) -> dict[str, Any]:
-    """Return how large the shards are that the router made: in training and held-out sequences."""
-    total = sum(shard.train_sequences for shard in index.paths)
-    shares = [shard.train_sequences / max(1, total) for shard in index.paths]
-    return {
-        "sequence_length": index.sequence_length,
-        "train_sequences": total,
-        "largest_over_mean": max(shares) * len(shares),
-        "smallest_over_mean": min(shares) * len(shares),
-        "paths": [
-            {
-                "path": shard.path,
-                "train_documents": shard.train_documents,
-                "train_sequences": shard.train_sequences,
-                "share": share,
-                "validation_sequences": shard.validation_sequences,
-            }
-            for shard, share in zip(index.paths, shares, strict=True)
-        ],
-    }
-
-
-def router_readme(router: Router, prefix_tokens: int, *, renumbered: bool) -> str:
-    """Return how to find the path of a text with the files beside it.
-
-    `renumbered`: tokens have other numbers in the exported tokenizer than in the run.
-    """
-    needs_features = router.needs_features
-    setup = [
-        'tokenizer = AutoTokenizer.from_pretrained("router/base")',
-        'router = load_router(Path("router/router.safetensors").read_bytes())',
-    ]
-    known = ["tokens=[of_run(tokens)]" if renumbered else "tokens=[tokens]"]
-    if renumbered:
-        file = f'Path("router/{_RUN_TOKENIZER}").read_bytes()'
-        setup.append(f'of_run = JsonPieces({file}, "the tokenizer").run_tokens')
-    body = [f"    tokens = tokenizer(text).input_ids[:{prefix_tokens}]"]
-    if needs_features:
-        setup += [
-            'base = AutoModel.from_pretrained("router/base").eval()',
-            "base.norm = torch.nn.Identity()  # what counts is the last block, before its norm",
-        ]
-        body += [
-            "    with torch.no_grad():",
-            "        hidden = base(torch.tensor([tokens])).last_hidden_state",
-            "    features = hidden.mean(dim=1).numpy()",
-        ]
-        known.insert(0, "features=features")
-    if router.needs_labels:
-        known.append("labels=[label]")
-    argument = "text, label" if router.needs_labels else "text"
-    sees = "the mean of the base model's last hidden states over" if needs_features else "only"
-    return "\n".join(
-        [
-            f"# Routing: a router of kind `{router.kind}`, {router.path_count} paths",
-            "",
-            f"A document goes to one path, for good, by its first {prefix_tokens} tokens (its "
-            f"beginning `<s>` among them). This kind of router sees {sees} these tokens"
-            f"{' and the label of the document' if router.needs_labels else ''}. From the folder "
-            f"above this one, with `dipaco` installed (for the router file alone):",
-            "",
-            "```python",
-            "from pathlib import Path",
-            "",
-            *(["import torch"] if needs_features else []),
-            "from dipaco.routing.routers import Prefixes, load_router",
-            *(["from dipaco.routing.tokenizer_json import JsonPieces"] if renumbered else []),
-            f"from transformers import {'AutoModel, ' if needs_features else ''}AutoTokenizer",
-            "",
-            *setup,
-            "",
-            "",
-            f"def path_of({argument}):",
-            *body,
-            f"    return int(router.route(Prefixes({', '.join(known)}))[0])",
-            "",
-            "",
-            *([] if router.needs_labels else ["print(f\"paths/{path_of('The city lies'):05d}\")"]),
-            "```",
-            "",
-            "Compute in fp32, as here: everybody who routes must come to the same path. "
-            "`routing.json` says how many training documents and sequences each path got.",
-            "",
-        ]
-    )
-
-
-def adapter_router_readme(router: Router, prefix_tokens: int, stands_alone: bool) -> str:
-    """Return how to find the adapter for a text with the files beside it."""
-    head = f"# Routing: a router of kind `{router.kind}`, {router.path_count} adapters\n\n"
-    if not stands_alone:
-        return (
-            f"{head}This kind of router does not look at what a text says. `dipaco` reads "
-            f"`router.safetensors` (`dipaco.routing.routers.load_router`); see docs/export.md.\n"
-        )
-    return (
-        f"{head}A text goes to one adapter by its first {prefix_tokens} tokens; a chat goes by "
-        f"what the user says first.\n\n"
-        f"    python router/route.py 'How do I appeal a decision?'\n\n"
-        f"prints the adapter's folder. It needs torch, transformers, safetensors and the base "
-        f"model, and not dipaco. `route.json` names the base; `linear.safetensors` is the router: "
-        f"the path with the greatest `weight @ features + bias`, where the features are the mean "
-        f"of the base's last hidden states over these tokens, before the final norm. "
-        f"`router.safetensors` is the run's own file, and `routing.json` says how many training "
-        f"documents and sequences each path got.\n"
-    )
 
 
 def _size(count: int) -> str:

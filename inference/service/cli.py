@@ -33,7 +33,9 @@ class ServeSettings(InferenceSettings):
 
     group = "the service"
 
-    host: Annotated[str, Option("address to listen on; 0.0.0.0 is everybody", "ADDR")] = "127.0.0.1"
+    host: Annotated[str, Option("address to listen on; 0.0.0.0 lets everybody in", "ADDR")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, Option("TCP port; 0 is any free one", "PORT", least=0, most=65535)] = 8000
     proxy_names: Annotated[tuple[str, ...], PROXY_NAME] = ()
     api_key: Annotated[
@@ -45,16 +47,15 @@ class ServeSettings(InferenceSettings):
     ] = None
     engine: Annotated[
         Literal["auto", "torch", "llama.cpp"],
-        Option("what computes paths; auto is llama.cpp where it is installed and can"),
+        Option("what computes paths; auto is llama.cpp if it is there and can serve the run"),
     ] = "auto"
     dtype: Annotated[
-        Literal["float32", "q8_0"], Option("how llama.cpp has the matrices in memory")
+        Literal["float32", "q8_0"], Option("format of matrices in llama.cpp's memory")
     ] = "float32"
     memory_gb: Annotated[
         float,
         Option(
-            "memory for paths and their caches (of adapters: beside base and caches); at least one "
-            "path is held",
+            "memory for paths and their caches, or for adapters alone; at least one path is held",
             "GB",
             least=0,
         ),
@@ -62,23 +63,25 @@ class ServeSettings(InferenceSettings):
     parallel: Annotated[
         int,
         Option(
-            "answers of one path that get a token together; with adapters, of all paths",
+            "answers of one path that are computed together; with adapters, of all paths",
             "N",
             least=1,
             most=256,
         ),
     ] = 8
     queue: Annotated[
-        int, Option("answers that may be waiting or at work; more are refused", "N", least=1)
+        int, Option("answers that may wait or be computed; more are refused", "N", least=1)
     ] = 256
-    timeout_s: Annotated[float, Option("an answer takes no longer than this", "S", least=1)] = 300.0
+    timeout_s: Annotated[float, Option("longest time of an answer, in seconds", "S", least=1)] = (
+        300.0
+    )
     max_body_mb: Annotated[float, Option("longest body of a request", "MB", least=0)] = 4.0
     refresh_s: Annotated[
-        float, Option("look for newer states every so many seconds; 0 is never", "S", least=0)
+        float, Option("seconds between looks for newer states; 0 is never", "S", least=0)
     ] = 60.0
     chat_template: Annotated[
         Path | None,
-        Option("a Jinja file that makes a text of messages (default: the model's own)", "FILE"),
+        Option("Jinja file that makes text from messages (default: the model's own)", "FILE"),
     ] = None
 
     def key(self) -> str | None:
@@ -102,10 +105,12 @@ class ServeSettings(InferenceSettings):
             llama_cpp_engine,
             llama_cpp_obstacle,
         )
-        from dipaco.inference.decoding.llama_cpp import installed_version
+        from dipaco.inference.decoding.llama_cpp import installed_version, obstacle_to_loading
 
         installed = installed_version()
         obstacle = llama_cpp_obstacle(plan, device, installed)
+        if obstacle is None and self.engine != "torch":
+            obstacle = obstacle_to_loading()
         if chosen_engine(self.engine, self.dtype, obstacle) == "llama.cpp":
             _say(f"llama.cpp computes the paths, with matrices in {self.dtype}")
             return llama_cpp_engine(self.dtype)

@@ -89,12 +89,15 @@ class PathBatch:
         """Put the context of an answer into a slot; return the logits of what comes next, fp32
         [V], and how many tokens were read."""
         work, shared = answer.work, answer.work.shared
-        if first and shared is not None and shared.by is self:
+        is_last = answer.index == work.answers - 1
+        if is_last:
+            work.shared = None  # They begin in order, and their request may last much longer.
+        if first and shared is not None and shared.of is self.states:
             self.decoder.paste(slot, shared.stored)
             return shared.logits, 0
         logits, read = self._read(slot, answer, first), len(answer.context)
-        if first and work.answers > 1:
-            work.shared = ReadPrompt(self, self.decoder.copy(slot, read), logits)
+        if first and not is_last:
+            work.shared = ReadPrompt(self.states, self.decoder.copy(slot, read), logits)
         return logits, read
 
     def _read(self, slot: int, answer: Answer, first: bool) -> torch.Tensor:

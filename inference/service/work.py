@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -74,8 +73,8 @@ Event = Began | PromptScores | Piece | Ended | Failed
 class ReadPrompt:
     """A prompt that was read, for the other answers to it."""
 
-    by: Any
-    """The `PathBatch` that read it."""
+    of: PathStates
+    """Of the path that read it: each time that one is loaded it has others."""
     stored: list[torch.Tensor]
     logits: torch.Tensor
     """Of what comes next, fp32 [V]."""

@@ -23,8 +23,8 @@ from .machine import Disk, Gpu, Memory, System, Versions
 
 # Files and connections that a peer asks for.
 OPEN_FILES = 16384
-# A clock that is so far off is corrected, one beyond the second figure refused.
-CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 5.0
+# A clock that is so far off is corrected. Beyond the second figure Hivemind does not join.
+CLOCK_WARNING_S, CLOCK_LIMIT_S = 1.0, 3.0
 # Main memory of a peer's programs beside all tensors: about, with two levels.
 PROGRAMS_BYTES = 10**9
 

@@ -12,12 +12,13 @@ from pathlib import Path
 
 from dipaco.base.errors import AddressError, DipacoError, NetworkError
 from dipaco.dht.addresses import split_operator
-from dipaco.dht.node import check_port_is_free
+from dipaco.dht.node import check_port_is_free, visible_addresses
 from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.peer.entrance import Listening
 from dipaco.peer.exchange.diagnosis import Finding, examine
 from dipaco.peer.exchange.known_peers import peer_of
 from dipaco.peer.exchange.reachability import probe
-from dipaco.peer.node import Node, join_run, visible_addresses
+from dipaco.peer.node import Node, join_run
 from dipaco.peer.settings import PeerSettings
 
 
@@ -56,20 +57,22 @@ def ask_swarm(settings: PeerSettings, *, port_is_free: bool) -> SwarmReport:
                 initial_peers=settings.initial_peers,
                 run=settings.run,
                 cache_folder=Path(folder),
-                host_maddrs=settings.listen_maddrs() if port_is_free else (),
-                announce_maddrs=settings.announce_maddrs if port_is_free else (),
-                client_mode=True,
+                listening=Listening(
+                    host_maddrs=settings.listen_maddrs() if port_is_free else (),
+                    announce_maddrs=settings.announce_maddrs if port_is_free else (),
+                    client_mode=True,
+                ),
                 say=lambda line: None,
             )
         except DipacoError as error:
             return SwarmReport(failure=error)
         try:
-            return _look_around(node, settings)
+            return _look_around(node)
         finally:
             node.close()
 
 
-def _look_around(node: Node, settings: PeerSettings) -> SwarmReport:
+def _look_around(node: Node) -> SwarmReport:
     shards, failure = None, None
     try:
         shards = node.load_shard_index()

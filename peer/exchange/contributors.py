@@ -86,12 +86,6 @@ class Contributors:
         with self._lock:
             return self._is_known(peer)
 
-    def of_module(self, module: str) -> tuple[str, ...]:
-        """Return those that contributed to a module, the last ones first."""
-        with self._lock:
-            peers = self._rounds.get(module, {})
-            return tuple(sorted(peers, key=lambda peer: (-peers[peer], peer)))
-
     def of_modules(self, modules: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return those that contributed to any of these, with their addresses, the last first."""
         with self._lock:

@@ -171,13 +171,11 @@ class Exchange:
 
         return dict(zip(peers, self._thread.call(measure(), timeout_s + 2.0), strict=True))
 
-    def call_back(
-        self, peer: str, addresses: Sequence[str], timeout_s: float = CALL_BACK_TIMEOUT_S
-    ) -> CallBackReply:
+    def call_back(self, peer: str, addresses: Sequence[str]) -> CallBackReply:
         """Ask a peer to call this one at these addresses. Raises `NetworkError`."""
         request = CallBackRequest(addresses=tuple(addresses)[:4])
-        calling = call(self._transport, peer, request, CallBackReply, timeout_s)
-        return self._thread.call(calling, timeout_s + 1.0)
+        calling = call(self._transport, peer, request, CallBackReply, CALL_BACK_TIMEOUT_S)
+        return self._thread.call(calling, CALL_BACK_TIMEOUT_S + 1.0)
 
     # -- tell and ask
 

@@ -19,6 +19,7 @@ ResultT = TypeVar("ResultT")
 
 CANCEL_TIMEOUT_S = 0.5
 START_TIMEOUT_S = 10.0
+STOP_LIMIT_S = 1.0
 # How often a call looks whether it can still be answered.
 LOOK_S = 0.5
 
@@ -99,14 +100,14 @@ class LoopThread:
         except RuntimeError:
             coroutine.close()
 
-    def stop(self, timeout_s: float = 1.0) -> None:
+    def stop(self) -> None:
         """Cancel everything on the loop and end the thread. May be called twice."""
         loop, thread = self._loop, self._thread
         if loop is None or thread is None or not thread.is_alive():
             return
         with contextlib.suppress(RuntimeError):
             asyncio.run_coroutine_threadsafe(_cancel_others(loop), loop)
-        thread.join(timeout_s)
+        thread.join(STOP_LIMIT_S)
 
 
 async def _cancel_others(loop: asyncio.AbstractEventLoop) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.base.errors import IntegrityError
@@ -228,30 +229,27 @@ class Responder:
         if run is None or row is None or run.contributions is None:
             await self._reply(stream, PutReply(status="refused"))
             return
-        files = run.contributions
-        if await run_blocking(files.find, row.file) is not None:
-            await self._take_put(stream, row)
-            return
-        if not files.promise(row):
-            # The file may be had from another mailbox.
+        try:
+            status = await self._take_file(stream, run.contributions, row, slot)
+        finally:
+            # Who puts a file does not tell of its row. If it did not come, another may have it.
             self.on_told(Told(stream.peer, row.module, (row,)))
-            await self._reply(stream, PutReply(status="full"))
-            return
+        await self._reply(stream, PutReply(status=status))
+
+    async def _take_file(
+        self, stream: Stream, files: ContributionFiles, row: Row, slot: Slot
+    ) -> Literal["stored", "refused", "full"]:
+        if await run_blocking(files.find, row.file) is not None:
+            return "stored"
+        if not files.promise(row):
+            return "full"
         try:
             await self._reply(stream, PutReply(status="send"))
             limit_s = PUT_GRACE_S + row.bytes / LEAST_PUT_BYTES_S
             is_stored = await asyncio.wait_for(_receive(stream, files, row, slot), limit_s)
         finally:
             files.release(row)
-        if is_stored:
-            await self._take_put(stream, row)
-        else:
-            await self._reply(stream, PutReply(status="refused"))
-
-    async def _take_put(self, stream: Stream, row: Row) -> None:
-        """The file is here, and whoever put it need not tell of its row."""
-        self.on_told(Told(stream.peer, row.module, (row,)))
-        await self._reply(stream, PutReply(status="stored"))
+        return "stored" if is_stored else "refused"
 
 
 async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slot) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support.prepared_run import write_run
+from support.routed_texts import route_texts
 from support.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import ConfigurationError, CorpusError, DipacoError, IntegrityError
@@ -149,7 +150,7 @@ def test_the_router_has_one_centroid_more(old: Path, new: Path) -> None:
     for prefix in prefixes:
         costs = run.router(plan).costs(prefix)
         assert np.array_equal(costs[:, :4], before.router(old_plan).costs(prefix))
-    paths = run.document_router(plan).route_texts(texts)
+    paths = route_texts(run.document_router(plan), texts)
     assert (paths[160:] == 4).mean() > 0.9
     assert (paths[:160] == 4).mean() < 0.1
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 from support.foreign_base import HARD_TEXTS, make_foreign_base
-from support.prepared_run import CPU, quiet_display, write_run
+from support.prepared_run import CPU, on_cpu, write_run
+from support.routed_texts import route_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.bootstrap.display import Display, show_figures
@@ -45,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     file = write_run(folder, TOML)
     with (folder / "train.jsonl").open("a") as corpus:
         corpus.write(json.dumps({"text": "a page\x04 and\x13 words \x04" * 9}) + "\n")
-    prepare(file, folder / "run", device=CPU, display=quiet_display())
+    prepare(file, folder / "run", on_cpu())
     arguments = [str(folder / "run"), "--rounds", "1", "--steps-per-round", "2", "--json"]
     assert simulator_cli.main([*arguments, "--out", str(folder / "trained")]) == 0
     return folder
@@ -56,7 +57,7 @@ def test_what_the_base_cannot_write_is_said_once(tmp_path: Path) -> None:
     file, said = write_run(tmp_path, TOML), io.StringIO()
     with (tmp_path / "train.jsonl").open("a") as corpus:
         corpus.write(json.dumps({"text": "a page\x04 and\x13 words \x04" * 9}) + "\n")
-    prepare(file, tmp_path / "run", device=CPU, display=Display(Console(file=said, width=200)))
+    prepare(file, tmp_path / "run", on_cpu(Display(Console(file=said, width=200))))
     assert said.getvalue().count("27 characters were left out of the texts") == 1
 
 
@@ -153,5 +154,5 @@ def test_the_router_of_an_export_sees_the_tokens_of_the_run(
     names: dict[str, Any] = {}
     exec(program, names)
     texts = ["12 34 56 78 90 11", "the ship and sea a wind the ship", "if x: if x: if x:"]
-    expected = DiskSource(trained / "trained").document_router(CPU).route_texts(texts).tolist()
+    expected = route_texts(DiskSource(trained / "trained").document_router(CPU), texts).tolist()
     assert [names["path_of"](text) for text in texts] == expected

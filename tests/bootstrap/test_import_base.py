@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from support.prepared_run import CPU, quiet_display, write_run
+from support.prepared_run import on_cpu, write_run
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +21,7 @@ from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference.export import cli as export_cli
+from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.plan import RunPlan
@@ -41,8 +42,7 @@ prefix_tokens = 8
 def prepared(
     folder: Path, toml: str = TOML, out: str = "out", *, replace: bool = False
 ) -> tuple[RunFolder, RunPlan]:
-    file, display = write_run(folder, toml), quiet_display()
-    plan = prepare(file, folder / out, device=CPU, display=display, replace=replace)
+    plan = prepare(write_run(folder, toml), folder / out, on_cpu(replace=replace))
     return RunFolder(folder / out), plan
 
 
@@ -243,7 +243,7 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(
     assert ours.special_names()[2] == "<|im_end|>"
     assert ours.chat_template == tokenizer.chat_template
     source = DiskSource(run.path, SourceSettings(allow_genesis=True))
-    Exporter(source, torch.float32).write_path(0, tmp_path / "back")
+    Exporter(source, ExportForm()).write_path(0, tmp_path / "back")
     back = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert (len(back), back.eos_token, back.chat_template) == (
         322, "<|im_end|>", tokenizer.chat_template,

@@ -15,7 +15,8 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
-from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
+from support.prepared_run import CPU, RUN_TOML, on_cpu, quiet_display, write_run
+from support.routed_texts import route_texts
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.base.progress import StageProgress
@@ -41,9 +42,7 @@ from dipaco.training.dense import DenseCheckpoint
 
 
 def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
-    return prepare(
-        toml, out, device=CPU, display=options.pop("display", quiet_display()), **options
-    )
+    return prepare(toml, out, on_cpu(**options))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunFolder, 
     plan = run.plan()
     router = run.document_router(plan)
     texts = [json.loads(line)["text"] for line in (folder / "train.jsonl").open()]
-    paths = router.route_texts(texts)
+    paths = route_texts(router, texts)
     streams = [run.train_tokens(plan, path).astype("<u2").tobytes() for path in range(4)]
     found = 0
     for text, path in zip(texts, paths.tolist(), strict=True):
@@ -225,13 +224,13 @@ def test_other_routers(
         assert report.agreement.purity == agreement
     rows = [json.loads(line) for line in (folder / "train.jsonl").open()]
     router = run.document_router(plan)
-    paths = router.route_texts([r["text"] for r in rows], [r["domain"] for r in rows])
+    paths = route_texts(router, [r["text"] for r in rows], [r["domain"] for r in rows])
     held = np.bincount(paths, minlength=grid_paths(plan))
     assert held.min() > 0
     if agreement:
         assert len({(r["domain"], path) for r, path in zip(rows, paths.tolist(), strict=True)}) == 3
         with pytest.raises(ConfigurationError, match="--label-field"):
-            router.route_texts(["a text"])
+            route_texts(router, ["a text"])
 
 
 def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
@@ -330,11 +329,14 @@ def test_stopped_anywhere_it_ends_with_the_same_run(
     assert _prepare(folder / "RUN.toml", tmp_path / "out").blobs == run.plan().blobs
 
 
-def test_pretraining_resumes_to_the_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_pretraining_resumes_to_the_bit(optimizer: str, tmp_path: Path) -> None:
     model = ModelConfig(
         vocabulary_size=64, block_count=1, hidden_size=16, head_count=2, sequence_length=16
     )
-    inner = InnerConfig(batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0)
+    inner = InnerConfig(
+        optimizer=optimizer, batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0
+    )
     rows = np.random.default_rng(0).integers(4, 64, (20, 16)).astype("<u2")
 
     def train(name: str, stop_at: int | None = None, seed: int = 1) -> bytes:

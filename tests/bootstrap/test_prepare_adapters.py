@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from support.foreign_base import make_foreign_base
-from support.prepared_run import CPU, quiet_display, write_run
+from support.prepared_run import on_cpu, write_run
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
@@ -52,7 +52,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def prepared(folder: Path, toml: str = TOML) -> tuple[RunFolder, RunPlan]:
-    plan = prepare(write_run(folder, toml), folder / "out", device=CPU, display=quiet_display())
+    plan = prepare(write_run(folder, toml), folder / "out", on_cpu())
     return RunFolder(folder / "out"), plan
 
 
@@ -173,7 +173,7 @@ def test_a_successor_has_the_same_base(hub: Path, tmp_path: Path) -> None:
     new_toml = TOML.replace('base = "OWNER/tiny"\n', "").replace("[adapters]\nrank = 4\n", "")
     file = write_run(tmp_path, f"{new_toml}[grid]\nmodules_per_level = [2, 4]\n")
     new = prepare(
-        file, tmp_path / "new", device=CPU, display=quiet_display(), start_in_s=60.0,
+        file, tmp_path / "new", on_cpu(start_in_s=60.0),
         predecessor=open_predecessor(run.path, allow_genesis=True),
     )  # fmt: skip
     assert new.model.adapters == plan.model.adapters

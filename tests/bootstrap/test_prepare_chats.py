@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.chat_runs import TOML, chat_rows, write_chats
 from support.chat_templates import CHATML, INSTRUCT
-from support.prepared_run import CPU, quiet_display
+from support.prepared_run import CPU, on_cpu, quiet_display
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap import cli
@@ -25,9 +25,9 @@ from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.training.inner import InnerLoop
 
 
-def prepared(toml: Path, **options: Any) -> tuple[RunFolder, str]:
+def prepared(toml: Path, changes: tuple[str, ...] = (), **options: Any) -> tuple[RunFolder, str]:
     display = quiet_display()
-    prepare(toml, toml.parent / "out", device=CPU, display=display, **options)
+    prepare(toml, toml.parent / "out", on_cpu(display, **options), changes=changes)
     assert isinstance(display.console.file, io.StringIO)
     return RunFolder(toml.parent / "out"), display.console.file.getvalue()
 

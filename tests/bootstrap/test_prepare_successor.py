@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from support.prepared_run import RUN_TOML, write_run
+from support.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
 from dipaco.bootstrap import cli, local_scores
@@ -31,7 +31,6 @@ from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from dipaco.training.scoring import sum_losses
 
-CPU = torch.device("cpu")
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 ROUTER = "[router]\nprefix_tokens = 8\n"
@@ -70,7 +69,7 @@ def successor_toml(
 def succeed(toml: Path, out: Path, old: Path, **options: Any) -> tuple[RunFolder, str]:
     display = Display(Console(file=io.StringIO(), width=200))
     predecessor = open_predecessor(old, allow_genesis=options.pop("allow_genesis", False))
-    prepare(toml, out, device=CPU, display=display, predecessor=predecessor, **options)
+    prepare(toml, out, on_cpu(display, **options), predecessor=predecessor)
     assert isinstance(display.console.file, io.StringIO)
     return RunFolder(out), display.console.file.getvalue()
 
@@ -88,7 +87,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     runs = {name: folder / name for name in ("dense", "kmeans", "scored", "grown")}
     inner = "[inner]\nbatch_sequences = 4\n"
     dense = write_run(folder, RUN_TOML.replace("[2, 2]", "[1]") + inner)
-    prepare(dense, runs["dense"], device=CPU, display=Display(Console(file=io.StringIO())))
+    prepare(dense, runs["dense"], on_cpu())
     train(runs["dense"], rounds=2)
     private = "private_blocks = []\nprivate_embedding = true"
     toml = successor_toml(folder, "kmeans", "[2, 2]", grid=private)
@@ -338,10 +337,7 @@ def test_scores_need_a_trained_path_for_each_new_one(
         succeed(toml, tmp_path / "out", chain["kmeans"])
     first = RUN_TOML.replace(ROUTER, ROUTER + "kind = 'discriminative'\n")
     with pytest.raises(ConfigurationError, match="give it with --from"):
-        prepare(
-            write_run(tmp_path, first), tmp_path / "first", device=CPU,
-            display=Display(Console(file=io.StringIO())),
-        )  # fmt: skip
+        prepare(write_run(tmp_path, first), tmp_path / "first", on_cpu())
 
 
 def test_a_successor_begins_later(chain: dict[str, Path], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
+from support.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError, NetworkError, StorageError
 from dipaco.bootstrap import cli, token_stage
@@ -29,13 +29,11 @@ SUCCESSOR = RUN_TOML.split("[tokenizer]")[0] + (
 def two_runs(folder: Path, out: Path, workers: Workers) -> list[RunBlobs]:
     """Prepare a run, train it for a round, and prepare its successor; return the blobs of both."""
     first = out / "first"
-    plan = prepare(folder / "RUN.toml", first, device=CPU, display=quiet_display(), workers=workers)
+    plan = prepare(folder / "RUN.toml", first, on_cpu(workers=workers))
     arguments = [str(first), "--out", str(first), "--rounds", "1", "--steps-per-round", "3"]
     assert simulate.main([*arguments, "--validation-sequences", "0"]) == 0
-    second = prepare(
-        folder / "NEXT.toml", out / "second", device=CPU, display=quiet_display(),
-        workers=workers, predecessor=open_predecessor(first),
-    )  # fmt: skip
+    options, predecessor = on_cpu(workers=workers), open_predecessor(first)
+    second = prepare(folder / "NEXT.toml", out / "second", options, predecessor=predecessor)
     return [plan.blobs, second.blobs]
 
 

@@ -27,8 +27,8 @@ from support.dht_pair import LOOPBACK, wait_until
 from dipaco.base.errors import NetworkError
 from dipaco.dht import bounded_protocol, guarded_dht
 from dipaco.dht.guarded_dht import GuardedDHT, own_future_locks, receive_request
+from dipaco.dht.node import visible_addresses
 from dipaco.peer.exchange.loop_thread import LoopThread
-from dipaco.peer.node import visible_addresses
 
 pytestmark = pytest.mark.p2pd
 

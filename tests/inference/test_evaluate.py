@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from rich.console import Console
 from support.fake_client import FakeClient
+from support.routed_texts import route_texts
 from support.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import (
@@ -151,7 +152,7 @@ def test_short_documents_are_counted_but_not_scored(trained: tuple[Path, list[di
 def test_a_path_without_a_state_is_reported_and_left_out(damaged: Callable[..., Path]) -> None:
     source = DiskSource(damaged("P2"))
     report = evaluate(source, held_out(), device=CPU)
-    paths = source.document_router(CPU).route_texts([document.text for document in held_out()])
+    paths = route_texts(source.document_router(CPU), [document.text for document in held_out()])
     assert report.missing_paths == (2,)
     assert report.unscored_documents == int((paths == 2).sum())
     assert report.unscored_documents + report.overall.documents == 16

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.chat_runs import chat_rows, write_chats
 from support.chat_templates import CHATML
-from support.prepared_run import CPU, quiet_display
+from support.prepared_run import CPU, on_cpu
 
 from dipaco.bootstrap.prepare import prepare
 from dipaco.inference import evaluate_cli, generate_cli
@@ -25,7 +25,7 @@ def test_held_out_chats_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture
     toml = write_chats(tmp_path, rows, CHATML)
     (tmp_path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::4]))
     toml.write_text(toml.read_text().replace("held_out_fraction = 0.2", "validation = 'held*'"))
-    plan = prepare(toml, tmp_path / "out", device=CPU, display=quiet_display())
+    plan = prepare(toml, tmp_path / "out", on_cpu())
     run = RunFolder(tmp_path / "out")
     base = run.load_base_model(plan.model, plan.blobs.base).eval()
     nll, tokens = 0.0, 0

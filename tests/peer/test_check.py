@@ -145,6 +145,8 @@ def test_neighbours() -> None:
 def test_clocks() -> None:
     assert checks.check_clock(0.02, 2, LINUX).verdict == "ok"
     assert "timedatectl" in remedy(checks.check_clock(3.0, 1, LINUX), "warning")
+    # With such a clock Hivemind does not join.
+    assert "timedatectl" in remedy(checks.check_clock(3.1, 1, LINUX), "problem", 8)
     late = checks.check_clock(12.0, 2, LINUX)
     assert "timedatectl" in remedy(late, "problem", 8)
     assert "12.0 s behind 2 neighbours" in late.value

@@ -21,18 +21,22 @@ class Time:
         return self.s
 
 
+def of_module(known: Contributors, module: str) -> tuple[str, ...]:
+    return tuple(known.of_modules([module]))
+
+
 def test_the_last_to_contribute_come_first() -> None:
     known = Contributors()
     for step in chain_of(3, (0, 1)):
         known.step_taken(step)
     known.contributed(peer(2), MODULE, 7)
     known.contributed(peer(3), "P1", 9)
-    assert known.of_module(MODULE) == (peer(2), *sorted((peer(0), peer(1))))
-    assert known.of_module("P0") == ()
+    assert of_module(known, MODULE) == (peer(2), *sorted((peer(0), peer(1))))
+    assert of_module(known, "P0") == ()
     assert next(iter(known.all())) == peer(3)
     # What is told of an earlier round changes nothing.
     known.contributed(peer(2), MODULE, 1)
-    assert known.of_module(MODULE)[0] == peer(2)
+    assert of_module(known, MODULE)[0] == peer(2)
 
 
 def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none() -> None:
@@ -41,16 +45,16 @@ def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none() ->
     known.contributed(peer(0), MODULE, 1)
     for _ in range(50):
         known.failed(peer(0))
-    assert known.of_module(MODULE), "many calls failed at once"
+    assert of_module(known, MODULE), "many calls failed at once"
     known.answered(peer(0))
     for _ in range(FAILURES):
-        assert known.of_module(MODULE) == (peer(0),)
+        assert of_module(known, MODULE) == (peer(0),)
         known.failed(peer(0))
         clock.s += APART_S
-    assert known.of_module(MODULE) == ()
+    assert of_module(known, MODULE) == ()
     known.failed(peer(0))
     known.contributed(peer(0), MODULE, 2)
-    assert known.of_module(MODULE) == (peer(0),), "it is back"
+    assert of_module(known, MODULE) == (peer(0),), "it is back"
 
 
 def test_what_the_dht_hides_keeps_its_address() -> None:
@@ -68,5 +72,5 @@ def test_a_module_with_many_contributors_keeps_the_newest() -> None:
     known = Contributors()
     for number in range(2 * MOST_OF_MODULE):
         known.contributed(f"peer {number}", MODULE, number)
-    assert len(known.of_module(MODULE)) == MOST_OF_MODULE
-    assert known.of_module(MODULE)[0] == f"peer {2 * MOST_OF_MODULE - 1}"
+    assert len(of_module(known, MODULE)) == MOST_OF_MODULE
+    assert of_module(known, MODULE)[0] == f"peer {2 * MOST_OF_MODULE - 1}"

@@ -41,12 +41,16 @@ from dipaco.peer.exchange.messages import (
     AskRequest,
     GetRequest,
     MessageError,
+    PutReply,
+    PutRequest,
+    decode,
     decode_request,
     framed,
+    read_frame,
 )
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import sign_revocations
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain import Head, Row, Step, pack_row
 from dipaco.protocol.member.events import Told
 
 CONTENT = bytes(range(251)) * 20_000
@@ -244,6 +248,44 @@ def test_a_file_that_is_put_is_served_to_who_gathers(peers: Peers) -> None:
     assert path.read_bytes() == file_of(row, CONTENT)
 
 
+def test_a_row_is_known_although_the_put_of_its_file_breaks_off(peers: Peers) -> None:
+    """The mailbox asks another for the file then, and does not step without its owner."""
+    owner, mailbox, other = peers(uplink=Uplink(20.0)), peers(), peers()
+    row = row_of(0, data=CONTENT)
+
+    def break_off() -> None:
+        wait_for(lambda: owner.exchange.uplink.sent_bytes > 2**17)
+        peers.network.kill(owner.peer)
+
+    breaking = threading.Thread(target=break_off)
+    breaking.start()
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    breaking.join()
+    wait_for(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))])
+    other.files.add(row, (row.mark, CONTENT))
+    done = gather(mailbox, row, others=(other.peer,))
+    wait_for(lambda: done.calls == [(row, "", False)])
+
+
+def test_a_put_of_the_same_file_for_another_row_keeps_nobody_s_out(peers: Peers) -> None:
+    """Whoever is told of a row knows the name of its file before all mailboxes have the file."""
+    owner, mailbox, insider = peers(), peers(), peers()
+    row = row_of(0, data=CONTENT)
+    claimed = row_of(2, data=CONTENT, file=row.file)
+
+    async def begin_to_put() -> None:
+        stream = await insider.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
+        admissions = {insider.peer: admission(2)}
+        request = PutRequest(run=RUN, row=pack_row(claimed), admissions=admissions)
+        await stream.write(framed(request), LIMIT_S)
+        reply = decode(PutReply, await read_frame(stream, PutReply.max_bytes))
+        assert reply.status == "send"
+
+    insider.exchange._thread.call(begin_to_put(), LIMIT_S)
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    assert mailbox.files.find(row.file) is not None
+
+
 def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(
     peers: Peers, tmp_path: Path
 ) -> None:
@@ -258,13 +300,13 @@ def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(
     assert not stranger.exchange.put(mailbox.peer, strange, file_of(strange, CONTENT))
     stranger.chains.note_admissions({owner.peer: admission(0)})
     assert not stranger.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    # The row is good, and another may have the file.
+    wait_for(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))] * 2)
     # More than one peer may have here.
     large = bytes(2**23 + 1)
     huge = row_of(0, 1, data=large)
-    assert mailbox.told == []
     assert not owner.exchange.put(mailbox.peer, huge, file_of(huge, large))
-    # The row is good, and another may have the file.
-    assert mailbox.told == [Told(owner.peer, huge.module, (huge,))]
+    assert mailbox.told[2:] == [Told(owner.peer, huge.module, (huge,))]
     assert mailbox.files.find(row.file) is None
     wait_for(lambda: not list(mailbox.files.folder.glob(".put-*")))
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))

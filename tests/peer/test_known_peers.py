@@ -14,6 +14,7 @@ from dipaco.base.errors import RunSelectionError, UnreachableError
 from dipaco.dht import node as dht_node
 from dipaco.dht.node import note_port, take_port
 from dipaco.peer import node as peer_node
+from dipaco.peer.entrance import Listening
 from dipaco.peer.exchange.known_peers import MOST_KNOWN, MOST_RUNS, MOST_TRIED, KnownPeers
 from dipaco.peer.node import join_run
 from dipaco.protocol.view import SwarmView
@@ -108,7 +109,7 @@ def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
             initial_peers=(gone,),
             run=None,
             cache_folder=tmp_path,
-            host_maddrs=("/ip4/127.0.0.1/tcp/0",),
+            listening=Listening(host_maddrs=("/ip4/127.0.0.1/tcp/0",)),
             say=said.append,
         )
 

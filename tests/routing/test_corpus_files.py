@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from support.prepared_run import CPU, RUN_TOML, write_run
+from support.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap.display import Display
@@ -108,7 +108,7 @@ def test_prepare_says_what_is_left_out(tmp_path: Path, capsys: pytest.CaptureFix
     rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "held.jsonl").write_text("".join(rows[:30]))
     (tmp_path / "train.jsonl").write_text("".join(rows[20:]))
-    prepare(file, tmp_path / "out", device=CPU, display=Display())
+    prepare(file, tmp_path / "out", on_cpu(Display()))
     said = " ".join(capsys.readouterr().out.split())
     assert "held.jsonl of validation is not trained on, though train names it too" in said
     assert "10 documents of train are in validation as well" in said

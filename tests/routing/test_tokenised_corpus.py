@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.prepared_run import CPU, RUN_TOML, quiet_display, write_run
+from support.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap.prepare import prepare
@@ -56,7 +56,7 @@ def sha256_of(corpus: Path) -> str:
 
 
 def made(toml: Path, out: Path) -> RunPlan:
-    return prepare(toml, out, device=CPU, display=quiet_display())
+    return prepare(toml, out, on_cpu())
 
 
 def test_tokens_give_the_blobs_of_their_texts(corpus: Path, tmp_path: Path) -> None:

@@ -300,21 +300,3 @@ def test_the_rate_of_the_dense_baseline_falls_to_its_end_unless_the_plan_says_ho
     assert learning_rate_at(baseline_inner(kept, 20, 8e-3), 4) == pytest.approx(8e-3)
     planned = InnerConfig(decay_steps=100)
     assert baseline_inner(planned, 20) == planned
-
-
-def test_a_dense_training_that_was_killed_goes_on(tmp_path: Path, shared_run: RunFolder) -> None:
-    straight = train_dense(shared_run, 6)
-    file = tmp_path / "dense.pt"
-    done: list[int] = []
-
-    def stop(step: int, loss: float) -> None:
-        if step == 4:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_dense(shared_run, 6, checkpoint=file, save_every_s=0.0, on_step=stop)
-    resumed = train_dense(shared_run, 6, checkpoint=file, on_step=lambda step, _: done.append(step))
-    assert done == [4, 5]
-    assert not file.exists()
-    assert resumed.validation == straight.validation
-    assert all(torch.equal(straight.parameters[n], p) for n, p in resumed.parameters.items())

@@ -26,7 +26,7 @@ class FakeClient:
         self.next_run: RunPlan | None = None
         self.present = ["a peer"]
 
-    def fetch_blob(self, sha256: str, what: str = "a blob") -> Path:
+    def fetch_blob(self, sha256: str) -> Path:
         return self._served.blobs.require(sha256)
 
     def winning_state(self, module: str) -> ModuleState | None:

@@ -6,11 +6,13 @@ import io
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 
 from dipaco.bootstrap.display import Display
+from dipaco.bootstrap.prepare_options import PrepareOptions
 
 CPU = torch.device("cpu")
 
@@ -60,3 +62,7 @@ def write_run(folder: Path, toml: str = RUN_TOML) -> Path:
 
 def quiet_display() -> Display:
     return Display(Console(file=io.StringIO(), width=120))
+
+
+def on_cpu(display: Display | None = None, **options: Any) -> PrepareOptions:
+    return PrepareOptions(device=CPU, display=display or quiet_display(), **options)

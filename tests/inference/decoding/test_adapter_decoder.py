@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.small_paths import logits_of
 
 from dipaco.inference.decoding.adapter_decoder import AdapterDecoder, SharedDecoder, step_together
 from dipaco.inference.decoding.decoder import Decoder
@@ -53,11 +54,6 @@ def states_of(path: int) -> dict[str, ModuleState]:
     return states
 
 
-@torch.no_grad()
-def said(model: PathModel, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens]))[0]
-
-
 @pytest.mark.parametrize("count", [3, 6])  # both ways to multiply
 def test_texts_of_several_paths_get_their_tokens_together(count: int, paths: Paths) -> None:
     models, shared, decoders = paths
@@ -66,7 +62,7 @@ def test_texts_of_several_paths_get_their_tokens_together(count: int, paths: Pat
     slots = [number // 4 for number in range(count)]
     for number, text in enumerate(texts):
         found = torch.cat(list(of[number].read(slots[number], text[: 3 + number % 3], every=True)))
-        wanted = said(models[number % 4], text)[: 3 + number % 3]
+        wanted = logits_of(models[number % 4], text)[: 3 + number % 3]
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     for _ in range(2):
         tokens: list[list[int | None]] = [[None, None] for _ in decoders]
@@ -75,7 +71,7 @@ def test_texts_of_several_paths_get_their_tokens_together(count: int, paths: Pat
         found = step_together(decoders, tokens)
         for number, text in enumerate(texts):
             length = of[number].lengths[slots[number]]
-            wanted = said(models[number % 4], text)[length - 1]
+            wanted = logits_of(models[number % 4], text)[length - 1]
             torch.testing.assert_close(
                 found[number % 4][slots[number]], wanted, rtol=1e-4, atol=1e-4
             )
@@ -90,7 +86,7 @@ def test_a_text_that_waits_is_left_as_it_is(paths: Paths) -> None:
     list(decoders[1].read(0, [17, 18]))
     decoders[1].step([19])
     found = decoders[0].step([10])[0]
-    torch.testing.assert_close(found, said(models[0], [7, 8, 9, 10])[-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, logits_of(models[0], [7, 8, 9, 10])[-1], rtol=1e-4, atol=1e-4)
     for decoder in decoders[:2]:
         decoder.free(0)
 
@@ -123,6 +119,6 @@ def test_a_base_in_16_bits_is_near(paths: Paths) -> None:
     shared = SharedDecoder(whole, ADAPTERS.scale, 2, torch.bfloat16)
     decoder = shared.path(states_of(0))
     found = torch.cat(list(decoder.read(0, [7, 8, 9, 10], every=True)))
-    wanted = said(models[0], [7, 8, 9, 10])
-    other = said(models[1], [7, 8, 9, 10])
+    wanted = logits_of(models[0], [7, 8, 9, 10])
+    other = logits_of(models[1], [7, 8, 9, 10])
     assert float((found - wanted).abs().max()) < 0.1 * float((other - wanted).abs().max())

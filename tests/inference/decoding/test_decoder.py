@@ -6,40 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from support.small_paths import KINDS, logits_of, small_path
 
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.mixing import decoder_of, mixed_losses
-from dipaco.modules.config import ModelConfig
-from dipaco.modules.transformer import PathModel
-
-KINDS: list[dict[str, Any]] = [
-    {"family": "llama", "kv_head_count": 2},
-    {"family": "llama", "attention_bias": True, "feed_forward_bias": True},
-    {"family": "qwen2", "tied_embedding": False},
-    {"family": "qwen3", "kv_head_count": 1, "head_width": 6},
-]
-
-
-def model_of(seed: int = 0, **kind: Any) -> PathModel:
-    config = ModelConfig(
-        vocabulary_size=64, hidden_size=32, block_count=2, head_count=4, feed_forward_size=48,
-        sequence_length=24, **kind,
-    )  # fmt: skip
-    model = PathModel(config)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
-    return model.eval()
-
-
-@torch.no_grad()
-def logits_of(model: PathModel, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens]))[0]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
 def test_it_says_what_the_model_says(kind: dict[str, Any]) -> None:
-    model = model_of(**kind)
+    model = small_path(**kind)
     decoder = Decoder(model, 6)
     texts = [[5 + (3 * slot + place) % 50 for place in range(20)] for slot in range(6)]
     lengths = [12, 1, 7, 3, 9, 12]
@@ -56,21 +31,21 @@ def test_it_says_what_the_model_says(kind: dict[str, Any]) -> None:
 
 
 def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
-    decoder = Decoder(model_of(), 3)
+    decoder = Decoder(small_path(), 3)
     list(decoder.read(2, [7, 8, 9]))
     copied = decoder.copy(2, 3)
     assert decoder.step([None, None, 10])[2].isfinite().all()
     decoder.free(2)
     list(decoder.read(2, [30, 31, 32, 33, 34]))
     decoder.paste(0, copied)
-    *_, expected = Decoder(model_of(), 1).read(0, [7, 8, 9, 40])
+    *_, expected = Decoder(small_path(), 1).read(0, [7, 8, 9, 40])
     assert decoder.lengths == [3, 0, 5]
     torch.testing.assert_close(decoder.step([40])[0], expected[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("paths", [2, 3])
 def test_a_mixture_weighs_paths_by_what_they_said_before(paths: int) -> None:
-    models = [model_of(seed) for seed in range(paths)]
+    models = [small_path(seed) for seed in range(paths)]
     text = [5, 9, 20, 21, 22, 40, 41, 8, 9, 10]
     targets = torch.tensor(text[1:])[:, None]
     said = [logits_of(model, text)[:-1].log_softmax(-1).gather(1, targets) for model in models]

@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.service import run_with_adapters
+from support.small_paths import KINDS, logits_of, small_path
 from support.tiny_run import make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.inference.decoding.engines import chosen_engine, llama_cpp_obstacle
-from dipaco.inference.decoding.llama_cpp import VERSION, installed_version
+from dipaco.inference.decoding.engines import TORCH, chosen_engine, llama_cpp_obstacle
+from dipaco.inference.decoding.llama_cpp import VERSION, installed_version, library
 from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
+from dipaco.inference.export.path_gguf import lack_of_llama_cpp
 from dipaco.inference.service import cli as serve_cli
-from dipaco.modules.config import AdaptersConfig, ModelConfig
+from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.plan import RunPlan
-from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 
-KINDS: list[dict[str, Any]] = [
-    {"family": "llama", "kv_head_count": 2},
-    {"family": "llama", "attention_bias": True, "feed_forward_bias": True},
-    {"family": "qwen2", "tied_embedding": False},
-    {"family": "qwen3", "kv_head_count": 1, "head_width": 6},
-    {"family": "llama", "sequence_length": 300},
-]
+LONG = {"family": "llama", "sequence_length": 300}
 # Keys and values have 16 bits, and of q8_0 what is multiplied has 8.
 CLOSE = {"f32": 0.02, "q8_0": 0.5}
 
 
-def model_of(**kind: Any) -> PathModel:
-    shape = {"block_count": 2, "head_count": 4, "feed_forward_size": 48, "sequence_length": 24}
-    config = ModelConfig(vocabulary_size=64, hidden_size=32, **(shape | kind))
-    model = PathModel(config)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
-    return model.eval()
-
-
-@torch.no_grad()
-def logits_of(model: PathModel, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens]))[0]
-
-
 @pytest.mark.parametrize("stored", CLOSE)
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
+@pytest.mark.parametrize("kind", [*KINDS, LONG], ids=lambda kind: "-".join(map(str, kind.values())))
 def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
-    model = model_of(**kind)
+    model = small_path(**kind)
     decoder = LlamaCppDecoder(model, 6, stored=stored)
     long = model.config.sequence_length
     texts = [[5 + (3 * slot + place * place) % 50 for place in range(long)] for slot in range(6)]
@@ -77,8 +59,31 @@ def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
     check(found[5], wanted[5][-1])
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"rope_scaling": {"kind": "linear", "factor": 3.0}},
+        {"rope_scaling": {"kind": "llama3", "factor": 8.0, "original_sequence_length": 64}},
+        {"head_width": 16, "kv_head_count": 2},
+        {"head_width": 8},
+    ],
+    ids=lambda kind: "-".join(map(str, kind.values())),
+)
+def test_a_path_is_computed_or_what_it_lacks_is_said(family: str, kind: dict[str, Any]) -> None:
+    model = small_path(family=family, **kind)
+    if lack_of_llama_cpp(model.config) is None:
+        (found,) = LlamaCppDecoder(model, 1).read(0, [7, 8, 9])
+        expected = logits_of(model, [7, 8, 9])[-1]
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=CLOSE["f32"])
+    else:
+        with pytest.raises(ConfigurationError, match=family):
+            LlamaCppDecoder(model, 1)
+        assert family != "llama"
+
+
 def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
-    model = model_of()
+    model = small_path()
     decoder = LlamaCppDecoder(model, 3)
     list(decoder.read(2, [7, 8, 9]))
     text = decoder.copy(2, 3)
@@ -95,7 +100,7 @@ def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
 
 
 def test_a_mistake_is_an_error_after_which_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    model = model_of()
+    model = small_path()
     decoder = LlamaCppDecoder(model, 1)
     with pytest.raises(RuntimeError, match="code is -1"):
         decoder.step([64])  # not one of the vocabulary
@@ -147,6 +152,26 @@ def test_which_engine_is_taken(
 
 def test_the_wheel_is_that_of_the_interface() -> None:
     assert installed_version() == VERSION
+
+
+@pytest.mark.parametrize("broken", ["gguf", "xllamacpp"])
+def test_a_wheel_that_cannot_be_loaded_is_not_taken(
+    broken: str,
+    plan: RunPlan,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    library.cache_clear()
+    monkeypatch.setitem(sys.modules, broken, None)
+    settings = serve_cli.ServeSettings()
+    assert settings.decoding_engine(plan, "cpu") is TORCH
+    said = capfd.readouterr().err
+    assert "llama.cpp does not compute the paths: xllamacpp is installed and cannot be load" in said
+    asked = dataclasses.replace(settings, engine="llama.cpp")
+    with pytest.raises(ConfigurationError, match=f"--engine llama.cpp: .*{broken}"):
+        asked.decoding_engine(plan, "cpu")
+    monkeypatch.undo()
+    assert settings.decoding_engine(plan, "cpu") is not TORCH
 
 
 def test_a_run_with_adapters_has_its_own_engine(

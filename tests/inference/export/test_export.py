@@ -12,12 +12,14 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from support.fake_client import FakeClient
+from support.routed_texts import route_texts
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export import whole_run
+from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.model_card import CardNotes, model_card
 from dipaco.inference.export.path_exporter import (
     Exporter,
@@ -144,9 +146,9 @@ def test_the_same_states_give_the_same_bytes(trained: Path, tmp_path: Path) -> N
 def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained: Path, tmp_path: Path) -> None:
     client = FakeClient(trained, tmp_path / "cache")
     with SwarmSource(client) as source:  # type: ignore[arg-type]
-        Exporter(source, torch.float32).write_path(1, tmp_path / "out")
+        Exporter(source, ExportForm()).write_path(1, tmp_path / "out")
         assert client.fetched == list(source.grid.modules_of_path(1))
-        card = model_card(source, CardNotes(), "float32")
+        card = model_card(source, CardNotes(), ExportForm())
     assert "| trained | not known |" in card
     arguments = ["--state-dir", trained, "--path", 1, "--out", tmp_path / "disk"]
     assert run(*arguments) == 0
@@ -260,7 +262,7 @@ def check_router_readme(source: DiskSource, out: Path, monkeypatch: Any) -> None
     names: dict[str, Any] = {}
     exec(program, names)
     texts = tiny_documents(4, 3, 9)
-    expected = source.document_router(CPU).route_texts(texts).tolist()
+    expected = route_texts(source.document_router(CPU), texts).tolist()
     assert [names["path_of"](text) for text in texts] == expected
     assert len(set(expected)) > 1
 
@@ -319,7 +321,7 @@ def test_without_hard_links_shared_modules_are_copied(
 
     monkeypatch.setattr(os, "link", refuse)
     source = DiskSource(trained)
-    exporter = Exporter(source, torch.float32, share_in=tmp_path / "modules")
+    exporter = Exporter(source, ExportForm(), share_in=tmp_path / "modules")
     exporter.write_path(1, tmp_path / "out")
     assert logits_of(tmp_path / "out", some_tokens(320, 8)).isfinite().all()
 
@@ -373,7 +375,7 @@ def test_labels_are_read_in_the_card_as_they_are(trained: Path) -> None:
     row = figures["labels"]["prose"]
     figures["labels"] = dict.fromkeys(("a|b", "c\r\n---\nd", "`e\\`", "\x1bf", "x_y"), row)
     with DiskSource(trained) as source:
-        card = model_card(source, CardNotes(), "float32", evaluation=figures)
+        card = model_card(source, CardNotes(), ExportForm(), evaluation=figures)
     table = card[card.index("| documents |") :].split("\n\n")[0].splitlines()
     named = [line.removesuffix(" | 12.35 | 100 |") for line in table[2:]]
     assert named == [r"| a\|b", "| c  --- d", r"| \`e\\\`", "| ?f", "| x_y"]
@@ -391,7 +393,7 @@ def test_a_card_without_figures_says_so(trained: Path, tmp_path: Path) -> None:
 
 def test_the_card_says_whether_vllm_has_kernels_for_it(trained: Path, tmp_path: Path) -> None:
     with DiskSource(trained) as source:
-        card = model_card(source, CardNotes(), "float32", path=0)
+        card = model_card(source, CardNotes(), ExportForm(), path=0)
     assert "vLLM has no kernels for heads of 8 numbers" in card
     make_tiny_run(tmp_path / "run", hidden_size=64, head_count=2)
     options = ["--state-dir", tmp_path / "run", "--allow-genesis"]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from support.routed_texts import route_texts
 from support.service import run_with_adapters
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
@@ -169,7 +170,7 @@ def test_everything_with_a_router_that_needs_no_dipaco(
     router = runpy.run_path(str(out / "router" / "route.py"))["Router"]()
     source = DiskSource(folder / "out")
     texts = [*tiny_documents(4, 5, 7), TEXT, "def f(x): <|im_end|>"]
-    expected = source.document_router(torch.device("cpu")).route_texts(texts).tolist()
+    expected = route_texts(source.document_router(torch.device("cpu")), texts).tolist()
     assert [router.path_of(text) for text in texts] == expected
     assert len(set(expected)) > 1
     chosen = router.adapter_of(texts[0])

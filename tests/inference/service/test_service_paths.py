@@ -3,12 +3,15 @@ real clients over real sockets."""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +36,7 @@ from dipaco.base.http_server import listen, server_of
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.engines import TORCH, DecodingEngine, llama_cpp_engine
 from dipaco.inference.decoding.mixing import mixed_losses
+from dipaco.inference.decoding.text_decoder import TextDecoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.service import cli as serve_cli
@@ -51,6 +55,7 @@ from dipaco.inference.sources import (
 )
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.state import ModuleState
+from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -117,6 +122,40 @@ def test_one_path_in_memory_serves_all(
         for thread in threads:
             thread.join()
     assert found == wanted
+
+
+@pytest.mark.parametrize("decoding", ENGINES, ids=lambda one: one.name)
+def test_a_request_for_many_paths_keeps_none_of_them_in_memory(
+    decoding: DecodingEngine, out: Path
+) -> None:
+    """A request for several answers to each of many prompts lasts longer than any path is held."""
+    made: list[weakref.ref[TextDecoder]] = []
+
+    def noted(model: PathModel, slots: int) -> TextDecoder:
+        decoder = decoding.decoder(model, slots)
+        made.append(weakref.ref(decoder))
+        return decoder
+
+    watched = dataclasses.replace(decoding, decoder=noted)
+    with engine_of(DiskSource(out), memory_bytes=1, decoding=watched) as engine:
+        tokens, sampling = prompt_tokens(engine.tokenizer, PROMPTS[0]), Sampling(max_tokens=2)
+        ended: list[Event] = []
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Ended):
+                ended.append(event)
+
+        works = [
+            Work(tokens, path, sampling, emit, deadline_s=float("inf"), answers=3)
+            for path in range(4)
+        ]
+        engine.submit(works)
+        wait_until(lambda: len(ended) == 12)
+        gc.collect()
+        assert len(made) == 4
+        assert sum(decoder() is not None for decoder in made) <= engine.capacity
+        # Nor do they keep what was read of their prompts.
+        assert [work.shared for work in works] == [None] * 4
 
 
 def test_two_paths_that_are_asked_for_all_the_time_starve_no_third(

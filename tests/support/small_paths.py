@@ -1,0 +1,31 @@
+"""Small paths of every kind, with weights so large that each of them matters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dipaco.modules.config import ModelConfig
+from dipaco.modules.transformer import PathModel
+
+KINDS: list[dict[str, Any]] = [
+    {"family": "llama", "kv_head_count": 2},
+    {"family": "llama", "attention_bias": True, "feed_forward_bias": True},
+    {"family": "qwen2", "tied_embedding": False},
+    {"family": "qwen3", "kv_head_count": 1, "head_width": 6},
+]
+
+
+def small_path(seed: int = 0, **kind: Any) -> PathModel:
+    shape = {"block_count": 2, "head_count": 4, "feed_forward_size": 48, "sequence_length": 24}
+    model = PathModel(ModelConfig(vocabulary_size=64, hidden_size=32, **(shape | kind)))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.4, generator=generator)
+    return model.eval()
+
+
+@torch.no_grad()
+def logits_of(model: PathModel, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens]))[0]
