@@ -30,7 +30,7 @@ from dipaco.routing.corpus import corpus_documents, holds_chats
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.shards import PathSummary, ShardBuilder
+from dipaco.routing.shards import PathSummary, RowShape, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from dipaco.training.dense import DenseCheckpoint
@@ -382,15 +382,18 @@ class Preparation:
         )  # fmt: skip
 
     def _shard_builder(self) -> ShardBuilder:
+        rows = RowShape(
+            sequence_length=self.config.model.sequence_length,
+            prefix_tokens=self.config.router.prefix_tokens,
+            vocabulary_size=self.config.model.vocabulary_size,
+            marked=self._holds_chats,
+        )
         return ShardBuilder(
             self.work / "shards",
-            self.config.router.prefix_tokens,
+            rows,
             self._paths,
-            self.config.model.sequence_length,
-            self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
-            marked=self._holds_chats,
         )
 
     @cached_property
