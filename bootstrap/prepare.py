@@ -24,7 +24,7 @@ from dipaco.modules.frozen_file import write_base
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
-from dipaco.protocol.admission import opened
+from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.corpus import corpus_documents, holds_chats
 from dipaco.routing.report import report_routing
