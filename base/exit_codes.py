@@ -1,14 +1,10 @@
 """What each exit code means and what to do about it.
 
-The tables of `docs/exit-codes.md` and `docs/join.md` are made of this one:
-
-    python -m dipaco.base.exit_codes         the rows of docs/exit-codes.md
-    python -m dipaco.base.exit_codes join    those of docs/join.md
+`python -m dipaco.base.exit_codes` prints the rows of `docs/exit-codes.md`.
 """
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 from . import errors
@@ -151,16 +147,15 @@ EXIT_CODES = (
 
 def table() -> list[str]:
     """Return the rows of the table in docs/exit-codes.md."""
-    return [_row(str(e.code), e.name, e.what_happened, e.what_to_do) for e in EXIT_CODES]
-
-
-def table_of_join() -> list[str]:
-    """Return the rows of docs/join.md: what a peer ends with, and whether to start it again."""
     return [
-        _row(str(e.code), e.what_happened, e.what_to_do, "no" if e.is_final else "yes")
+        _row(str(e.code), e.name, e.what_happened, e.what_to_do, _whether_again(e))
         for e in EXIT_CODES
-        if e.code
     ]
+
+
+def _whether_again(code: ExitCode) -> str:
+    """Return whether a script or a service may start a peer again."""
+    return ("no" if code.is_final else "yes") if code.code else ""
 
 
 def _row(*cells: str) -> str:
@@ -173,4 +168,4 @@ def final_codes() -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    print("\n".join(table_of_join() if sys.argv[1:] == ["join"] else table()))
+    print("\n".join(table()))

@@ -71,6 +71,7 @@ class Member:
         self._phase = _Phase.PAUSED if settings.trains else _Phase.SERVING
         self._pause_reason = ""
         self._moving: Decision | None = None
+        """Where it goes, from the next turn on."""
         self._part_s = 0.0
         self._leave_s: float | None = None
         self._waits_since_s = -1.0
@@ -229,6 +230,10 @@ class Member:
     def _turn_training(self, turn: e.Turn) -> None:
         """Begin what is due, end what is over, then step or wait."""
         known, rounds = self.known, self.rounds
+        if self._moving is not None:
+            self._part()  # Now that no step is under way: what was trained is contributed at once.
+            self._turn_parting()
+            return
         if self._thinks and known.schedule.fixed_steps:
             # Counted rounds may be shorter than the time between two views.
             known.do(a.Wait("a new view of the swarm", 0.0))
@@ -313,8 +318,6 @@ class Member:
     def _move_if_better(self) -> None:
         self._thinks = False
         self._moving = self._choice.better_path(self._rounds_on_path)
-        if self._moving is not None:
-            self._part()
 
     # -- parting: for another path, a pause, or for good
 

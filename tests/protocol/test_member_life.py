@@ -233,6 +233,25 @@ def test_a_peer_with_few_neighbours_reads_more_of_a_large_run_and_looks_after_it
     assert life.take(a.Look)
 
 
+def test_a_peer_that_moves_gives_others_time_although_its_step_takes_longer() -> None:
+    life = Life(paths=130).begun()
+    own = life.said.path
+    # Another has its path too, so it may go to one that nobody trains.
+    life.others = {f"peer {n}": own for n in range(2)}
+    life.silent = {a.Look}
+    life.live(2 * DURATION_S, 5.0)
+    assert life.has(a.TakeStep)
+    assert life.take(a.Look)
+    life.see(is_answer=True)  # in the middle of a step
+    life.now_s += 10.0
+    life.tell(e.Stepped())
+    life.tell(e.Turn())
+    assert life.has(a.Publish)
+    assert life.take(a.Move) == []
+    life.live(3.5)
+    assert life.take(a.Move)
+
+
 # -- copies
 
 
