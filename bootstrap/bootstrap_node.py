@@ -27,6 +27,7 @@ from dipaco.peer.refresher import Refresher
 from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.metrics import PeerMetrics
+from dipaco.peer.running_node import RunningNode
 from dipaco.peer.shell import Shell
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.view import present_round
@@ -116,7 +117,8 @@ def _serve(
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
     as_mailbox = MemberSettings(node.me, trains=False)
-    shell = Shell(node, as_mailbox, status, refresher, background, events, stopping)
+    running = RunningNode(node, status, refresher, background, events, stopping)
+    shell = Shell(running, as_mailbox)
     looking = background.thread(
         "look",
         lambda: _refresh_until_stopped(node, refresher, settings, display, stopping),

@@ -66,6 +66,7 @@ from .guests import RevocationList, given_invitation
 from .node import Node, join_run
 from .own_status import PeerStatus
 from .refresher import Refresher
+from .running_node import RunningNode
 from .session import Session
 from .settings import NodeSettings, PeerSettings
 from .twin import TwinWatch
@@ -216,9 +217,8 @@ def _train(
         compile_model=settings.compile_model and device.type == "cuda",
         is_interrupted=stopping.is_set,
     )
-    session = Session(
-        settings, node, trainer, status, refresher, background, events, stopping, pauses
-    )
+    running = RunningNode(node, status, refresher, background, events, stopping)
+    session = Session(settings, running, trainer, pauses)
     # Later than the other processes and what answers others: these have to be quick.
     be_nice(settings.nice, device)
     write_address_file(settings, visible_addresses(node.dht))
