@@ -71,6 +71,7 @@ class ContributionFiles:
         self._lock = threading.RLock()
         self._files: dict[str, _File] = {}
         self._promised: dict[str, Row] = {}
+        """By the row's name: another's row may name the same file, and takes nothing from it."""
         self._on_arrival: Callable[[str], None] = lambda sha256: None
         self.incoming = BlobStore(folder / "incoming")
         """Where downloads are collected."""
@@ -219,7 +220,7 @@ class ContributionFiles:
         with self._lock:
             mail = [file for file in self._files.values() if file.is_mail]
             waiting = list(self._promised.values())
-            if row.file in self._promised:
+            if row.name in self._promised:
                 return False
             own = sum(f.size for f in mail if f.peer == row.peer)
             own += sum(other.bytes for other in waiting if other.peer == row.peer)
@@ -228,10 +229,10 @@ class ContributionFiles:
                 return False
             if row.bytes > spare_bytes(self.folder):
                 return False
-            self._promised[row.file] = row
+            self._promised[row.name] = row
             return True
 
     def release(self, row: Row) -> None:
         """The file has come, or will not."""
         with self._lock:
-            self._promised.pop(row.file, None)
+            self._promised.pop(row.name, None)

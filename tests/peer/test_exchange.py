@@ -41,11 +41,15 @@ from dipaco.peer.exchange.messages import (
     AskRequest,
     GetRequest,
     MessageError,
+    PutReply,
+    PutRequest,
+    decode,
     decode_request,
     framed,
+    read_frame,
 )
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain import Head, Row, Step, pack_row
 from dipaco.protocol.member.events import Told
 from dipaco.protocol.revocations import sign_revocations
 
@@ -261,6 +265,25 @@ def test_a_row_is_known_although_the_put_of_its_file_breaks_off(peers: Peers) ->
     other.files.add(row, (row.mark, CONTENT))
     done = gather(mailbox, row, others=(other.peer,))
     wait_for(lambda: done.calls == [(row, "", False)])
+
+
+def test_a_put_of_the_same_file_for_another_row_keeps_nobody_s_out(peers: Peers) -> None:
+    """Whoever is told of a row knows the name of its file before all mailboxes have the file."""
+    owner, mailbox, insider = peers(), peers(), peers()
+    row = row_of(0, data=CONTENT)
+    claimed = row_of(2, data=CONTENT, file=row.file)
+
+    async def begin_to_put() -> None:
+        stream = await insider.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
+        admissions = {insider.peer: admission(2)}
+        request = PutRequest(run=RUN, row=pack_row(claimed), admissions=admissions)
+        await stream.write(framed(request), LIMIT_S)
+        reply = decode(PutReply, await read_frame(stream, PutReply.max_bytes))
+        assert reply.status == "send"
+
+    insider.exchange._thread.call(begin_to_put(), LIMIT_S)
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    assert mailbox.files.find(row.file) is not None
 
 
 def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(
