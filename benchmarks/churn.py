@@ -302,7 +302,7 @@ class World:
         self.entry = self.bootstrap.address(START_S)
         peers = [self.start(slot) for slot in range(self.chosen.peers)]
         self.swarm.wait(peers, "training", timeout_s=START_S)
-        self.swarm.wait(peers, "commit", timeout_s=START_S)
+        self.swarm.wait(peers, "outer_step", timeout_s=START_S)
         self.began_s = time.time()
         self.say("all train")
 
@@ -372,7 +372,7 @@ class World:
         """Wait until all peers have the same states, for some rounds at most; then all leave."""
         deadline = time.monotonic() + SETTLE_ROUNDS * self.chosen.round_s
         while True:
-            # All is counted as it was at this moment: the members of a group commit one by one.
+            # All is counted as it was at this moment: members of a group step one by one.
             self.ended_s = time.time()
             is_at_rest = self._is_at_rest()
             if is_at_rest or time.monotonic() > deadline:
@@ -511,7 +511,7 @@ def run_world(
 
 def figures_of(world: World, counts: Counts) -> dict[str, Any]:
     """Return what is reported of a run."""
-    module, gap_s = counts.longest_without_commit
+    module, gap_s = counts.longest_without_step
     endings = Counter(world.endings.values())
     return {
         "faults": dict(sorted(world.done.items())),
@@ -520,23 +520,23 @@ def figures_of(world: World, counts: Counts) -> dict[str, Any]:
         "hung_leaves": world.hung_leaves,
         "refused": world.refusals(),
         "exit_codes": {str(code): times for code, times in sorted(world.exit_codes.items())},
-        "commits": counts.commits,
+        "outer_steps": counts.outer_steps,
         "versions": counts.versions,
         "forked_versions": len(counts.forked),
         "outbid_versions": counts.outbid,
         "agreed": counts.agreed,
         "trained_tokens": counts.trained,
-        "killed_unmerged_tokens": counts.killed_unmerged,
-        "on_top_at_the_end_tokens": counts.stayed_unmerged,
-        "left_behind_by_leaves_tokens": counts.left_unmerged,
-        "left_behind_by_moves_tokens": counts.moved_unmerged,
+        "killed_pending_tokens": counts.killed_pending,
+        "on_top_at_the_end_tokens": counts.stayed_pending,
+        "left_behind_by_leaves_tokens": counts.left_pending,
+        "left_behind_by_moves_tokens": counts.moved_pending,
         "missed_by_steps_tokens": counts.missed,
         "final_tokens": counts.final_tokens,
         "share": round(counts.share, 4),
         "share_of_leavers_and_stayers": round(counts.share_of_living, 4),
         "perplexity": round(world.perplexity(counts.final), 4),
-        "longest_without_commit_s": round(gap_s, 1),
-        "longest_without_commit_module": module,
+        "longest_without_step_s": round(gap_s, 1),
+        "longest_without_step_module": module,
         **world.growth.slopes_per_hour(),
     }
 

@@ -148,7 +148,7 @@ class World:
                 if told
                 else None,
                 "step_after_s": round(times[0], 1) if times else None,
-                "commits": len(peer.of("commit")),
+                "outer_steps": len(peer.of("outer_step")),
                 "in_steps": round(self._in_steps(peer), 4),
                 "sent_mbps": round(8e-6 * sent / (self.chosen.rounds * self.chosen.round_s), 3),
             }
@@ -169,9 +169,9 @@ class World:
         after_s: dict[str, list[float]] = defaultdict(list)
         versions: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
         for peer in self.peers:
-            for event in (*peer.of("commit"), *peer.of("adopt")):
+            for event in (*peer.of("outer_step"), *peer.of("adopt")):
                 versions[event["module"]][event["version"]].add(event["digest"])
-            for event in peer.of("commit"):
+            for event in peer.of("outer_step"):
                 if event["round"] in rounds:
                     sizes = groups[event["module"]]
                     sizes[event["round"]] = max(sizes.get(event["round"], 0), event["rows"])

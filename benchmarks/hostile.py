@@ -258,18 +258,18 @@ class MixedWorld(World):
             time.sleep(0.2)
         stopped = [peer.name for peer in honest if peer.alive or peer.popen.returncode]
         final, _ = last_states(self.lives())
-        commits = honest[0].of("commit")
+        steps = honest[0].of("outer_step")
         missing = sorted(set(self.grid.modules()) - final.keys())
         return {
             "perplexity": math.inf if missing else round(self.perplexity(final), 4),
             "agreed": self._agreed(honest) and not stopped,
             "never_stepped": missing,
-            "commits": len(commits),
-            "rows": round(statistics.fmean([event["rows"] for event in commits] or [0]), 2),
+            "outer_steps": len(steps),
+            "rows": round(statistics.fmean([event["rows"] for event in steps] or [0]), 2),
             "carried_on": sum(len(peer.of("carry_on")) for peer in honest),
             "refused_states": self.refusals(),
             "did_not_end": stopped,
-            "seconds": round(commits[-1]["time_s"] - self.plan.start_s, 1) if commits else 0,
+            "seconds": round(steps[-1]["time_s"] - self.plan.start_s, 1) if steps else 0,
         }
 
     def _agreed(self, honest: list[Member]) -> bool:
@@ -281,7 +281,7 @@ class MixedWorld(World):
         for peer in honest:
             mine: dict[str, dict[int, str]] = {}
             for event in peer.read():
-                if event["event"] in ("commit", "adopt"):
+                if event["event"] in ("outer_step", "adopt"):
                     mine.setdefault(event["module"], {})[event["version"]] = event["digest"]
             for module, digests in mine.items():
                 before = [version for version in digests if version < self.chosen.rounds]
@@ -330,7 +330,7 @@ def main() -> int:
                     clean[mean] = found["perplexity"]
                 found["ratio"] = ratio(found["perplexity"], clean[mean])
                 report.figures.setdefault(name, {})[mean] = found
-                keys = ("perplexity", "ratio", "commits", "rows", "carried_on", "seconds")
+                keys = ("perplexity", "ratio", "outer_steps", "rows", "carried_on", "seconds")
                 report.row(name, mean, *(found[key] for key in keys))
                 print(f"{name} {mean}: {json.dumps(found)}", file=sys.stderr, flush=True)
                 if mean == "robust" and not (found["ratio"] <= GREATEST_RATIO and found["agreed"]):

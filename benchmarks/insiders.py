@@ -93,17 +93,19 @@ class InsiderWorld(MixedWorld):
         found = super().train()
         honest = list(self.slots.values())
         forged = set(self.notes.read_text().split()) if self.notes.exists() else set()
-        taken = [e["digest"] for peer in honest for k in ("commit", "adopt") for e in peer.of(k)]
+        taken = [
+            e["digest"] for peer in honest for k in ("outer_step", "adopt") for e in peer.of(k)
+        ]
         rounds = HONEST * len(self.modules_per_level) * self.chosen.rounds
         steps = {
             event["version"]: event["group"]
             for peer in honest
-            for event in peer.of("commit")
+            for event in peer.of("outer_step")
             if event["module"] == SHARED
         }
         ids = [peer.peer_id for peer in honest]
         shares = [sum(i in group for group in steps.values()) / self.chosen.rounds for i in ids]
-        ended_s = max((e["time_s"] for peer in honest for e in peer.of("commit")), default=0.0)
+        ended_s = max((e["time_s"] for peer in honest for e in peer.of("outer_step")), default=0.0)
         return {
             **found,
             "loss": round(math.log(found["perplexity"]), 4),
@@ -144,7 +146,7 @@ def main() -> int:
     if not set(attacks) <= set(ATTACKS):
         parser.error(f"--attacks: of {', '.join(ATTACKS[1:])}")
     chosen.paths, chosen.peers, chosen.calm, chosen.decay_steps = 2, HONEST, False, 0
-    keys = ("loss", "forged_adopted", "without", "kept", "least", "commits", "seconds")
+    keys = ("loss", "forged_adopted", "without", "kept", "least", "outer_steps", "seconds")
     report = Report("insiders", ("attack", *keys))
     report.figures = {"rounds": chosen.rounds, "steps": chosen.steps}
     broken: list[str] = []

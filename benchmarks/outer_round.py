@@ -152,7 +152,7 @@ class Group:
         """Wait for a step of everybody; return the bytes received and sent by each until then."""
         self.swarm.wait(
             self.peers,
-            "commit",
+            "outer_step",
             lambda e: e["round"] >= round_index,
             START_S + 2 * ROUND_S,
         )
@@ -176,15 +176,15 @@ class Group:
                 {e["event"]: e for e in p.read() if e.get("round") == round_index}
                 for p in self.peers
             ]
-            commits = [found["commit"] for found in of_round if "commit" in found]
+            outer_steps = [found["outer_step"] for found in of_round if "outer_step" in found]
             last_s = max(f["outer_round"]["time_s"] for f in of_round if "outer_round" in f)
-            after += [event["time_s"] - last_s for event in commits]
-            groups += [len(event["group"]) for event in commits]
+            after += [event["time_s"] - last_s for event in outer_steps]
+            groups += [len(event["group"]) for event in outer_steps]
         return {
             "seconds_median": round(statistics.median(after), 3),
             "seconds_greatest": round(max(after), 3),
             "mean_group": round(statistics.mean(groups), 2),
-            "commits": len(after),
+            "outer_steps": len(after),
         }
 
 

@@ -4,7 +4,7 @@
 
 Six `dipaco-peer` processes train a tiny run of four paths (2x2) by the clock, four of them and the
 bootstrap node in one network namespace, two in another; the cable between is cut for --rounds
-rounds and mended. Needs root and iproute2. Told are: what each side committed meanwhile, seconds
+rounds and mended. Needs root and iproute2. Told are: the steps of each side meanwhile, seconds
 and rounds from the mending until all peers hold one state of every module, how much of the work of
 both sides is in the final states (counted as in
 `churn.py`), and their held-out perplexity beside that of the same peers without a split, when
@@ -109,7 +109,7 @@ class SplitWorld(World):
         self.entry = bootstrap.address(START_S)
         peers = [self.start(slot) for slot in range(self.chosen.peers)]
         self.swarm.wait(peers, "training", timeout_s=START_S)
-        self.swarm.wait(peers, "commit", timeout_s=START_S)
+        self.swarm.wait(peers, "outer_step", timeout_s=START_S)
         round_s = self.chosen.round_s
         self._sleep_until(time.monotonic() + BEFORE_ROUNDS * round_s)
         self.network.cut()
@@ -123,7 +123,7 @@ class SplitWorld(World):
         self._sleep_until(time.monotonic() + self.chosen.after_rounds * round_s)
         self.settle()
         self.found = {
-            "commits_while_split": self._commits(cut_s, mended_s),
+            "outer_steps_while_split": self._outer_steps(cut_s, mended_s),
             "agreed_after_s": round(agreed_s - mended_s, 1),
             "agreed_after_rounds": round((agreed_s - mended_s) / round_s, 2),
         }
@@ -146,7 +146,7 @@ class SplitWorld(World):
             len({sides.get(member) for member in event["group"]}) > 1
             for peers in self._sides().values()
             for peer in peers
-            for event in peer.of("commit")
+            for event in peer.of("outer_step")
             if event["time_s"] > since_s
         )
 
@@ -154,14 +154,14 @@ class SplitWorld(World):
         peers = [self.slots[slot] for slot in sorted(self.slots)]
         return {"four": peers[:LARGE_SIDE], "two": peers[LARGE_SIDE:]}
 
-    def _commits(self, from_s: float, to_s: float) -> dict[str, int]:
+    def _outer_steps(self, from_s: float, to_s: float) -> dict[str, int]:
         """Return how many versions each side made of modules while it was alone."""
         return {
             side: len(
                 {
                     (event["module"], event["digest"])
                     for peer in peers
-                    for event in peer.of("commit")
+                    for event in peer.of("outer_step")
                     if from_s < event["time_s"] < to_s
                 }
             )

@@ -227,7 +227,7 @@ class Demo:
             for event in process.read_events():
                 if event["event"] == "validation":
                     self.validation.append((event["round"], event["path"], event["loss"]))
-                elif event["event"] in ("commit", "adopt"):
+                elif event["event"] in ("outer_step", "adopt"):
                     self.digests[event["module"]] = f"v{event['version']} {event['digest'][:10]}"
 
     def round_now(self) -> int:
@@ -307,7 +307,7 @@ def train(demo: Demo, live: Live | None) -> Process:
     bootstrap.note = "stopped"
     demo.accidents[demo.round_now()] = "the bootstrap node stops"
     last = demo.scale.rounds - 1
-    demo.watch(live, lambda: demo.round_now() >= last and "commit" in newcomer.last)
+    demo.watch(live, lambda: demo.round_now() >= last and "outer_step" in newcomer.last)
     return peers[0]
 
 

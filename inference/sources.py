@@ -74,7 +74,7 @@ class StateSource(ABC):
         self.grid = run.grid(plan)
 
     @abstractmethod
-    def _committed_state(self, module: str) -> ModuleState | None:
+    def _newest_state(self, module: str) -> ModuleState | None:
         """Return the newest good state of a module, or None if there is none."""
 
     @abstractmethod
@@ -93,7 +93,7 @@ class StateSource(ABC):
         one version of each module.
         """
         if module not in self._states:
-            state = self._committed_state(module)
+            state = self._newest_state(module)
             if state is None and self._allow_genesis:
                 state = self._genesis_state(module)
             self._states[module] = state
@@ -196,7 +196,7 @@ class DiskSource(StateSource):
         run = RunFolder(folder)
         super().__init__(run, run.plan(), settings or SourceSettings())
 
-    def _committed_state(self, module: str) -> ModuleState | None:
+    def _newest_state(self, module: str) -> ModuleState | None:
         states, layout = self._run.states, self.grid.layout(module)
         for _ in range(_MOST_READS):
             state = states.load_latest(module, layout, set_aside=False)
@@ -267,7 +267,7 @@ class SwarmSource(StateSource):
         self._unserved: set[str] = set()
         """Modules whose last good state is given, as nobody serves one."""
 
-    def _committed_state(self, module: str) -> ModuleState | None:
+    def _newest_state(self, module: str) -> ModuleState | None:
         self._unserved.discard(module)
         try:
             state = self._client.winning_state(module)

@@ -328,7 +328,7 @@ def greatest_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:
 def advanced_progress(
     progress: Mapping[int, PathProgress], table: Sequence[Contribution], round_index: int
 ) -> dict[int, PathProgress]:
-    """Return a state's per-path counts with a committed table added."""
+    """Return a state's per-path counts with those of a step's rows added."""
     advanced = dict(progress)
     for row in table:
         before = advanced.get(row.path, PathProgress(0, round_index))

@@ -1,4 +1,4 @@
-"""A module's committed state, its one canonical byte string, and its digest.
+"""The state of a module, its one canonical byte string, and its digest.
 
 The bytes are a safetensors file that any tool can read, written in one way only: a header of
 canonical JSON, then the momentum, then the parameters, each sorted by name. The digest is the

@@ -327,12 +327,12 @@ class OuterSteps:
             "tokens": state.tokens,
         }
         if not action.is_round:
-            self._events.emit("adopt", **told, own_work_merged=action.is_own_in)
+            self._events.emit("adopt", **told, is_own_in=action.is_own_in)
             return
         rows = action.step.rows if action.step is not None else ()
         late_s = node.clock.now() - self._boundary_s.get(head.module, math.inf)
         self._events.emit(
-            "commit",
+            "outer_step",
             **told,
             round=head.round_index,
             group=[row.peer for row in rows],

@@ -34,7 +34,7 @@ SCORING_SHARE = 0.1
 class ScoringBudget:
     """How much of a peer's time goes into scoring: a slow one leaves rounds out.
 
-    It would be late for every boundary otherwise, score again, and never commit. The first scoring
+    It would be late for every boundary otherwise, score again, and take no step. The first scoring
     is always due; each puts the next one off until it was `share` of the time since it began.
     """
 

@@ -362,7 +362,7 @@ def _tokens_of_steps(plan: RunPlan) -> int:
 
 
 def greatest_contribution(plan: RunPlan, now_s: float, round_index: int) -> int:
-    """Return how many tokens one peer can have trained by `now_s` since its last commit.
+    """Return how many tokens one peer can have trained by `now_s` since its last step.
 
     With fixed steps it follows from `round_index`, which all members of a group share.
     """

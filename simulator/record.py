@@ -57,7 +57,7 @@ class RoundRecord:
         scored = [(row["round"], row["perplexity"]) for row in self._rows if row["perplexity"]]
         if scored:
             right.plot(*zip(*scored, strict=True), marker=".")
-        right.set(xlabel="round", ylabel="held-out perplexity of the committed states")
+        right.set(xlabel="round", ylabel="held-out perplexity of the anchors")
         figure.tight_layout()
         figure.savefig(self._plot)
 

@@ -1,6 +1,6 @@
 """The report of a round: losses, the score of every path, digests of all modules.
 
-Scores are those of the *committed* states, which readers of a swarm would fetch, on held-out
+Scores are those of the *anchors*, which readers of a swarm would fetch, on held-out
 sequences. They do not include what trainers have learned since.
 """
 
@@ -36,7 +36,7 @@ class PathReport:
     train_loss: float | None
     """Mean over the round's inner steps, nats a token."""
     validation: LossSum
-    """Its committed states on its held-out sequences."""
+    """Its anchors on its held-out sequences."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RoundNotes:
 
 
 class Reporter:
-    """Scores committed states, and makes the report of a round."""
+    """Scores anchors, and makes the report of a round."""
 
     def __init__(self, run: RunFolder, settings: SimulatorSettings) -> None:
         self._run = run

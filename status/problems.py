@@ -181,9 +181,9 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
         # And by what was said of its paths, also by others before. With fewer peers than paths
         # it may have waited for most of that time.
         trained = max(map(swarm.view.last_round, swarm.grid.paths_of_module(module)))
-        unmerged = min(trained, swarm.round_index) - last_round
-        if unmerged - swarm.usual_wait_rounds >= STALLED_ROUNDS:
-            missed = max(missed, unmerged)
+        without_step = min(trained, swarm.round_index) - last_round
+        if without_step - swarm.usual_wait_rounds >= STALLED_ROUNDS:
+            missed = max(missed, without_step)
         if missed >= STALLED_ROUNDS + swarm.late_rounds:
             trainers = _named([short_peer(claim.peer_id) for claim in claims])
             problem = Problem(

@@ -27,7 +27,7 @@ from gpu_kit.common import Part, begin
 PEERS = 4
 # Of the card, so that its driver and the four contexts have the rest.
 SHARE = 0.88
-# What is waited for at most: the first commit of all, for which they compile, and the others.
+# What is waited for at most: the first outer step of all, for which they compile, and the others.
 COMPILING_S, ROUNDS_LIMIT_S = 150.0, 90.0
 MEASURED_ROUNDS = 2
 # As a run on volunteers' cards has it.
@@ -49,7 +49,7 @@ def main() -> int:
                 ratio = peers["tokens_per_s"] / bare["tokens_per_s"]
                 part.note("four peers / four bare loops", {"ratio": ratio})
     if peers and not peers["digests_equal"]:
-        print("  FAILED: peers of one group committed unequal digests", flush=True)
+        print("  FAILED: peers of one group computed unequal digests", flush=True)
         return 1
     return part.conclude()
 
@@ -81,20 +81,20 @@ def four_peers(part: Part, folder: Path, run: RunFolder) -> dict[str, Any]:
         address = swarm.start_bootstrap().address()
         peers = [swarm.start_peer(address, "--path", str(path), *words) for path in range(PEERS)]
         # Until then they compile.
-        begun = swarm.wait(peers, "commit", timeout_s=COMPILING_S)
+        begun = swarm.wait(peers, "outer_step", timeout_s=COMPILING_S)
         first = max(event["round"] for event in begun) + 1
-        print(f"  all have a commit after {max(e['time_s'] for e in begun) - started_s:.1f} s")
+        print(f"  all have an outer step after {max(e['time_s'] for e in begun) - started_s:.1f} s")
         last = first + MEASURED_ROUNDS
-        swarm.wait(peers, "commit", lambda e: e["round"] >= last, timeout_s=ROUNDS_LIMIT_S)
+        swarm.wait(peers, "outer_step", lambda e: e["round"] >= last, timeout_s=ROUNDS_LIMIT_S)
         return figures(peers, first, last)
 
 
 def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
-    """Return what peers did between the commits of two rounds."""
+    """Return what peers did between the outer steps of two rounds."""
     speeds, shares, counts, lost_s = [], [], [], []
     for peer in peers:
         begin_s, end_s = (
-            next(e["time_s"] for e in peer.of("commit") if e["round"] >= number)
+            next(e["time_s"] for e in peer.of("outer_step") if e["round"] >= number)
             for number in (first, last)
         )
         steps = [e for e in peer.of("inner") if begin_s < e["time_s"] <= end_s]
@@ -105,7 +105,7 @@ def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
         lost_s.append(idle_s / (last - first))
     digests: dict[tuple[str, int], list[str]] = {}
     for peer in peers:
-        for event in peer.of("commit"):
+        for event in peer.of("outer_step"):
             if len(event["group"]) > 1:
                 digests.setdefault((event["module"], event["round"]), []).append(event["digest"])
     return {
@@ -114,7 +114,7 @@ def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
         "lost_s_a_round": sum(lost_s) / len(lost_s),
         "share_at_usual_rounds": 1 - sum(lost_s) / len(lost_s) / USUAL_ROUND_S,
         "steps": sum(counts),
-        "commits_in_groups": sum(len(found) for found in digests.values()),
+        "outer_steps_in_groups": sum(len(found) for found in digests.values()),
         "digests_equal": bool(digests) and all(len(set(d)) == 1 for d in digests.values()),
     }
 

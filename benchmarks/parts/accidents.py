@@ -74,14 +74,14 @@ class Outcome:
     """What became of the peer and the others. Seconds are since the accident."""
 
     accident: str
-    commits_after_s: float | None
-    """Until the peer committed; None when it did not."""
+    steps_after_s: float | None
+    """Until the peer took an outer step; None when it took none."""
     ends_after_s: float | None
     exit_code: int | None
     said: str
     """The last line that it printed when it ended, else the first of its warnings."""
     others_after_s: float | None
-    """Until another peer committed."""
+    """Until another peer took one."""
     is_paused: bool = False
     """It trains nothing until its owner has done something, and has said what."""
 
@@ -94,7 +94,7 @@ class Outcome:
             self.others_after_s is not None
             and not self.left_over
             and (
-                self.commits_after_s is not None
+                self.steps_after_s is not None
                 or self.is_paused
                 or (self.exit_code in range(2, 13) and self.said.startswith("error: "))
             )
@@ -123,7 +123,7 @@ class World:
     def begin(self) -> None:
         self.entry = self.start_bootstrap().address(START_S)
         self.others = [self.start_other(number) for number in range(2)]
-        self.swarm.wait(self.others, "commit", timeout_s=START_S)
+        self.swarm.wait(self.others, "outer_step", timeout_s=START_S)
 
     def start_bootstrap(self) -> Member:
         return self.swarm.start_bootstrap()
@@ -137,27 +137,27 @@ class World:
         program = (sys.executable, "-c", _CLOCK.format(file=str(file.resolve())))
         return self.swarm.start_peer(self.entry, name="victim", program=program)
 
-    def is_step(self, commit: Event) -> bool:
+    def is_back(self, step: Event) -> bool:
         """Tell whether a step shows that the peer is back."""
         return True
 
     def ready(self) -> Member:
-        """Return a victim that lives and has committed lately."""
+        """Return a victim that lives and has taken an outer step lately."""
         if self.victim is None or not self.victim.alive:
             self.victim = self.start_victim()
-        before = len(self.victim.of("commit"))
+        before = len(self.victim.of("outer_step"))
         deadline = time.monotonic() + START_S
-        while len(self.victim.of("commit")) == before:
+        while len(self.victim.of("outer_step")) == before:
             if not self.victim.alive or time.monotonic() > deadline:
                 raise RuntimeError(f"the victim does not step:\n{self.swarm.outputs()}")
             time.sleep(POLL_S)
         return self.victim
 
     def suffer(self, name: str, happen: Accident) -> Outcome:
-        """Let it happen, and watch until the peer has committed or ended and the others go on."""
+        """Let it happen, and watch until the peer steps again or ends, and the others go on."""
         victim = self.ready()
         tree = [process.pid for process in process_tree(victim.popen.pid)]
-        printed, commits = victim.output.stat().st_size, len(victim.of("commit"))
+        printed, steps = victim.output.stat().st_size, len(victim.of("outer_step"))
         happened_s = time.time()
         broken = happen(victim)
         until_s = time.time() + self.limit_s
@@ -170,19 +170,19 @@ class World:
             if any(Path(f"/proc/{pid}").exists() for pid in broken):
                 mended_s = now_s + since_s - happened_s
             # When they are read, for its clock may be wrong.
-            new, commits = victim.of("commit")[commits:], len(victim.of("commit"))
-            if found.commits_after_s is None and now_s > mended_s and any(map(self.is_step, new)):
-                found.commits_after_s = round(now_s - happened_s, 1)
-            found.others_after_s = first_commit_s(self.others, since_s, happened_s)
+            new, steps = victim.of("outer_step")[steps:], len(victim.of("outer_step"))
+            if found.steps_after_s is None and now_s > mended_s and any(map(self.is_back, new)):
+                found.steps_after_s = round(now_s - happened_s, 1)
+            found.others_after_s = first_step_s(self.others, since_s, happened_s)
             if not victim.alive and found.ends_after_s is None:
                 found.ends_after_s = round(now_s - happened_s, 1)
                 found.exit_code = victim.popen.returncode
                 found.left_over = left_over(tree)
                 if found.exit_code == -signal.SIGKILL:  # Of the kernel, or a service manager.
                     self.victim = victim = self.start_victim()
-                    commits = 0
+                    steps = 0
             found.is_paused = any(e["time_s"] > happened_s for e in victim.of("paused"))
-            is_over = found.commits_after_s is not None or not victim.alive
+            is_over = found.steps_after_s is not None or not victim.alive
             if (is_over or found.is_paused) and found.others_after_s is not None:
                 break
             time.sleep(POLL_S)
@@ -203,9 +203,9 @@ class World:
         self.others = [self.start_other(number) for number in (1, 0)]
         found = Outcome(RESTART, None, None, None, "", None)
         with contextlib.suppress(AssertionError):
-            self.swarm.wait([victim, *self.others], "commit", timeout_s=self.limit_s)
-        found.commits_after_s = first_commit_s([victim], happened_s, happened_s)
-        found.others_after_s = first_commit_s(self.others, happened_s, happened_s)
+            self.swarm.wait([victim, *self.others], "outer_step", timeout_s=self.limit_s)
+        found.steps_after_s = first_step_s([victim], happened_s, happened_s)
+        found.others_after_s = first_step_s(self.others, happened_s, happened_s)
         lines = victim.output.read_bytes()[printed:].decode(errors="replace").splitlines()
         found.said = what_it_said(lines, not victim.alive)
         return found
@@ -230,9 +230,9 @@ class NetworkWorld(World):
     def start_victim(self) -> Member:
         return self._start("victim", VICTIMS_SITE)
 
-    def is_step(self, commit: Event) -> bool:
+    def is_back(self, step: Event) -> bool:
         # Of what it trains alone it makes steps all the time.
-        return len(commit["group"]) > 1
+        return len(step["group"]) > 1
 
     def _start(self, name: str, site: int) -> Member:
         return self.swarm._add(
@@ -252,9 +252,9 @@ class NetworkWorld(World):
         return []
 
 
-def first_commit_s(members: list[Member], since_s: float, from_s: float) -> float | None:
-    """Return how long after `from_s` one of them first committed something after `since_s`."""
-    times = [event["time_s"] for member in members for event in member.of("commit")]
+def first_step_s(members: list[Member], since_s: float, from_s: float) -> float | None:
+    """Return how long after `from_s` one of them took its first outer step after `since_s`."""
+    times = [event["time_s"] for member in members for event in member.of("outer_step")]
     times = [time_s for time_s in times if time_s > since_s]
     return round(min(times) - from_s, 1) if times else None
 
@@ -464,7 +464,7 @@ def main(only: list[str], round_s: float, as_json: bool) -> int:
                 tell(moving, moving.suffer(MOVE, moving.moves))
     rows: list[dict[str, Any]] = []
     for outcome in outcomes:
-        seconds = [outcome.commits_after_s, outcome.ends_after_s, outcome.exit_code]
+        seconds = [outcome.steps_after_s, outcome.ends_after_s, outcome.exit_code]
         cells = ["-" if value is None else value for value in (*seconds, outcome.others_after_s)]
         report.row(outcome.accident, *cells, outcome.said[-120:])
         rows.append({**asdict(outcome), "is_well": outcome.is_well})

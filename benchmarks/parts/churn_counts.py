@@ -85,18 +85,18 @@ class Work:
     trained: Counter[str] = field(default_factory=Counter)
     """In all, one count for every module that the step trained."""
     moved: Counter[str] = field(default_factory=Counter)
-    """What had not been merged when the peer moved to another path."""
+    """What was in no step when the peer moved to another path."""
     missed: Counter[str] = field(default_factory=Counter)
     """What a boundary had when a step came without it."""
-    unmerged: Counter[str] = field(default_factory=Counter)
-    """What had not been merged when the life ended."""
+    pending: Counter[str] = field(default_factory=Counter)
+    """What was in no step when the life ended."""
 
 
 @dataclass
 class Counts:
     """What the lives of a run add up to."""
 
-    commits: int
+    outer_steps: int
     versions: int
     forked: dict[tuple[str, int], set[str]]
     outbid: int
@@ -105,22 +105,22 @@ class Counts:
     """The last state of each module: the event that says most of it."""
     agreed: bool
     trained: int
-    killed_unmerged: int
-    stayed_unmerged: int
-    left_unmerged: int
-    moved_unmerged: int
+    killed_pending: int
+    stayed_pending: int
+    left_pending: int
+    moved_pending: int
     missed: int
     living_trained: int
     """Of those that left or stayed."""
     living_lost: int
     """Of these: what leaves and moves left behind, and what a step missed."""
     final_tokens: int
-    longest_without_commit: tuple[str, float]
+    longest_without_step: tuple[str, float]
 
     @property
     def share(self) -> float:
         """Trained tokens in the final states; what crashes took and is under way is no loss."""
-        due = self.trained - self.killed_unmerged - self.stayed_unmerged
+        due = self.trained - self.killed_pending - self.stayed_pending
         return self.final_tokens / due if due else float("nan")
 
     @property
@@ -129,9 +129,9 @@ class Counts:
 
         Whatever no life knows that it has lost, such as in a fork, is held to be theirs.
         """
-        due = self.living_trained - self.stayed_unmerged
-        lost_by_all = self.trained - self.killed_unmerged - self.stayed_unmerged - self.final_tokens
-        known = self.left_unmerged + self.moved_unmerged + self.missed
+        due = self.living_trained - self.stayed_pending
+        lost_by_all = self.trained - self.killed_pending - self.stayed_pending - self.final_tokens
+        known = self.left_pending + self.moved_pending + self.missed
         lost = self.living_lost + max(0, lost_by_all - known)
         return 1 - lost / due if due else float("nan")
 
@@ -140,48 +140,48 @@ def work_of(
     life: Life,
     modules_of: Callable[[int], Sequence[str]],
     tokens_per_step: int,
-    merged_by_others: frozenset[tuple[str, int, str]],
+    stepped_by_others: frozenset[tuple[str, int, str]],
 ) -> Work:
-    """Follow the tokens of a life; `merged_by_others` has (module, round, peer) of all groups.
+    """Follow the tokens of a life; `stepped_by_others` has (module, round, peer) of all groups.
 
     An `outer_round` says how many tokens the contribution has. A peer that was killed between the
-    step of the others and its own has its work merged.
+    step of the others and its own has its work in that step.
     """
     work = Work()
-    unmerged: dict[str, int] = {}
+    pending: dict[str, int] = {}
     boundary: dict[str, tuple[int, int]] = {}
     for event in life.events:
         module = event.get("module", "")
         match event["event"]:
             case "training":
-                work.moved.update(unmerged)
-                unmerged = dict.fromkeys(modules_of(event["path"]), 0)
+                work.moved.update(pending)
+                pending = dict.fromkeys(modules_of(event["path"]), 0)
                 boundary.clear()
             case "inner":
-                for each in unmerged:
-                    unmerged[each] += tokens_per_step
+                for each in pending:
+                    pending[each] += tokens_per_step
                     work.trained[each] += tokens_per_step
-            case "outer_round" if module in unmerged:
-                unmerged[module] = event["tokens"]
+            case "outer_round" if module in pending:
+                pending[module] = event["tokens"]
                 boundary[module] = event["round"], event["tokens"]
-            case "commit" | "adopt" if module in boundary:
+            case "outer_step" | "adopt" if module in boundary:
                 # In the new anchor, or lost: what goes on is what was trained since the snapshot.
                 tokens = boundary.pop(module)[1]
-                unmerged[module] -= tokens
+                pending[module] -= tokens
                 if not _has_own(event, life.peer_id):
                     work.missed[module] += tokens
     for module, (round_index, tokens) in boundary.items():
-        if (module, round_index, life.peer_id) in merged_by_others:
-            unmerged[module] -= tokens
-    work.unmerged.update(unmerged)
+        if (module, round_index, life.peer_id) in stepped_by_others:
+            pending[module] -= tokens
+    work.pending.update(pending)
     return work
 
 
 def _has_own(event: Event, peer_id: str) -> bool:
     """Tell whether the state that a peer goes over to has what it last contributed."""
-    if event["event"] == "commit":
+    if event["event"] == "outer_step":
         return peer_id in event["group"]
-    return bool(event["own_work_merged"])
+    return bool(event["is_own_in"])
 
 
 def count(
@@ -191,41 +191,43 @@ def count(
     end_s: float,
 ) -> Counts:
     """Add up what all lives did until `end_s`."""
-    commits = [e for life in lives for e in life.events if e["event"] == "commit"]
-    merged = frozenset((e["module"], e["round"], peer) for e in commits for peer in e["group"])
+    outer_steps = [e for life in lives for e in life.events if e["event"] == "outer_step"]
+    in_steps = frozenset(
+        (e["module"], e["round"], peer) for e in outer_steps for peer in e["group"]
+    )
     digests: dict[tuple[str, int], set[str]] = {}
     for event in _states(lives):
         digests.setdefault((event["module"], event["version"]), set()).add(event["digest"])
     final, agreed = last_states(lives)
     sums: Counter[str] = Counter()
     for life in lives:
-        work = work_of(life, modules_of, tokens_per_step, merged)
+        work = work_of(life, modules_of, tokens_per_step, in_steps)
         sums["trained"] += work.trained.total()
         sums["moved"] += work.moved.total()
         sums["missed"] += work.missed.total()
-        sums[life.ending] += work.unmerged.total()
+        sums[life.ending] += work.pending.total()
         if life.ending in ("left", "stayed"):
             sums["living"] += work.trained.total()
             sums["lost"] += work.moved.total() + work.missed.total()
     forked = {version: found for version, found in digests.items() if len(found) > 1}
-    rows = {e["digest"]: frozenset((e["round"], peer) for peer in e["group"]) for e in commits}
+    rows = {e["digest"]: frozenset((e["round"], peer) for peer in e["group"]) for e in outer_steps}
     return Counts(
-        commits=len(commits),
+        outer_steps=len(outer_steps),
         versions=len(digests),
         forked=forked,
         outbid=sum(_is_outbid([rows.get(d, frozenset()) for d in f]) for f in forked.values()),
         final=final,
         agreed=agreed,
         trained=sums["trained"],
-        killed_unmerged=sums["killed"],
-        stayed_unmerged=sums["stayed"],
-        left_unmerged=sums["left"] + sums["by itself"],
-        moved_unmerged=sums["moved"],
+        killed_pending=sums["killed"],
+        stayed_pending=sums["stayed"],
+        left_pending=sums["left"] + sums["by itself"],
+        moved_pending=sums["moved"],
         missed=sums["missed"],
         living_trained=sums["living"],
         living_lost=sums["lost"] + sums["left"],
         final_tokens=sum(event["tokens"] for event in final.values()),
-        longest_without_commit=_longest_gap(commits, end_s),
+        longest_without_step=_longest_gap(outer_steps, end_s),
     )
 
 
@@ -263,7 +265,7 @@ def _anchors(life: Life) -> dict[str, str]:
         match event["event"]:
             case "training":
                 anchors = dict.fromkeys(event["modules"], "")
-            case "commit" | "adopt":
+            case "outer_step" | "adopt":
                 anchors[event["module"]] = event["digest"]
             case "carry_on":
                 anchors[event["module"]] = event["anchor"]
@@ -273,13 +275,13 @@ def _anchors(life: Life) -> dict[str, str]:
 
 
 def _states(lives: Iterable[Life]) -> Iterable[Event]:
-    return (e for life in lives for e in life.events if e["event"] in ("commit", "adopt"))
+    return (e for life in lives for e in life.events if e["event"] in ("outer_step", "adopt"))
 
 
-def _longest_gap(commits: Iterable[Event], end_s: float) -> tuple[str, float]:
-    """Return the module that went longest without a commit by anybody, and for how long."""
+def _longest_gap(outer_steps: Iterable[Event], end_s: float) -> tuple[str, float]:
+    """Return the module that went longest without a step by anybody, and for how long."""
     times: dict[str, list[float]] = {}
-    for event in commits:
+    for event in outer_steps:
         times.setdefault(event["module"], []).append(event["time_s"])
     gaps = [
         (module, after - before)

@@ -65,7 +65,7 @@ def joins(
     for `patience_s`.
     """
     groups: dict[str, set[tuple[str, int]]] = {}
-    for event in _of(lives, "commit"):
+    for event in _of(lives, "outer_step"):
         for peer in event["group"]:
             groups.setdefault(peer, set()).add((event["module"], event["round"]))
     found = []
@@ -110,7 +110,7 @@ def rounds_without_step(
     `end_s` leaves the last round its time for a step.
     """
     taken: dict[str, set[int]] = {module: set() for module in clock.offsets}
-    for event in _of(lives, "commit"):
+    for event in _of(lives, "outer_step"):
         taken[event["module"]].add(event["round"])
     found = {}
     for module, rounds in taken.items():
@@ -124,7 +124,7 @@ def greatest_wait_s(
 ) -> tuple[int, float]:
     """Return the path that went longest without its work in a step of any module, and how long."""
     times: dict[int, set[float]] = {path: {begin_s, end_s} for path in range(paths)}
-    for event in _of(lives, "commit"):
+    for event in _of(lives, "outer_step"):
         if begin_s <= event["time_s"] <= end_s:
             for path in event["paths"]:
                 times[path].add(event["time_s"])
@@ -189,7 +189,7 @@ def _trains_s(life: Life) -> float:
 def _counted(lives: Sequence[Life], until_s: float) -> int:
     """Return what the newest states of all modules counted at a time."""
     newest: dict[str, int] = {}
-    for event in _of(lives, "commit"):
+    for event in _of(lives, "outer_step"):
         if event["time_s"] <= until_s:
             module = event["module"]
             newest[module] = max(newest.get(module, 0), event["tokens"])

@@ -210,7 +210,7 @@ def our_loss() -> Figures:
             node = swarm.start_bootstrap()
             program = steady_peer(LEAST_STEP_S)
             peers = [swarm.start_peer(node, "--path", "0", program=program) for _ in range(MEMBERS)]
-            full = swarm.wait(peers, "commit", lambda e: len(e["group"]) == MEMBERS)
+            full = swarm.wait(peers, "outer_step", lambda e: len(e["group"]) == MEMBERS)
             known = max(event["round"] for event in full)
             [boundary] = swarm.wait(peers[-1:], "outer_round", lambda e: e["round"] > known)
             peers[-1].kill()
@@ -220,7 +220,7 @@ def our_loss() -> Figures:
             began = time.time()
             late = swarm.start_peer(node, "--path", "0", program=program)
             name = late.peer_id
-            taken = swarm.wait(others, "commit", lambda e: name in e["group"])
+            taken = swarm.wait(others, "outer_step", lambda e: name in e["group"])
             return {
                 "round_s": OUR_ROUND_S,
                 "round of the loss, s": [seconds for seconds, _ in of_loss],
@@ -234,7 +234,7 @@ def our_loss() -> Figures:
 def _after_boundaries(swarm: Swarm, peers: list[Member], index: int) -> list[tuple[float, int]]:
     """Return how long after its boundary each had the step of a round, and of how many it is."""
     boundaries = swarm.wait(peers, "outer_round", lambda e: e["round"] == index)
-    steps: list[Event] = swarm.wait(peers, "commit", lambda e: e["round"] >= index)
+    steps: list[Event] = swarm.wait(peers, "outer_step", lambda e: e["round"] >= index)
     return [
         (round(step["time_s"] - boundary["time_s"], 2), len(step["group"]))
         for boundary, step in zip(boundaries, steps, strict=True)

@@ -42,12 +42,12 @@ def scalars_of(event: Mapping[str, Any]) -> Scalars:
         }
     if kind == "validation":
         return {f"validation/path_{event['path']}": event["loss"]}
-    if kind == "commit":
+    if kind == "outer_step":
         level = level_of(event["module"])
         return {
-            f"commit/{level}/peers": len(event["group"]),
-            f"commit/{level}/seconds_after_boundary": event["seconds_after_boundary"],
-            f"commit/{level}/version": event["version"],
+            f"outer_step/{level}/peers": len(event["group"]),
+            f"outer_step/{level}/seconds_after_boundary": event["seconds_after_boundary"],
+            f"outer_step/{level}/version": event["version"],
         }
     if kind == "carry_on":
         return {f"carry_on/{level_of(event['module'])}": event["round"]}

@@ -56,7 +56,7 @@ class Given:
         if kind == "inner":
             self.tokens += v["tokens"]
             self.loss = v["loss"]
-        elif kind == "commit":
+        elif kind == "outer_step":
             self._taken[self._run, self._path][v["module"]] += v["own_tokens"]
         elif kind == "training":
             self._path = v["path"]
@@ -143,7 +143,7 @@ class Display:
 
     def _is_noise(self, kind: str, v: Mapping[str, Any]) -> bool:
         """Return whether the owner knows it already, or need not."""
-        if kind == "commit":
+        if kind == "outer_step":
             # What is private to a path has no other trainers, and its loss is told.
             return str(v["module"]).startswith("P")
         if kind == "claimed":
@@ -180,7 +180,7 @@ def _successor_line(v: Mapping[str, Any]) -> str | None:
     }.get(v["state"])
 
 
-def _commit_line(v: Mapping[str, Any]) -> str:
+def _outer_step_line(v: Mapping[str, Any]) -> str:
     return (
         f"round {v['round']}: {v['module']} is now version {v['version']}, with the work of "
         f"{v['rows']} of {_peers(v['expected'])}"
@@ -204,7 +204,7 @@ _LINES = {
         f"training path {v['path']} from its step {v['path_step']}"
         + (", with its kept optimizer state" if v["resumed_optimizer"] else "")
     ),
-    "commit": _commit_line,
+    "outer_step": _outer_step_line,
     "carry_on": lambda v: f"round {v['round']}: {v['module']} carries on: {v['reason']}",
     "adopt": lambda v: (
         f"took over {v['module']} version {v['version']}, trained on {v['tokens']:,} tokens"

@@ -21,7 +21,7 @@ Listener = Callable[[str, dict[str, Any]], None]
 class EventLog:
     """Sends each event to the listeners and, as a JSON line, to a file. Thread-safe.
 
-    An event has a kind (`claimed`, `commit`, `carry_on`, ...; listed in docs/monitoring.md) and
+    An event has a kind (`claimed`, `outer_step`, `carry_on`, ...; listed in docs/monitoring.md) and
     plain values. A full disk stops the file, not the peer.
     """
 

@@ -50,10 +50,10 @@ PEER_METRICS = (
     _gauge("state", "1 for what it does", "state", get_args(ClaimState)),
     _gauge("reachable", "1 for how others call it", "how", get_args(Reachability)),
     _gauge("waiting", "1 while it waits for something"),
-    _counter("commits", "outer steps taken", "level"),
-    _counter("commit_failures", "outer rounds without a step: it carries on", "level"),
-    _counter("commit_seconds", "seconds from boundaries to steps", "level"),
-    _gauge("commit_peers", "peers in the last step", "level"),
+    _counter("outer_steps", "outer steps taken", "level"),
+    _counter("rounds_without_step", "outer rounds without a step: it carries on", "level"),
+    _counter("outer_step_seconds", "seconds from boundaries to steps", "level"),
+    _gauge("outer_step_peers", "peers in the last step", "level"),
     _counter("adoptions", "states of others taken over", "level"),
     _counter("moves", "moves to another path"),
     _counter("sent_bytes", "bytes of contributions, states and blobs sent"),
@@ -131,13 +131,13 @@ class PeerMetrics(Collector):
                 self._add("inner_steps", 1)
                 self._add("inner_seconds", values["seconds"])
                 self._values["dipaco_loss"] = {"": values["loss"]}
-            elif kind == "commit":
+            elif kind == "outer_step":
                 level = level_of(values["module"])
-                self._add("commits", 1, level)
-                self._add("commit_seconds", values["seconds_after_boundary"], level)
-                self._values.setdefault("dipaco_commit_peers", {})[level] = values["rows"]
+                self._add("outer_steps", 1, level)
+                self._add("outer_step_seconds", values["seconds_after_boundary"], level)
+                self._values.setdefault("dipaco_outer_step_peers", {})[level] = values["rows"]
             elif kind == "carry_on":
-                self._add("commit_failures", 1, level_of(values["module"]))
+                self._add("rounds_without_step", 1, level_of(values["module"]))
             elif kind == "adopt":
                 self._add("adoptions", 1, level_of(values["module"]))
             elif kind == "move":

@@ -476,7 +476,7 @@ def test_nothing_of_all_this_changed_the_swarm(scene: Scene) -> None:
     assert done.returncode in (0, 1)
     assert done.stderr == ""
     shown = json.loads(done.stdout)
-    # That peer trained, too, and may have merged its work before it left.
+    # That peer trained, too, and its work may be in a step made before it left.
     grid = scene.run.grid(scene.run.plan())
     paths = {e["path"] for m in scene.swarm.members for e in m.of("claimed")}
     trained = {module for path in paths for module in grid.modules_of_path(path)}

@@ -65,8 +65,8 @@ def test_peers_and_nodes_outlive_their_terminal(tmp_path: Path) -> None:
         while b"training path" not in seen:
             seen += os.read(master, 65536)
         os.close(master)
-        [last] = swarm.wait([peer], "commit", lambda e, now=time.time(): e["time_s"] > now)
-        swarm.wait_after(last, peer, "commit", "validation", "commit")
+        [last] = swarm.wait([peer], "outer_step", lambda e, now=time.time(): e["time_s"] > now)
+        swarm.wait_after(last, peer, "outer_step", "validation", "outer_step")
         assert node.alive
         # Whoever closes the terminal of a command in the foreground sends it this.
         for member in (peer, node):

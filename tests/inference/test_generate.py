@@ -183,10 +183,10 @@ def test_the_command_routes_the_prompt_and_loads_one_path(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: list[str] = []
-    load = DiskSource._committed_state
+    load = DiskSource._newest_state
     monkeypatch.setattr(
         DiskSource,
-        "_committed_state",
+        "_newest_state",
         lambda self, module: (loaded.append(module), load(self, module))[1],
     )
     prompt = tiny_documents(4, 1, 5)[2][:40]

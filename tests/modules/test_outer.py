@@ -384,7 +384,7 @@ def test_progress_never_goes_back() -> None:
     assert progress == {0: PathProgress(10, 9)}
 
 
-def test_nothing_that_is_not_finite_is_committed() -> None:
+def test_a_step_is_never_to_what_is_not_finite() -> None:
     state, gradient = state_of(parameters=torch.full((SIZE,), -3e38)), torch.zeros(SIZE)
     gradient[17] = 3e38
     with pytest.raises(IntegrityError, match="not finite"):

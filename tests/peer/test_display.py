@@ -69,9 +69,9 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> N
         status,
         step(1500),
         step(1500),
-        ("commit", {"module": "L1.E1", "own_tokens": 10}),
-        ("commit", {"module": "L0.E0", "own_tokens": 1000}),
-        ("commit", {"module": "L0.E0", "own_tokens": 1000}),
+        ("outer_step", {"module": "L1.E1", "own_tokens": 10}),
+        ("outer_step", {"module": "L0.E0", "own_tokens": 1000}),
+        ("outer_step", {"module": "L0.E0", "own_tokens": 1000}),
         others=3,
         sent_bytes=123_456_789,
     )
@@ -100,7 +100,7 @@ def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run() -> None:
         given.on_event("training", {"path": path})
         given.on_event(*step(1500))
         for place in (module, "L1.E0"):
-            given.on_event("commit", {"module": place, "own_tokens": 1000})
+            given.on_event("outer_step", {"module": place, "own_tokens": 1000})
     assert str(given).startswith("4,500 tokens since")
     assert str(given).endswith("3,000 of them are in the model, 8,000 with those before")
 
@@ -121,8 +121,8 @@ def test_the_panel_of_a_peer_that_waits_or_rests() -> None:
 def test_lines_are_for_people() -> None:
     output = io.StringIO()
     display = Display(Console(file=output, width=200))
-    commit = {"module": "L0.E0", "round": 3, "version": 4, "rows": 1, "expected": 1}
-    display.on_event("commit", {**commit, "own_tokens": 9, "digest": "d" * 64})
+    taken = {"module": "L0.E0", "round": 3, "version": 4, "rows": 1, "expected": 1}
+    display.on_event("outer_step", {**taken, "own_tokens": 9, "digest": "d" * 64})
     display.on_event(*step(123_456))
     display.on_event("leaving", {})
     text = output.getvalue()
@@ -144,13 +144,13 @@ class HandTimer(threading.Timer):
 
 
 def test_what_an_owner_does_not_read_is_left_out() -> None:
-    commit = {"round": 3, "version": 4, "rows": 1, "expected": 1, "own_tokens": 9}
+    taken = {"round": 3, "version": 4, "rows": 1, "expected": 1, "own_tokens": 9}
     move = {"from_path": 1, "to_path": 2, "reason": "it waited longest"}
     said = []
     for debug in (False, True):
         output = io.StringIO()
         display = Display(Console(file=output, width=200), debug=debug, timer=HandTimer)
-        display.on_event("commit", {**commit, "module": "P1"})
+        display.on_event("outer_step", {**taken, "module": "P1"})
         display.on_event("move", move)
         display.on_event("waiting", {"what": "the state of L0.E0"})
         display.on_event("claimed", {"path": 2, "reason": move["reason"]})

@@ -35,7 +35,7 @@ def test_the_speed_is_told_once_and_without_the_steps_that_compile() -> None:
     steps = [70.0, 5.0, 5.0, *[10.0] * 20]
     for number, seconds in enumerate(steps):
         speed.on_event("inner", {"tokens": 1000, "seconds": seconds})
-        speed.on_event("commit", {})
+        speed.on_event("outer_step", {})
         assert bool(said) == (number >= 7)
     assert said == ["it trains 100 tokens a second on cpu x2"]
 

@@ -14,8 +14,8 @@ import pytest
 FILE = Path(__file__).resolve().parents[2] / "examples" / "monitoring" / "follow_events.py"
 INNER = {"event": "inner", "path": 1, "path_step": 1, "loss": 3.5, "tokens_per_s": 9.0,
          "seconds": 0.5, "tokens": 64, "time_s": 100.0}  # fmt: skip
-COMMIT = {"event": "commit", "module": "L0.E1", "group": ["A", "B"], "version": 4, "round": 3,
-          "seconds_after_boundary": 1.0, "time_s": 101.0}  # fmt: skip
+STEP = {"event": "outer_step", "module": "L0.E1", "group": ["A", "B"], "version": 4, "round": 3,
+        "seconds_after_boundary": 1.0, "time_s": 101.0}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,11 +41,11 @@ def test_events_become_numbers_at_the_step_they_came_at(
         INNER,
         {"event": "leaving"},
         INNER,
-        COMMIT,
-        {**COMMIT, "module": "P3"},
+        STEP,
+        {**STEP, "module": "P3"},
         {"event": "carry_on", "module": "L0.E1", "round": 5},
         {"event": "validation", "path": 1, "loss": 2.5},
-        {"event": "commit"},
+        {"event": "outer_step"},
         {
             "event": "simulated_round",
             "round": 7,
@@ -68,9 +68,9 @@ def test_events_become_numbers_at_the_step_they_came_at(
         1,
         100.0,
     )
-    assert seen[2][0]["commit/L0/peers"] == 2
+    assert seen[2][0]["outer_step/L0/peers"] == 2
     assert seen[2][1:] == (2, 101.0)
-    assert "commit/private/version" in seen[3][0]
+    assert "outer_step/private/version" in seen[3][0]
     simulated, step, _ = seen.pop()
     assert (simulated["simulated/train_loss"], "simulated/perplexity" in simulated) == (3.0, False)
     assert step == 7

@@ -73,9 +73,9 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert torch.equal(one.local(), lost(one, rows[0], trained) + expected.parameters)
     assert one.node.held.get(MODULE) == heads[0]
     assert one.node.chains.served(MODULE) == (step.name, heads[0])
-    (commit,) = one.events.of("commit")
-    assert set(commit["group"]) == {one.me, other.me}
-    assert commit["own_tokens"] == rows[0].tokens
+    (taken,) = one.events.of("outer_step")
+    assert set(taken["group"]) == {one.me, other.me}
+    assert taken["own_tokens"] == rows[0].tokens
 
     assert keeper.begin(a.Adopt(heads[0], step, False, 0, False)) is None
     content = keeper.node.held.lookup(heads[0].digest)

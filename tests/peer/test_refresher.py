@@ -131,7 +131,7 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
 
 
 def test_who_leaves_says_goodbye_and_does_not_vanish(peer: Peer) -> None:
-    """The last one left would believe itself cut off, and commit nothing for eight rounds."""
+    """The last one left would believe itself cut off, and take no step for eight rounds."""
     peer.claim(1)
     peer.refresher.refresh()
     peer.status.claim = Activity("leaving", 1)

@@ -48,9 +48,11 @@ class Log:
     def boundary(self, module: str, round_index: int, tokens: int) -> Log:
         return self.add("outer_round", module=module, round=round_index, tokens=tokens)
 
-    def commit(self, module: str, round_index: int, digest: str, tokens: int, *group: str) -> Log:
+    def outer_step(
+        self, module: str, round_index: int, digest: str, tokens: int, *group: str
+    ) -> Log:
         return self.add(
-            "commit",
+            "outer_step",
             module=module,
             round=round_index,
             version=round_index + 1,
@@ -59,14 +61,14 @@ class Log:
             group=list(group or (self.peer_id,)),
         )
 
-    def adopt(self, module: str, version: int, digest: str, tokens: int, *, merged: bool) -> Log:
+    def adopt(self, module: str, version: int, digest: str, tokens: int, *, is_own_in: bool) -> Log:
         return self.add(
             "adopt",
             module=module,
             version=version,
             digest=digest,
             tokens=tokens,
-            own_work_merged=merged,
+            is_own_in=is_own_in,
         )
 
     def life(self, ending: Ending, **span: Any) -> Life:
@@ -78,78 +80,78 @@ def counted(*lives: Life, end_s: float = 100.0) -> Counts:
 
 
 def test_a_calm_peer_has_all_its_tokens_in_the_states_or_on_top() -> None:
-    log = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).steps(1).commit("L0.E0", 0, "a", 20)
-    log.steps(1).boundary("L1.E0", 0, 40).commit("L1.E0", 0, "b", 40).steps(1)
+    log = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).steps(1).outer_step("L0.E0", 0, "a", 20)
+    log.steps(1).boundary("L1.E0", 0, 40).outer_step("L1.E0", 0, "b", 40).steps(1)
     found = counted(log.life("stayed"))
-    assert (found.trained, found.final_tokens, found.stayed_unmerged) == (100, 60, 40)
+    assert (found.trained, found.final_tokens, found.stayed_pending) == (100, 60, 40)
     assert found.share == 1.0
-    assert (found.commits, found.versions, found.forked, found.agreed) == (2, 2, {}, True)
+    assert (found.outer_steps, found.versions, found.forked, found.agreed) == (2, 2, {}, True)
 
 
-def test_what_a_killed_peer_had_not_merged_does_not_count() -> None:
-    stays = Log("A", 0).boundary("L0.E0", 0, 0).commit("L0.E0", 0, "a", 30, "A", "B")
-    stays.commit("L1.E0", 0, "b", 0)
+def test_what_a_killed_peer_had_in_no_step_does_not_count() -> None:
+    stays = Log("A", 0).boundary("L0.E0", 0, 0).outer_step("L0.E0", 0, "a", 30, "A", "B")
+    stays.outer_step("L1.E0", 0, "b", 0)
     killed = Log("B", 1).steps(3).boundary("L0.E0", 0, 30).steps(1)
     found = counted(stays.life("stayed"), killed.life("killed"))
-    # Its group committed L0.E0 without it having been told; of L1.E1 nothing was merged.
-    assert (found.trained, found.killed_unmerged) == (80, 10 + 40)
+    # Its group took a step of L0.E0 without it having been told; of L1.E1 there was none.
+    assert (found.trained, found.killed_pending) == (80, 10 + 40)
     assert (found.final_tokens, found.share) == (30, 1.0)
 
 
 def test_what_leaves_and_moves_leave_behind_is_a_loss() -> None:
-    stays = Log("A", 0).steps(4).boundary("L0.E0", 0, 40).commit("L0.E0", 0, "a", 40)
-    stays.boundary("L1.E0", 0, 40).commit("L1.E0", 0, "b", 40)
+    stays = Log("A", 0).steps(4).boundary("L0.E0", 0, 40).outer_step("L0.E0", 0, "a", 40)
+    stays.boundary("L1.E0", 0, 40).outer_step("L1.E0", 0, "b", 40)
     left = Log("B", 1).steps(1)
     moved = Log("C", 1).steps(2).train(0)
     found = counted(stays.life("stayed"), left.life("left"), moved.life("stayed"))
-    assert (found.left_unmerged, found.moved_unmerged) == (20, 40)
+    assert (found.left_pending, found.moved_pending) == (20, 40)
     assert found.share == 80 / 140
 
 
 def test_a_fork_is_seen_and_its_loser_is_a_loss() -> None:
-    winner = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).commit("L0.E0", 0, "a", 20)
-    loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).commit("L0.E0", 0, "z", 10)
-    loser.adopt("L0.E0", 1, "a", 20, merged=False)
+    winner = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).outer_step("L0.E0", 0, "a", 20)
+    loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).outer_step("L0.E0", 0, "z", 10)
+    loser.adopt("L0.E0", 1, "a", 20, is_own_in=False)
     found = counted(winner.life("stayed"), loser.life("stayed"))
     assert found.forked == {("L0.E0", 1): {"a", "z"}}
     assert found.outbid == 0
     assert found.agreed
-    # Of L0.E0 20 of 30 tokens are in; the other modules were never merged.
-    assert (found.final_tokens, found.stayed_unmerged) == (20, 30)
+    # Of L0.E0 20 of 30 tokens are in; the other modules were in no step.
+    assert (found.final_tokens, found.stayed_pending) == (20, 30)
     assert found.share == 20 / 30
 
 
 def test_a_step_with_all_rows_of_the_other_outbids_it() -> None:
-    first = Log("A", 0).commit("L0.E0", 3, "a", 10, "A", "B").commit("L1.E0", 3, "x", 0)
-    fuller = Log("B", 0).commit("L0.E0", 3, "b", 20, "A", "B", "C")
+    first = Log("A", 0).outer_step("L0.E0", 3, "a", 10, "A", "B").outer_step("L1.E0", 3, "x", 0)
+    fuller = Log("B", 0).outer_step("L0.E0", 3, "b", 20, "A", "B", "C")
     assert counted(first.life("stayed"), fuller.life("stayed")).outbid == 1
-    other = Log("B", 0).commit("L0.E0", 3, "b", 20, "B", "C")
+    other = Log("B", 0).outer_step("L0.E0", 3, "b", 20, "B", "C")
     assert counted(first.life("stayed"), other.life("stayed")).outbid == 0
-    taken = Log("B", 0).adopt("L0.E0", 4, "b", 20, merged=True)
+    taken = Log("B", 0).adopt("L0.E0", 4, "b", 20, is_own_in=True)
     assert counted(first.life("stayed"), taken.life("stayed")).outbid == 0, "its rows are unknown"
 
 
 def test_an_adoption_can_contain_own_work() -> None:
-    stays = Log("A", 0).steps(1).boundary("L0.E0", 0, 10).commit("L0.E0", 0, "a", 20, "A", "B")
+    stays = Log("A", 0).steps(1).boundary("L0.E0", 0, 10).outer_step("L0.E0", 0, "a", 20, "A", "B")
     late = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).steps(1)
-    late.adopt("L0.E0", 1, "a", 20, merged=True)
+    late.adopt("L0.E0", 1, "a", 20, is_own_in=True)
     found = counted(stays.life("stayed"), late.life("stayed"))
-    assert found.stayed_unmerged == 10 + 10 + 20
+    assert found.stayed_pending == 10 + 10 + 20
     assert found.share == 1.0
 
 
 def test_peers_that_differ_in_the_end_are_told_and_most_are_right() -> None:
     logs = [Log(name, 0).steps(1) for name in "ABC"]
     for log, digest, tokens in zip(logs, "xyy", (50, 20, 20), strict=True):
-        log.commit("L0.E0", 0, digest, tokens)
+        log.outer_step("L0.E0", 0, digest, tokens)
     found = counted(*(log.life("stayed") for log in logs))
     assert not found.agreed
     assert found.final["L0.E0"]["digest"] == "y"
 
 
 def test_a_peer_that_stands_aside_is_no_agreement() -> None:
-    goes_on = Log("A", 0).steps(1).boundary("L0.E0", 1, 10).commit("L0.E0", 1, "b", 20)
-    goes_on.commit("L1.E0", 1, "c", 0)
+    goes_on = Log("A", 0).steps(1).boundary("L0.E0", 1, 10).outer_step("L0.E0", 1, "b", 20)
+    goes_on.outer_step("L1.E0", 1, "c", 0)
     aside = Log("B", 0).steps(1)
     assert not counted(goes_on.life("stayed"), aside.life("stayed")).agreed
     aside.add("carry_on", module="L0.E0", round=1, anchor="a")
@@ -158,20 +160,20 @@ def test_a_peer_that_stands_aside_is_no_agreement() -> None:
     assert counted(goes_on.life("stayed"), aside.life("stayed")).agreed
 
 
-def test_the_longest_stretch_without_a_commit_reaches_to_the_end() -> None:
-    log = Log("A", 0).commit("L0.E0", 0, "a", 1).steps(4).commit("L0.E0", 1, "b", 2)
-    log.commit("L1.E0", 0, "c", 1)
-    assert counted(log.life("stayed"), end_s=8.0).longest_without_commit == ("L0.E0", 5.0)
-    assert counted(log.life("stayed"), end_s=20.0).longest_without_commit == ("L0.E0", 14.0)
+def test_the_longest_stretch_without_a_step_reaches_to_the_end() -> None:
+    log = Log("A", 0).outer_step("L0.E0", 0, "a", 1).steps(4).outer_step("L0.E0", 1, "b", 2)
+    log.outer_step("L1.E0", 0, "c", 1)
+    assert counted(log.life("stayed"), end_s=8.0).longest_without_step == ("L0.E0", 5.0)
+    assert counted(log.life("stayed"), end_s=20.0).longest_without_step == ("L0.E0", 14.0)
 
 
 def test_what_is_lost_without_a_log_of_it_is_held_to_be_of_those_that_live() -> None:
-    winner = Log("A", 0).steps(8).boundary("L0.E0", 0, 80).commit("L0.E0", 0, "a", 80)
-    winner.boundary("L1.E0", 0, 80).commit("L1.E0", 0, "b", 80)
-    loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).commit("L0.E0", 0, "z", 10)
-    loser.boundary("L1.E1", 0, 10).commit("L1.E1", 0, "c", 10)
-    late = Log("C", 0).steps(1).boundary("L0.E0", 0, 10).adopt("L0.E0", 1, "a", 80, merged=False)
-    late.boundary("L1.E0", 0, 10).commit("L1.E0", 0, "b", 90, "A", "C")
+    winner = Log("A", 0).steps(8).boundary("L0.E0", 0, 80).outer_step("L0.E0", 0, "a", 80)
+    winner.boundary("L1.E0", 0, 80).outer_step("L1.E0", 0, "b", 80)
+    loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).outer_step("L0.E0", 0, "z", 10)
+    loser.boundary("L1.E1", 0, 10).outer_step("L1.E1", 0, "c", 10)
+    late = Log("C", 0).steps(1).boundary("L0.E0", 0, 10).adopt("L0.E0", 1, "a", 80, is_own_in=False)
+    late.boundary("L1.E0", 0, 10).outer_step("L1.E0", 0, "b", 90, "A", "C")
     killed = Log("D", 1).steps(5)
     lives = [winner.life("stayed"), loser.life("stayed"), late.life("left"), killed.life("killed")]
     found = counted(*lives)
@@ -185,10 +187,10 @@ CLOCK = Clock(0.0, 10.0, {"L0.E0": 0.5, "L1.E0": 1.0, "L1.E1": 1.0})
 
 
 def newcomer(*groups: tuple[str, int, str], trains_s: float = 6.0, **span: Any) -> Join:
-    """Return what is found of a peer B on path 0, when another has committed these groups."""
+    """Return what is found of a peer B on path 0, when another has taken steps of these groups."""
     other = Log("A", 0)
     for module, round_index, peers in groups:
-        other.commit(module, round_index, "a", 0, *peers)
+        other.outer_step(module, round_index, "a", 0, *peers)
     came = Log("B", 0)
     came.events[0]["time_s"] = trains_s
     lives = [other.life("stayed"), came.life("stayed", **{"is_join": True, **span})]
@@ -227,8 +229,8 @@ def test_the_first_peers_are_no_joins() -> None:
 def test_rounds_without_a_step_are_counted_where_they_end() -> None:
     log = Log("A", 0)
     for round_index in (0, 1, 3):
-        log.commit("L0.E0", round_index, "a", 0)
-    log.commit("L1.E0", 2, "a", 0)
+        log.outer_step("L0.E0", round_index, "a", 0)
+    log.outer_step("L1.E0", 2, "a", 0)
     found = rounds_without_step([log.life("left")], CLOCK, 12.0, 36.0)
     # Those that end at 15, 25 and 35 s, and at 20 and 30 s.
     assert found == {"L0.E0": (1, 3), "L1.E0": (1, 2), "L1.E1": (2, 2)}
@@ -237,14 +239,14 @@ def test_rounds_without_a_step_are_counted_where_they_end() -> None:
 def test_a_path_waits_from_step_to_step_and_until_the_end() -> None:
     log = Log("A", 0)
     for seconds, paths in ((10.0, [0]), (20.0, [0, 1]), (45.0, [0])):
-        log.add("commit", paths=paths)
+        log.add("outer_step", paths=paths)
         log.events[-1]["time_s"] = seconds
     assert greatest_wait_s([log.life("stayed")], 2, 0.0, 50.0) == (1, 30.0)
     assert greatest_wait_s([log.life("stayed")], 2, 0.0, 40.0) == (0, 20.0)
 
 
 def test_the_speed_is_of_processes_that_are_awake() -> None:
-    log = Log("A", 0).steps(20).commit("L0.E0", 0, "a", 40).commit("L1.E0", 0, "b", 60)
+    log = Log("A", 0).steps(20).outer_step("L0.E0", 0, "a", 40).outer_step("L1.E0", 0, "b", 60)
     for number, event in enumerate(log.events):
         event["time_s"] = number / 2
     life = log.life("left", began_s=-5.0, ended_s=12.0, stops=[(8.0, 10.0)])

@@ -154,7 +154,7 @@ def test_the_number_of_the_first_round_stands_in_the_states(shared_run: RunFolde
 @pytest.mark.parametrize(
     ("offsets", "first", "second"), [((0.5, 1.0), (2, 4), (6, 8)), ((0.75, 0.25), (3, 1), (7, 5))]
 )
-def test_levels_commit_in_the_middle_of_a_round(
+def test_levels_step_in_the_middle_of_a_round(
     tmp_path: Path, offsets: tuple[float, ...], first: tuple[int, int], second: tuple[int, int]
 ) -> None:
     run = make_tiny_run(tmp_path / "run", rounds={"level_offsets": offsets})
@@ -184,7 +184,7 @@ def test_every_codec_trains_with_bits_of_its_own(tmp_path: Path, codec: str) -> 
     assert (report.digests == others) == (codec == "float32")
 
 
-def test_validation_is_of_the_committed_states_and_weighs_tokens_alike(
+def test_validation_is_of_the_anchors_and_weighs_tokens_alike(
     shared_run: RunFolder,
 ) -> None:
     swarm = ReferenceSwarm(shared_run)

@@ -97,12 +97,12 @@ def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], 
 
 def test_a_peer_as_metrics() -> None:
     step = {"tokens": 64, "seconds": 0.5, "loss": 3.25}
-    commit = {"module": "L0.E1", "seconds_after_boundary": 2.0, "rows": 2}
+    outer_step = {"module": "L0.E1", "seconds_after_boundary": 2.0, "rows": 2}
     found = metrics_after(
         ("inner", step),
         ("inner", step),
-        ("commit", commit),
-        ("commit", {**commit, "module": "P3", "rows": 1}),
+        ("outer_step", outer_step),
+        ("outer_step", {**outer_step, "module": "P3", "rows": 1}),
         ("carry_on", {"module": "L0.E1"}),
         ("adopt", {"module": "L0.E0"}),
         ("move", {}),
@@ -112,9 +112,9 @@ def test_a_peer_as_metrics() -> None:
         ("tokens_total", "", 128), ("inner_steps_total", "", 2), ("inner_seconds_total", "", 1.0),
         ("loss", "", 3.25), ("validation_loss", "", 2.5), ("round", "", 5), ("path", "", 3),
         ("state", "training", 1), ("state", "paused", 0), ("reachable", "direct", 1),
-        ("reachable", "outgoing", 0), ("waiting", "", 1), ("commits_total", "L0", 1),
-        ("commits_total", "private", 1), ("commit_failures_total", "L0", 1),
-        ("commit_seconds_total", "L0", 2.0), ("commit_peers", "L0", 2),
+        ("reachable", "outgoing", 0), ("waiting", "", 1), ("outer_steps_total", "L0", 1),
+        ("outer_steps_total", "private", 1), ("rounds_without_step_total", "L0", 1),
+        ("outer_step_seconds_total", "L0", 2.0), ("outer_step_peers", "L0", 2),
         ("adoptions_total", "L0", 1), ("moves_total", "", 1), ("sent_bytes_total", "", 0),
         ("received_bytes_total", "", 7), ("states_held", "", 2), ("peers_seen", "", 1),
     ):  # fmt: skip

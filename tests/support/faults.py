@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.swarm import LIMIT_S, Event, Member
 
-STATE_EVENTS = ("commit", "adopt")
+STATE_EVENTS = ("outer_step", "adopt")
 
 
 def next_boundary(member: Member, module: str, timeout_s: float = LIMIT_S) -> None:
@@ -66,7 +66,7 @@ def digests_by_version(
 ) -> dict[tuple[str, int], dict[str, list[str]]]:
     """Return for each (module, version) the digests that members have had, and who had them.
 
-    `lost` are commits of a peer that was killed before anybody else could know of them.
+    `lost` are outer steps of a peer that was killed before anybody else could know of them.
     """
     ignored = {id(event) for event in lost}
     found: dict[tuple[str, int], dict[str, list[str]]] = {}
@@ -101,7 +101,7 @@ def forks(
 
 
 def partial_anchors(members: Iterable[Member]) -> list[Event]:
-    """Return where a peer carried on with an anchor that nobody ever committed."""
+    """Return where a peer carried on with an anchor that no step ever made."""
     members = list(members)
     found = []
     for member in members:
@@ -118,6 +118,6 @@ def partial_anchors(members: Iterable[Member]) -> list[Event]:
     return found
 
 
-def last_commits(member: Member, since_s: float) -> list[Event]:
-    """Return a killed peer's own states that nobody else may have: commits after `since_s`."""
-    return [event for event in member.of("commit") if event["time_s"] >= since_s]
+def last_steps(member: Member, since_s: float) -> list[Event]:
+    """Return a killed peer's own states that nobody else may have: steps after `since_s`."""
+    return [event for event in member.of("outer_step") if event["time_s"] >= since_s]

@@ -3,7 +3,7 @@
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
         peers = [swarm.start_peer(bootstrap) for _ in range(4)]
-        swarm.wait(peers, "commit", lambda event: event["round"] >= 4)
+        swarm.wait(peers, "outer_step", lambda event: event["round"] >= 4)
 
 Every wait is for an event and fails with the output of the processes when its bound has passed. A
 bound is no measure: it is far beyond what the slowest machine needs. Every process is ended by id.
@@ -218,10 +218,10 @@ class Swarm:
         )
 
     def digests(self, round_index: int) -> dict[str, set[str]]:
-        """Return the digests that members committed per module in a round."""
+        """Return the digests of the steps that members took per module in a round."""
         found: dict[str, set[str]] = {}
         for member in self.members:
-            for event in member.of("commit"):
+            for event in member.of("outer_step"):
                 if event["round"] == round_index:
                     found.setdefault(event["module"], set()).add(event["digest"])
         return found

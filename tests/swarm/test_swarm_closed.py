@@ -50,7 +50,7 @@ def test_peers_that_nobody_can_call_make_one_chain(tmp_path: Path) -> None:
         together = [
             swarm.wait(
                 peers,
-                "commit",
+                "outer_step",
                 lambda e, least=least: (
                     e["module"] == SHARED and len(e["group"]) == HOMES and e["round"] >= least
                 ),
@@ -61,5 +61,5 @@ def test_peers_that_nobody_can_call_make_one_chain(tmp_path: Path) -> None:
         assert all(event["is_own_in"] for event in together)
         first = max(event["round"] for event in together)
         digests = [d for r in range(first + 1) for d in swarm.digests(r).get(SHARED, set())]
-        commits = {e["version"]: e["digest"] for p in peers for e in p.of("commit")}
-        assert len(digests) <= first + 1, (digests, commits)
+        taken = {e["version"]: e["digest"] for p in peers for e in p.of("outer_step")}
+        assert len(digests) <= first + 1, (digests, taken)

@@ -21,7 +21,7 @@ from support.faults import (
     boundaries,
     first_after,
     forks,
-    last_commits,
+    last_steps,
     newest_versions,
     next_boundary,
     partial_anchors,
@@ -81,8 +81,8 @@ class Accidents:
         """Wait until no path is without a trainer."""
         wait_until(lambda: {self.path_of(m) for m in self.training()} == set(range(3)), LIMIT_S)
 
-    def wait_for_commits(self, rounds: int, timeout_s: float = LIMIT_S) -> None:
-        """Wait until all have committed the shared module `rounds` times from now on."""
+    def wait_for_steps(self, rounds: int, timeout_s: float = LIMIT_S) -> None:
+        """Wait until all have taken `rounds` steps of the shared module from now on."""
         at = {m: len(m.read()) for m in self.training()}
         deadline = time.monotonic() + timeout_s
         for member, position in at.items():
@@ -90,12 +90,12 @@ class Accidents:
                 later = [
                     e
                     for e in member.read()[position:]
-                    if e["event"] == "commit" and e["module"] == SHARED
+                    if e["event"] == "outer_step" and e["module"] == SHARED
                 ]
                 if len(later) >= rounds:
                     break
                 lost = not member.alive or time.monotonic() > deadline
-                assert not lost, f"{member.name} does not commit\n{self.swarm.outputs()}"
+                assert not lost, f"{member.name} takes no step\n{self.swarm.outputs()}"
                 time.sleep(0.05)
 
     def wait_for_copy(self, module: str, timeout_s: float = LIMIT_S) -> None:
@@ -112,17 +112,17 @@ class Accidents:
         victim.kill()
         assert_gone(victim)
         boundary = boundaries(victim, SHARED)[-1]
-        self.lost += last_commits(victim, boundary["time_s"] - 0.1)
+        self.lost += last_steps(victim, boundary["time_s"] - 0.1)
         # What it stepped alone and nobody fetched dies with it (promise 6).
-        alone = last_commits(victim, boundary["time_s"] - 2 * DURATION_S)
+        alone = last_steps(victim, boundary["time_s"] - 2 * DURATION_S)
         self.lost += [event for event in alone if len(event["group"]) == 1]
         return int(boundary["round"])
 
-    def assert_committed_by(self, round_index: int, survivors: list[Member]) -> None:
+    def assert_stepped_by(self, round_index: int, survivors: list[Member]) -> None:
         """Check promise 2: survivors step the shared module in the same or the next round."""
         found = self.swarm.wait(
             survivors,
-            "commit",
+            "outer_step",
             lambda e: e["module"] == SHARED and e["round"] >= round_index,
         )
         rounds = {m.name: e["round"] for m, e in zip(survivors, found, strict=True)}
@@ -151,7 +151,7 @@ def test_accidents(tmp_path: Path) -> None:
             world.start(bootstrap)
         swarm.wait(world.lives, "training")
         world.wait_for_every_path()
-        world.wait_for_commits(4)
+        world.wait_for_steps(4)
         world.formed = newest_versions(world.lives)
         _only_trainer_killed(world)
         _any_peer_killed_and_back(world)
@@ -173,7 +173,7 @@ def _only_trainer_killed(world: Accidents) -> None:
     round_index = world.kill_at_boundary(victim)
     killed_s = time.time()
     survivors = world.training()
-    world.assert_committed_by(round_index, survivors)
+    world.assert_stepped_by(round_index, survivors)
 
     deadline = time.monotonic() + LIMIT_S
     while True:
@@ -190,26 +190,26 @@ def _only_trainer_killed(world: Accidents) -> None:
     ended = [e for e in taker.of("round") if missed_s < e["time_s"] < begins["time_s"]]
     assert len(ended) <= 2, (ended, world.swarm.outputs())
     # Promise 6: back to the last step that a copy has, two durations behind at most.
-    commits = [e for e in victim.of("commit") if e["module"] == private]
+    steps = [e for e in victim.of("outer_step") if e["module"] == private]
     version = begins["modules"][private]
     copies = [e for m in world.swarm.members for e in m.of("kept") if e["module"] == private]
     assert version >= max(e["version"] for e in copies if e["time_s"] < killed_s)
-    lost = [e["time_s"] for e in commits if e["version"] > version]
+    lost = [e["time_s"] for e in steps if e["version"] > version]
     assert not lost or killed_s - min(lost) < 2 * DURATION_S
     world.start(survivors[0], victim.name)
 
 
 def _any_peer_killed_and_back(world: Accidents) -> None:
     world.swarm.wait(world.training(), "training")
-    world.wait_for_commits(1)
+    world.wait_for_steps(1)
     victim = world.random.choice(world.training())
     round_index = world.kill_at_boundary(victim)
     survivors = world.training()
-    world.assert_committed_by(round_index, survivors)
+    world.assert_stepped_by(round_index, survivors)
     # Its claim is still fresh: the same peer comes back over its own records.
     back = world.start(survivors[0], victim.name)
     world.swarm.wait([back], "training")
-    world.wait_for_commits(1)
+    world.wait_for_steps(1)
     world.assert_whole()
 
 
@@ -220,7 +220,7 @@ def _bootstrap_killed(world: Accidents, bootstrap: Member) -> Member:
     newcomer = world.start(world.training()[-1], "late", program=PATIENT_PEER)
     (joined,) = world.swarm.wait([newcomer], "training")
     (first,) = world.swarm.wait(
-        [newcomer], "commit", lambda e: e["module"] == SHARED and e["is_own_in"]
+        [newcomer], "outer_step", lambda e: e["module"] == SHARED and e["is_own_in"]
     )
     # Others wait for a newcomer once they have read its claim; rounds here last a second or two.
     assert first["round"] <= joined["round"] + 2, (joined, first)
@@ -234,7 +234,7 @@ def _interrupted(world: Accidents, leaver: Member) -> None:
     That it has ten seconds at most is held in `test_errors`.
     """
     peer_id = leaver.peer_id
-    held = {e["module"]: e["version"] for e in leaver.of("commit")}
+    held = {e["module"]: e["version"] for e in leaver.of("outer_step")}
     leaver.interrupt()
     assert leaver.popen.wait(LIMIT_S) == 0, leaver.output.read_text()[-2000:]
     assert_gone(leaver)
@@ -246,14 +246,14 @@ def _interrupted(world: Accidents, leaver: Member) -> None:
 
 def _all_but_one_leave(world: Accidents) -> Member:
     """Whoever is left was not cut off: it goes on with what all of them trained."""
-    world.wait_for_commits(1)
+    world.wait_for_steps(1)
     last, *others = world.training()
     for member in others:
         member.interrupt()
     for member in others:
         member.popen.wait(LIMIT_S)
         assert_gone(member)
-    world.wait_for_commits(2)
+    world.wait_for_steps(2)
     assert "isolated" not in last.output.read_text()
     return last
 
@@ -264,15 +264,15 @@ def _kept(member: Member) -> Event:
     A peer that trains alone moves on after every dwell. It keeps the AdamW states of two paths.
     """
     begun = member.of("training")[-1]
-    committed = {e["module"] for e in member.of("commit")}
+    stepped = {e["module"] for e in member.of("outer_step")}
     is_kept = any(member.cache.glob(f"*/states/optimizers/*-path-{begun['path']}.pt"))
-    return begun if is_kept and begun["modules"].keys() <= committed else {}
+    return begun if is_kept and begun["modules"].keys() <= stepped else {}
 
 
 def _everybody_gone(world: Accidents, keeper: Member) -> None:
     """When all peers were gone, the first to come back serves its disk states."""
     path = wait_until(lambda: _kept(keeper), LIMIT_S)["path"]
-    versions = {e["module"]: e["version"] for e in keeper.of("commit")}
+    versions = {e["module"]: e["version"] for e in keeper.of("outer_step")}
     keeper.kill()
     # A bootstrap node with the run's files but without states: all states come from the peer.
     for file in world.run.states.folder.rglob("*.safetensors"):

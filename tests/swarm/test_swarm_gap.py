@@ -75,7 +75,9 @@ def test_a_step_whose_file_died_with_its_owner_stops_no_path(tmp_path: Path) -> 
         )
         go.touch()
         dying.popen.wait(LIMIT_S)
-        last = max(event["version"] for event in dying.of("commit") if event["module"] == MODULE)
+        last = max(
+            event["version"] for event in dying.of("outer_step") if event["module"] == MODULE
+        )
         [begun] = swarm.wait(
             [free],
             "training",
@@ -84,7 +86,7 @@ def test_a_step_whose_file_died_with_its_owner_stops_no_path(tmp_path: Path) -> 
         assert last - 1 <= begun["modules"][MODULE] <= last
         [step] = swarm.wait(
             [free],
-            "commit",
+            "outer_step",
             lambda event: event["module"] == MODULE and event["time_s"] > begun["time_s"],
         )
         assert step["version"] == begun["modules"][MODULE] + 1

@@ -15,15 +15,15 @@ def test_a_copied_identity_is_refused_while_the_other_trains(tmp_path: Path) -> 
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
         peer = swarm.start_peer(bootstrap, name="peer")
-        swarm.wait([peer], "commit")
+        swarm.wait([peer], "outer_step")
         shutil.copytree(peer.cache, tmp_path / "copy-cache")
         copy = swarm.start_peer(bootstrap, name="copy")
         assert copy.popen.wait(LIMIT_S) == 4
         said = copy.output.read_text()
         assert "identity.key is in use by another machine, at /ip4/127.0.0.1/tcp/" in said
         assert "--identity-path" in said
-        swarm.wait([peer], "commit", lambda e, now=time.time(): e["time_s"] > now)
+        swarm.wait([peer], "outer_step", lambda e, now=time.time(): e["time_s"] > now)
         # Who is gone can come back.
         peer.kill()
         again = swarm.start_peer(bootstrap, name="peer")
-        swarm.wait([again], "commit")
+        swarm.wait([again], "outer_step")

@@ -57,12 +57,12 @@ def make_successor(run: RunFolder, folder: Path) -> RunFolder:
     )
 
 
-def commits_after(swarm: Swarm, members: list[Member], *, together: bool) -> None:
-    """Wait until all have committed from now on, in a group of these and no others."""
+def steps_after(swarm: Swarm, members: list[Member], *, together: bool) -> None:
+    """Wait until all have taken a step from now on, in a group of these and no others."""
     now_s, ids = time.time(), {member.peer_id for member in members}
     swarm.wait(
         members,
-        "commit",
+        "outer_step",
         lambda e: e["time_s"] > now_s and (not together or set(e["group"]) == ids),
     )
 
@@ -80,19 +80,19 @@ def test_who_is_revoked_ends_and_the_invited_move_on_without_outsiders(tmp_path:
             for path in range(2)
         ]
         guest = swarm.start_peer(bootstrap, "--invitation", leaked, name="guest")
-        swarm.wait([*peers, guest], "commit")
+        swarm.wait([*peers, guest], "outer_step")
 
         revoke(run.path, [leaked_id])
         assert guest.popen.wait(LIMIT_S) == AdmissionError.exit_code, swarm.outputs()
         assert "revoked" in guest.output.read_text().splitlines()[-1]
-        commits_after(swarm, peers, together=True)
+        steps_after(swarm, peers, together=True)
 
         swarm.run = new = make_successor(run, tmp_path / "new")
         swarm.start_bootstrap("--initial-peers", peers[0].address(), name="successor")
         moved = swarm.wait(peers, "successor", lambda event: event["state"] == "moving")
         assert {event["run"] for event in moved} == {new.plan().run_id}
         for member, event in zip(peers, moved, strict=True):
-            swarm.wait_after(event, member, "training", "commit")
+            swarm.wait_after(event, member, "training", "outer_step")
         outsiders = {
             "is by invitation": swarm.start_peer(peers[0], name="stranger"),
             "revoked": swarm.start_peer(peers[0], "--invitation", leaked, name="guest"),
@@ -101,4 +101,4 @@ def test_who_is_revoked_ends_and_the_invited_move_on_without_outsiders(tmp_path:
             assert outsider.popen.wait(LIMIT_S) == AdmissionError.exit_code, swarm.outputs()
             assert said in outsider.output.read_text().splitlines()[-1]
             assert not outsider.of("training")
-        commits_after(swarm, peers, together=True)
+        steps_after(swarm, peers, together=True)

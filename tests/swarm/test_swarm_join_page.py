@@ -31,7 +31,7 @@ def test_a_peer_prints_what_the_page_shows(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run", start_s=time.time(), inner_steps=0, duration_s=5.0)
     with Swarm(tmp_path, run) as swarm:
         peer = swarm.start_peer(swarm.start_bootstrap(), "--device", "cpu")
-        for kind in ("reachable", "commit", "validation"):
+        for kind in ("reachable", "outer_step", "validation"):
             swarm.wait([peer], kind)
         peer.interrupt()
         assert peer.popen.wait(LIMIT_S) == 0

@@ -46,7 +46,7 @@ def test_three_peers_train_eight_paths(tmp_path: Path) -> None:
         for path in range(PATHS):
             waited = longest_wait(trained, path, {True, False})
             assert waited <= LONGEST_WAIT_ROUNDS * PEERS, f"path {path} waited {waited}: {trained}"
-            # A stint may end without a commit, for example when its group met without it.
+            # A stint may end without a step, for example when its group met without it.
             waited = longest_wait(trained, path, {True})
             assert waited <= 2 * LONGEST_WAIT_ROUNDS * PEERS, f"path {path}: {waited}, {trained}"
 
@@ -61,13 +61,13 @@ def longest_wait(trained: list[tuple[int, bool]], path: int, kinds: set[bool]) -
 
 def stints(peers: list[Member]) -> list[tuple[int, bool]]:
     """Return the paths in the order in which some peer's round on them ended, and whether it
-    committed."""
+    took a step."""
     found = []
     for peer in peers:
-        committed = False
+        has_stepped = False
         for event in peer.read():
-            committed = committed or event["event"] == "commit"
+            has_stepped = has_stepped or event["event"] == "outer_step"
             if event["event"] == "round":
-                found.append((event["time_s"], event["path"], committed))
-                committed = False
-    return [(path, committed) for _, path, committed in sorted(found)]
+                found.append((event["time_s"], event["path"], has_stepped))
+                has_stepped = False
+    return [(path, has_stepped) for _, path, has_stepped in sorted(found)]

@@ -78,7 +78,7 @@ def test_the_pages_of_a_live_swarm(browser: Browser, swarm: Swarm) -> None:
         swarm.start_peer(entry, "--path", "0", "--name", HOSTILE_NAME),
         swarm.start_peer(entry, "--path", "1", "--name", "second"),
     ]
-    swarm.wait(peers, "commit", lambda event: event["round"] >= 1)
+    swarm.wait(peers, "outer_step", lambda event: event["round"] >= 1)
     history = str(swarm.folder / "history.sqlite")
     status = ("--initial-peers", entry, "--serve", "0", "--history", history)
     service = ("--initial-peers", entry, "--port", "0", "--allow-genesis", "--threads", "1")

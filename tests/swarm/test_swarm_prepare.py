@@ -42,7 +42,7 @@ def test_a_live_swarm_gives_its_states_and_its_peers_go_to_the_successor(tmp_pat
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
         peers = [swarm.start_peer(bootstrap) for _ in range(2)]
-        swarm.wait(peers, "commit")
+        swarm.wait(peers, "outer_step")
         prepare = [
             "prepare", str(tmp_path / "NEW.toml"), "--out", str(tmp_path / "next"),
             "--from", str(run.path), "--initial-peers", bootstrap.address(),
@@ -71,4 +71,4 @@ def test_a_live_swarm_gives_its_states_and_its_peers_go_to_the_successor(tmp_pat
         moved = swarm.wait(peers, "successor", lambda e: e["state"] == "moving")
         assert {event["run"] for event in moved} == {plan.run_id}
         for peer, event in zip(peers, moved, strict=True):
-            swarm.wait_after(event, peer, "training", "commit")
+            swarm.wait_after(event, peer, "training", "outer_step")

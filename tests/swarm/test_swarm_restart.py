@@ -22,7 +22,7 @@ def _free_port() -> int:
 def _together(swarm: Swarm, peers: list[Member]) -> list[int]:
     """Wait until all peers are in one step of the shared module, and return its versions."""
     found = swarm.wait(
-        peers, "commit", lambda e: e["module"] == "L0.E0" and len(e["group"]) == PATHS
+        peers, "outer_step", lambda e: e["module"] == "L0.E0" and len(e["group"]) == PATHS
     )
     return [event["version"] for event in found]
 

@@ -45,15 +45,15 @@ def _states(members: list[Member]) -> dict[str, set[tuple[int, str]]]:
     """Return per module the (version, digest) that members hold now."""
     found: dict[str, set[tuple[int, str]]] = {}
     for member in members:
-        own = {e["module"]: e for e in member.read() if e["event"] in ("commit", "adopt")}
+        own = {e["module"]: e for e in member.read() if e["event"] in ("outer_step", "adopt")}
         for module, event in own.items():
             found.setdefault(module, set()).add((event["version"], event["digest"]))
     return found
 
 
 def _group_of_all(member: Member, size: int, since_s: float) -> float | None:
-    """Return when a member first committed together with all others after `since_s`."""
-    for event in member.of("commit"):
+    """Return when a member first took a step together with all others after `since_s`."""
+    for event in member.of("outer_step"):
         together = event["module"] == SHARED and len(event["group"]) == size
         if together and event["time_s"] > since_s:
             return float(event["time_s"])
@@ -81,14 +81,14 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
             for path in (0, 1)
         ]
         swarm.wait(peers, "training")
-        swarm.wait(peers, "commit", lambda e: len(e["group"]) == 4)
+        swarm.wait(peers, "outer_step", lambda e: len(e["group"]) == 4)
 
         network.cut()
         cut_s = time.time()
         # Both sides go on by themselves.
         swarm.wait(
             peers,
-            "commit",
+            "outer_step",
             lambda e: e["module"] == SHARED and e["time_s"] > cut_s and len(e["group"]) < 4,
         )
         time.sleep(max(0.0, cut_s + SPLIT_DURATIONS * DURATION_S - time.time()))
@@ -102,8 +102,8 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
             time.sleep(0.1)
         together = {peer: _group_of_all(peer, 4, mended_s) or 0.0 for peer in peers}
         # Until the claims of the other side have been read, rounds go on without it.
-        commits = [e for peer in peers for e in peer.of("commit") if e["time_s"] > mended_s]
-        met_s = min(e["time_s"] for e in commits if e["module"] == SHARED and len(e["group"]) > 2)
+        steps = [e for peer in peers for e in peer.of("outer_step") if e["time_s"] > mended_s]
+        met_s = min(e["time_s"] for e in steps if e["module"] == SHARED and len(e["group"]) > 2)
         for peer, together_s in together.items():
             ended = [e for e in peer.of("round") if met_s < e["time_s"] < together_s]
             assert len(ended) <= HEALING_ROUNDS + 1, (peer.name, met_s, together, ended)

@@ -48,24 +48,24 @@ def test_three_devices_of_one_machine(tmp_path: Path) -> None:
         assert node.popen.wait(LIMIT_S) == 0, swarm.outputs()
         output = node.output.read_text()
         assert all(f"[{number} cpu] " in output for number in range(TRAINERS))
-        commits = [
+        taken = [
             {
                 (event["module"], event["round"]): event["digest"]
                 for line in (tmp_path / f"node-{number}.jsonl").read_text().splitlines()
-                if (event := json.loads(line))["event"] == "commit"
+                if (event := json.loads(line))["event"] == "outer_step"
             }
             for number in range(TRAINERS)
         ]
-        shared = set.intersection(*(set(one) for one in commits))
+        shared = set.intersection(*(set(one) for one in taken))
         assert shared == {("L0.E0", round_index) for round_index in range(ROUNDS)}
-        assert all(len({one[which] for one in commits}) == 1 for which in shared)
+        assert all(len({one[which] for one in taken}) == 1 for which in shared)
     cache = tmp_path / "node-cache"
     folders = [cache / f"trainer-{number}" / run.plan().run_id for number in range(TRAINERS)]
     first, *others = folders
     blobs = [file.relative_to(first) for file in (first / "blobs").glob("??/*")]
     common = [blob for blob in blobs if all((other / blob).exists() for other in others)]
     assert len(common) >= 2
-    digest = commits[0]["L0.E0", ROUNDS - 1]
+    digest = taken[0]["L0.E0", ROUNDS - 1]
     states = [next((f / "states" / "L0.E0").glob(f"*-{digest}.safetensors")) for f in folders]
     for one, *same in (*([f / blob for f in folders] for blob in common), states):
         assert all(one.samefile(other) for other in same)
