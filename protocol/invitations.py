@@ -1,4 +1,6 @@
-"""Invitations to a run, and what peers make of them: the texts and bytes (design 4.7).
+"""Invitations to a run, and what peers make of them: their texts and bytes.
+
+See design 4.7, who may take part.
 
 An invitation says for how many peers it is and until when, and has a key of its own, whose private
 half is in the text that a volunteer is given. With it each of these peers makes its admission: its

@@ -1,4 +1,7 @@
-"""The operator's list of invitations that have ended: its bytes and its signature (design 4.7)."""
+"""The operator's list of invitations that have ended: its bytes and its signature.
+
+See design 4.7, who may take part.
+"""
 
 from __future__ import annotations
 
