@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from dipaco.base.byte_buckets import ByteBuckets
-from dipaco.base.errors import IntegrityError
+from dipaco.base.errors import DipacoError, IntegrityError
 from dipaco.base.repetition import Complaints
 from dipaco.protocol.chain import Row
 from dipaco.protocol.member.events import Told
@@ -121,11 +121,11 @@ class Responder:
             level = self._complaints.level(stream.peer)
             logger.log(level, "refused a message from %s: %s", stream.peer, error)
             stream.close()
-        except (TimeoutError, OSError, EOFError, RuntimeError) as error:
+        except (TimeoutError, OSError, EOFError, RuntimeError, DipacoError) as error:
             logger.debug("a stream of %s ended: %r", stream.peer, error)
             stream.abort()
-        except asyncio.CancelledError:
-            stream.abort()
+        except BaseException:
+            stream.abort()  # Or the other side waits for as long as it may.
             raise
         finally:
             self._streams.give_back(slot)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .attacks import ATTACKS, GROUPS_OF_TWO, ROUNDS
+from .attacks import ATTACKS, ROUNDS
 from .engine import Engine
 from .faults import Faults
 from .hostile import Liar
@@ -55,7 +55,6 @@ def run_history(
     Instead of the faults of a profile there can be one insider with an attack of `ATTACKS`.
     """
     if attack:
-        members = 2 if attack in GROUPS_OF_TWO else members
         drawn = draw_attacked(seed, attack, members=members, rounds=rounds or ROUNDS.get(attack))
     else:
         drawn = draw_scenario(seed, profile, members=members, rounds=rounds)

@@ -34,7 +34,7 @@ from support.exchanges import (
 from support.peers import RUN, key, peer
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.peer.exchange import responder
 from dipaco.peer.exchange.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.messages import (
@@ -265,6 +265,21 @@ def test_a_row_is_known_although_the_put_of_its_file_breaks_off(peers: Peers) ->
     other.files.add(row, (row.mark, CONTENT))
     done = gather(mailbox, row, others=(other.peer,))
     wait_for(lambda: done.calls == [(row, "", False)])
+
+
+def test_a_mailbox_whose_disk_is_full_keeps_nobody_waiting(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, mailbox = peers(), peers()
+    row = row_of(0, data=CONTENT)
+
+    def fail(*_: Any, **__: Any) -> Path:
+        raise StorageError("disk full")
+
+    monkeypatch.setattr(mailbox.files, "install", fail)
+    began_s = time.monotonic()
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT), timeout_s=LIMIT_S)
+    assert time.monotonic() - began_s < LIMIT_S / 2
 
 
 def test_a_put_of_the_same_file_for_another_row_keeps_nobody_s_out(peers: Peers) -> None:
