@@ -352,7 +352,7 @@ class Soak:
 
     def _place(self, *, trains: bool = True) -> SoakMachine:
         engine = self.engine
-        link = Link(latency_s=engine.between(0.005, 0.15), uplink=5e6, downlink=2e7)
+        link = Link(latency_s=engine.between(0.005, 0.15), uplink_bytes_s=5e6, downlink_bytes_s=2e7)
         step_s = engine.random.choice((0.5, 2.0, 8.0)) * engine.between(0.7, 1.4)
         machine = SoakMachine(self.world, self.world.name(), link, step_s=step_s, trains=trains)
         machine.open_disk()
