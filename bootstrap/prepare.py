@@ -30,7 +30,7 @@ from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary, RowShape, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
-from dipaco.training.dense import DenseCheckpoint
+from dipaco.training.dense import SavedTraining
 from dipaco.training.scoring import sum_losses
 
 from .import_base import ImportedBase
@@ -285,7 +285,7 @@ class Preparation:
                 seed=config.seed,
                 device=self.device,
                 initial=self.imported.parameters() if self.imported else None,
-                checkpoint=DenseCheckpoint(self.work / "base.pt", inputs),
+                saved=SavedTraining(self.work / "base.pt", inputs),
                 on_step=lambda step, loss: progress.update(
                     step + 1, config.base.steps, f"steps, loss {loss:.3f}"
                 ),

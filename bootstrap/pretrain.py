@@ -11,7 +11,7 @@ import torch
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.batches import BatchStream
-from dipaco.training.dense import DenseCheckpoint, train_steps
+from dipaco.training.dense import SavedTraining, train_steps
 from dipaco.training.inner import InnerLoop
 
 # Base pretraining has a stream of its own: no path has this number.
@@ -26,7 +26,7 @@ def pretrain(
     *,
     seed: int,
     device: torch.device,
-    checkpoint: DenseCheckpoint,
+    saved: SavedTraining,
     initial: Mapping[str, torch.Tensor] | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> PathModel:
@@ -43,7 +43,7 @@ def pretrain(
         rows, seed=seed, path=_BASE_STREAM, batch_sequences=inner_config.batch_sequences
     )
     inner = InnerLoop(model.to(device), inner_config, device)
-    train_steps(inner, stream.batch, steps, checkpoint=checkpoint, on_step=on_step)
+    train_steps(inner, stream.batch, steps, saved=saved, on_step=on_step)
     return model.to("cpu").eval()
 
 

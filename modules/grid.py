@@ -141,9 +141,9 @@ class Grid:
     @cached_property
     def _modules(self) -> tuple[str, ...]:
         shared = tuple(
-            f"L{level}.E{expert}"
+            f"L{level}.E{number}"
             for level, count in enumerate(self.config.module_counts)
-            for expert in range(count)
+            for number in range(count)
         )
         private = range(self.path_count) if self.has_private else ()
         return shared + tuple(f"{PRIVATE_LEVEL}{path}" for path in private)
@@ -187,13 +187,13 @@ class Grid:
         level = self.level_of(module)
         if level == PRIVATE_LEVEL:
             return (int(module[1:]),)
-        index, expert = int(level[1:]), int(module.partition(".E")[2])
+        index, number = int(level[1:]), int(module.partition(".E")[2])
         below = math.prod(self.config.modules_per_level[index + 1 :])
         count = self.config.modules_per_level[index]
-        if expert >= count:
-            return (self.config.combination_count + expert - count,)
+        if number >= count:
+            return (self.config.combination_count + number - count,)
         return tuple(
-            (above * count + expert) * below + rest
+            (above * count + number) * below + rest
             for above in range(self.config.combination_count // (below * count))
             for rest in range(below)
         )

@@ -94,10 +94,10 @@ class Growth:
         alternatives = {self.old.digits(path)[level] for path in old_paths}
         if len(alternatives) == 1:
             return (f"{old_level}.E{alternatives.pop()}",)
-        new_level, _, expert = module.partition(".E")
+        new_level, _, number = module.partition(".E")
         new_count = self.new.config.modules_per_level[int(new_level[1:])]
         old_count = self.old.config.modules_per_level[level]
-        return (f"{old_level}.E{int(expert) * old_count // new_count}",)
+        return (f"{old_level}.E{int(number) * old_count // new_count}",)
 
     def state(self, module: str, load: LoadState) -> ModuleState:
         """Return the first state of a new module; `load` gives the old states by their module."""

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DenseCheckpoint:
+class SavedTraining:
     """The file from which a training goes on that was stopped."""
 
     file: Path
@@ -70,25 +70,25 @@ def train_steps(
     batch: Callable[[int], torch.Tensor],
     steps: int,
     *,
-    checkpoint: DenseCheckpoint | None = None,
+    saved: SavedTraining | None = None,
     on_step: Callable[[int, float], None] | None = None,
 ) -> float | None:
     """Train until `steps` steps are done and return the loss of the last, None if there is none.
 
     `batch` gives the tokens of a step, int64 [B, T]; `on_step` gets the number of a step and its
-    loss, in nats. With a checkpoint, a later call goes on and ends with the same bits (on a CPU
+    loss, in nats. With `saved`, a later call goes on and ends with the same bits (on a CPU
     with the same number of threads; a GPU may sum in another order).
     """
-    first, loss = checkpoint.restore(inner) if checkpoint else (0, None)
+    first, loss = saved.restore(inner) if saved else (0, None)
     saved_at = time.monotonic()
     inner.model.train()
     for step in range(first, steps):
         loss = inner.step(batch(step), step)
         if on_step is not None:
             on_step(step, loss)
-        if checkpoint is None:
+        if saved is None:
             continue
-        if step + 1 == steps or time.monotonic() - saved_at >= checkpoint.every_s:
-            checkpoint.save(inner, step + 1, loss)
+        if step + 1 == steps or time.monotonic() - saved_at >= saved.every_s:
+            saved.save(inner, step + 1, loss)
             saved_at = time.monotonic()
     return loss

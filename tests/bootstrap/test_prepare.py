@@ -39,7 +39,7 @@ from dipaco.routing.corpus import CorpusConfig, corpus_files
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
-from dipaco.training.dense import DenseCheckpoint
+from dipaco.training.dense import SavedTraining
 
 
 def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
@@ -314,7 +314,7 @@ def test_stopped_anywhere_it_ends_with_the_same_run(
 ) -> None:
     folder, run, _ = prepared
     for module, name, options in [
-        (prepare_module, "DenseCheckpoint", {"every_s": 0.0}),
+        (prepare_module, "SavedTraining", {"every_s": 0.0}),
         (token_stage, "write_token_corpora", {"chunk_documents": 50}),
         (prepare_module, "ShardBuilder", {"chunk_documents": 50}),
     ]:
@@ -345,9 +345,9 @@ def test_pretraining_resumes_to_the_bit(optimizer: str, tmp_path: Path) -> None:
             if step == stop_at:
                 raise KeyboardInterrupt
 
-        checkpoint = DenseCheckpoint(tmp_path / name, f"seed {seed}", every_s=0.0)
+        saved = SavedTraining(tmp_path / name, f"seed {seed}", every_s=0.0)
         trained = pretrain(
-            model, inner, rows, 10, seed=seed, device=CPU, checkpoint=checkpoint, on_step=on_step
+            model, inner, rows, 10, seed=seed, device=CPU, saved=saved, on_step=on_step
         )
         return base_model_bytes(trained)
 
@@ -356,7 +356,7 @@ def test_pretraining_resumes_to_the_bit(optimizer: str, tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             train("parts", stop_at)
     assert train("parts") == expected
-    (tmp_path / "broken").write_bytes(b"not a checkpoint")
+    (tmp_path / "broken").write_bytes(b"not a saved training")
     assert train("broken") == expected
     assert train("whole", seed=2) == train("other", seed=2) != expected
 

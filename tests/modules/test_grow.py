@@ -129,11 +129,11 @@ def test_paths_survive_another_number_of_levels() -> None:
     _, shared = grown(flat, grid)
     flat_states = trained(flat)
     for level in (0, 1):
-        for expert in (0, 1):
-            state = shared[f"L{level}.E{expert}"]
+        for number in (0, 1):
+            state = shared[f"L{level}.E{number}"]
             for name in state.layout.names:
                 assert torch.equal(
-                    both(state, name)[0], both(flat_states[f"L0.E{2 * expert}"], name)[0]
+                    both(state, name)[0], both(flat_states[f"L0.E{2 * number}"], name)[0]
                 )
     assert Growth(flat, grid).unused() == ("L0.E1", "L0.E3")
 

@@ -22,7 +22,7 @@ from dipaco.modules.transformer import PathModel, initialise
 from dipaco.routing.run_folder import link_run
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.saved import resumed_simulation, save_simulation
-from dipaco.training.dense import DenseCheckpoint
+from dipaco.training.dense import SavedTraining
 from dipaco.training.inner import InnerLoop
 from dipaco.training.muon import Muon, is_for_muon, orthogonal
 
@@ -186,9 +186,9 @@ def test_the_base_model_goes_on_bit_for_bit(tmp_path: Path) -> None:
     inner = InnerConfig(optimizer="muon", batch_sequences=4, learning_rate=1e-2)
     rows = torch.randint(4, 64, (40, 16), generator=torch.Generator().manual_seed(3)).numpy()
 
-    def train(steps: int, checkpoint: str) -> PathModel:
-        kept = DenseCheckpoint(tmp_path / checkpoint, "same")
-        return pretrain(MODEL, inner, rows, steps, seed=0, device=CPU, checkpoint=kept)
+    def train(steps: int, name: str) -> PathModel:
+        kept = SavedTraining(tmp_path / name, "same")
+        return pretrain(MODEL, inner, rows, steps, seed=0, device=CPU, saved=kept)
 
     train(3, "stopped")
     assert torch.equal(flat(train(6, "stopped")), flat(train(6, "whole")))
