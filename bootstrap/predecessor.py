@@ -80,15 +80,15 @@ class Predecessor:
             say(f"states: fetched earlier from the swarm; to fetch newer ones, remove {marker}")
         else:
             # The network is loaded only here.
-            from dipaco.peer.client import ReadOnlyClient
+            from dipaco.peer.reader import SwarmReader
 
             run, modules, taken = self.plan.run_id, self.grid.modules(), 0
-            with ReadOnlyClient(
+            with SwarmReader(
                 initial_peers, run=run, cache_folder=folder, keep_states=True
-            ) as client:
+            ) as reader:
                 for module in modules:
                     try:
-                        state = client.winning_state(module)
+                        state = reader.winning_state(module)
                     except NetworkError as error:
                         say(f"states: {error}")
                         state = None

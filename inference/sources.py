@@ -35,7 +35,7 @@ from dipaco.routing.tokenizer import Tokenizer
 from dipaco.training.scoring import LossSum
 
 if TYPE_CHECKING:
-    from dipaco.peer.client import ReadOnlyClient
+    from dipaco.peer.reader import SwarmReader
 
 logger = logging.getLogger(__name__)
 
@@ -256,13 +256,13 @@ class DiskSource(StateSource):
 
 
 class SwarmSource(StateSource):
-    """A live swarm, through a client that fetches and never publishes. Takes over the client."""
+    """A live swarm, through a reader that fetches and never publishes. Takes over the reader."""
 
-    def __init__(self, client: ReadOnlyClient, settings: SourceSettings | None = None) -> None:
-        self._client = client
-        run = RunFolder(client.folder)
+    def __init__(self, reader: SwarmReader, settings: SourceSettings | None = None) -> None:
+        self._reader = reader
+        run = RunFolder(reader.folder)
         settings = settings or SourceSettings()
-        super().__init__(run, client.plan, settings)
+        super().__init__(run, reader.plan, settings)
         self._keeps = settings.follow
         self._unserved: set[str] = set()
         """Modules whose last good state is given, as nobody serves one."""
@@ -270,7 +270,7 @@ class SwarmSource(StateSource):
     def _newest_state(self, module: str) -> ModuleState | None:
         self._unserved.discard(module)
         try:
-            state = self._client.winning_state(module)
+            state = self._reader.winning_state(module)
         except (NetworkError, IntegrityError) as error:
             logger.warning("no state of %s: %s", module, error)
             state = None
@@ -287,10 +287,10 @@ class SwarmSource(StateSource):
         if self._unserved:
             names = ", ".join(sorted(self._unserved))
             found.append(f"no peer serves {names}: the last good states are used")
-        elif not self._client.view().present:
+        elif not self._reader.view().present:
             found.append("no peer of the run is in sight: the last good states are used")
         with contextlib.suppress(DipacoError):
-            if (plan := self._client.successor()) is not None:
+            if (plan := self._reader.successor()) is not None:
                 found.append(
                     f"run '{self.plan.name}' is continued as '{plan.name}' ({plan.run_id}); to "
                     f"serve that one, start again with --run {plan.run_id}"
@@ -298,18 +298,18 @@ class SwarmSource(StateSource):
         return tuple(found)
 
     def _require_blob(self, sha256: str) -> None:
-        file = self._client.fetch_blob(sha256)
+        file = self._reader.fetch_blob(sha256)
         if not self._run.blobs.has(sha256):
             self._run.blobs.add_file(file)
 
     def look_again(self) -> None:
         """Forget what was found: the next calls read the swarm again."""
         super().look_again()
-        self._client.look_again()
+        self._reader.look_again()
 
     def progress(self, path: int) -> SourceProgress:
         """Return what the path's latest trainer published."""
-        service = self._client.view().progress.get(path)
+        service = self._reader.view().progress.get(path)
         if service is None:
             return SourceProgress()
         loss = LossSum(service.validation_nll, service.validation_tokens)
@@ -325,7 +325,7 @@ class SwarmSource(StateSource):
     def close(self) -> None:
         """Leave the swarm."""
         super().close()
-        self._client.close()
+        self._reader.close()
 
 
 def open_source(
@@ -352,15 +352,15 @@ def open_source(
     if state_folder is not None:
         return DiskSource(run_folder_in(state_folder, run), settings)
     # Imported here: what is on disk can be used without the network layer, and sooner.
-    from dipaco.peer.client import ReadOnlyClient
+    from dipaco.peer.reader import SwarmReader
 
-    client = ReadOnlyClient(
+    reader = SwarmReader(
         tuple(initial_peers), run=run, cache_folder=cache_folder, keep_states=settings.follow
     )
     try:
-        return SwarmSource(client, settings)
+        return SwarmSource(reader, settings)
     except BaseException:
-        client.close()
+        reader.close()
         raise
 
 

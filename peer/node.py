@@ -1,8 +1,8 @@
 """What every process of the swarm has, training or not: identity, DHT, exchange, clock, run.
 
 `join_run` does the steps of joining in order and stops at the first that fails with one clear
-line. Peers (`session.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and read-only clients
-(`client.py`) stand on it. A `Membership` is a place in the swarm, a `Node` one with a run;
+line. Peers (`session.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and readers
+(`reader.py`) stand on it. A `Membership` is a place in the swarm, a `Node` one with a run;
 `Node.open_successor` puts the next run on the same place, so nobody leaves the swarm to move.
 """
 

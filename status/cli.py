@@ -103,7 +103,7 @@ class StatusSettings(RunSettings):
 
 
 def run(settings: StatusSettings) -> int:
-    """Join as a client, read, print; again and again with --watch. Or serve."""
+    """Join as a reader, look, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
     if settings.ledger and listening is None:
         return _show_ledger(settings)

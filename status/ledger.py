@@ -12,8 +12,8 @@ from rich.table import Table
 
 from dipaco.base.errors import StorageError
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.client import ReadOnlyClient
 from dipaco.peer.credit import earlier_credits
+from dipaco.peer.reader import SwarmReader
 from dipaco.protocol.ledger import Credit, credits_of, exported, summed
 
 
@@ -25,9 +25,9 @@ def read_ledger(
     `earlier` are folders with the chains of runs that this one continues. Raises StorageError where
     none of them is one, and what joining a swarm raises.
     """
-    with ReadOnlyClient(initial_peers, run=run) as client:
-        chains = {module: client.chain(module) for module in client.grid.modules()}
-        plan, view = client.plan, client.view()
+    with SwarmReader(initial_peers, run=run) as reader:
+        chains = {module: reader.chain(module) for module in reader.grid.modules()}
+        plan, view = reader.plan, reader.view()
     before = _earlier_credits(plan, [Path(folder).expanduser() for folder in earlier])
     credits = summed(credits_of(chains), before.values())
     not_counted = plan.successor_of if plan.successor_of not in before else None

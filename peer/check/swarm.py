@@ -1,6 +1,6 @@
 """What the swarm says of this machine: who answers, its clock, the run. Only asks.
 
-Joins as a client, with an identity and a folder that are thrown away: nothing is claimed or
+Joins as a reader, with an identity and a folder that are thrown away: nothing is claimed or
 served, and a peer that runs here is not disturbed.
 """
 

@@ -246,7 +246,7 @@ def test_states_that_were_taken_stay_while_the_folder_goes_on(
         def winning_state(self, module: str) -> None:
             return None
 
-    monkeypatch.setattr("dipaco.peer.client.ReadOnlyClient", NobodyServes)
+    monkeypatch.setattr("dipaco.peer.reader.SwarmReader", NobodyServes)
     old = tmp_path / "old"
     shutil.copytree(chain["dense"], old)
 

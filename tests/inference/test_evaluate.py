@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 from rich.console import Console
-from support.fake_client import FakeClient
+from support.fake_reader import FakeReader
 from support.routed_texts import route_texts
 from support.tiny_run import make_tiny_run, tiny_documents
 
@@ -283,20 +283,20 @@ def test_rerouting_leaves_out_paths_without_a_state(
 def test_a_swarm_gives_the_same_as_a_directory(
     trained: tuple[Path, list[dict]], tmp_path: Path
 ) -> None:
-    client = FakeClient(trained[0], tmp_path)
-    with SwarmSource(client) as source:  # type: ignore[arg-type]
+    reader = FakeReader(trained[0], tmp_path)
+    with SwarmSource(reader) as source:  # type: ignore[arg-type]
         report = evaluate(source, held_out(), device=CPU)
-    assert client.closed
-    assert sorted(set(client.fetched)) == sorted(source.grid.modules())
-    assert len([m for m in client.fetched if m.startswith("L")]) == 4
+    assert reader.closed
+    assert sorted(set(reader.fetched)) == sorted(source.grid.modules())
+    assert len([m for m in reader.fetched if m.startswith("L")]) == 4
     assert report == evaluate(DiskSource(trained[0]), held_out(), device=CPU)
 
 
 def test_what_a_swarm_does_not_serve_is_missing(
     trained: tuple[Path, list[dict]], tmp_path: Path
 ) -> None:
-    client = FakeClient(trained[0], tmp_path, unserved=("L1.E0",))
-    source = SwarmSource(client)  # type: ignore[arg-type]
+    reader = FakeReader(trained[0], tmp_path, unserved=("L1.E0",))
+    source = SwarmSource(reader)  # type: ignore[arg-type]
     assert evaluate(source, held_out(), device=CPU).missing_paths == (0, 2)
     with pytest.raises(NetworkError, match=r"L1\.E0"):
         assemble_path(source, 0)

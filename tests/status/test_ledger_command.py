@@ -21,7 +21,7 @@ RUN = "0" * 16
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 
-class Client:
+class Reader:
     """A swarm of one module, as the command reads it."""
 
     grid = SimpleNamespace(modules=lambda: ("L0.E0",))
@@ -47,7 +47,7 @@ class Client:
 def test_the_command_prints_a_table_or_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(ledger, "ReadOnlyClient", Client)
+    monkeypatch.setattr(ledger, "SwarmReader", Reader)
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
     assert cli.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -88,7 +88,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     log = folder / "chains" / f"{module}.log"
     log.write_bytes(log.read_bytes() + b"what its owner is writing")
     before = log.read_bytes()
-    monkeypatch.setattr(ledger, "ReadOnlyClient", Client)
+    monkeypatch.setattr(ledger, "SwarmReader", Reader)
     monkeypatch.setattr(Client, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
     assert cli.main([*words, "--json", "--earlier", str(cache)]) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from support.fake_client import FakeClient
+from support.fake_reader import FakeReader
 from support.routed_texts import route_texts
 from support.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
@@ -144,10 +144,10 @@ def test_the_same_states_give_the_same_bytes(trained: Path, tmp_path: Path) -> N
 
 
 def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained: Path, tmp_path: Path) -> None:
-    client = FakeClient(trained, tmp_path / "cache")
-    with SwarmSource(client) as source:  # type: ignore[arg-type]
+    reader = FakeReader(trained, tmp_path / "cache")
+    with SwarmSource(reader) as source:  # type: ignore[arg-type]
         Exporter(source, ExportForm()).write_path(1, tmp_path / "out")
-        assert client.fetched == list(source.grid.modules_of_path(1))
+        assert reader.fetched == list(source.grid.modules_of_path(1))
         card = model_card(source, CardNotes(), ExportForm())
     assert "| trained | not known |" in card
     arguments = ["--state-dir", trained, "--path", 1, "--out", tmp_path / "disk"]

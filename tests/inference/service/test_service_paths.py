@@ -22,7 +22,7 @@ import openai
 import pytest
 import torch
 from starlette.testclient import TestClient
-from support.fake_client import FakeClient
+from support.fake_reader import FakeReader
 from support.service import run_with_adapters, trained_run, wait_until
 from support.tiny_run import tiny_documents
 
@@ -210,7 +210,7 @@ def test_newer_states_are_taken_over_between_requests(
     shutil.copytree(out, folder)
     source: StateSource = DiskSource(folder)
     if kind == "swarm":
-        source = SwarmSource(FakeClient(folder, folder))  # type: ignore[arg-type]
+        source = SwarmSource(FakeReader(folder, folder))  # type: ignore[arg-type]
     states = RunFolder(folder).states
     with (
         engine_of(source, decoding=decoding) as engine,
@@ -257,7 +257,7 @@ def test_newer_states_are_taken_over_between_requests(
 
 
 def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out: Path) -> None:
-    swarm = FakeClient(out, out)
+    swarm = FakeReader(out, out)
     source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
     with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
         body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 4}
@@ -282,7 +282,7 @@ def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out: Path) ->
 
 
 def test_a_swarm_that_has_gone_is_a_trouble_also_where_nothing_is_in_memory(out: Path) -> None:
-    swarm = FakeClient(out, out)
+    swarm = FakeReader(out, out)
     source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
     assert source.troubles() == ()
     swarm.present = []

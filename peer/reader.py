@@ -1,4 +1,4 @@
-"""A read-only member of the swarm, for evaluation and generation: it only fetches."""
+"""A reader of a swarm, for evaluation and generation: it only fetches."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .winning_states import WinningStates
 logger = logging.getLogger(__name__)
 
 
-class ReadOnlyClient:
-    """Joins in client mode and fetches blobs and the states that win. A context manager.
+class SwarmReader:
+    """Fetches blobs and the states that win, and serves nobody. A context manager.
 
     Files go to `cache_folder`, or to a temporary folder that is removed at the end. With
     `keep_states` the states that were fetched stay there too, and are not fetched again.
@@ -60,7 +60,7 @@ class ReadOnlyClient:
         self._winning = WinningStates(self._node, PathFiles(self._node))
         self._view: SwarmView | None = None
 
-    def __enter__(self) -> ReadOnlyClient:
+    def __enter__(self) -> SwarmReader:
         return self
 
     def __exit__(self, *exception: object) -> None:

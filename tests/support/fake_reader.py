@@ -13,8 +13,8 @@ from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
 
-class FakeClient:
-    """What `SwarmSource` needs of `ReadOnlyClient`, from a folder."""
+class FakeReader:
+    """What `SwarmSource` needs of `SwarmReader`, from a folder."""
 
     def __init__(self, served: Path, cache: Path, unserved: tuple[str, ...] = ()) -> None:
         self._served = RunFolder(served)
