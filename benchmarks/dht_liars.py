@@ -31,7 +31,7 @@ from dipaco.dht.directory import Directory
 from dipaco.dht.node import join_dht
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
-from dipaco.protocol.admission import Gate, Terms, make_invitation
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.coverage import scope_of
 from dipaco.protocol.identity import (
     PEER_ID_PREFIX,
@@ -39,6 +39,7 @@ from dipaco.protocol.identity import (
     load_or_create_identity,
     raw_public_key,
 )
+from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.record_keys import record_key
 from dipaco.protocol.records import ModuleRecord
 

@@ -43,9 +43,10 @@ from dipaco.peer.exchange.contributors import MOST_OF_MODULE, MOST_PEERS, Contri
 from dipaco.peer.exchange.known_peers import KnownPeers
 from dipaco.peer.exchange.verify import REMEMBERED_ROUNDS, REMEMBERED_ROWS, RowCheck
 from dipaco.peer.states import States
-from dipaco.protocol.admission import MOST_PLACES, MOST_VERIFIED, Gate, Terms, make_invitation
+from dipaco.protocol.admission import MOST_VERIFIED, Gate
 from dipaco.protocol.chain import MAX_ROWS, Head, Row, Step, sign_row
 from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.invitations import MOST_PLACES, Terms, make_invitation
 from dipaco.protocol.member.actions import SaveAll
 from dipaco.simulator.swarm.carrying import Carrying
 from dipaco.simulator.swarm.engine import Engine
@@ -351,7 +352,7 @@ class Soak:
 
     def _place(self, *, trains: bool = True) -> SoakMachine:
         engine = self.engine
-        link = Link(latency_s=engine.between(0.005, 0.15), uplink=5e6, downlink=2e7)
+        link = Link(latency_s=engine.between(0.005, 0.15), uplink_bytes_s=5e6, downlink_bytes_s=2e7)
         step_s = engine.random.choice((0.5, 2.0, 8.0)) * engine.between(0.7, 1.4)
         machine = SoakMachine(self.world, self.world.name(), link, step_s=step_s, trains=trains)
         machine.open_disk()

@@ -61,7 +61,9 @@ class Swarm:
         """Start the bootstrap nodes, then everybody else within one round."""
         options, engine, world = self._options, self._engine, self.world
         for number in range(max(1, math.ceil(options.members / MEMBERS_PER_BOOT))):
-            link = Link(latency_s=0.02, jitter_s=0.005, uplink=1.25e8, downlink=1.25e8)
+            link = Link(
+                latency_s=0.02, jitter_s=0.005, uplink_bytes_s=1.25e8, downlink_bytes_s=1.25e8
+            )
             boot = Machine(world, f"boot{number}", link, trains=False)
             for path in range(world.grid.path_count):
                 boot.have_shard(path)
@@ -75,8 +77,8 @@ class Swarm:
         link = Link(
             latency_s=engine.between(0.01, 0.08),
             jitter_s=engine.between(0.0, 0.02),
-            uplink=engine.between(1e6, 2e7),
-            downlink=engine.between(5e6, 5e7),
+            uplink_bytes_s=engine.between(1e6, 2e7),
+            downlink_bytes_s=engine.between(5e6, 5e7),
             can_be_called=not engine.chance(options.undialable),
         )
         machine = Machine(

@@ -25,7 +25,7 @@ from dipaco.routing.corpus import CorpusConfig, holds_chats
 from dipaco.routing.document_routing import prefix_features
 from dipaco.routing.router import Prefixes, Router
 from dipaco.routing.routers import ROUTER_KINDS, load_router
-from dipaco.routing.shards import Beginnings, PathSummary, ShardBuilder
+from dipaco.routing.shards import Beginnings, PathSummary, RowShape, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.training.inner import learning_rate_at
 
@@ -321,10 +321,14 @@ class _NewPath:
 
     def _shard_builder(self) -> ShardBuilder:
         model, prefix = self.run.config.model, self.run.config.router.prefix_tokens
-        return ShardBuilder(
-            self._work / "shards", prefix, 1, model.sequence_length, model.vocabulary_size,
-            inputs_hash("shard", self.tokens_hash, prefix), marked=self.run.marked,
-        )  # fmt: skip
+        rows = RowShape(
+            sequence_length=model.sequence_length,
+            prefix_tokens=prefix,
+            vocabulary_size=model.vocabulary_size,
+            marked=self.run.marked,
+        )
+        inputs = inputs_hash("shard", self.tokens_hash, prefix)
+        return ShardBuilder(self._work / "shards", rows, 1, inputs)
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -21,12 +21,11 @@ from dipaco.peer.background import Background
 from dipaco.peer.entrance import Listening
 from dipaco.peer.guests import OWN_INVITATION, given_invitation
 from dipaco.peer.node import Node, join_run
+from dipaco.peer.node_process import NodeProcess, begin_process
 from dipaco.peer.own_status import Activity, PeerStatus
-from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.refresher import Refresher
 from dipaco.peer.reporting.display import Display
-from dipaco.peer.reporting.events import EventLog
-from dipaco.peer.reporting.metrics import PeerMetrics
+from dipaco.peer.running_node import RunningNode
 from dipaco.peer.shell import Shell
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.view import present_round
@@ -49,11 +48,7 @@ def run(settings: ServeSettings) -> int:
     display = Display(debug=settings.debug)
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
-    events = EventLog(settings.log_json)
-    events.add_listener(display.on_event)
-    uplink = Uplink(settings.max_upload_mbps)
-    metrics = PeerMetrics(uplink)
-    events.add_listener(metrics.on_event)
+    process = begin_process(settings, display, stopping)
     node = join_run(
         initial_peers=settings.initial_peers,
         run=None,
@@ -65,34 +60,28 @@ def run(settings: ServeSettings) -> int:
             is_relay=True,
         ),
         run_folder=folder,
-        uplink=uplink,
+        uplink=process.uplink,
         say=display.say,
     )
     joined.set()
     try:
         node.admit(given_invitation(settings.invitation, folder / OWN_INVITATION))
-        _serve(node, settings, display, events, stopping, metrics)
+        _serve(node, settings, process)
     finally:
         node.close()
-        events.close()
+        process.events.close()
     return 0
 
 
-def _serve(
-    node: Node,
-    settings: ServeSettings,
-    display: Display,
-    events: EventLog,
-    stopping: threading.Event,
-    metrics: PeerMetrics,
-) -> None:
+def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
+    display, events, stopping = process.display, process.events, process.stopping
     node.load_shard_index()
     status = PeerStatus(Activity("serving"))
     background = Background()
     background.on_failure(stopping.set)
     refresher, blob_keeper = start_background(node, status, background, events)
-    metrics.follow(node, refresher, status, lambda: len(node.held.all()))
-    metrics.serve(settings, display.say)
+    process.metrics.follow(node, refresher, status, lambda: len(node.held.all()))
+    process.metrics.serve(settings, display.say)
     addresses = visible_addresses(node.dht)
     write_address_file(settings, addresses)
     display.say(
@@ -116,7 +105,8 @@ def _serve(
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
     as_mailbox = MemberSettings(node.me, trains=False)
-    shell = Shell(node, as_mailbox, status, refresher, background, events, stopping)
+    running = RunningNode(node, status, refresher, background, events, stopping)
+    shell = Shell(running, as_mailbox)
     looking = background.thread(
         "look",
         lambda: _refresh_until_stopped(node, refresher, settings, display, stopping),

@@ -17,18 +17,12 @@ from dipaco.base.errors import ConfigurationError, ManifestError
 from dipaco.base.files import append, atomic_write, ends_within_a_line, storage_errors
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.guests import OWN_INVITATION, REVOCATIONS
-from dipaco.protocol.admission import (
-    Gate,
-    Invitation,
-    Terms,
-    make_invitation,
-    read_invitation,
-    read_revocations,
-    sign_revocations,
-)
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.invitations import Invitation, Terms, make_invitation, read_invitation
 from dipaco.protocol.manifest import SignedManifest, load_or_create_operator_key, verify_manifest
 from dipaco.protocol.records import RecordError
+from dipaco.protocol.revocations import read_revocations, sign_revocations
 from dipaco.routing.run_folder import RunFolder
 
 LIST_FILE = "invitations.jsonl"

@@ -32,8 +32,8 @@ from dipaco.peer.check.needs import (
     paths_per_module,
     state_bytes,
 )
-from dipaco.protocol.admission import opened
 from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.routing.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.token_files import token_dtype

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,27 +23,25 @@ from dipaco.modules.frozen_file import write_base
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel
-from dipaco.protocol.admission import opened
-from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.corpus import corpus_documents, holds_chats
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers import ROUTER_KINDS, fit_corpus_router
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.shards import PathSummary, ShardBuilder
+from dipaco.routing.shards import PathSummary, RowShape, ShardBuilder
 from dipaco.routing.token_corpus import TokenCorpus
 from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
 from dipaco.training.dense import DenseCheckpoint
 from dipaco.training.scoring import sum_losses
 
 from .import_base import ImportedBase
-from .invite import is_open, keep_revocations, note_admission
 from .local_scores import document_rows
 from .pieces import RoutingTools, base_model, encode, route
-from .predecessor import Predecessor, check_start, operator_key_file
+from .predecessor import Predecessor
 from .prepare_options import PrepareOptions
 from .pretrain import base_model_bytes, pretrain
 from .run_config import RunConfig, load_run_config
-from .stages import StageMarkers, corpus_fingerprint, differing_keys, inputs_hash
+from .signing import Signing
+from .stages import StageMarkers, corpus_fingerprint, inputs_hash
 from .succession import Succession, summary_sequences
 from .token_stage import TokenStage
 
@@ -83,10 +80,7 @@ class Preparation:
     options: PrepareOptions
 
     def __post_init__(self) -> None:
-        self.operator_key = self.options.operator_key or self.out / "operator.pem"
-        if self.predecessor is not None:
-            given = self.options.operator_key
-            self.operator_key = operator_key_file(self.predecessor, given, self.out)
+        self.signing = Signing(self.config, self.out, self.predecessor, self.options)
         self.device, self.display = self.options.device, self.options.display
         self.work = self.out / "work"
         self.folder = RunFolder(self.out)
@@ -104,15 +98,15 @@ class Preparation:
             )
         if self._holds_chats:
             self._check_chats()
-        if self._signed is not None:
+        if self.signing.signed is not None:
             # What the blobs do not decide is refused before hours of work.
-            self._is_signed(self._plan(self._signed.blobs))
+            self.signing.is_signed(self.signing.plan(self.signing.signed.blobs, self._base_source))
         tokenizer, base, router, shards = self.tokenizer, self.base, self.router, self.shards
         genesis = self.succession.genesis if self.succession else None
         blobs = RunBlobs(
             tokenizer=tokenizer, router=router, base=base, shards=shards, genesis=genesis
         )
-        plan, is_new = self._sign(blobs)
+        plan, is_new = self.signing.sign(self.signing.plan(blobs, self._base_source))
         self._summarise(plan, is_new)
         return plan
 
@@ -382,15 +376,18 @@ class Preparation:
         )  # fmt: skip
 
     def _shard_builder(self) -> ShardBuilder:
+        rows = RowShape(
+            sequence_length=self.config.model.sequence_length,
+            prefix_tokens=self.config.router.prefix_tokens,
+            vocabulary_size=self.config.model.vocabulary_size,
+            marked=self._holds_chats,
+        )
         return ShardBuilder(
             self.work / "shards",
-            self.config.router.prefix_tokens,
+            rows,
             self._paths,
-            self.config.model.sequence_length,
-            self.config.model.vocabulary_size,
             self._shards_hash,
             train_paths=self.config.router.train_paths,
-            marked=self._holds_chats,
         )
 
     @cached_property
@@ -401,19 +398,6 @@ class Preparation:
     def _paths(self) -> int:
         return self.config.grid.path_count
 
-    @cached_property
-    def _signed(self) -> RunPlan | None:
-        """The run that the folder holds already."""
-        return self.folder.plan() if self.folder.manifest_path.exists() else None
-
-    def _plan(self, blobs: RunBlobs) -> RunPlan:
-        return self.config.plan(
-            blobs,
-            round(time.time() + (self.options.start_in_s or 0.0), 3),
-            self.predecessor.plan.run_id if self.predecessor else None,
-            self._base_source,
-        ).model_copy(update={"invitations_of": self._invitations_of})
-
     @property
     def _base_source(self) -> BaseSource | None:
         """Where the frozen base comes from, with adapters."""
@@ -423,61 +407,6 @@ class Preparation:
             return None
         assert self.imported is not None  # a RUN.toml with adapters names a base
         return self.imported.source(self.config.base.name or self.imported.folder.name)
-
-    def _is_signed(self, plan: RunPlan) -> bool:
-        """Whether the folder holds this run already, whenever it began. Raises ConfigurationError
-        when it holds another one, unless that is to be replaced."""
-        if self._signed is None:
-            return False
-        ignored = {"start_s": 0.0, "admission": None}
-        changed = differing_keys(
-            self._signed.model_copy(update=ignored).model_dump(mode="json"),
-            plan.model_copy(update=ignored).model_dump(mode="json"),
-        )
-        changed += ["admission"] * (is_open(self._signed) != self._is_open)
-        changed += ["start_s (--start-in-s)"] * (self.options.start_in_s is not None)
-        if changed and not self.options.replace:
-            raise ConfigurationError(
-                f"{self.out} holds the signed run '{self._signed.name}' ({self._signed.run_id}), "
-                f"which peers may be training; '{plan.name}' would be another one "
-                f"({plan.run_id}), because {', '.join(changed)} differ{'s' * (len(changed) == 1)}. "
-                f"Give another folder with --out, or --replace to give up the run there"
-            )
-        return not changed
-
-    def _sign(self, blobs: RunBlobs) -> tuple[RunPlan, bool]:
-        """Stage 6: sign the plan, unless the same one is signed already. Returns the plan, and
-        whether it is new."""
-        plan = self._plan(blobs)
-        if self.predecessor:
-            check_start(plan, self.predecessor.plan)
-        if self._is_signed(plan):
-            assert self._signed is not None
-            return self._signed, False
-        key = load_or_create_operator_key(self.operator_key)
-        if self._is_open:
-            plan = opened(plan, key)
-        atomic_write(self.folder.manifest_path, sign_manifest(plan, key))
-        if self.predecessor and not self._is_open:
-            keep_revocations(self.predecessor.folder.path, self.out)
-        note_admission(self.out, plan, key, self.display.say)
-        return plan, True
-
-    @property
-    def _is_open(self) -> bool:
-        """Whether everybody is in: as is asked for, or as before."""
-        before = self._signed or (self.predecessor.plan if self.predecessor else None)
-        if self.options.admission is not None or before is None:
-            return self.options.admission != "invitation"
-        return is_open(before)
-
-    @property
-    def _invitations_of(self) -> str | None:
-        """The run whose invitations count here too: who is in stays in the successor."""
-        before = self.predecessor.plan if self.predecessor else None
-        if before is None or self._is_open or is_open(before):
-            return None
-        return before.admission_scope
 
     def _summarise(self, plan: RunPlan, is_new: bool) -> None:
         index, summaries = self.folder.shard_index(plan), self._shard_builder().summaries()

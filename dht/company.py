@@ -24,7 +24,8 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
 from dipaco.base.byte_buckets import ByteBuckets
-from dipaco.protocol.admission import ADMISSION_BYTES, Gate
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.record_errors import RecordError
 
 NODE_ID_BYTES = DHTID.HASH_NBYTES

@@ -26,7 +26,7 @@ from dipaco.base.errors import DipacoError, ProtocolVersionError
 from dipaco.base.repetition import Complaints
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.protocol.admission import Gate, read_revocations
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.coverage import Scope, bucket_count
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import SignedManifest, chain_of_runs, verify_manifest
@@ -47,6 +47,7 @@ from dipaco.protocol.records import (
     Record,
     RecordError,
 )
+from dipaco.protocol.revocations import read_revocations
 from dipaco.protocol.view import SwarmView, view_of_records
 
 from .bounded_protocol import introduce, let_in, note_contributors, serve_run

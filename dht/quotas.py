@@ -118,18 +118,18 @@ class _Box:
 
     records: int
     bytes: int
-    used: int = 0
+    used_records: int = 0
     used_bytes: int = 0
 
-    def fits(self, size: int, old: _Held | None) -> bool:
+    def fits(self, size_bytes: int, old: _Held | None) -> bool:
         """Tell whether a record fits when `old`, which it replaces, is gone."""
-        used = self.used - (old is not None)
-        used_bytes = self.used_bytes - (old.size if old is not None else 0)
-        return used < self.records and used_bytes + size <= self.bytes
+        used_records = self.used_records - (old is not None)
+        used_bytes = self.used_bytes - (old.size_bytes if old is not None else 0)
+        return used_records < self.records and used_bytes + size_bytes <= self.bytes
 
-    def count(self, size: int, sign: int) -> None:
-        self.used += sign
-        self.used_bytes += sign * size
+    def count(self, size_bytes: int, sign: int) -> None:
+        self.used_records += sign
+        self.used_bytes += sign * size_bytes
 
 
 @dataclass
@@ -137,7 +137,7 @@ class _Held:
     """What is known of a stored record besides its bytes."""
 
     address: Address
-    size: int
+    size_bytes: int
     expiration: float
     kind_box: _Box
 
@@ -280,12 +280,12 @@ class HeldRecords:
         entry = self._keys.get(key)
         old = entry.held.get(subkey) if entry is not None else None
         going: list[_Name] = []
-        if entry is not None and not entry.box.fits(held.size, old):
+        if entry is not None and not entry.box.fits(held.size_bytes, old):
             going = self._newest_of_others(((key, entry),), held, entry.box, old)
             if not going:
                 return None
         old_of_kind = old if old is not None and old.kind_box is held.kind_box else None
-        if not going and not held.kind_box.fits(held.size, old_of_kind):
+        if not going and not held.kind_box.fits(held.size_bytes, old_of_kind):
             keys = reversed(self._keys.items())
             going = self._newest_of_others(keys, held, held.kind_box, old_of_kind)
             if not going:
@@ -307,8 +307,8 @@ class HeldRecords:
                 if other.kind_box is not box and entry.box is not box:
                     continue
                 going.append((key, subkey))
-                left.count(other.size, -1)
-                if left.fits(held.size, old):
+                left.count(other.size_bytes, -1)
+                if left.fits(held.size_bytes, old):
                     return going
         return []
 
@@ -336,7 +336,7 @@ class HeldRecords:
 
     def _count(self, entry: _Key, held: _Held, sign: int) -> None:
         for box in (entry.box, held.kind_box):
-            box.count(held.size, sign)
+            box.count(held.size_bytes, sign)
         self.record_count += sign
         owner = held.address.public_key, held.address.kind.name
         self._of_owner[owner] = self._of_owner.get(owner, 0) + sign

@@ -21,11 +21,11 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from dipaco.base.errors import ManifestError
 from dipaco.base.repetition import Complaints
-from dipaco.protocol.admission import read_revocations
 from dipaco.protocol.identity import SIGNATURE_BYTES, Identity, is_signed, raw_public_key
 from dipaco.protocol.manifest import envelope_run_id
 from dipaco.protocol.record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
 from dipaco.protocol.records import OtherProtocolError, RecordError
+from dipaco.protocol.revocations import read_revocations
 
 logger = logging.getLogger(__name__)
 

@@ -38,6 +38,8 @@ from .trimmed_mean import fp32
 GREATEST_LEAP, TRIMMED_LEAP = 16, 1
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
 GREATEST_OF_MEDIAN, GREATEST_OF_USUAL = 4, 2
+# Of two contributions none is shortened below this share of the norm of the module's parameters.
+LEAST_OF_PARAMETERS = 1 / 32
 # Values that are combined at a time. Changes no bit.
 PIECE_VALUES = 64 * CHUNK_VALUES
 
@@ -221,18 +223,19 @@ class OuterRule:
             for row, tokens in zip(table, counted, strict=True)
         )
 
-    def scales(self, norms: Sequence[float], usual: float = 0.0) -> tuple[float, ...]:
+    def scales(self, norms: Sequence[float], parameters_norm: float = 0.0) -> tuple[float, ...]:
         """Return what each contribution of a step is multiplied by; 1 for at least half of them.
 
         What is longer than the median is shortened to it: the lower one of the norms above 0. Of
-        two contributions neither can be told to be the wrong one, so the module's last steps are a
-        third voice, if there were any: `usual`. Otherwise a contribution of next to nothing would
+        two contributions neither can be told to be the wrong one, so a share of the norm of the
+        module's parameters is a third voice. Otherwise a contribution of next to nothing would
         make nothing of the other's work.
         """
         above = [norm for norm in norms if norm > 0.0]
         if not self.contributions.shorten or len(above) < 2:
             return (1.0,) * len(norms)
-        most = _lower_median([*above, usual] if len(above) == 2 and usual > 0.0 else above)
+        third = [LEAST_OF_PARAMETERS * parameters_norm] if len(above) == 2 else []
+        most = _lower_median([*above, *third])
         return tuple(1.0 if norm <= most else most / norm for norm in norms)
 
     def step(
@@ -293,12 +296,10 @@ class OuterRule:
         norms = [0.0] * len(files)
         if self.contributions.shorten and len(files) > 1:
             norms = [contribution_norm(codec, data, values) for data in files]
-        usual = 0.0
-        if len(norms) == 2 and all(norms):
-            # Of momentum mu, as many steps as it remembers add up to 1 / (1 - mu) of one.
-            kept = exact_norm(lambda begin, end: state.momentum[begin:end], values)
-            usual = (1.0 - self.outer_of(state.module).momentum) * kept
-        scales = self.scales(norms, usual)
+        parameters_norm = 0.0
+        if sum(norm > 0.0 for norm in norms) == 2:
+            parameters_norm = exact_norm(lambda b, e: state.parameters[b:e], values)
+        scales = self.scales(norms, parameters_norm)
         trims = self._is_trimmed and len(files) >= trimmed_mean.LEAST_VOTERS
         paths, share = [row.path for row in rows], self.contributions.trim_share
         sums = torch.empty(min(values, self.piece_values))

@@ -48,13 +48,11 @@ from dipaco.peer.owner.reasons import (
     programs_of,
     while_running,
 )
-from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.event_command import EventCommand
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.first_speed import FirstSpeed, device_line
-from dipaco.peer.reporting.metrics import PeerMetrics
 from dipaco.protocol.records import Reachability
 from dipaco.training.trainer import PathTrainer
 
@@ -64,8 +62,10 @@ from .entrance import Listening
 from .given_address import keep_addresses
 from .guests import RevocationList, given_invitation
 from .node import Node, join_run
+from .node_process import NodeProcess, begin_process
 from .own_status import PeerStatus
 from .refresher import Refresher
+from .running_node import RunningNode
 from .session import Session
 from .settings import NodeSettings, PeerSettings
 from .twin import TwinWatch
@@ -87,11 +87,8 @@ def run_peer(settings: PeerSettings) -> int:
     install_pause_signals(settings.cache_folder)
     prepare_process(settings.threads)
     open_many_files()
-    events = EventLog(settings.log_json)
-    events.add_listener(display.on_event)
-    uplink = Uplink(settings.max_upload_mbps)
-    metrics = PeerMetrics(uplink)
-    events.add_listener(metrics.on_event)
+    process = begin_process(settings, display, stopping)
+    events = process.events
     told = EventCommand(settings.on_event) if settings.on_event is not None else None
     if told is not None:
         events.add_listener(told.on_event)
@@ -109,7 +106,7 @@ def run_peer(settings: PeerSettings) -> int:
                 host_maddrs=settings.listen_maddrs(), announce_maddrs=settings.announce_maddrs
             ),
             content_folder=settings.content_folder,
-            uplink=uplink,
+            uplink=process.uplink,
             say=display.say,
         )
         joined.set()
@@ -124,7 +121,7 @@ def run_peer(settings: PeerSettings) -> int:
         while following is not None:
             node = following
             _greet(node, display)
-            settings, following = _train(settings, node, display, events, stopping, uplink, metrics)
+            settings, following = _train(settings, node, process)
             display.stop()
             node = following or node
     except Exception as error:
@@ -163,24 +160,19 @@ def _round_text(rounds: RoundsConfig) -> str:
 
 
 def _train(
-    settings: PeerSettings,
-    node: Node,
-    display: Display,
-    events: EventLog,
-    stopping: threading.Event,
-    uplink: Uplink,
-    metrics: PeerMetrics,
+    settings: PeerSettings, node: Node, process: NodeProcess
 ) -> tuple[PeerSettings, Node | None]:
     """Start the background work, then run the session.
 
     Returns the node of the successor that the peer moves to, if it does, and the settings there.
     """
+    display, events = process.display, process.events
     shards = node.load_shard_index()
     micro_batch_size = fitting_batch(settings, node.plan, shards)
     node.contributions.most_bytes = contributions_limit(settings, node.plan, shards)
     budget = UploadBudget(
         settings.cache_folder,
-        uplink,
+        process.uplink,
         gb_month=settings.max_upload_gb_month,
         gb_hour=settings.max_upload_gb_hour,
     )
@@ -197,8 +189,8 @@ def _train(
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
     refresher, blob_keeper = start_background(node, status, background, events)
-    metrics.follow(node, refresher, status, lambda: len(node.held.all()))
-    metrics.serve(settings, display.say)
+    process.metrics.follow(node, refresher, status, lambda: len(node.held.all()))
+    process.metrics.serve(settings, display.say)
     display.start(node, refresher, status)
     speed = FirstSpeed(node.plan.model, status.device, lambda said: events.emit("speed", what=said))
     events.add_listener(speed.on_event)
@@ -214,11 +206,10 @@ def _train(
         optimizer=settings.optimizer,
         micro_batch_size=micro_batch_size,
         compile_model=settings.compile_model and device.type == "cuda",
-        is_interrupted=stopping.is_set,
+        is_interrupted=process.stopping.is_set,
     )
-    session = Session(
-        settings, node, trainer, status, refresher, background, events, stopping, pauses
-    )
+    running = RunningNode(node, status, refresher, background, events, process.stopping)
+    session = Session(settings, running, trainer, pauses)
     # Later than the other processes and what answers others: these have to be quick.
     be_nice(settings.nice, device)
     write_address_file(settings, visible_addresses(node.dht))

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from dipaco.base.errors import AdmissionError, StorageError
 from dipaco.base.files import atomic_write, decoded
-from dipaco.protocol.admission import INVITATION_PREFIX, Gate, invitation_of, read_invitation
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import Identity
+from dipaco.protocol.invitations import INVITATION_PREFIX, invitation_of, read_invitation
 from dipaco.protocol.manifest import SignedManifest
 from dipaco.protocol.records import RecordError
 

@@ -7,7 +7,6 @@ them what concerns the model. Nothing is decided here.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,20 +14,17 @@ from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.modules.device import return_freed_memory, wait_for
 from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.pauses import Pauses
-from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.training.interruption import PassInterrupted
 from dipaco.training.trainer import PathTrainer, RateMeter
 
-from .background import Background
 from .handlers import Handlers
 from .node import Node
-from .own_status import PeerStatus
 from .path_files import OptimizerFiles, PathFiles
 from .progress import ProgressReports
-from .refresher import Refresher
+from .running_node import RunningNode
 from .settings import PeerSettings
 from .shell import LONGEST_WAIT_S, Shell
 from .successor import SuccessorWatch
@@ -43,20 +39,17 @@ class Session:
     def __init__(
         self,
         settings: PeerSettings,
-        node: Node,
+        running: RunningNode,
         trainer: PathTrainer,
-        status: PeerStatus,
-        refresher: Refresher,
-        background: Background,
-        events: EventLog,
-        stopping: threading.Event,
         pauses: Pauses | None = None,
     ) -> None:
+        node, status, events = running.node, running.status, running.events
+        refresher, background = running.refresher, running.background
         self.node = node
         self.status = status
         self.events = events
         self._pauses = pauses
-        self._stopping, self._duty_percent = stopping, settings.duty
+        self._stopping, self._duty_percent = running.stopping, settings.duty
         self._rests_until_s = 0.0
         self._refresher = refresher
         self._background = background
@@ -69,18 +62,13 @@ class Session:
         self._last_loss = float("nan")
         self._resumed = False
         self._shell = Shell(
-            node,
+            running,
             MemberSettings(
                 node.me,
                 pinned=settings.path,
                 max_rounds=settings.max_rounds,
                 follows=not settings.stay,
             ),
-            status,
-            refresher,
-            background,
-            events,
-            stopping,
             files=self._files,
             trainer=trainer,
             model_handlers=self._model_handlers(),

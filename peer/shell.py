@@ -13,27 +13,23 @@ concerns the model is done when the step has ended, and until then nothing more 
 from __future__ import annotations
 
 import queue
-import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
-from dipaco.peer.reporting.events import EventLog
 from dipaco.protocol.member.actions import Action, Left, TakeStep, Wait
 from dipaco.protocol.member.events import Event, LeaveWanted, Meanwhile, Turn, Viewed
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.training.trainer import PathTrainer
 
-from .background import Background
 from .handlers import Handlers
 from .messenger import Messenger
 from .node import Node
 from .outer_steps import OuterSteps
-from .own_status import PeerStatus
 from .path_files import PathFiles
-from .refresher import Refresher
+from .running_node import RunningNode
 
 # What a member says once a turn, after everything else was done.
 Instruction = TakeStep | Wait | Left
@@ -59,30 +55,26 @@ class Shell:
 
     def __init__(
         self,
-        node: Node,
+        running: RunningNode,
         settings: MemberSettings,
-        status: PeerStatus,
-        refresher: Refresher,
-        background: Background,
-        events: EventLog,
-        stopping: threading.Event,
         *,
         files: PathFiles | None = None,
         trainer: PathTrainer | None = None,
         model_handlers: Handlers | None = None,
         next_turn: Callable[[], Turn] = Turn,
     ) -> None:
+        node, refresher, background = running.node, running.refresher, running.background
         self.member = start_member(node, settings)
-        self._now, self._background, self._stopping = node.clock.now, background, stopping
+        self._now, self._background, self._stopping = node.clock.now, background, running.stopping
         self._next_turn = next_turn
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.messenger = Messenger(
-            refresher, node.exchange, node.chains, node.contributions, status, self.report
+            refresher, node.exchange, node.chains, node.contributions, running.status, self.report
         )
         self.outer_steps = OuterSteps(
             node,
             files or PathFiles(node),
-            events,
+            running.events,
             self.report,
             announce=refresher.announce,
             trainer=trainer,

@@ -15,12 +15,7 @@ rounds do not count, and all who read a chain agree on which these are (`Gate.co
 
 from __future__ import annotations
 
-import base64
-import binascii
-import hashlib
-import json
 import math
-import struct
 import threading
 import time
 from collections import OrderedDict
@@ -28,161 +23,31 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from dipaco.base.errors import AdmissionError
-from dipaco.base.files import canonical_json
-from dipaco.modules.plan import RunPlan
 
-from .identity import (
-    PUBLIC_KEY_BYTES,
-    SIGNATURE_BYTES,
-    is_signed,
-    public_key_of_peer_id,
-    raw_public_key,
+from .identity import PUBLIC_KEY_BYTES, is_signed, public_key_of_peer_id
+from .invitations import (
+    ADMISSION_BYTES,
+    ADMISSION_PREFIX,
+    GRANT_BYTES,
+    GRANT_PREFIX,
+    MOST_PLACES,
+    TERMS_BYTES,
+    Invitation,
+    Terms,
+    invitation_of,
+    pack_terms,
+    unpack_terms,
 )
 from .manifest import SignedManifest
-from .record_keys import MAX_LIST_BYTES
-from .records import RecordError
+from .record_errors import RecordError
+from .revocations import read_revocations
 
-INVITATION_PREFIX = "dipaco-invitation-1."
-MOST_PLACES = 10_000
-_GRANT_PREFIX, _ADMISSION_PREFIX = b"dipaco-invitation/1\n", b"dipaco-admission/1\n"
-_LIST_PREFIX = b"dipaco-revocations/1\n"
-LIST_FORMAT = "dipaco-revocations/1"
-MOST_REVOKED = 2000
-GREATEST_LIST_VERSION = 10**8 - 1
-# Run id, places, and the Unix second after which nobody is admitted; 0 for never.
-_TERMS = struct.Struct(">8sHQ")
-_GRANT_BYTES = _TERMS.size + PUBLIC_KEY_BYTES + SIGNATURE_BYTES
-ADMISSION_BYTES = _GRANT_BYTES + SIGNATURE_BYTES
-_CHECK_BYTES = 4
-_INVITATION_BYTES = _TERMS.size + 32 + SIGNATURE_BYTES + _CHECK_BYTES
 # A place is free again when its peer was not seen for so long.
 AWAY_S = 900.0
 # Admissions whose signatures were checked, of peers with a place and of peers in old steps.
 MOST_VERIFIED = 2**15
 _NEVER = 2**63
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What an invitation says."""
-
-    run_id: str
-    """The run that it is for: also for its successors by invitation."""
-    places: int
-    """How many peers count at a time."""
-    expires_s: int
-    """Unix second after which nobody counts by it; 0 for never."""
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """An invitation with its private key: a secret, worth its places."""
-
-    terms: Terms
-    seed: bytes
-    signature: bytes
-    """The operator's."""
-
-    @property
-    def _key(self) -> Ed25519PrivateKey:
-        return Ed25519PrivateKey.from_private_bytes(self.seed)
-
-    @property
-    def id(self) -> str:
-        """What the operator revokes, and status shows."""
-        return invitation_id(raw_public_key(self._key))
-
-    def to_text(self) -> str:
-        """Return the line that a volunteer pastes."""
-        body = _pack(self.terms) + self.seed + self.signature
-        packed = body + hashlib.sha256(body).digest()[:_CHECK_BYTES]
-        return INVITATION_PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
-
-    def admit(self, public_key: bytes, now_s: float) -> bytes:
-        """Return the admission of a peer, to be kept with its identity.
-
-        Raises `AdmissionError` when the invitation has expired.
-        """
-        if self.terms.expires_s and now_s > self.terms.expires_s:
-            days = (now_s - self.terms.expires_s) / 86_400
-            raise AdmissionError(
-                f"the invitation {self.id} expired {days:.1f} days ago; ask the operator for "
-                "another one"
-            )
-        grant = _pack(self.terms) + raw_public_key(self._key) + self.signature
-        return grant + self._key.sign(_ADMISSION_PREFIX + grant + public_key)
-
-
-def make_invitation(terms: Terms, operator: Ed25519PrivateKey) -> Invitation:
-    """Return a new invitation. For `Terms` within bounds."""
-    if not 1 <= terms.places <= MOST_PLACES:
-        raise ValueError(f"an invitation is for 1 to {MOST_PLACES} peers")
-    key = Ed25519PrivateKey.generate()
-    seed = key.private_bytes(
-        serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
-    )
-    signature = operator.sign(_GRANT_PREFIX + _pack(terms) + raw_public_key(key))
-    return Invitation(terms, seed, signature)
-
-
-def opened(plan: RunPlan, operator: Ed25519PrivateKey, places: int = MOST_PLACES) -> RunPlan:
-    """Return the plan of an open run: with an invitation in it by which everybody is in.
-
-    Called before a manifest is signed; without it a run is by invitation.
-    """
-    plan = plan.model_copy(update={"admission": None, "invitations_of": None})
-    invitation = make_invitation(Terms(plan.admission_scope, places, 0), operator)
-    return plan.model_copy(update={"admission": invitation.to_text()})
-
-
-def read_invitation(text: str) -> Invitation:
-    """Read what a volunteer pasted. Raises `AdmissionError`; the operator's signature is checked
-    by the `Gate` of the run, which knows the operator."""
-    text = text.strip()
-    encoded = text.removeprefix(INVITATION_PREFIX)
-    expected = -(-_INVITATION_BYTES * 8 // 6)
-    if encoded == text:
-        raise AdmissionError(
-            f"{text[:40]!r} is no invitation; it is a line that begins with {INVITATION_PREFIX}"
-        )
-    if len(encoded) != expected:
-        raise AdmissionError(
-            f"the invitation has {len(encoded)} characters after {INVITATION_PREFIX} and not "
-            f"{expected}; paste all of the line"
-        )
-    try:
-        padded = encoded + "=" * (-len(encoded) % 4)
-        packed = base64.b64decode(padded, altchars=b"-_", validate=True)
-    except (binascii.Error, ValueError):
-        packed = b""
-    body = packed[:-_CHECK_BYTES]
-    if not packed or hashlib.sha256(body).digest()[:_CHECK_BYTES] != packed[-_CHECK_BYTES:]:
-        raise AdmissionError("the invitation was changed on its way; paste the line once more")
-    seed_end = _TERMS.size + 32
-    return Invitation(_unpack(body[: _TERMS.size]), body[_TERMS.size : seed_end], body[seed_end:])
-
-
-def invitation_of(admission: bytes) -> str:
-    """Return which invitation an admission is of, unchecked."""
-    return invitation_id(admission[_TERMS.size : _TERMS.size + PUBLIC_KEY_BYTES])
-
-
-def invitation_id(public_key: bytes) -> str:
-    """Return the name of an invitation: 16 hexadecimal digits of the hash of its key."""
-    return hashlib.sha256(public_key).hexdigest()[:16]
-
-
-def _pack(terms: Terms) -> bytes:
-    return _TERMS.pack(bytes.fromhex(terms.run_id), terms.places, terms.expires_s)
-
-
-def _unpack(data: bytes) -> Terms:
-    run_id, places, expires_s = _TERMS.unpack(data)
-    return Terms(run_id.hex(), places, expires_s)
 
 
 @dataclass(frozen=True)
@@ -300,27 +165,27 @@ class Gate:
         return None if known is None else known[0]
 
     def _verify(self, peer: str, data: bytes) -> Admission:
-        grant, name = data[:_GRANT_BYTES], invitation_of(data)
-        key_end = _TERMS.size + PUBLIC_KEY_BYTES
+        grant, name = data[:GRANT_BYTES], invitation_of(data)
+        key_end = TERMS_BYTES + PUBLIC_KEY_BYTES
         terms = self._grants.get(grant)
         if terms is None:
             terms = self._read_grant(grant[:key_end], grant[key_end:])
             with self._lock:
                 self._grants[grant] = terms
-        signed = _ADMISSION_PREFIX + grant + public_key_of_peer_id(peer)
-        if not is_signed(signed, data[_GRANT_BYTES:], grant[_TERMS.size : key_end]):
+        signed = ADMISSION_PREFIX + grant + public_key_of_peer_id(peer)
+        if not is_signed(signed, data[GRANT_BYTES:], grant[TERMS_BYTES:key_end]):
             raise RecordError(f"its admission by the invitation {name} is not for it")
         return Admission(name, terms.places, terms.expires_s)
 
     def _read_grant(self, said: bytes, signature: bytes) -> Terms:
-        terms = _unpack(said[: _TERMS.size])
+        terms = unpack_terms(said[:TERMS_BYTES])
         if terms.run_id != self.run_id:
             raise RecordError(f"it was invited to run {terms.run_id}, not to {self.run_id}")
         if not 1 <= terms.places <= MOST_PLACES:
             raise RecordError(
                 f"an invitation is for 1 to {MOST_PLACES} peers, not for {terms.places}"
             )
-        if not is_signed(_GRANT_PREFIX + said, signature, self._operator_key):
+        if not is_signed(GRANT_PREFIX + said, signature, self._operator_key):
             raise RecordError("its invitation is not signed by the operator of the run")
         return terms
 
@@ -496,7 +361,7 @@ class Gate:
             raise AdmissionError(
                 f"the operator has revoked the invitation {invitation.id}; ask for another one"
             )
-        said = _pack(invitation.terms) + raw_public_key(invitation._key)
+        said = pack_terms(invitation.terms) + invitation.public_key
         try:
             self._read_grant(said, invitation.signature)
         except RecordError:
@@ -504,68 +369,3 @@ class Gate:
                 f"the invitation {invitation.id} is not signed by the operator of this run; ask "
                 "the operator for one"
             ) from None
-
-
-@dataclass(frozen=True)
-class Revocations:
-    """A list of the operator's whose signature is right."""
-
-    run_id: str
-    version: int
-    """Rises with every list; the greatest counts."""
-    revoked: Mapping[str, int]
-    """By id of an invitation, the Unix second in whose round the last rows by it count."""
-    operator_key: bytes
-
-
-def sign_revocations(
-    run_id: str, version: int, revoked: Mapping[str, int], key: Ed25519PrivateKey
-) -> bytes:
-    """Return the JSON envelope of a list, with the second at which each invitation ended."""
-    said = {
-        "format": LIST_FORMAT,
-        "run": run_id,
-        "version": version,
-        "revoked": dict(revoked),
-    }
-    signature = key.sign(_LIST_PREFIX + canonical_json(said))
-    envelope = {
-        "revocations": said,
-        "operator": {"public_key": base64.b64encode(raw_public_key(key)).decode()},
-        "signature": base64.b64encode(signature).decode(),
-    }
-    return canonical_json(envelope)
-
-
-def read_revocations(envelope: Any) -> Revocations:
-    """Check a list as far as it can be checked without knowing its run. Raises `RecordError`."""
-    if type(envelope) is not bytes or len(envelope) > MAX_LIST_BYTES:
-        raise RecordError("the list of revoked invitations is too large, or not bytes")
-    try:
-        content = json.loads(envelope)
-        said = content["revocations"]
-        operator_key = base64.b64decode(content["operator"]["public_key"], validate=True)
-        signature = base64.b64decode(content["signature"], validate=True)
-        signed = _LIST_PREFIX + canonical_json(said)
-        run_id, version, revoked = said["run"], said["version"], said["revoked"]
-        is_whole = (
-            said["format"] == LIST_FORMAT
-            and _is_id(run_id)
-            and type(version) is int
-            and 0 < version <= GREATEST_LIST_VERSION
-            and type(revoked) is dict
-            and len(revoked) <= MOST_REVOKED
-            and all(map(_is_id, revoked))
-            and all(type(end_s) is int and 0 <= end_s < _NEVER for end_s in revoked.values())
-        )
-    except (ValueError, KeyError, TypeError, RecursionError):
-        is_whole = False
-    if not is_whole:
-        raise RecordError("a list of revoked invitations cannot be read")
-    if not is_signed(signed, signature, operator_key):
-        raise RecordError("a list of revoked invitations is badly signed")
-    return Revocations(run_id, version, revoked, operator_key)
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is str and len(value) == 16 and set(value) <= set("0123456789abcdef")

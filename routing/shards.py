@@ -78,16 +78,28 @@ def chunk_at(corpus: TokenCorpus, first: int, most_documents: int, most_tokens: 
     return range(first, first + max(1, fitting))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowShape:
+    """How documents become the rows of a token file."""
+
+    sequence_length: int
+    """Tokens of a row."""
+    prefix_tokens: int
+    """Tokens at the beginning of a document that routing sees, and that are not scored."""
+    vocabulary_size: int
+    marked: bool = False
+    """Whether documents are chats: they share rows only as a whole (`pack_documents`), and rows
+    without a token to be learned are left out."""
+
+
 class ShardBuilder:
     """Routes a corpus and writes one token file per path and part.
 
-    A path's training documents follow each other and are cut into rows of `sequence_length`
-    tokens, the last row padded; each document is in the shards of its `train_paths` best paths
-    (section 2.4.4). A path's validation file holds the `scoring_windows` of the held-out documents
-    whose best path it is, in the order of the corpus. `marked` documents, which are chats, share
-    rows only as a whole (`pack_documents`), and rows without a token to be learned are left out.
-    The work is done in chunks of documents; a
-    builder that was killed goes on after its last finished chunk and the files come out the same.
+    A path's training documents follow each other and are cut into rows, the last row padded; each
+    document is in the shards of its `train_paths` best paths (section 2.4.4). A path's validation
+    file holds the `scoring_windows` of the held-out documents whose best path it is, in the order
+    of the corpus. The work is done in chunks of documents; a builder that was killed goes on after
+    its last finished chunk and the files come out the same.
 
     `inputs` is a hash of everything that the shards depend on.
     """
@@ -95,30 +107,25 @@ class ShardBuilder:
     def __init__(
         self,
         folder: Path,
-        prefix_tokens: int,
+        rows: RowShape,
         path_count: int,
-        sequence_length: int,
-        vocabulary_size: int,
         inputs: str,
         *,
         train_paths: int = 1,
-        marked: bool = False,
         chunk_documents: int = CHUNK_DOCUMENTS,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         self._folder = folder
-        self._prefix_tokens = prefix_tokens
+        self._shape = rows
         self._path_count = path_count
-        self._sequence_length = sequence_length
-        self._marked = marked
-        self._dtype = token_dtype(vocabulary_size, marked=marked)
-        self._row_bytes = sequence_length * self._dtype.itemsize
+        self._dtype = token_dtype(rows.vocabulary_size, marked=rows.marked)
+        self._row_bytes = rows.sequence_length * self._dtype.itemsize
         self._inputs = inputs
         self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
         self._chunk_documents = chunk_documents
         self._chunk_tokens = chunk_tokens
         self._progress_path = folder / "progress.json"
-        window_stride(sequence_length, prefix_tokens)
+        window_stride(rows.sequence_length, rows.prefix_tokens)
         folder.mkdir(parents=True, exist_ok=True)
         self._start()
 
@@ -162,8 +169,8 @@ class ShardBuilder:
                 self._file(part, path).unlink(missing_ok=True)
                 self._made(part, path).unlink(missing_ok=True)
         return ShardIndex(
-            sequence_length=self._sequence_length,
-            marked=self._marked,
+            sequence_length=self._shape.sequence_length,
+            marked=self._shape.marked,
             paths=tuple(self._path_shard(path, digests) for path in range(self._path_count)),
         )
 
@@ -177,7 +184,7 @@ class ShardBuilder:
                 validation_documents=self._parts["validation"][path].documents,
                 labels=self._label_shares(path),
                 label_tokens=dict(self._labels[path]),
-                learned_tokens=self._parts["train"][path].learned if self._marked else None,
+                learned_tokens=self._parts["train"][path].learned if self._shape.marked else None,
             )
             for path in range(self._path_count)
         )
@@ -192,7 +199,7 @@ class ShardBuilder:
 
     def _beginnings(self, part: Part, corpus: TokenCorpus, chunk: range) -> Beginnings:
         return Beginnings(
-            tuple(np.array(corpus.beginning(index, self._prefix_tokens)) for index in chunk),
+            tuple(np.array(corpus.beginning(index, self._shape.prefix_tokens)) for index in chunk),
             tuple(corpus.label_name(index) for index in chunk),
             self._routed_to[part],
         )
@@ -203,7 +210,9 @@ class ShardBuilder:
         for index, chosen in zip(chunk, paths.tolist(), strict=True):
             document, label = corpus.document(index), corpus.label_name(index)
             content = self._trained(document) if part == "train" else self._windows(document)
-            learned = int(((content >= 0) & (content != PAD_TOKEN)).sum()) if self._marked else 0
+            learned = 0
+            if self._shape.marked:
+                learned = int(((content >= 0) & (content != PAD_TOKEN)).sum())
             content = content.astype(self._dtype).reshape(-1)
             for path in chosen:
                 pieces.setdefault(path, []).append(content)
@@ -222,12 +231,12 @@ class ShardBuilder:
     def _trained(self, document: np.ndarray) -> np.ndarray:
         """Return what a training file gets of a document: of a chat the pieces of at most a row in
         which something is to be learned, each with one token of padding behind it."""
-        if not self._marked:
+        if not self._shape.marked:
             return document
         separator = np.array([PAD_TOKEN], self._dtype)
         parts: list[np.ndarray] = [np.empty(0, self._dtype)]
-        for start in range(0, len(document), self._sequence_length):
-            piece = np.array(document[start : start + self._sequence_length])
+        for start in range(0, len(document), self._shape.sequence_length):
+            piece = np.array(document[start : start + self._shape.sequence_length])
             # Nothing is before it, so it is no target.
             piece[0] = min(piece[0], ~piece[0])
             if (piece >= 0).any():
@@ -235,22 +244,22 @@ class ShardBuilder:
         return np.concatenate(parts)
 
     def _windows(self, document: np.ndarray) -> np.ndarray:
-        rows = scoring_windows(document, self._sequence_length, self._prefix_tokens)
-        if not self._marked:
+        rows = scoring_windows(document, self._shape.sequence_length, self._shape.prefix_tokens)
+        if not self._shape.marked:
             return rows
-        scored = rows[:, self._prefix_tokens :]
+        scored = rows[:, self._shape.prefix_tokens :]
         return rows[((scored >= 0) & (scored != PAD_TOKEN)).any(axis=1)]
 
     def _finish_train_files(self) -> None:
         """Give every training file whole rows; doing it twice changes nothing."""
         if self._moved():
             return
-        if self._marked:
+        if self._shape.marked:
             for path in range(self._path_count):
                 self._pack(path)
             self._save()
             return
-        row_tokens = self._sequence_length
+        row_tokens = self._shape.sequence_length
         for path, done in enumerate(self._parts["train"]):
             tokens = done.bytes // self._dtype.itemsize
             missing = max(0, self._sequences("train", path) * row_tokens - tokens)
@@ -265,8 +274,8 @@ class ShardBuilder:
         tokens = np.fromfile(file, self._dtype, done.bytes // self._dtype.itemsize)
         ends = np.flatnonzero(tokens == PAD_TOKEN)
         lengths = np.diff(ends, prepend=-1) - 1
-        packed = pack_documents(lengths, self._sequence_length)
-        rows = np.full((len(packed), self._sequence_length), PAD_TOKEN, self._dtype)
+        packed = pack_documents(lengths, self._shape.sequence_length)
+        rows = np.full((len(packed), self._shape.sequence_length), PAD_TOKEN, self._dtype)
         for row, documents in zip(rows, packed, strict=True):
             start = 0
             for index in documents:
@@ -289,7 +298,7 @@ class ShardBuilder:
     def _sequences(self, part: Part, path: int) -> int:
         """Return the rows of a file. One token alone in a last row predicts nothing and is left
         out: a batch of that row would have no loss."""
-        if self._marked and part == "train":
+        if self._shape.marked and part == "train":
             return self._parts[part][path].rows
         rows, rest = divmod(self._parts[part][path].bytes, self._row_bytes)
         return rows + (rest > self._dtype.itemsize)
@@ -304,7 +313,7 @@ class ShardBuilder:
 
     def _made(self, part: Part, path: int) -> Path:
         """Return the file that becomes a blob."""
-        if self._marked and part == "train":
+        if self._shape.marked and part == "train":
             return self._folder / f"packed-{path:05d}.bin"
         return self._file(part, path)
 
@@ -353,7 +362,7 @@ class ShardBuilder:
         atomic_write(self._progress_path, canonical_json(values))
 
     def _counts(self, done: _PathPart) -> list[int]:
-        more = [done.learned, done.rows] if self._marked else []
+        more = [done.learned, done.rows] if self._shape.marked else []
         return [done.bytes, done.documents, done.tokens, *more]
 
     def _moved(self) -> dict[str, str]:

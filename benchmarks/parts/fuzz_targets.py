@@ -26,7 +26,7 @@ from dipaco.modules.grow import check_genesis_index
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import genesis_state, read_state, state_chunks
 from dipaco.peer.exchange import messages
-from dipaco.protocol import admission, manifest
+from dipaco.protocol import admission, invitations, manifest, revocations
 from dipaco.protocol.chain import Head, unpack_row, unpack_step, verify_row
 from dipaco.protocol.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
 from dipaco.protocol.record_errors import RecordError
@@ -99,10 +99,10 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
 
     operator = manifest.load_or_create_operator_key(run.path / "operator.pem")
     gate = admission.Gate(plan.run_id, raw_public_key(operator))
-    invitation = admission.make_invitation(admission.Terms(plan.run_id, 3, 0), operator)
+    invitation = invitations.make_invitation(invitations.Terms(plan.run_id, 3, 0), operator)
     guest = raw_public_key(operator)
     admitted = invitation.admit(guest, 1.5e9)
-    revoked = admission.sign_revocations(plan.run_id, 1, {invitation.id: 0}, operator)
+    revoked = revocations.sign_revocations(plan.run_id, 1, {invitation.id: 0}, operator)
     # What does not unpack to these fields never reaches the validator.
     unread = (ValueError, TypeError, msgpack.UnpackException)
     return [
@@ -111,11 +111,11 @@ def _of_the_dht(run: RunFolder, samples: Path) -> list[Target]:
         Target("manifest", recorded(samples, "manifest"), manifest.verify_manifest,
                (DipacoError,), "json"),
         Target("invitation", [invitation.to_text().encode()],
-               lambda data: admission.read_invitation(data.decode("utf-8", "replace")),
+               lambda data: invitations.read_invitation(data.decode("utf-8", "replace")),
                (DipacoError,)),
         Target("admission", [admitted],
                lambda data: gate.check(peer_id_of_public_key(guest), data), (RecordError,)),
-        Target("revocations", [revoked], admission.read_revocations, (RecordError,), "json"),
+        Target("revocations", [revoked], revocations.read_revocations, (RecordError,), "json"),
         Target("peer address", [_ADDRESS],
                lambda data: check_peer_address(data.decode("utf-8", "replace")), (DipacoError,)),
     ]  # fmt: skip

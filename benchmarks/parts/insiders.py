@@ -30,9 +30,9 @@ from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.messenger import Messenger
 from dipaco.peer.node import Node
 from dipaco.peer.shell import Shell
-from dipaco.protocol.admission import read_invitation
 from dipaco.protocol.chain import Row, Step, sign_row
 from dipaco.protocol.identity import Identity, load_or_create_identity
+from dipaco.protocol.invitations import read_invitation
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.records import HeldState, ModuleRecord

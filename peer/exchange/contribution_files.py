@@ -50,7 +50,7 @@ class _File:
     module: str
     round_index: int
     peer: str
-    size: int
+    size_bytes: int
     is_mail: bool = False
     is_checked: bool = False
     is_whole: bool = True
@@ -154,13 +154,13 @@ class ContributionFiles:
 
     def _make_room(self, newest: str) -> None:
         """Remove the oldest rounds until the rest fits."""
-        total = sum(file.size for file in self._files.values())
+        total = sum(file.size_bytes for file in self._files.values())
         order = sorted(self._files, key=lambda name: self._files[name].round_index)
         for name in order:
             if total <= self.most_bytes:
                 return
             if name != newest:
-                total -= self._files[name].size
+                total -= self._files[name].size_bytes
                 self.remove(name)
 
     def remove(self, sha256: str) -> None:
@@ -222,9 +222,9 @@ class ContributionFiles:
             waiting = list(self._promised.values())
             if row.name in self._promised:
                 return False
-            own = sum(f.size for f in mail if f.peer == row.peer)
+            own = sum(f.size_bytes for f in mail if f.peer == row.peer)
             own += sum(other.bytes for other in waiting if other.peer == row.peer)
-            total = sum(f.size for f in mail) + sum(other.bytes for other in waiting)
+            total = sum(f.size_bytes for f in mail) + sum(other.bytes for other in waiting)
             if own + row.bytes > self.most_bytes // 16 or total + row.bytes > self.most_bytes // 2:
                 return False
             if row.bytes > spare_bytes(self.folder):

@@ -44,13 +44,13 @@ from .messages import (
     decode,
     read_frame,
 )
+from .mirrors import MirrorSource
 from .pages import Pages
 from .responder import Responder
 from .served_run import ServedRun, peers_of
 from .transfer import (
     ContentAbsent,
     ContentStream,
-    MirrorSource,
     OffsetBeyondEnd,
     OnProgress,
     Source,

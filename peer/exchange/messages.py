@@ -14,8 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dipaco.protocol.admission import ADMISSION_BYTES
 from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.records import AddressText, Count, HeldState, ModuleName, PeerId, TimeS
 
 from .transport import Stream
@@ -179,9 +179,9 @@ def encode(message: Message) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, limit: int) -> dict[Any, Any]:
-    if len(data) > limit:
-        raise MessageError(f"{len(data)} bytes, at most {limit} are allowed")
+def _unpack(data: bytes, most_bytes: int) -> dict[Any, Any]:
+    if len(data) > most_bytes:
+        raise MessageError(f"{len(data)} bytes, at most {most_bytes} are allowed")
     try:
         values = msgpack.unpackb(
             data,
@@ -229,10 +229,10 @@ def framed(message: Message) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-async def read_frame(stream: Stream, limit: int) -> bytes:
+async def read_frame(stream: Stream, most_bytes: int) -> bytes:
     """Read the bytes of a message. Raises `MessageError` for a longer one, before it is read, and
     `asyncio.IncompleteReadError` when the stream ends."""
     size = int.from_bytes(await stream.read_exactly(LENGTH_BYTES), "big")
-    if size > limit:
-        raise MessageError(f"{size} bytes, at most {limit} are allowed")
+    if size > most_bytes:
+        raise MessageError(f"{size} bytes, at most {most_bytes} are allowed")
     return await stream.read_exactly(size)

@@ -12,22 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import ipaddress
 import logging
 import random
-import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn, Protocol, TypeVar
-from urllib.parse import urlsplit
-
-import fsspec
+from typing import NoReturn, Protocol, TypeVar
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
-from dipaco.modules.plan import check_mirror
 
 from .download_slots import DownloadSlots
 from .loop_thread import run_blocking
@@ -431,58 +425,3 @@ async def _fill(block: bytearray, stream: ContentStream, wanted: int) -> None:
         if not data:
             raise EOFError("the stream ended too early")
         block += data
-
-
-def refuse_private(address: str) -> None:
-    """Raise OSError for an https mirror at an address that not everybody can call: a manifest must
-    not send volunteers to what is in their own networks."""
-    place = urlsplit(address)
-    if place.scheme != "https":
-        return
-    for *_, found in socket.getaddrinfo(place.hostname, place.port or 443):
-        if not ipaddress.ip_address(str(found[0]).partition("%")[0]).is_global:
-            raise OSError(f"the mirror is at the private address {found[0]}")
-
-
-class MirrorSource:
-    """One mirror as a source of `transfer.download`."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address.rstrip("/")
-        self.name = f"mirror {self._address}"
-
-    async def open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
-        """Open the mirror's file; blocks a thread, not the loop."""
-        return await run_blocking(self._open, sha256, offset)
-
-    def _open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
-        # Laid out as the folder of blobs of a run is.
-        address = f"{check_mirror(self._address)}/{sha256[:2]}/{sha256}"
-        refuse_private(self._address)
-        system, path = fsspec.core.url_to_fs(address)
-        try:
-            total_bytes = system.size(path)
-            if total_bytes is None:
-                raise OSError("the mirror does not say how large its files are")
-            if offset > total_bytes:
-                raise OffsetBeyondEnd
-            file = system.open(path, "rb")
-        except FileNotFoundError:
-            raise ContentAbsent from None
-        file.seek(offset)
-        return _MirrorStream(file), int(total_bytes)
-
-
-class _MirrorStream:
-    """An open file of a mirror."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-
-    async def read(self, count: int) -> bytes:
-        """Return up to `count` bytes."""
-        return await run_blocking(self._file.read, count)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()

@@ -79,10 +79,10 @@ class Carrying:
 
     def _tell(self, action: actions.Tell) -> None:
         self.take(action.rows, action.steps)
-        size = ROW_BYTES * (len(action.rows) + sum(len(step.rows) for step in action.steps))
+        size_bytes = ROW_BYTES * (len(action.rows) + sum(len(step.rows) for step in action.steps))
         for peer in action.peers:
             if peer != self._machine.peer:
-                self._network.tell(self._machine.peer, peer, action, size)
+                self._network.tell(self._machine.peer, peer, action, size_bytes)
 
     def take(self, rows: Iterable[Row], steps: Iterable[Step]) -> None:
         """Keep rows, to tell others of them; all steps are noted that anybody knows."""
@@ -127,15 +127,15 @@ class Carrying:
                 events.Answered(action.peer, action.module, found, rows, has_more, held, trains)
             )
 
-        content, size = (action.module, action.locator), NAME_BYTES * len(action.locator)
-        self._call(action.peer, "ask", content, done, size=size, limit_s=ASK_LIMIT_S)
+        content, size_bytes = (action.module, action.locator), NAME_BYTES * len(action.locator)
+        self._call(action.peer, "ask", content, done, size_bytes=size_bytes, limit_s=ASK_LIMIT_S)
 
     def _put(self, action: actions.Put) -> None:
         left = list(action.peers)
 
         def next_one(is_taken: Any) -> None:
             if not is_taken and left:
-                self._call(left.pop(0), "put", action.row, next_one, size=FILE_BYTES)
+                self._call(left.pop(0), "put", action.row, next_one, size_bytes=FILE_BYTES)
 
         for _ in range(action.copies):
             next_one(False)

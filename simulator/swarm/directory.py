@@ -54,7 +54,7 @@ class _Version:
     """A record as it was written once; None withdraws it."""
 
     record: Any
-    size: int
+    size_bytes: int
     visible_s: float
     expires_s: float
     split: int
@@ -67,7 +67,7 @@ class _Key:
     def __init__(self) -> None:
         self.owners: dict[str, list[_Version]] = {}
         """The versions of each owner's record, the oldest first."""
-        self.size = 0
+        self.size_bytes = 0
         """Bytes of the newest versions."""
         self._seen: tuple[Any, ...] = ()
         self._until_s = -1.0
@@ -76,7 +76,7 @@ class _Key:
     def write(self, owner: str, version: _Version) -> None:
         """Store a version."""
         versions = self.owners.setdefault(owner, [])
-        self.size += version.size - (versions[-1].size if versions else 0)
+        self.size_bytes += version.size_bytes - (versions[-1].size_bytes if versions else 0)
         versions.append(version)
         del versions[:-KEPT_VERSIONS]
         self._until_s = -1.0
@@ -108,7 +108,7 @@ class _Key:
                         until_s = min(until_s, version.expires_s)
                     break
         for owner in gone:
-            self.size -= self.owners.pop(owner)[-1].size
+            self.size_bytes -= self.owners.pop(owner)[-1].size_bytes
         self._seen = tuple(found)
         # Before the first change everybody sees the same; in a split nobody knows.
         self._until_s = -1.0 if split else until_s - 1e-6
@@ -128,24 +128,24 @@ class SimulatedDirectory:
     def write(self, owner: str, key: str, record: Any, life_s: float) -> None:
         """Store a record under the owner's name; None withdraws it."""
         engine, network, conditions = self._engine, self._network, self._network.conditions
-        link, size = network.links[owner], record_bytes(record)
-        self._visit(link, key, NODES_STORED * size)
+        link, size_bytes = network.links[owner], record_bytes(record)
+        self._visit(link, key, NODES_STORED * size_bytes)
         link.traffic.records["written"] += 1
         if engine.chance(conditions.writes_lost):
             return
         now_s = engine.now_s
         visible_s = now_s + engine.between(*conditions.write_s)
-        version = _Version(record, size, visible_s, now_s + life_s, network.split, link.side)
+        version = _Version(record, size_bytes, visible_s, now_s + life_s, network.split, link.side)
         self._keys.setdefault(key, _Key()).write(owner, version)
 
     def _visit(self, link: Link, key: str, stored_bytes: int = 0) -> None:
         """Count what it costs to find the nodes of a key, and to read or write there."""
         nodes = min(NODES_VISITED, len(self._network.links) - 1)
         storing = min(NODES_STORED, nodes)
-        size = self._keys[key].size if key in self._keys else 0
+        size_bytes = self._keys[key].size_bytes if key in self._keys else 0
         link.traffic.requests["views"] += nodes + (storing if stored_bytes else 0)
         link.traffic.received["views"] += nodes * VISIT_BYTES
-        link.traffic.received["views"] += 0 if stored_bytes else storing * size
+        link.traffic.received["views"] += 0 if stored_bytes else storing * size_bytes
         link.traffic.sent["views"] += stored_bytes
 
     def read(self, reader: str, believed_s: float, scope: Scope) -> SwarmView:

@@ -56,7 +56,8 @@ class Faults:
             link = machine.link
             link.latency_s = engine.between(0.005, 0.2)
             link.jitter_s = engine.between(0.0, 0.1)
-            link.uplink, link.downlink = engine.between(1e5, 2e6), engine.between(5e5, 5e6)
+            link.uplink_bytes_s = engine.between(1e5, 2e6)
+            link.downlink_bytes_s = engine.between(5e5, 5e6)
             if machine.trains and engine.chance(0.1):
                 machine.step_s = min(20.0 * machine.step_s, SLOWEST_SHARE * self._round_s)
         conditions.write_s = (0.1, engine.between(1.0, 15.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from .attacks import ATTACKS, GROUPS_OF_TWO, ROUNDS
+from .attacks import ATTACKS, ROUNDS
 from .engine import Engine
 from .faults import Faults
 from .hostile import Liar
@@ -55,7 +55,6 @@ def run_history(
     Instead of the faults of a profile there can be one insider with an attack of `ATTACKS`.
     """
     if attack:
-        members = 2 if attack in GROUPS_OF_TWO else members
         drawn = draw_attacked(seed, attack, members=members, rounds=rounds or ROUNDS.get(attack))
     else:
         drawn = draw_scenario(seed, profile, members=members, rounds=rounds)
@@ -85,7 +84,7 @@ def run_history(
 def _place_machines(world: World, drawn: Scenario) -> None:
     engine, random, round_s = world.engine, world.engine.random, drawn.duration_s
     for number in range(2 if "all_nat" in drawn.faults else 1):
-        link = Link(latency_s=0.02, uplink=1e7, downlink=1e7)
+        link = Link(latency_s=0.02, uplink_bytes_s=1e7, downlink_bytes_s=1e7)
         boot = Machine(world, f"boot{number}", link, trains=False)
         engine.at(START_S - 0.45 * round_s, boot.start)
     for number in range(drawn.members):
@@ -106,8 +105,8 @@ def _make_trainer(world: World, drawn: Scenario, number: int) -> Machine:
     link = Link(
         latency_s=engine.between(0.005, 0.15),
         jitter_s=engine.between(0.0, 0.05),
-        uplink=engine.between(1e6, 2e7),
-        downlink=engine.between(5e6, 5e7),
+        uplink_bytes_s=engine.between(1e6, 2e7),
+        downlink_bytes_s=engine.between(5e6, 5e7),
     )
     step_s = engine.random.choice((0.5, 2.0, 8.0)) * engine.between(0.7, 1.4)
     step_s = min(step_s, drawn.duration_s / STEPS_IN_ROUND)

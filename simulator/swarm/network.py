@@ -67,9 +67,9 @@ class Link:
 
     latency_s: float = 0.03
     jitter_s: float = 0.01
-    uplink: float = 2e6
+    uplink_bytes_s: float = 2e6
     """Bytes a second."""
-    downlink: float = 8e6
+    downlink_bytes_s: float = 8e6
     can_be_called: bool = True
     is_up: bool = True
     """Whether the process lives."""
@@ -137,22 +137,22 @@ class Network:
         sender: str,
         receiver: str,
         verb: str,
-        size: int,
+        size_bytes: int,
         what: Callable[..., object],
         *arguments: Any,
     ) -> float:
         """Let the receiver do something; returns when it will have arrived, 0 when it is lost."""
         engine, a, b = self.engine, self.links[sender], self.links[receiver]
-        size, life = CALL_BYTES + size, b.life
-        a.traffic.sent[verb] += size
+        size_bytes, life = CALL_BYTES + size_bytes, b.life
+        a.traffic.sent[verb] += size_bytes
         now_s = engine.now_s
         arrival_s = now_s + a.latency_s + b.latency_s
         arrival_s += (a.jitter_s + b.jitter_s) * engine.random.random()
-        if size >= BULK_BYTES:
+        if size_bytes >= BULK_BYTES:
             begin_s = max(now_s, a.sends_free_s, b.receives_free_s)
-            takes_s = size / min(a.uplink, b.downlink)
-            a.sends_free_s = begin_s + size / a.uplink
-            b.receives_free_s = begin_s + size / b.downlink
+            takes_s = size_bytes / min(a.uplink_bytes_s, b.downlink_bytes_s)
+            a.sends_free_s = begin_s + size_bytes / a.uplink_bytes_s
+            b.receives_free_s = begin_s + size_bytes / b.downlink_bytes_s
             arrival_s += begin_s + takes_s - now_s
         if engine.chance(self.conditions.loss):
             return 0.0
@@ -160,18 +160,18 @@ class Network:
         def arrive() -> None:
             # What is on its way when its sender dies still arrives; a split swallows it.
             if a.side == b.side:
-                b.traffic.received[verb] += size
+                b.traffic.received[verb] += size_bytes
                 self.run(receiver, life, what, *arguments)
 
         engine.at(arrival_s, arrive)
         return arrival_s
 
-    def tell(self, sender: str, receiver: str, content: Any, size: int) -> None:
+    def tell(self, sender: str, receiver: str, content: Any, size_bytes: int) -> None:
         """Send a message that wants no answer, if it gets through."""
         self.links[sender].traffic.requests["tell"] += 1
         if self.can_call(sender, receiver):
             host = self.hosts[receiver]
-            self.send(sender, receiver, "tell", size, host, sender, "tell", content)
+            self.send(sender, receiver, "tell", size_bytes, host, sender, "tell", content)
 
     def call(
         self,
@@ -182,16 +182,16 @@ class Network:
         on_answer: Callable[[Any], None],
         *,
         limit_s: float = STALL_S,
-        size: int = 0,
+        size_bytes: int = 0,
     ) -> None:
         """Call a peer. `on_answer` gets the answer, or None when none has begun in the limit."""
         source = self.links[caller]
         source.traffic.requests[verb] += 1
         call = _Call(self, caller, callee, verb, source.life, limit_s, on_answer)
         if self.can_call(caller, callee):
-            self.send(caller, callee, verb, size, call.serve, content)
-            if size >= BULK_BYTES:
-                call.limit_s += 4 * size / source.uplink
+            self.send(caller, callee, verb, size_bytes, call.serve, content)
+            if size_bytes >= BULK_BYTES:
+                call.limit_s += 4 * size_bytes / source.uplink_bytes_s
         else:
             target = self.links.get(callee)
             if target is None or (not target.hangs and source.side == target.side):
@@ -217,11 +217,13 @@ class _Call:
         """Let the callee answer."""
         network, caller, callee, verb = self.network, self.caller, self.callee, self.verb
         if self.on_answer is not None:
-            answer, size = network.hosts[callee](caller, verb, content)
-            if size == DRIPS:
+            answer, size_bytes = network.hosts[callee](caller, verb, content)
+            if size_bytes == DRIPS:
                 self.answered_s = network.engine.now_s + network.drip_s - self.limit_s
-            elif size != NO_ANSWER:
-                self.answered_s = network.send(callee, caller, verb, size, self.finish, answer)
+            elif size_bytes != NO_ANSWER:
+                self.answered_s = network.send(
+                    callee, caller, verb, size_bytes, self.finish, answer
+                )
 
     def finish(self, answer: Any) -> None:
         """Tell the caller, once."""

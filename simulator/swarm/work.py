@@ -131,10 +131,7 @@ class Accounts:
         for module, final in finals.items():
             for link in self._world.book.back_from(final):
                 rows = link.step.rows if link.step is not None else ()
-                files = [self._world.files[row.file] for row in rows]
-                tiny = sum(file.content == "tiny" for file in files)
-                if files and 2 * tiny >= len(files):
-                    continue  # All are shortened to the median norm, which is next to nothing.
-                for row, file in zip(rows, files, strict=True):
+                for row in rows:
+                    file = self._world.files[row.file]
                     found.setdefault((row.peer, module), []).append((file.begin, file.end))
         return {place: merged(spans) for place, spans in found.items()}

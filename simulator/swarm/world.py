@@ -31,8 +31,8 @@ STATE_BYTES, FILE_BYTES, SHARD_BYTES = 2_000_000, 130_000, 4_000_000
 # Held-out losses: of sound states, of others, and of what is worse by less than a check notices.
 SOUND_LOSS, POISONED_LOSS, FORGED_LOSS, SUBTLE_LOSS = 3.0, 11.0, 7.0, 3.3
 
-Content = Literal["good", "poison", "subtle", "tiny", "garbage"]
-LOSSES: dict[Content, float] = {"good": SOUND_LOSS, "tiny": SOUND_LOSS, "subtle": SUBTLE_LOSS}
+Content = Literal["good", "poison", "subtle", "garbage"]
+LOSSES: dict[Content, float] = {"good": SOUND_LOSS, "subtle": SUBTLE_LOSS}
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,9 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.plan import RunPlan
 from dipaco.peer.guests import OWN_INVITATION
-from dipaco.protocol.admission import MOST_PLACES, Gate, read_invitation
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
+from dipaco.protocol.invitations import MOST_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.records import RecordError
 from dipaco.routing.corpus import CorpusConfig, corpus_files

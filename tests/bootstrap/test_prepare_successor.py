@@ -18,7 +18,6 @@ from support.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
 from dipaco.bootstrap import cli, local_scores
-from dipaco.bootstrap import prepare as prepare_module
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.bootstrap.prepare import prepare
@@ -26,7 +25,7 @@ from dipaco.modules.compose import load_path
 from dipaco.modules.grow import Growth, path_parameters
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
-from dipaco.protocol.manifest import verify_manifest
+from dipaco.protocol.manifest import load_or_create_operator_key, verify_manifest
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from dipaco.training.scoring import sum_losses
@@ -302,7 +301,7 @@ def test_only_the_same_operator_signs(chain: dict[str, Path], tmp_path: Path) ->
     toml = chain["dense"].parent / "scored.toml"
     with pytest.raises(ConfigurationError, match="--operator-key FILE"):
         succeed(toml, tmp_path / "out", old)
-    prepare_module.load_or_create_operator_key(tmp_path / "other.pem")
+    load_or_create_operator_key(tmp_path / "other.pem")
     with pytest.raises(ManifestError, match="peers would not move to it"):
         succeed(toml, tmp_path / "out", old, operator_key=tmp_path / "other.pem")
     succeed(toml, tmp_path / "out", old, operator_key=chain["dense"] / "operator.pem")

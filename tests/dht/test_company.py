@@ -15,8 +15,10 @@ from support.peers import RUN, key, peer
 from dipaco.dht import bounded_protocol
 from dipaco.dht.company import REMEMBERED_STRANGERS, Company, node_id_of, wants_to_be_asked
 from dipaco.dht.directory import Directory
-from dipaco.protocol.admission import Gate, Terms, make_invitation, sign_revocations
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.invitations import Terms, make_invitation
+from dipaco.protocol.revocations import sign_revocations
 
 OPERATOR = key(1000)
 INVITATION = make_invitation(Terms(RUN, 8, 0), OPERATOR)

@@ -20,6 +20,7 @@ from dipaco.modules.config import ContributionsConfig, OuterConfig
 from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Codec, contribution_norm
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import (
+    LEAST_OF_PARAMETERS,
     Contribution,
     OuterGradient,
     OuterRule,
@@ -40,8 +41,8 @@ GOLDEN_DIGESTS = {
     "float32": "048fb7d367f9b3c4a77fb0db0d801bb36e9ccaa6fd8a016c233f31c3c4537f21",
     "int8": "50f98e1df22874579809bba8fe870189595795d2f5c1167e3debfc95e53151a5",
     "int4": "f79f045b31dab5a2531d4cf0e606ea936a63c3b6e7c41b313a7ea62eb4524a57",
-    "int2": "9ca3fdb6eda56f23fb8f67831f197c227fe3144942cc78b69e7ff80cf3c97b77",
-    "sign": "644eb1cd73a4d97d3222073883e2d71cca318e60aab9d383d1a935a5202696a1",
+    "int2": "564b103d1939b7f383f8aa94e447db4fbc582805d4015ac7c9632a175563341d",
+    "sign": "1d44273f11653dbb46e0916e3be6b4ec095fcb674e26215bddc22bcc27628c2f",
 }
 
 
@@ -218,13 +219,27 @@ def test_of_two_the_shorter_is_the_measure_and_one_alone_is_never_shortened() ->
     assert PLAIN.scales([1000.0]) == (1.0,)
 
 
-def test_of_two_contributions_the_last_steps_are_the_third_voice() -> None:
+def test_of_two_contributions_a_share_of_the_parameters_is_the_third_voice() -> None:
     """One of next to nothing would otherwise bring the other's work to nothing."""
-    tiny, usual = 1e-38, 0.8
-    assert PLAIN.scales([1.0, tiny], usual) == (0.8, 1.0)
-    assert PLAIN.scales([0.5, tiny], usual) == (1.0, 1.0)
-    assert PLAIN.scales([1.0, 1000.0], usual) == (1.0, 0.001)
-    assert PLAIN.scales([1.0, 1.0, tiny], usual) == (1.0, 1.0, 1.0)
+    tiny, norm = 1e-38, 0.5 / LEAST_OF_PARAMETERS
+    assert PLAIN.scales([1.0, tiny], norm) == (0.5, 1.0)
+    assert PLAIN.scales([0.25, tiny], norm) == (1.0, 1.0)
+    assert PLAIN.scales([1.0, 1000.0], norm) == (1.0, 0.001)
+    assert PLAIN.scales([0.25, 1000.0], norm) == (1.0, 0.0005)
+    assert PLAIN.scales([1.0, 1.0, tiny], norm) == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("version", [0, 3])
+def test_tiny_contributions_never_bring_the_work_of_another_to_nothing(version: int) -> None:
+    """From the genesis on, or later; a step of half the work is what its weight gives it."""
+    state = state_of(version=version, momentum=drawn(1, 0.1 * (version > 0)))
+    for round_index in range(version, version + 12):
+        work = drawn(100 + round_index, 0.1)
+        files = files_of(PLAIN, work, 1e-30 * work)
+        stepped = PLAIN.step(state, files, TABLE, round_index)
+        moved = (stepped.parameters - state.parameters).norm()
+        assert moved > LEAST_OF_PARAMETERS / 16 * state.parameters.norm()
+        state = stepped
 
 
 def test_a_thousandfold_contribution_is_an_ordinary_one() -> None:

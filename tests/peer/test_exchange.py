@@ -49,9 +49,9 @@ from dipaco.peer.exchange.messages import (
     read_frame,
 )
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.protocol.admission import sign_revocations
 from dipaco.protocol.chain import Head, Row, Step, pack_row
 from dipaco.protocol.member.events import Told
+from dipaco.protocol.revocations import sign_revocations
 
 CONTENT = bytes(range(251)) * 20_000
 SHA = hashlib.sha256(CONTENT).hexdigest()

@@ -37,9 +37,11 @@ from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.path_files import PathFiles
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.states import States, head_of
-from dipaco.protocol.admission import Gate, Terms, make_invitation, opened, sign_revocations
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import load_or_create_identity
+from dipaco.protocol.invitations import Terms, make_invitation, opened
 from dipaco.protocol.manifest import sign_manifest, verify_manifest
+from dipaco.protocol.revocations import sign_revocations
 from dipaco.routing.run_folder import RunFolder
 
 NOW_S = 1_000_000.0

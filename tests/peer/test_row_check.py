@@ -19,9 +19,11 @@ from support.exchanges import (
 )
 from support.peers import RUN, key, peer
 
-from dipaco.protocol.admission import Gate, Terms, make_invitation, sign_revocations
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.invitations import Terms, make_invitation
+from dipaco.protocol.revocations import sign_revocations
 
 
 def test_rows_that_are_good_and_all_that_are_not() -> None:

@@ -20,6 +20,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.messenger import Messenger
 from dipaco.peer.outer_steps import OuterSteps
 from dipaco.peer.own_status import PeerStatus
+from dipaco.peer.running_node import RunningNode
 from dipaco.peer.session import Session
 from dipaco.peer.settings import PeerSettings
 from dipaco.peer.shell import Shell
@@ -50,13 +51,15 @@ class Mailbox:
         listeners: list[Callable[[e.Event], None]] = []
         self.peer.node.exchange.listen = listeners.append
         self.shell = Shell(
-            self.peer.node,
+            RunningNode(
+                self.peer.node,
+                PeerStatus(),
+                swarm,
+                self.background,
+                self.peer.events,  # type: ignore[arg-type]
+                self.stopping,
+            ),
             MemberSettings(self.peer.me, trains=False),
-            PeerStatus(),
-            swarm,
-            self.background,
-            self.peer.events,  # type: ignore[arg-type]
-            self.stopping,
             next_turn=self._next_turn,
         )
         (self.tell,) = listeners
@@ -135,17 +138,16 @@ class Trainee:
         swarm.refresh_too = lambda watch: None  # type: ignore[attr-defined]
         swarm.stop = lambda withdraw: None  # type: ignore[attr-defined]
         self.stopping = threading.Event()
-        self.session = Session(
-            PeerSettings(**options.pop("settings", {})),
+        running = RunningNode(
             self.peer.node,
-            self.trainer,
             PeerStatus(),
             swarm,  # type: ignore[arg-type]
             Background(),
             self.peer.events,  # type: ignore[arg-type]
             self.stopping,
-            **options,
         )
+        settings = PeerSettings(**options.pop("settings", {}))
+        self.session = Session(settings, running, self.trainer, **options)
         self.shell = self.session._shell
 
     def run(self, handle: Callable[[e.Event, float], tuple[a.Action, ...]]) -> None:

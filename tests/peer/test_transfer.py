@@ -25,12 +25,12 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.peer.exchange import transfer
 from dipaco.peer.exchange.download_slots import DownloadSlots
+from dipaco.peer.exchange.mirrors import MirrorSource
 from dipaco.peer.exchange.partial_file import PartialFile, prune_partial_files
 from dipaco.peer.exchange.transfer import (
     BLOCK_BYTES,
     ContentAbsent,
     ContentStream,
-    MirrorSource,
     OffsetBeyondEnd,
     Source,
     SourceBusy,

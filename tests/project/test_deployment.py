@@ -160,7 +160,7 @@ def test_the_compose_file_names_what_there_is() -> None:
     found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     services = found["services"]
     assert services["peer"]["deploy"]["replicas"] == 3
-    build = services["seed"]["build"]
+    build = services["bootstrap"]["build"]
     context = (DEPLOY / build["context"]).resolve()
     assert context == ROOT
     dockerfile = (context / build["dockerfile"]).read_text()

@@ -21,22 +21,19 @@ from dipaco.bootstrap.invite import invite, keep_revocations, revoke
 from dipaco.dht.quotas import HeldRecords, KnownRun
 from dipaco.peer.guests import admit, given_invitation
 from dipaco.protocol import admission as admission_module
-from dipaco.protocol.admission import (
+from dipaco.protocol.admission import AWAY_S, Admission, Gate
+from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
+from dipaco.protocol.invitations import (
     ADMISSION_BYTES,
-    AWAY_S,
-    Admission,
-    Gate,
     Terms,
     make_invitation,
     opened,
     read_invitation,
-    read_revocations,
-    sign_revocations,
 )
-from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
 from dipaco.protocol.record_keys import record_key, record_subkey
 from dipaco.protocol.records import RecordError
+from dipaco.protocol.revocations import read_revocations, sign_revocations
 
 OPERATOR, STRANGER = key(1000), key(1001)
 NOW_S = 1_000_000.0

@@ -15,7 +15,7 @@ from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.plan import ShardIndex
 from dipaco.routing.corpus import Document
-from dipaco.routing.shards import Beginnings, ShardBuilder
+from dipaco.routing.shards import Beginnings, RowShape, ShardBuilder
 from dipaco.routing.token_corpus import (
     TokenCorpus,
     TokenCorpusWriter,
@@ -26,6 +26,7 @@ from dipaco.routing.token_files import check_tokens, open_tokens, scoring_window
 from dipaco.routing.tokenizer import Tokenizer
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
+ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY)
 
 
 class LetterTokenizer(Tokenizer):
@@ -85,7 +86,7 @@ def _corpora(folder: Path, documents: list[tuple[Document, bool]]) -> list[Token
 
 
 def _builder(folder: Path, inputs: str = "inputs") -> ShardBuilder:
-    return ShardBuilder(folder, PREFIX, PATHS, LENGTH, VOCABULARY, inputs, chunk_documents=8)
+    return ShardBuilder(folder, ROWS, PATHS, inputs, chunk_documents=8)
 
 
 def _build(tmp_path: Path, name: str = "shards") -> tuple[ShardIndex, BlobStore]:
@@ -197,10 +198,8 @@ def test_overlapping_shards(tmp_path: Path) -> None:
     train, validation = _corpora(tmp_path / "tokens", _documents())
     blobs = BlobStore(tmp_path / "blobs")
     plain, _ = _build(tmp_path)
-    builder = ShardBuilder(
-        tmp_path / "two", PREFIX, PATHS, LENGTH, VOCABULARY, "two", train_paths=2,
-        chunk_documents=8,
-    )  # fmt: skip
+    folder = tmp_path / "two"
+    builder = ShardBuilder(folder, ROWS, PATHS, "two", train_paths=2, chunk_documents=8)
     builder.build(train, validation, FirstLetterRouter())
     index = builder.finish(blobs)
     for path in range(PATHS):
@@ -217,9 +216,7 @@ def test_overlapping_shards(tmp_path: Path) -> None:
 def test_chunks_are_bounded_in_tokens(tmp_path: Path) -> None:
     train, validation = _corpora(tmp_path / "tokens", _documents())
     expected, _ = _build(tmp_path)
-    builder = ShardBuilder(
-        tmp_path / "s", PREFIX, PATHS, LENGTH, VOCABULARY, "inputs", chunk_tokens=100
-    )
+    builder = ShardBuilder(tmp_path / "s", ROWS, PATHS, "inputs", chunk_tokens=100)
     seen: list[int] = []
     builder.build(
         train, validation, FirstLetterRouter(), progress=lambda done, total: seen.append(done)

@@ -15,9 +15,8 @@ LEAST_KEPT = 0.95
 # Whoever splits a swarm in the last moment of a round costs one side of it a round of work.
 # A slot that drips costs rounds until it is taken away (few seeds: 0.94 was measured).
 LEAST_KEPT_OF = {"11": 0.85, "11 perfect": 0.85, "12": 0.92}
-# A chain of more identities than the honest ones that nobody's documents speak against wins; and
-# tiny contributions are for the outer step to see, which is not simulated.
-BEYOND_THE_MEMBER = ("7 subtle", "9")
+# A chain of more identities than the honest ones that nobody's documents speak against wins.
+BEYOND_THE_MEMBER = ("7 subtle",)
 
 
 def lived(attack: str, seeds: tuple[int, ...] = SEEDS, rounds: int = 8) -> Counter[str]:

@@ -67,7 +67,7 @@ def _live(grid: tuple[int, ...], peers: int, closed: int, seed: int) -> dict[str
     world = World(small_plan(grid, duration_s=ROUND_S), engine)
     watch = Invariants(world)
     kinds: dict[str, list[_Counted]] = {VOLUNTEER: [], CLOSED_VOLUNTEER: [], BOOTSTRAP_NODE: []}
-    fast = Link(latency_s=0.02, jitter_s=0.005, uplink=1.25e8, downlink=1.25e8)
+    fast = Link(latency_s=0.02, jitter_s=0.005, uplink_bytes_s=1.25e8, downlink_bytes_s=1.25e8)
     node = _Counted(world, "boot0", fast, trains=False)
     for path in range(world.grid.path_count):
         node.have_shard(path)

@@ -14,9 +14,9 @@ from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.node import join_dht
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid
-from dipaco.protocol.admission import ADMISSION_BYTES
 from dipaco.protocol.coverage import Scope, whole_scope
 from dipaco.protocol.identity import Identity, load_or_create_identity
+from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.records import PeerRecord
 from dipaco.protocol.view import SwarmView
 

@@ -20,9 +20,10 @@ from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.transport import Transport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.protocol.admission import Gate, Terms, make_invitation
+from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, sign_row
 from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.member.events import Told
 
 from .make_plan import make_plan

@@ -37,7 +37,7 @@ from dipaco.modules.config import (
 from dipaco.modules.frozen_file import write_base
 from dipaco.modules.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.protocol.admission import opened
+from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.document_routing import prefix_features
 from dipaco.routing.routers import KMeansRouter, Prefixes, Router

@@ -18,16 +18,12 @@ from .lying_directory import LyingDirectory
 from .pushed_out import PushedOut
 from .revoked import Revoked
 from .secret_chain import SecretChain, SubtleSecretChain
-from .tiny_work import TinyWork
 
 NO_ATTACK = "none"
-# Each seed is the same swarm whatever the attack. Some attacks mean a group of two.
-GROUPS_OF_TWO = ("none of two", "9")
 # Very many rows take very long to live through: so many rounds are enough.
 ROUNDS = {"8": 6}
 ATTACKS: dict[str, type[Insider]] = {
     NO_ATTACK: Insider,
-    "none of two": Insider,
     "1": ForgedState,
     "2": LyingDirectory,
     "3": FalseDigests,
@@ -37,7 +33,6 @@ ATTACKS: dict[str, type[Insider]] = {
     "7": SecretChain,
     "7 subtle": SubtleSecretChain,
     "8": Crowd,
-    "9": TinyWork,
     "11": KeptBack,
     "11 perfect": KeptBackPerfectly,
     "12": Drips,

@@ -1,0 +1,27 @@
+"""A node in one run, with what works beside its member."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from dipaco.peer.reporting.events import EventLog
+
+from .background import Background
+from .node import Node
+from .own_status import PeerStatus
+from .refresher import Refresher
+
+
+@dataclass(frozen=True)
+class RunningNode:
+    """What the shell of a node stands on: a peer has it anew in every run."""
+
+    node: Node
+    status: PeerStatus
+    """What others are told of this peer."""
+    refresher: Refresher
+    background: Background
+    events: EventLog
+    stopping: threading.Event
+    """Set when the process shall end."""
