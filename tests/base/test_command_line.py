@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,10 +36,12 @@ def describe_all() -> str:
     """Return the command line of all commands as text: one line an option."""
     os.environ["XDG_CACHE_HOME"] = CACHE_HOME
     lines: list[str] = []
-    for name, command, _ in commands():
-        arguments = {argument.name: argument for argument in arguments_of(command.settings)}
+    settings = {name: command.settings for name, command, _ in commands()}
+    for name, parser in parsers().items():
+        found = arguments_of(settings[name]) if name in settings else ()
+        arguments = {argument.name: argument for argument in found}
         lines += [name]
-        for action in parsers()[name]._actions:
+        for action in parser._actions:
             nature = _nature(action, arguments.get(action.dest))
             lines += [f"  {_usage(action)}  [{nature}]"]
         lines += [""]
@@ -61,6 +64,8 @@ def _usage(action: argparse.Action) -> str:
 def _nature(action: argparse.Action, argument: Argument | None) -> str:
     if isinstance(action, argparse._HelpAction | argparse._VersionAction):
         return "ends"
+    if isinstance(action, argparse._SubParsersAction):
+        return "command"
     if action.nargs == 0:
         return "switch"
     kind, default = getattr(action.type, "__name__", "str"), argument and argument.default
@@ -98,6 +103,16 @@ for module, words, columns in json.load(sys.stdin):
 print(json.dumps((said, sorted({"torch", "hivemind", "datasets"} & set(sys.modules)))))
 """
 ALL = [name for name, _, _ in commands()]
+# What the frozen text says of options that print something and end.
+ENDING = [
+    f"{name} {option}"
+    for name, *options in (
+        block.splitlines() for block in GOLDEN.read_text().split("\n\n") if block
+    )
+    for line in options
+    if line.endswith("[ends]")
+    for option in re.findall(r"-[a-z-]+", line.removesuffix("[ends]"))
+]
 PAGES = ["dipaco-peer --help", "dipaco-peer --help-all"]
 REFUSED: list[tuple[list[str], int, str]] = [
     ([], 3, "no address is given"),
@@ -115,6 +130,7 @@ class Answers:
     def __init__(self) -> None:
         lines = [f"{name} {word}" for name in ALL for word in ("--help", "--no-such-option")]
         lines += [" ".join(["dipaco-peer", *words]) for words, _, _ in REFUSED]
+        lines += ENDING
         asked = [(COMMANDS[line.split()[0]], line.split()[1:], 100) for line in lines]
         asked += [(COMMANDS["dipaco-peer"], page.split()[1:], 80) for page in PAGES]
         done = subprocess.run(
@@ -148,6 +164,12 @@ def test_help_reads_well(answers: Answers, name: str) -> None:
     assert out.startswith(f"usage: {name} ")
     # A help without white space at line ends, too long lines, or words cut at a hyphen.
     assert [line for line in out.splitlines() if len(line) > 100 or line != line.rstrip()] == []
+
+
+def test_what_is_frozen_is_what_the_programs_answer(answers: Answers) -> None:
+    assert "dipaco-peer --help-all" in ENDING
+    refused = {line: answers.of[line] for line in ENDING if answers.of[line][0] != 0}
+    assert refused == {}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -288,7 +310,8 @@ raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main())
 
 def test_every_option_says_what_it_is_for() -> None:
     found = [(name, action) for name, parser in parsers().items() for action in parser._actions]
-    assert [(name, a.dest) for name, a in found if not (a.help or "").strip()] == []
+    silent = [(name, action.dest) for name, action in found if not (action.help or "").strip()]
+    assert silent == [("dipaco-bootstrap", "command")]  # Each command has a line of its own.
 
 
 def test_the_end_of_a_command_does_not_look_through_all_objects() -> None:

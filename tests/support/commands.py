@@ -39,8 +39,17 @@ def commands() -> Iterator[tuple[str, Command[Any], tuple[str, ...]]]:
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of every command, by what is typed."""
-    return {name: command.parser() for name, command, _ in commands()}
+    """Return the parser that reads the words of every command, by what is typed.
+
+    A program with several commands is there too, before them.
+    """
+    found: dict[str, argparse.ArgumentParser] = {}
+    for program in [*map(program_of, SCRIPTS.values()), *control_cli.COMMANDS.values()]:
+        parser = found[program.name] = program.parser()
+        if isinstance(program, Program):
+            [several] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+            found |= {f"{program.name} {name}": each for name, each in several.choices.items()}
+    return found
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
