@@ -108,8 +108,8 @@ class RowCheck:
 
     def _check(self, row: Row, module: str) -> None:
         """Check all but the admission. Raises `RecordError`."""
-        if row.module != module:
-            raise RecordError(f"a row of {row.module} among those of {module}")
+        if row.module != module or module not in self.modules:
+            raise RecordError(f"a row of {row.module[:64]} among those of {module[:64]}")
         if not is_plausible_row(row, self._plan, self._now()):
             raise RecordError(f"a row of {row.peer} has more tokens than it can have trained")
         name = hashlib.sha256(row.statement + row.signature).digest()

@@ -267,6 +267,20 @@ def test_a_row_is_known_although_the_put_of_its_file_breaks_off(peers: Peers) ->
     wait_for(lambda: done.calls == [(row, "", False)])
 
 
+@pytest.mark.parametrize("is_in", [True, False])
+def test_a_put_for_a_module_that_the_run_lacks_is_refused(peers: Peers, is_in: bool) -> None:
+    mailbox, other = peers(), peers(is_in=is_in)
+    row = row_of(1, module="L9.E9", data=CONTENT)
+    request = PutRequest(run=RUN, row=pack_row(row), admissions={other.peer: admission(1)})
+
+    async def put() -> PutReply:
+        stream = await other.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
+        await stream.write(framed(request), LIMIT_S)
+        return decode(PutReply, await read_frame(stream, PutReply.max_bytes))
+
+    assert other.exchange._thread.call(put(), LIMIT_S).status == "refused"
+
+
 def test_a_mailbox_whose_disk_is_full_keeps_nobody_waiting(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ class Reader:
     def __init__(self, initial_peers: tuple[str, ...], *, run: str | None) -> None:
         assert (initial_peers, run) == ((ADDRESS,), "mine")
 
-    def __enter__(self) -> Client:
+    def __enter__(self) -> Reader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -89,7 +89,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     log.write_bytes(log.read_bytes() + b"what its owner is writing")
     before = log.read_bytes()
     monkeypatch.setattr(ledger, "SwarmReader", Reader)
-    monkeypatch.setattr(Client, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
+    monkeypatch.setattr(Reader, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
     assert cli.main([*words, "--json", "--earlier", str(cache)]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -101,7 +101,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     step = Step.of([replace(rows[0], parent=genesis_name("b" * 16, module), tokens=500)])
     here.serve(module, step.name, [step])
     grid = SimpleNamespace(modules=lambda: [module])
-    node = SimpleNamespace(plan=Client.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
+    node = SimpleNamespace(plan=Reader.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
     assert own_tokens(node) == 1500  # type: ignore[arg-type]
     assert cli.main(words) == 0
     assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())

@@ -55,7 +55,8 @@ def new_check(gate: Gate | None = None, greatest_bytes: int = 2**25) -> RowCheck
         PLAN,
         GRID,
         gate or new_gate(),
-        greatest_bytes=lambda module: greatest_bytes,
+        # As that of a node, which knows the run's modules alone.
+        greatest_bytes=lambda module: min(greatest_bytes, GRID.layout(module).size * 2**30),
         now=lambda: NOW_S,
     )
 
