@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -226,26 +226,8 @@ def pack_tokenizer(
             f"{source} has no token {special[END_TOKEN]!r}, which shall end a text; write another "
             f"eos_token in the tokenizer_config.json beside it"
         )
-    names: list[str | None] = [None] * 4
-    # The end first: it is what a model says by itself.
-    for place in (END_TOKEN, BEGIN_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN):
-        if special[place] in known and special[place] not in names:
-            names[place] = special[place]
-    after = max(known.values(), default=-1) + 1
-    numbers = dict(known)
-    for place, name in enumerate(names):
-        if name is None:
-            names[place] = new = _new_name(place, numbers)
-            numbers[new], after = after, after + 1
-    chosen = {str(name): numbers[str(name)] for name in names}
-    # A text must not be able to say where a document begins or ends.
-    tokens = [
-        {**token, "special": token.get("special", False) or token["content"] in chosen}
-        for token in tokenizer.get("added_tokens") or ()
-    ]
-    there = {token["content"] for token in tokens}
-    tokens += [_added_token(chosen[name], name) for name in chosen if name not in there]
-    content["added_tokens"] = sorted(tokens, key=lambda token: int(token["id"]))
+    chosen = _chosen_special(special, known)
+    content["added_tokens"] = _with_special(tokenizer.get("added_tokens") or (), chosen)
     origin = Origin(
         names=(special[0], special[1], special[2], special[3]),
         rows=rows,
@@ -253,7 +235,7 @@ def pack_tokenizer(
         generation=generation,
         post_processor=_known_post_processor(tokenizer.get("post_processor")),
     )
-    content["post_processor"] = _begin_in_front(str(names[BEGIN_TOKEN]), chosen)
+    content["post_processor"] = _begin_in_front(list(chosen)[BEGIN_TOKEN], chosen)
     blob = canonical_json(
         {
             "format": FORMAT,
@@ -271,6 +253,37 @@ def pack_tokenizer(
             f"save it again with save_pretrained"
         )
     return blob, frozenset(chosen.values()) - frozenset(known.values())
+
+
+def _chosen_special(special: Sequence[str | None], known: Mapping[str, int]) -> dict[str, int]:
+    """Return the names and numbers of unknown, begin, end and padding, in this order; `known` are
+    the tokens of the file, behind which new ones are numbered."""
+    names: list[str | None] = [None] * 4
+    # The end first: it is what a model says by itself.
+    for place in (END_TOKEN, BEGIN_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN):
+        if special[place] in known and special[place] not in names:
+            names[place] = special[place]
+    after = max(known.values(), default=-1) + 1
+    numbers = dict(known)
+    for place, name in enumerate(names):
+        if name is None:
+            names[place] = new = _new_name(place, numbers)
+            numbers[new], after = after, after + 1
+    return {str(name): numbers[str(name)] for name in names}
+
+
+def _with_special(
+    added: Iterable[Mapping[str, Any]], chosen: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return the added tokens of a file, the chosen special ones among them, by their numbers."""
+    # A text must not be able to say where a document begins or ends.
+    tokens = [
+        {**token, "special": token.get("special", False) or token["content"] in chosen}
+        for token in added
+    ]
+    there = {token["content"] for token in tokens}
+    tokens += [_added_token(chosen[name], name) for name in chosen if name not in there]
+    return sorted(tokens, key=lambda token: int(token["id"]))
 
 
 def _known_post_processor(part: Any) -> dict[str, JsonValue] | None:
