@@ -206,7 +206,7 @@ def _traffic(network: Homes, site: int) -> tuple[int, int]:
 
 def alone_s(group: Group) -> dict[str, float]:
     """Return the seconds that one process needs for what one peer of the group computes."""
-    from dipaco.modules.outer import Contribution, OuterGradient, OuterRule, encode_in_place
+    from dipaco.modules.outer import OuterGradient, OuterRow, OuterRule, encode_in_place
 
     plan = group.run.plan()
     rule = OuterRule.of(plan, group.run.shard_index(plan))
@@ -220,8 +220,8 @@ def alone_s(group: Group) -> dict[str, float]:
     for _ in range(group.members):
         codec.check(data, size)
     checked = time.perf_counter()
-    table = [Contribution(0, f"peer{number}", 1000) for number in range(group.members)]
-    stepped = rule.step(state, [data] * group.members, table, 0)
+    rows = [OuterRow(0, f"peer{number}", 1000) for number in range(group.members)]
+    stepped = rule.step(state, [data] * group.members, rows, 0)
     ended = time.perf_counter()
     assert stepped.digest
     hashed = time.perf_counter()

@@ -47,33 +47,33 @@ T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """One row of the table that the members of a group gather: who contributes how much."""
+class OuterRow:
+    """What an outer step needs to know of a row: who contributes how much."""
 
     path: int
     peer: str
     tokens: int
 
 
-def canonical_table(rows: Iterable[Contribution]) -> tuple[Contribution, ...]:
+def canonical_rows(rows: Iterable[OuterRow]) -> tuple[OuterRow, ...]:
     """Return the rows in the order in which everybody sums them: by path, then by peer.
 
-    Raises ValueError for an empty table, a path that is no natural number, tokens that are not
+    Raises ValueError without any row, and for a path that is no natural number, tokens that are not
     positive, and a peer that occurs twice. The simulator's peers may have no name, if each path
     has only one.
     """
-    table = tuple(rows)
-    if not table:
+    given = tuple(rows)
+    if not given:
         raise ValueError("a group needs at least one contribution")
-    for row in table:
+    for row in given:
         if type(row.path) is not int or row.path < 0:
             raise ValueError(f"the contribution of '{row.peer}' has the path {row.path!r}")
         if type(row.tokens) is not int or row.tokens <= 0:
             raise ValueError(f"the contribution of '{row.peer}' has {row.tokens!r} tokens")
-    owners = [row.peer or row.path for row in table]
+    owners = [row.peer or row.path for row in given]
     if len(set(owners)) != len(owners):
         raise ValueError("a peer contributes twice to one group")
-    return tuple(sorted(table, key=lambda row: (row.path, row.peer)))
+    return tuple(sorted(given, key=lambda row: (row.path, row.peer)))
 
 
 @dataclass(frozen=True)
@@ -93,19 +93,19 @@ class Usual:
         return cls({path: entry.tokens // max(1, version) for path, entry in progress.items()})
 
 
-def bounded_table(
-    table: Sequence[Contribution], usual: Usual, leap: int = GREATEST_LEAP
-) -> tuple[Contribution, ...]:
-    """Return a canonical table in which no row counts more than is credible.
+def bounded_rows(
+    rows: Sequence[OuterRow], usual: Usual, leap: int = GREATEST_LEAP
+) -> tuple[OuterRow, ...]:
+    """Return the rows of a step, of which none counts more than is credible.
 
-    Its rows are what weights and a state's counts are made of, and so where a path stands in its
+    They are what weights and a state's counts are made of, and so where a path stands in its
     schedule. A row counts up to `leap` times the median of all rows' tokens. One that is alone is
     measured by the usual tokens of the path with the most, and by nothing behind a genesis.
     """
     most = max(usual.tokens.values(), default=0)
-    if len(table) > 1 or not most:
-        most = _lower_median([row.tokens for row in table])
-    return tuple(replace(row, tokens=min(row.tokens, leap * most)) for row in table)
+    if len(rows) > 1 or not most:
+        most = _lower_median([row.tokens for row in rows])
+    return tuple(replace(row, tokens=min(row.tokens, leap * most)) for row in rows)
 
 
 def _lower_median(values: Sequence[T]) -> T:
@@ -187,8 +187,8 @@ class OuterRule:
         own = {"learning_rate": outer.private_learning_rate, "momentum": outer.private_momentum}
         return outer.model_copy(update=own)
 
-    def weights(self, table: Sequence[Contribution], usual: Usual = UNKNOWN) -> tuple[float, ...]:
-        """Return the weight of each row of a canonical table; together they are 1.
+    def weights(self, rows: Sequence[OuterRow], usual: Usual = UNKNOWN) -> tuple[float, ...]:
+        """Return the weight of each row of a step; together they are 1.
 
         A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
         within the group), or the same for all paths. Replicas of a path split its share by
@@ -198,7 +198,7 @@ class OuterRule:
         sequences.
         """
         of_path: dict[int, list[int]] = {}
-        for row in table:
+        for row in rows:
             of_path.setdefault(row.path, []).append(row.tokens)
         most = {
             path: max(
@@ -207,7 +207,7 @@ class OuterRule:
             )
             for path, tokens in of_path.items()
         }
-        counted = [min(row.tokens, most[row.path]) for row in table]
+        counted = [min(row.tokens, most[row.path]) for row in rows]
         tokens_of_path = {
             path: sum(min(row, most[path]) for row in tokens) for path, tokens in of_path.items()
         }
@@ -220,7 +220,7 @@ class OuterRule:
         total = sum(sizes.values())
         return tuple(
             (sizes[row.path] / total) * (tokens / tokens_of_path[row.path])
-            for row, tokens in zip(table, counted, strict=True)
+            for row, tokens in zip(rows, counted, strict=True)
         )
 
     def scales(self, norms: Sequence[float], parameters_norm: float = 0.0) -> tuple[float, ...]:
@@ -242,23 +242,23 @@ class OuterRule:
         self,
         state: ModuleState,
         files: Sequence[Data],
-        table: Sequence[Contribution],
+        rows: Sequence[OuterRow],
         round_index: int,
         paths: Collection[int] | None = None,
     ) -> ModuleState:
         """Return the state after one outer step; `state` is kept.
 
-        `table` are the step's rows in canonical order, `files` the checked contributions of these.
+        `rows` are those of the step in canonical order, `files` the checked contributions of these.
         The average is multiplied by the root of the number of contributing paths (section 2.7);
         replicas of a path count once. Given the module's `paths`, rows of other paths raise
         ValueError. Raises `IntegrityError` when a number is not finite.
         """
         leap = TRIMMED_LEAP if self._is_trimmed else GREATEST_LEAP
-        rows = bounded_table(canonical_table(table), Usual.of(state.progress, state.version), leap)
-        contributing = {row.path for row in rows}
+        bounded = bounded_rows(canonical_rows(rows), Usual.of(state.progress, state.version), leap)
+        contributing = {row.path for row in bounded}
         if paths is not None and not contributing <= set(paths):
             raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
-        combine = self._combination(state, files, rows)
+        combine = self._combination(state, files, bounded)
         outer = self.outer_of(state.module)
         root = fp32(math.sqrt(len(contributing))) if outer.sqrt_paths_rescaling else None
         mu = fp32(outer.momentum)
@@ -282,12 +282,12 @@ class OuterRule:
             version=state.version + 1,
             parameters=parameters,
             momentum=momentum,
-            progress=advanced_progress(state.progress, rows, round_index),
+            progress=advanced_progress(state.progress, bounded, round_index),
             layout=state.layout,
         )
 
     def _combination(
-        self, state: ModuleState, files: Sequence[Data], rows: Sequence[Contribution]
+        self, state: ModuleState, files: Sequence[Data], rows: Sequence[OuterRow]
     ) -> Callable[[int, int], torch.Tensor]:
         """Return what gives the combined contributions from one value to another; the caller may
         change what it is given, until it asks for the next."""
@@ -327,11 +327,11 @@ def greatest_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:
 
 
 def advanced_progress(
-    progress: Mapping[int, PathProgress], table: Sequence[Contribution], round_index: int
+    progress: Mapping[int, PathProgress], rows: Sequence[OuterRow], round_index: int
 ) -> dict[int, PathProgress]:
     """Return a state's per-path counts with those of a step's rows added."""
     advanced = dict(progress)
-    for row in table:
+    for row in rows:
         before = advanced.get(row.path, PathProgress(0, round_index))
         last_round = max(before.last_round, round_index)
         advanced[row.path] = PathProgress(before.tokens + row.tokens, last_round)

@@ -227,7 +227,8 @@ class OuterSteps:
             if step.state != state.digest:
                 raise IntegrityError(f"step {step.name[:12]} stands on another state than is here")
             files = [self._contribution(row) for row in step.rows]
-            before, state = state, node.rule.step(state, files, step.table, step.round_index, paths)
+            before = state
+            state = node.rule.step(before, files, step.outer_rows, step.round_index, paths)
         step = action.steps[-1]
         node.held.put(step.name, state, before)
         weight = base.weight + sum(len(taken.rows) for taken in action.steps)

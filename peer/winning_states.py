@@ -119,7 +119,7 @@ class WinningStates:
         """Return the state after one more step, from the files of its rows."""
         node, paths = self._node, self._node.grid.paths_of_module(state.module)
         files = [self._file(row, sources) for row in step.rows]
-        return node.rule.step(state, files, step.table, step.round_index, paths)
+        return node.rule.step(state, files, step.outer_rows, step.round_index, paths)
 
     def _file(self, row: Row, sources: Iterable[str]) -> bytes:
         node = self._node

@@ -21,7 +21,7 @@ import msgpack
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.modules.grid import Grid
-from dipaco.modules.outer import Contribution
+from dipaco.modules.outer import OuterRow
 
 from .identity import (
     SIGNATURE_BYTES,
@@ -66,9 +66,9 @@ class Row:
     signature: Packed = field(default=b"", compare=False)
 
     @property
-    def contribution(self) -> Contribution:
+    def outer_row(self) -> OuterRow:
         """What the outer step needs to know of it."""
-        return Contribution(self.path, self.peer, self.tokens)
+        return OuterRow(self.path, self.peer, self.tokens)
 
     @cached_property
     def statement(self) -> Packed:
@@ -142,9 +142,9 @@ class Step:
         return frozenset(row.peer for row in self.rows)
 
     @property
-    def table(self) -> tuple[Contribution, ...]:
+    def outer_rows(self) -> tuple[OuterRow, ...]:
         """What the outer step needs to know of the rows, in their order."""
-        return tuple(row.contribution for row in self.rows)
+        return tuple(row.outer_row for row in self.rows)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.outer import Contribution, OuterRule, canonical_table
+from dipaco.modules.outer import OuterRow, OuterRule, canonical_rows
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
@@ -137,12 +137,12 @@ class ReferenceSwarm:
         trainers = {p: trainer for p, trainer in self.trainers.items() if p.path in paths}
 
         # Publish: a row says whose contribution it is, and of how many tokens.
-        rows: list[Contribution] = []
+        rows: list[OuterRow] = []
         files: dict[str, bytearray] = {}
         for peer, trainer in trainers.items():
             snapshot = trainer.snapshot(module)
             if snapshot.tokens:
-                rows.append(Contribution(peer.path, peer.peer_id, snapshot.tokens))
+                rows.append(OuterRow(peer.path, peer.peer_id, snapshot.tokens))
                 files[peer.peer_id] = snapshot.encode(self._rule.codec_of(module))
         notes.sent_bytes += sum(map(len, files.values()))
 
@@ -151,14 +151,14 @@ class ReferenceSwarm:
             return
 
         # Step: sums depend on their order, so everybody adds up in one.
-        table = canonical_table(rows)
-        in_order = [files[row.peer] for row in table]
-        state = self._rule.step(self.states[module], in_order, table, self.next_round)
+        ordered = canonical_rows(rows)
+        in_order = [files[row.peer] for row in ordered]
+        state = self._rule.step(self.states[module], in_order, ordered, self.next_round)
         self.states[module] = state
         for trainer in trainers.values():
             trainer.adopt(module, state)
 
-    def _gather(self, module: str, rows: list[Contribution]) -> list[Contribution]:
+    def _gather(self, module: str, rows: list[OuterRow]) -> list[OuterRow]:
         """Return which of the published contributions are in the step: here all of them."""
         return rows
 

@@ -14,7 +14,7 @@ import torch
 from dipaco.modules.adapters import LORA_A, LORA_B
 from dipaco.modules.contributions import Data, contribution_norm
 from dipaco.modules.device import own_pages
-from dipaco.modules.outer import Contribution, OuterRule
+from dipaco.modules.outer import OuterRow, OuterRule
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.report import RoundNotes
@@ -110,14 +110,14 @@ class ProductRule(OuterRule):
         self,
         state: ModuleState,
         files: Sequence[Data],
-        table: Sequence[Contribution],
+        rows: Sequence[OuterRow],
         round_index: int,
         paths: Collection[int] | None = None,
     ) -> ModuleState:
         """Return the state after one outer step."""
         outer = self.outer_of(state.module)
         assert (outer.learning_rate, outer.momentum, outer.sqrt_paths_rescaling) == (1.0, 0, False)
-        stepped = super().step(state, files, table, round_index, paths)
+        stepped = super().step(state, files, rows, round_index, paths)
         if len(files) < 2:
             return stepped
         codec, size, layout = self.codec_of(state.module), state.layout.size, state.layout
@@ -126,7 +126,7 @@ class ProductRule(OuterRule):
             layout.views(state.parameters - scale * codec.decode(data, size))
             for data, scale in zip(files, scales, strict=True)
         ]
-        weights, anchor = self.weights(table), layout.views(state.parameters)
+        weights, anchor = self.weights(rows), layout.views(state.parameters)
         parameters = own_pages(size)
         averaged = layout.views(parameters)
         for name in layout.names:

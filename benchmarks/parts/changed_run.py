@@ -15,7 +15,7 @@ import numpy as np
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.config import parse_config
-from dipaco.modules.outer import Contribution
+from dipaco.modules.outer import OuterRow
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
@@ -146,6 +146,6 @@ class LossyReference(ReferenceSwarm):
 
     dropped = 0.0
 
-    def _gather(self, module: str, rows: list[Contribution]) -> list[Contribution]:
+    def _gather(self, module: str, rows: list[OuterRow]) -> list[OuterRow]:
         chance = random.Random(f"{self.next_round}/{module}/{self.plan.seed}")
         return [row for row in rows if chance.random() >= self.dropped]

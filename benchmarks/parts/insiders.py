@@ -362,9 +362,9 @@ def become(attack: str, notes: str) -> None:
                 return None
         return lookup(run, sha256)
 
-    def stepped(rule: OuterRule, state: ModuleState, files: Any, table: Any, *more: Any) -> Any:
-        made = step(rule, state, files, table, *more)
-        is_own = bool(found) and kind.spoils and any(r.peer == found[0].me for r in table)
+    def stepped(rule: OuterRule, state: ModuleState, files: Any, rows: Any, *more: Any) -> Any:
+        made = step(rule, state, files, rows, *more)
+        is_own = bool(found) and kind.spoils and any(r.peer == found[0].me for r in rows)
         return found[0].forge(made) if is_own else made
 
     Shell.__init__, Shell.report = started, reported  # type: ignore[method-assign, assignment]

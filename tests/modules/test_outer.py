@@ -21,13 +21,13 @@ from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Codec, contributi
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.outer import (
     LEAST_OF_PARAMETERS,
-    Contribution,
     OuterGradient,
+    OuterRow,
     OuterRule,
     Usual,
     advanced_progress,
-    bounded_table,
-    canonical_table,
+    bounded_rows,
+    canonical_rows,
     encode_in_place,
     greatest_contribution_bytes,
 )
@@ -35,7 +35,7 @@ from dipaco.modules.state import ModuleState, PathProgress
 
 SIZE = 1000
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))
-TABLE = canonical_table([Contribution(0, "a", 100), Contribution(1, "b", 300)])
+ROWS = canonical_rows([OuterRow(0, "a", 100), OuterRow(1, "b", 300)])
 GOLDEN_NORM = "0x1.b9eb6d909be22p+12"
 GOLDEN_DIGESTS = {
     "float32": "048fb7d367f9b3c4a77fb0db0d801bb36e9ccaa6fd8a016c233f31c3c4537f21",
@@ -84,50 +84,48 @@ def state_of(seed: int = 0, **overrides: object) -> ModuleState:
 
 
 rows = st.lists(st.tuples(st.integers(0, 5), st.integers(1, 10**9)), min_size=1, max_size=8).map(
-    lambda pairs: [Contribution(path, f"peer{i}", n) for i, (path, n) in enumerate(pairs)]
+    lambda pairs: [OuterRow(path, f"peer{i}", n) for i, (path, n) in enumerate(pairs)]
 )
 
 
 @given(rows, st.randoms())
-def test_canonical_order_does_not_depend_on_arrival(
-    table: list[Contribution], random: object
-) -> None:
-    shuffled = list(table)
+def test_canonical_order_does_not_depend_on_arrival(rows: list[OuterRow], random: object) -> None:
+    shuffled = list(rows)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert canonical_table(shuffled) == canonical_table(table)
-    assert list(canonical_table(table)) == sorted(table, key=lambda row: (row.path, row.peer))
+    assert canonical_rows(shuffled) == canonical_rows(rows)
+    assert list(canonical_rows(rows)) == sorted(rows, key=lambda row: (row.path, row.peer))
 
 
 @pytest.mark.parametrize(
-    "table",
+    "rows",
     [
         [],
-        [Contribution(0, "a", 0)],
-        [Contribution(0, "a", -5)],
-        [Contribution(-1, "a", 5)],
-        [Contribution(0, "a", 1.5)],  # type: ignore[arg-type]
-        [Contribution("0", "a", 5)],  # type: ignore[arg-type]
-        [Contribution(True, "a", 5)],
-        [Contribution(0, "a", True)],
-        [Contribution(0, "a", 5), Contribution(1, "a", 5)],
-        [Contribution(0, "", 5), Contribution(0, "", 5)],
+        [OuterRow(0, "a", 0)],
+        [OuterRow(0, "a", -5)],
+        [OuterRow(-1, "a", 5)],
+        [OuterRow(0, "a", 1.5)],  # type: ignore[arg-type]
+        [OuterRow("0", "a", 5)],  # type: ignore[arg-type]
+        [OuterRow(True, "a", 5)],
+        [OuterRow(0, "a", True)],
+        [OuterRow(0, "a", 5), OuterRow(1, "a", 5)],
+        [OuterRow(0, "", 5), OuterRow(0, "", 5)],
     ],
 )
-def test_impossible_tables(table: list[Contribution]) -> None:
+def test_impossible_rows(rows: list[OuterRow]) -> None:
     with pytest.raises(ValueError, match=r"contribut"):
-        canonical_table(table)
+        canonical_rows(rows)
 
 
 def test_a_single_process_needs_no_peer_names() -> None:
-    table = canonical_table([Contribution(1, "", 5), Contribution(0, "", 5)])
-    assert [row.path for row in table] == [0, 1]
+    rows = canonical_rows([OuterRow(1, "", 5), OuterRow(0, "", 5)])
+    assert [row.path for row in rows] == [0, 1]
 
 
 @given(rows, st.lists(st.integers(1, 10**6), min_size=6, max_size=6), st.booleans())
 def test_weights_follow_shards_then_tokens(
-    table: list[Contribution], sizes: list[int], by_shard: bool
+    rows: list[OuterRow], sizes: list[int], by_shard: bool
 ) -> None:
-    canonical = canonical_table(table)
+    canonical = canonical_rows(rows)
     shards = dict(enumerate(sizes)) if by_shard else None
     usual = Usual({row.path: 10**9 for row in canonical})
     weights = rule_of(shard_sequences=shards).weights(canonical, usual)
@@ -143,20 +141,20 @@ def test_weights_follow_shards_then_tokens(
 def test_a_lie_takes_four_fifths_of_a_path_from_one_honest_replica() -> None:
     """Of two honest ones it takes two thirds; other paths lose nothing."""
     rule = rule_of(shard_sequences={0: 30, 1: 10})
-    one = canonical_table([Contribution(0, "a", 1000), Contribution(0, "z", 10**12)])
+    one = canonical_rows([OuterRow(0, "a", 1000), OuterRow(0, "z", 10**12)])
     assert rule.weights(one) == pytest.approx((0.2, 0.8))
-    assert rule.weights((*one, Contribution(1, "o", 10))) == pytest.approx((0.15, 0.6, 0.25))
+    assert rule.weights((*one, OuterRow(1, "o", 10))) == pytest.approx((0.15, 0.6, 0.25))
     # Twice the usual tokens of the path are believed, if that is more.
     assert rule.weights(one, Usual({0: 3000})) == pytest.approx((1 / 7, 6 / 7))
-    two = canonical_table([*one, Contribution(0, "b", 1000)])
+    two = canonical_rows([*one, OuterRow(0, "b", 1000)])
     assert rule.weights(two) == pytest.approx((1 / 6, 1 / 6, 2 / 3))
 
 
 def test_a_replica_that_has_just_come_takes_nothing_from_one_with_a_usual_round() -> None:
-    table = canonical_table([Contribution(0, "a", 200_000), Contribution(0, "new", 1000)])
+    rows = canonical_rows([OuterRow(0, "a", 200_000), OuterRow(0, "new", 1000)])
     rule = PLAIN
-    assert rule.weights(table) == pytest.approx((0.8, 0.2))
-    counted = rule.weights(table, Usual({0: 150_000}))
+    assert rule.weights(rows) == pytest.approx((0.8, 0.2))
+    counted = rule.weights(rows, Usual({0: 150_000}))
     assert counted == pytest.approx((200 / 201, 1 / 201))
 
 
@@ -171,13 +169,13 @@ def progress_of(usual: Mapping[int, int], version: int) -> dict[int, PathProgres
     st.sampled_from((1, 16)),
 )
 def test_no_row_counts_more_than_is_credible(
-    table: list[Contribution], usual: dict[int, int], version: int, leap: int
+    rows: list[OuterRow], usual: dict[int, int], version: int, leap: int
 ) -> None:
-    canonical = canonical_table(table)
+    canonical = canonical_rows(rows)
     known = Usual.of(progress_of(usual, version), version)
     assert known.tokens == usual
-    bounded = bounded_table(canonical, known, leap)
-    assert canonical_table(bounded) == bounded
+    bounded = bounded_rows(canonical, known, leap)
+    assert canonical_rows(bounded) == bounded
     tokens = sorted(row.tokens for row in canonical)
     is_alone = usual and len(tokens) == 1
     most = leap * (max(usual.values()) if is_alone else tokens[(len(tokens) - 1) // 2])
@@ -185,14 +183,14 @@ def test_no_row_counts_more_than_is_credible(
         assert (counted.path, counted.peer) == (row.path, row.peer)
         assert counted.tokens == min(row.tokens, most)
     # What a liar says beyond that changes nothing for anybody.
-    more = [replace(row, tokens=row.tokens * 10**6) if row.tokens > most else row for row in table]
-    assert bounded_table(canonical_table(more), known, leap) == bounded
+    more = [replace(row, tokens=row.tokens * 10**6) if row.tokens > most else row for row in rows]
+    assert bounded_rows(canonical_rows(more), known, leap) == bounded
 
 
 def test_one_lie_moves_a_schedule_by_sixteen_steps_at_most() -> None:
     progress = progress_of({0: 1000, 1: 500}, 200)
     usual = Usual.of(progress, 200)
-    (row,) = bounded_table([Contribution(1, "liar", 10**12)], usual)
+    (row,) = bounded_rows([OuterRow(1, "liar", 10**12)], usual)
     assert row.tokens == 16_000
     assert advanced_progress(progress, [row], 200)[1].tokens == 100_000 + 16_000
 
@@ -236,20 +234,20 @@ def test_tiny_contributions_never_bring_the_work_of_another_to_nothing(version: 
     for round_index in range(version, version + 12):
         work = drawn(100 + round_index, 0.1)
         files = files_of(PLAIN, work, 1e-30 * work)
-        stepped = PLAIN.step(state, files, TABLE, round_index)
+        stepped = PLAIN.step(state, files, ROWS, round_index)
         moved = (stepped.parameters - state.parameters).norm()
         assert moved > LEAST_OF_PARAMETERS / 16 * state.parameters.norm()
         state = stepped
 
 
 def test_a_thousandfold_contribution_is_an_ordinary_one() -> None:
-    table = canonical_table([Contribution(path, str(path), 100) for path in range(5)])
+    rows = canonical_rows([OuterRow(path, str(path), 100) for path in range(5)])
     tensors = [drawn(path) for path in range(5)]
-    ordinary = PLAIN.step(state_of(), files_of(PLAIN, *tensors), table, 4)
+    ordinary = PLAIN.step(state_of(), files_of(PLAIN, *tensors), rows, 4)
     tensors[2] = tensors[2] * 1000
     files = files_of(PLAIN, *tensors)
-    shortened = PLAIN.step(state_of(), files, table, 4)
-    taken = rule_of(shorten=False).step(state_of(), files, table, 4)
+    shortened = PLAIN.step(state_of(), files, rows, 4)
+    taken = rule_of(shorten=False).step(state_of(), files, rows, 4)
     assert (shortened.parameters - ordinary.parameters).norm() < drawn(0).norm()
     assert (taken.parameters - ordinary.parameters).norm() > 100 * drawn(0).norm()
 
@@ -275,7 +273,7 @@ def test_a_golden_norm() -> None:
 def test_a_path_without_sequences_has_no_weight() -> None:
     for sizes in ({0: 10, 1: 0}, {0: 10}):
         with pytest.raises(ValueError, match="path 1 contributes"):
-            rule_of(shard_sequences=sizes).weights(TABLE)
+            rule_of(shard_sequences=sizes).weights(ROWS)
 
 
 @pytest.mark.parametrize("rescaling", [True, False])
@@ -289,7 +287,7 @@ def test_the_step_is_nesterov(rescaling: bool) -> None:
     average = gradients[0] * 0.5 + gradients[1] * 0.5
     parameter.grad = average * (math.sqrt(2) if rescaling else 1)
     optimizer.step()
-    stepped = rule.step(state, files_of(rule, *gradients), TABLE, 4)
+    stepped = rule.step(state, files_of(rule, *gradients), ROWS, 4)
     torch.testing.assert_close(stepped.parameters, parameter.detach(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
         stepped.momentum, optimizer.state[parameter]["momentum_buffer"], rtol=1e-6, atol=1e-7
@@ -317,9 +315,9 @@ def naive_step(
 @pytest.mark.parametrize("codec", CODECS)
 def test_the_step_rounds_every_operation(codec: str) -> None:
     rule = rule_of(codec, {0: 3, 1: 7, 2: 2})
-    table = [Contribution(path, str(path), 100) for path in range(3)]
+    rows = [OuterRow(path, str(path), 100) for path in range(3)]
     tensors = [drawn(9, 0.01), drawn(10, 0.03), drawn(11, 0.02)]
-    stepped = rule.step(state_of(), files_of(rule, *tensors), table, 4)
+    stepped = rule.step(state_of(), files_of(rule, *tensors), rows, 4)
     momentum, parameters = naive_step(rule, state_of(), tensors, [3 / 12, 7 / 12, 2 / 12])
     assert stepped.momentum.numpy().tobytes() == momentum
     assert stepped.parameters.numpy().tobytes() == parameters
@@ -345,7 +343,7 @@ def test_neither_threads_nor_pieces_change_the_bits(combine: str) -> None:
     generator = torch.Generator().manual_seed(0)
     parameters, momentum, *tensors = torch.randn(7, size, generator=generator)
     state = ModuleState("L0.E0", 0, parameters, momentum, {}, layout)
-    table = [Contribution(number // 2, str(number), 10 + number) for number in range(5)]
+    rows = [OuterRow(number // 2, str(number), 10 + number) for number in range(5)]
     rule = rule_of("int4", combine=combine)
     files = files_of(rule, *tensors)
     threads, digests = torch.get_num_threads(), set()
@@ -353,7 +351,7 @@ def test_neither_threads_nor_pieces_change_the_bits(combine: str) -> None:
         for count, chunks in ((1, 1), (2, 7), (3, 64), (2, 1000)):
             torch.set_num_threads(count)
             pieces = replace(rule, piece_values=chunks * CHUNK_VALUES)
-            digests.add(pieces.step(state, files, table, 0).digest)
+            digests.add(pieces.step(state, files, rows, 0).digest)
     finally:
         torch.set_num_threads(threads)
     assert len(digests) == 1
@@ -366,14 +364,14 @@ def test_golden_steps(codec: str) -> None:
     state = state_of(parameters=ramp / 7, momentum=ramp / 1e4)
     rule = rule_of(codec, {0: 3, 1: 7})
     files = [made_file(codec, SIZE), made_file(codec, SIZE, variant=5)]
-    stepped = rule.step(state, files, TABLE, 4)
+    stepped = rule.step(state, files, ROWS, 4)
     assert stepped.digest == GOLDEN_DIGESTS[codec]
 
 
 def test_a_step_keeps_its_inputs_and_counts() -> None:
     state, files = state_of(), files_of(PLAIN, drawn(9), drawn(10))
     digest, before = state.digest, list(files)
-    stepped = PLAIN.step(state, files, TABLE, 4, paths=(0, 1))
+    stepped = PLAIN.step(state, files, ROWS, 4, paths=(0, 1))
     del state.__dict__["digest"]
     assert state.digest == digest
     assert files == before
@@ -381,12 +379,12 @@ def test_a_step_keeps_its_inputs_and_counts() -> None:
     assert stepped.progress == {0: PathProgress(1100, 4), 1: PathProgress(300, 4)}
     assert stepped.tokens == 1400
     with pytest.raises(ValueError, match=r"no paths \[1\]"):
-        PLAIN.step(state, files, TABLE, 4, paths=(0,))
+        PLAIN.step(state, files, ROWS, 4, paths=(0,))
 
 
 def test_rescaling_counts_paths_not_peers() -> None:
-    replicas = canonical_table(Contribution(0, f"peer{i}", 10) for i in range(4))
-    alone = canonical_table([Contribution(0, "a", 40)])
+    replicas = canonical_rows(OuterRow(0, f"peer{i}", 10) for i in range(4))
+    alone = canonical_rows([OuterRow(0, "a", 40)])
     same = drawn(9)
     first = PLAIN.step(state_of(), files_of(PLAIN, *[same] * 4), replicas, 4)
     assert first.digest == PLAIN.step(state_of(), files_of(PLAIN, same), alone, 4).digest
@@ -394,8 +392,8 @@ def test_rescaling_counts_paths_not_peers() -> None:
 
 def test_progress_never_goes_back() -> None:
     progress = {0: PathProgress(10, 9)}
-    table = [Contribution(0, "a", 1), Contribution(0, "b", 2)]
-    assert advanced_progress(progress, table, 5) == {0: PathProgress(13, 9)}
+    rows = [OuterRow(0, "a", 1), OuterRow(0, "b", 2)]
+    assert advanced_progress(progress, rows, 5) == {0: PathProgress(13, 9)}
     assert progress == {0: PathProgress(10, 9)}
 
 
@@ -403,12 +401,12 @@ def test_a_step_is_never_to_what_is_not_finite() -> None:
     state, gradient = state_of(parameters=torch.full((SIZE,), -3e38)), torch.zeros(SIZE)
     gradient[17] = 3e38
     with pytest.raises(IntegrityError, match="not finite"):
-        PLAIN.step(state, files_of(PLAIN, gradient), TABLE[:1], 4)
+        PLAIN.step(state, files_of(PLAIN, gradient), ROWS[:1], 4)
 
 
 def test_a_step_wants_a_file_for_each_row() -> None:
     with pytest.raises(ValueError, match="zip"):
-        PLAIN.step(state_of(), files_of(PLAIN, drawn(9)), TABLE, 4)
+        PLAIN.step(state_of(), files_of(PLAIN, drawn(9)), ROWS, 4)
 
 
 def test_one_path_with_plain_sgd_takes_the_local_parameters() -> None:
@@ -416,7 +414,7 @@ def test_one_path_with_plain_sgd_takes_the_local_parameters() -> None:
     rule = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0))
     state = state_of(parameters=anchor, momentum=torch.zeros(SIZE))
     files = files_of(rule, OuterGradient(anchor, local)[:])
-    stepped = rule.step(state, files, [Contribution(0, "a", 1)], 0)
+    stepped = rule.step(state, files, [OuterRow(0, "a", 1)], 0)
     torch.testing.assert_close(stepped.parameters, local)
 
 
@@ -424,7 +422,7 @@ def test_private_modules_take_an_outer_step_of_their_own() -> None:
     outer = OuterConfig(private_learning_rate=0.25, private_momentum=0.1)
     alike = OuterConfig(learning_rate=0.25, momentum=0.1)
     rule, files = rule_of(outer=outer), files_of(PLAIN, drawn(5))
-    row = [Contribution(7, "a", 100)]
+    row = [OuterRow(7, "a", 100)]
     for module, other in (("P7", rule_of(outer=alike)), ("L0.E0", rule_of(outer=outer))):
         state = state_of(module=module)
         shared = other.step(replace(state, module="L0.E0"), files, row, 4)
@@ -439,18 +437,18 @@ def test_private_modules_may_have_a_codec_of_their_own() -> None:
 
 
 def test_a_trimmed_mean_leaves_a_liar_out() -> None:
-    table = [Contribution(path, str(path), 100) for path in range(5)]
+    rows = [OuterRow(path, str(path), 100) for path in range(5)]
     common = drawn(50)
     tensors = [common + drawn(path, 0.1) for path in range(5)]
     plain = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0))
-    honest = plain.step(state_of(), files_of(plain, *tensors[1:]), table[1:], 4).parameters
+    honest = plain.step(state_of(), files_of(plain, *tensors[1:]), rows[1:], 4).parameters
     tensors[0] = -8 * common
     robust = replace(
         plain, contributions=ContributionsConfig(codec="float32", combine="trimmed_mean")
     )
     files = files_of(plain, *tensors)
     root = math.sqrt(5 / 4)
-    moved = (robust.step(state_of(), files, table, 4).parameters - state_of().parameters) / root
-    lied = (plain.step(state_of(), files, table, 4).parameters - state_of().parameters) / root
+    moved = (robust.step(state_of(), files, rows, 4).parameters - state_of().parameters) / root
+    lied = (plain.step(state_of(), files, rows, 4).parameters - state_of().parameters) / root
     wanted = honest - state_of().parameters
     assert (moved - wanted).norm() < 0.5 * (lied - wanted).norm()

@@ -66,7 +66,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert (heads[0].version, heads[0].weight, heads[0].round_index) == (1, 2, 0)
     files = [one.node.contributions.find(r.file).read_bytes()[MARK_BYTES:] for r in step.rows]
     paths = one.grid.paths_of_module(MODULE)
-    expected = one.node.rule.step(one.genesis[MODULE], files, step.table, 0, paths)
+    expected = one.node.rule.step(one.genesis[MODULE], files, step.outer_rows, 0, paths)
     assert heads[0].digest == expected.digest
 
     one.adopt(heads[0], step, save=True)
@@ -273,8 +273,8 @@ def test_a_state_that_others_replaced_before_it_was_saved_keeps_no_memory(
     rows = [one.publish(round_index) for round_index in range(4)]
     for round_index, row in enumerate(rows):
         data = one.node.contributions.find(row.file).read_bytes()[MARK_BYTES:]
-        table = Step.of([row]).table
-        states.append(step_of(states[-1], [data], table, round_index, paths))
+        rows = Step.of([row]).outer_rows
+        states.append(step_of(states[-1], [data], rows, round_index, paths))
     heads = [
         head_of(state, f"{number:064x}", number, number) for number, state in enumerate(states)
     ]

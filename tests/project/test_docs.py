@@ -22,7 +22,7 @@ from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.config import ContributionsConfig, OuterConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import ModuleLayout
-from dipaco.modules.outer import Contribution, OuterRule, canonical_table
+from dipaco.modules.outer import OuterRow, OuterRule, canonical_rows
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.protocol.chain import Row, Step, genesis_name
@@ -271,8 +271,8 @@ def computed_vectors() -> dict[str, str]:
         layout=layout,
     )
     header = bytes(list(state_chunks(state))[1])
-    table = canonical_table(
-        [Contribution(1, "QmB", 300), Contribution(0, "QmA", 100), Contribution(1, "QmC", 100)]
+    ordered = canonical_rows(
+        [OuterRow(1, "QmB", 300), OuterRow(0, "QmA", 100), OuterRow(1, "QmC", 100)]
     )
     rule = OuterRule(
         ContributionsConfig(codec="int4"),
@@ -284,7 +284,7 @@ def computed_vectors() -> dict[str, str]:
     parent = genesis_name("0123456789abcdef", "L0.E0")
     rows = [
         Row("L0.E0", 1, parent, "5" * 64, row.path, row.peer, row.tokens, f"{number:064x}", 66)
-        for number, row in enumerate(table)
+        for number, row in enumerate(ordered)
     ]
     return {
         "canonical_json": canonical_json({"b": 1.0, "a": [1, 2], "c": None, "d": 1e-8}).decode(),
@@ -292,9 +292,9 @@ def computed_vectors() -> dict[str, str]:
         "state_header_bytes": str(len(header)),
         "state_bytes": str(state.byte_size),
         "state_digest": state.digest,
-        "weights": repr(list(rule.weights(table))),
+        "weights": repr(list(rule.weights(ordered))),
         **{f"file_{name}": codec.encode(gradients[2]).hex()[:48] for name, codec in CODECS.items()},
-        "stepped_digest": rule.step(state, files, table, 1).digest,
+        "stepped_digest": rule.step(state, files, ordered, 1).digest,
         "genesis_name": parent,
         "row_statement": rows[0].statement.hex(),
         "row_mark": rows[0].mark.hex(),
