@@ -94,7 +94,7 @@ class BaseConfig(Config):
 
 # What adapters have as defaults, by table: see docs/configuration.md, "adapters".
 ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "grid": {"modules_per_level": [1, 4]},
+    "grid": {"modules_per_level": [2, 2]},
     "inner": {
         "optimizer": "adamw",
         "learning_rate": 1e-3,

@@ -58,7 +58,7 @@ def prepared(folder: Path, toml: str = TOML) -> tuple[RunFolder, RunPlan]:
 
 def test_a_run_with_adapters_over_a_base_of_the_hub(hub: Path, tmp_path: Path) -> None:
     run, plan = prepared(tmp_path)
-    assert plan.grid.modules_per_level == (1, 4)
+    assert plan.grid.modules_per_level == (2, 2)
     assert (plan.inner.optimizer, plan.inner.learning_rate, plan.inner.weight_decay) == (
         "adamw", 1e-3, 0.0,
     )  # fmt: skip
