@@ -152,6 +152,11 @@ def run_command(main: Callable[[], int], debug: bool) -> int:
         return exit_code
 
 
+def say(line: str) -> None:
+    """Tell the person who started a command something that is not its result."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
 def _explain(error: Exception) -> tuple[int, str]:
     """Return the exit code and the one line of an error that ends a command."""
     if isinstance(error, DipacoError):

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
+from dipaco.base.running import say
 from dipaco.base.settings import Option
 
 from .options import InferenceSettings, SamplingSettings, check_paths
@@ -74,7 +75,7 @@ def run(settings: GenerationSettings) -> int:
             paths = [cheapest_path(source, paths, tokens, device)]
         models = [assemble_path(source, path, device=device) for path in paths]
         for path in paths:
-            _say(f"path {path} ({', '.join(source.grid.modules_of_path(path))})")
+            say(f"path {path} ({', '.join(source.grid.modules_of_path(path))})")
         if not settings.chat:
             print(prompt, end="", flush=True)
         made = generate_tokens(models[0], tokens, settings.sampling(), models[1:])
@@ -82,10 +83,6 @@ def run(settings: GenerationSettings) -> int:
             print(piece, end="", flush=True)
     print(flush=True)
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 COMMAND = Command(

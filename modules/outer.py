@@ -48,7 +48,7 @@ T = TypeVar("T", int, float)
 
 @dataclass(frozen=True)
 class OuterRow:
-    """What an outer step needs to know of a row: who contributes how much."""
+    """The part of a row that an outer step needs: who contributes how much."""
 
     path: int
     peer: str
@@ -58,8 +58,8 @@ class OuterRow:
 def canonical_rows(rows: Iterable[OuterRow]) -> tuple[OuterRow, ...]:
     """Return the rows in the order in which everybody sums them: by path, then by peer.
 
-    Raises ValueError without any row, and for a path that is no natural number, tokens that are not
-    positive, and a peer that occurs twice. The simulator's peers may have no name, if each path
+    Raises ValueError if there is no row, a path is no natural number, tokens are not positive, or a
+    peer occurs twice. The simulator's peers may have no name, if each path
     has only one.
     """
     given = tuple(rows)

@@ -1,5 +1,5 @@
-"""How a process comes into a swarm: through the addresses that it is given, else through those of
-the last time, else as its first peer."""
+"""A process comes into a swarm through the addresses that it is given. If nobody answers there, it
+tries those of the last time, and then it starts the swarm again as its first peer."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Listening:
     host_maddrs: tuple[str, ...] = ()
     """Where it listens; by default at a free port of every interface."""
     announce_maddrs: tuple[str, ...] = ()
-    """What others are told in place of it."""
+    """The addresses that others are told instead."""
     client_mode: bool = False
-    """Nobody calls it: it only reads."""
+    """It only reads, and nobody calls it."""
     is_relay: bool = False
     """It relays for peers that nobody can call."""
 
@@ -44,7 +44,7 @@ class Entered:
 
 @dataclass(frozen=True)
 class Entrance:
-    """What a process has to come into a swarm with."""
+    """A process that comes into a swarm: its identity and the addresses that it can try."""
 
     identity: Identity
     given: tuple[str, ...]

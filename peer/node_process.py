@@ -1,4 +1,4 @@
-"""What the process of a node has from its start to its end, whatever run it works on."""
+"""The parts that a node's process keeps from its start to its end, through all its runs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .refresher import Refresher
 
 @dataclass(frozen=True)
 class RunningNode:
-    """What the shell of a node stands on: a peer has it anew in every run."""
+    """The parts that the shell of a node stands on. A peer makes new ones for every run."""
 
     node: Node
     status: PeerStatus

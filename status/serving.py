@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import Any
 
 from dipaco.base.errors import DipacoError
 from dipaco.base.http_server import serve_until_told
+from dipaco.base.running import say
 from dipaco.modules.plan import RunPlan
 from dipaco.protocol.records import refresh_period_s
 
@@ -133,8 +133,3 @@ def _serve(service: StatusService, listening: socket.socket, names: tuple[str, .
     shown = f"[{host}]" if ":" in host else host
     say(f"serving at http://{shown}:{port}")
     serve_until_told(service.application(), listening, names)
-
-
-def say(line: str) -> None:
-    """Tell the person who started it."""
-    print(line, file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
+from dipaco.base.running import say
 from dipaco.base.settings import Option
 from dipaco.inference.options import InferenceSettings
 
@@ -105,12 +106,8 @@ def run(settings: ExportSettings) -> int:
     # The paths have what is in modules/ themselves: those are hard links.
     apart = " --exclude 'modules/*'" if (settings.out / "modules").is_dir() else ""
     out = shlex.quote(str(settings.out))
-    _say(f"to publish it: hf upload {settings.repository or 'OWNER/NAME'} {out}{apart}")
+    say(f"to publish it: hf upload {settings.repository or 'OWNER/NAME'} {out}{apart}")
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _say_where_the_base_is(source: StateSource, notes: CardNotes) -> None:
@@ -119,7 +116,7 @@ def _say_where_the_base_is(source: StateSource, notes: CardNotes) -> None:
 
     name = base_name(source.plan, notes)
     if name is not None and "/" not in name:
-        _say(
+        say(
             f"the adapters call their base '{name}', which is no repository of the Hub; give "
             f"--base-model OWNER/NAME, or a folder, so that PEFT, vLLM and route.py find it"
         )
@@ -162,7 +159,7 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
         _form(settings, source),
         notes=notes,
         evaluation=_evaluation(settings, source),
-        say=_say,
+        say=say,
     )
 
 

@@ -1,4 +1,4 @@
-"""In which form an export has its paths."""
+"""The form in which an export stores its paths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ExportForm:
     """How every path of an export is stored."""
 
     dtype: torch.dtype = torch.float32
-    """Of the parameters; beside `gguf` what is nearest in size."""
+    """The type of the parameters. With `gguf` it is the one that is nearest in size."""
     gguf: str | None = None
     """One of `GGUF_TYPES`: a path is one file for llama.cpp, whose matrices are of this type."""
     adapters_alone: bool = False

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import decoded, tidy
+from dipaco.base.running import say
 from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
 from dipaco.inference.options import InferenceSettings
@@ -112,10 +113,10 @@ class ServeSettings(InferenceSettings):
         if obstacle is None and self.engine != "torch":
             obstacle = obstacle_to_loading()
         if chosen_engine(self.engine, self.dtype, obstacle) == "llama.cpp":
-            _say(f"llama.cpp computes the paths, with matrices in {self.dtype}")
+            say(f"llama.cpp computes the paths, with matrices in {self.dtype}")
             return llama_cpp_engine(self.dtype)
         if self.engine == "auto" and installed is not None:
-            _say(f"llama.cpp does not compute the paths: {obstacle}")
+            say(f"llama.cpp does not compute the paths: {obstacle}")
         return TORCH
 
     def read_chat_template(self, own: str | None) -> str | None:
@@ -170,27 +171,23 @@ def run(settings: ServeSettings) -> int:
         raise
     paths = engine.grid.path_count
     company = "a path" if engine.plan.model.adapters is None else "all paths"
-    _say(f"run '{engine.plan.name}' ({engine.plan.run_id[:16]}), {paths} paths")
-    _say(
+    say(f"run '{engine.plan.name}' ({engine.plan.run_id[:16]}), {paths} paths")
+    say(
         f"memory: {settings.memory_gb:g} GB hold {min(engine.capacity, paths)} paths of "
         f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of {company} together"
     )
     if engine.base_bytes:
-        _say(f"the base and the room for texts take {engine.base_bytes / 1e9:.1f} GB beside that")
+        say(f"the base and the room for texts take {engine.base_bytes / 1e9:.1f} GB beside that")
     engine.start()
     try:
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        _say(f"serving at http://{shown}:{port} (page) and http://{shown}:{port}/v1 (OpenAI's)")
+        say(f"serving at http://{shown}:{port} (page) and http://{shown}:{port}/v1 (OpenAI's)")
         serve_until_told(service.application(), socket, settings.proxy_names)
     finally:
         service.close()
         engine.close()
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 COMMAND = Command(

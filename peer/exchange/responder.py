@@ -232,7 +232,7 @@ class Responder:
         try:
             status = await self._take_file(stream, run.contributions, row, slot)
         finally:
-            # Who puts a file does not tell of its row. If it did not come, another may have it.
+            # The caller does not tell this peer of the row besides, and another may have the file.
             self.on_told(Told(stream.peer, row.module, (row,)))
         await self._reply(stream, PutReply(status=status))
 

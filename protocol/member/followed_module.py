@@ -239,7 +239,7 @@ class FollowedModule:
         if self._propose_if_due():
             return
         boxes = () if self.known.can_be_called else self._proposing.mailboxes()
-        # Who is given the file hears of the row with it, and need not look for the file.
+        # A peer that is given the file learns of the row by it, and does not look for the file.
         given = boxes[:MAILBOXES]
         told = tuple(peer for peer in self._audience() if peer not in given)
         self.known.do(a.Tell(told, self.module, rows=(row,)))

@@ -71,7 +71,7 @@ class Member:
         self._phase = _Phase.PAUSED if settings.trains else _Phase.SERVING
         self._pause_reason = ""
         self._moving: Decision | None = None
-        """Where it goes, from the next turn on."""
+        """The path to which it moves at its next turn."""
         self._part_s = 0.0
         self._leave_s: float | None = None
         self._waits_since_s = -1.0

@@ -225,6 +225,7 @@ def test_of_two_contributions_a_share_of_the_parameters_is_the_third_voice() -> 
     assert PLAIN.scales([1.0, 1000.0], norm) == (1.0, 0.001)
     assert PLAIN.scales([0.25, 1000.0], norm) == (1.0, 0.0005)
     assert PLAIN.scales([1.0, 1.0, tiny], norm) == (1.0, 1.0, 1.0)
+    assert PLAIN.scales([1.0, tiny, 0.0], norm) == (0.5, 1.0, 1.0)
 
 
 @pytest.mark.parametrize("version", [0, 3])

@@ -297,7 +297,7 @@ def test_a_mailbox_whose_disk_is_full_keeps_nobody_waiting(
 
 
 def test_a_put_of_the_same_file_for_another_row_keeps_nobody_s_out(peers: Peers) -> None:
-    """Whoever is told of a row knows the name of its file before all mailboxes have the file."""
+    """A peer that is told of a row knows its file's name before all mailboxes have the file."""
     owner, mailbox, insider = peers(), peers(), peers()
     row = row_of(0, data=CONTENT)
     claimed = row_of(2, data=CONTENT, file=row.file)
