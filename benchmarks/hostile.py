@@ -48,7 +48,7 @@ from support.swarm import Member
 
 HONEST_OF_A_PATH = 3
 STRANGERS = 3
-GREATEST_RATIO = 1.03
+MAX_RATIO = 1.03
 SEEN_S = 17.0
 """Claims are read by then: records are renewed every quarter of the limit of a round."""
 ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
@@ -174,7 +174,7 @@ blobs = BlobStore(folder / "taken")
 def get(digest, peer):
     try:
         node.exchange.get(
-            digest, (peer,), blobs, greatest_bytes=2**24, timeout_s=2.0
+            digest, (peer,), blobs, max_bytes=2**24, timeout_s=2.0
         ).unlink(missing_ok=True)
     except Exception as error:
         print(error, flush=True)
@@ -333,7 +333,7 @@ def main() -> int:
                 keys = ("perplexity", "ratio", "outer_steps", "rows", "carried_on", "seconds")
                 report.row(name, mean, *(found[key] for key in keys))
                 print(f"{name} {mean}: {json.dumps(found)}", file=sys.stderr, flush=True)
-                if mean == "robust" and not (found["ratio"] <= GREATEST_RATIO and found["agreed"]):
+                if mean == "robust" and not (found["ratio"] <= MAX_RATIO and found["agreed"]):
                     broken.append(f"{name}: {found['ratio']} of the clean perplexity")
     return report.conclude(broken, chosen.json)
 

@@ -169,7 +169,7 @@ def _train(
     display, events = process.display, process.events
     shards = node.load_shard_index()
     micro_batch_size = fitting_batch(settings, node.plan, shards)
-    node.contributions.most_bytes = contributions_limit(settings, node.plan, shards)
+    node.contributions.max_bytes = contributions_limit(settings, node.plan, shards)
     budget = UploadBudget(
         settings.cache_folder,
         process.uplink,

@@ -57,8 +57,8 @@ from .served_run import NO_ANSWER, ServedRun
 logger = logging.getLogger("dipaco.peer.exchange.responder")
 
 REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
-STREAMS = Bounds(most=256, most_of_a_peer=16, most_of_strangers=64, most_of_a_stranger=4, grace_s=5)
-UPLOADS = Bounds(most=16, most_of_a_peer=4, most_of_strangers=6, most_of_a_stranger=2, grace_s=20)
+STREAMS = Bounds(max_total=256, max_per_peer=16, max_strangers=64, max_per_stranger=4, grace_s=5)
+UPLOADS = Bounds(max_total=16, max_per_peer=4, max_strangers=6, max_per_stranger=2, grace_s=20)
 RETRY_AFTER_S = 1.0
 READ_BYTES, CHUNK_BYTES = 2**20, 2**17
 # What one peer is sent: so much at once, and so much a second. A state of 400 MB takes less than

@@ -24,9 +24,9 @@ from .path_files import PathFiles
 logger = logging.getLogger("dipaco.peer.keeping.winning_states")
 
 # Of a module: heads whose holders are asked for their chains, holders of each, and pages of one.
-HEADS_READ, HOLDERS_ASKED, GREATEST_PAGES = 4, 3, 1000
+HEADS_READ, HOLDERS_ASKED, MAX_PAGES = 4, 3, 1000
 # Steps that cannot be had, of which one after the other is passed over.
-MOST_PASSED_OVER = 8
+MAX_PASSED_OVER = 8
 
 
 class WinningStates:
@@ -53,7 +53,7 @@ class WinningStates:
     def _read_chain(self, book: ChainBook, module: str, peer: str) -> None:
         """Ask one peer for its chain, page by page."""
         locator = book.locator(book.heaviest(module).name)
-        for _ in range(GREATEST_PAGES):
+        for _ in range(MAX_PAGES):
             answer = self._node.exchange.ask(peer, module, locator)
             if answer is None:
                 return
@@ -78,7 +78,7 @@ class WinningStates:
         What `stored` has is not fetched. None: nothing was trained yet, or no state can be had.
         """
         book, passed_over = self.chains(module, view), set[str]()
-        while len(passed_over) < MOST_PASSED_OVER:
+        while len(passed_over) < MAX_PASSED_OVER:
             link = book.heaviest(module, absent=passed_over)
             if link.step is None:
                 return None

@@ -29,7 +29,7 @@ from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.node import select_run
 from dipaco.modules.grid import Grid
-from dipaco.modules.outer import OuterRule, greatest_contribution_bytes
+from dipaco.modules.outer import OuterRule, max_contribution_bytes
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
@@ -62,7 +62,7 @@ MANIFEST_WAIT_S = 20.0
 # Of a chain on the disk, the steps whose peers are known from the start.
 REMEMBERED_STEPS = 3
 # Of the addresses given, when there are several runs to choose from.
-MOST_ASKED = 4
+MAX_ASKED = 4
 
 
 @dataclass
@@ -339,7 +339,7 @@ def _open_run(
             plan,
             grid,
             gate,
-            greatest_bytes=functools.cache(functools.partial(greatest_row_bytes, plan, grid)),
+            max_bytes=functools.cache(functools.partial(max_row_bytes, plan, grid)),
             now=membership.clock.now,
         )
         contributors = _follow_contributors(directory, chains, membership)
@@ -403,10 +403,10 @@ def _follow_contributors(
     return contributors
 
 
-def greatest_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
+def max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
     """Return the most bytes that a contribution to a module may have."""
     codec = OuterRule.of(plan, None).codec_of(module)
-    return MARK_BYTES + greatest_contribution_bytes(codec, grid.layout(module))
+    return MARK_BYTES + max_contribution_bytes(codec, grid.layout(module))
 
 
 def _find_manifest(
@@ -420,7 +420,7 @@ def _find_manifest(
     def served() -> set[str]:
         """Return the runs of those whose addresses were given; who does not answer has none."""
         runs = set()
-        for address in membership.initial_peers[:MOST_ASKED]:
+        for address in membership.initial_peers[:MAX_ASKED]:
             with contextlib.suppress(DipacoError):
                 runs.add(membership.exchange.hello(peer_of(address)).run or "")
         return runs

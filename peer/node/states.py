@@ -33,7 +33,7 @@ logger = logging.getLogger("dipaco.peer.node.states")
 RECENT_S = 30.0
 RECENT_BYTES = 2**25
 # Of one module, that wait for the member's word.
-MOST_WAITING = 4
+MAX_WAITING = 4
 
 
 def head_of(state: ModuleState, step: str, weight: int, round_index: int) -> Head:
@@ -98,7 +98,7 @@ class States:
             waiting = self._waiting.setdefault(state.module, {})
             waiting.pop(step, None)
             waiting[step] = _Waiting(state, before)
-            for old in list(waiting)[:-MOST_WAITING]:
+            for old in list(waiting)[:-MAX_WAITING]:
                 del waiting[old]
 
     def forget(self, module: str, step: str) -> None:

@@ -37,7 +37,7 @@ LEAST_SHARE = 0.1
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
 # Modules that are followed as a mailbox only, and for how many rounds in which nobody tells of one.
-MOST_MAILBOXES, SILENT_ROUNDS = 256, 5
+MAX_MAILBOXES, SILENT_ROUNDS = 256, 5
 
 
 class _Phase(Enum):
@@ -146,7 +146,7 @@ class Member:
     def _on_told(self, event: e.Told) -> None:
         if event.module not in self.modules:
             mailboxes = sum(s.role is Role.MAILBOX for s in self.modules.values())
-            if mailboxes >= MOST_MAILBOXES or not self.known.grid.has_module(event.module):
+            if mailboxes >= MAX_MAILBOXES or not self.known.grid.has_module(event.module):
                 return
         followed = self._module(event.module)
         followed.hear_steps(event.steps, event.peer)

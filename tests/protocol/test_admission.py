@@ -219,7 +219,7 @@ def test_who_came_later_than_there_are_places_is_told_and_who_was_here_goes_on()
 
 
 def test_memory_for_admissions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "MOST_VERIFIED", 8)
+    monkeypatch.setattr(admission_module, "MAX_VERIFIED", 8)
     gate = gate_at(Time())
     for number in range(20):
         gate.verify(peer(number), admission(number))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dipaco.protocol.chain import Step
 
 # Of a module, those that contributed last; and addresses of so many peers in all.
-MOST_OF_MODULE, MOST_PEERS = 128, 2048
+MAX_PEERS_OF_MODULE, MAX_PEERS = 128, 2048
 # Calls fail in bunches: those that fail within this time of each other are one failure.
 FAILURES, APART_S = 3, 5.0
 
@@ -38,7 +38,7 @@ class Contributors:
             peers = self._rounds.setdefault(module, {})
             peers[peer] = max(round_index, peers.get(peer, round_index))
             self._failures.pop(peer, None)
-            while len(peers) > MOST_OF_MODULE:
+            while len(peers) > MAX_PEERS_OF_MODULE:
                 del peers[min(peers, key=lambda other: (peers[other], other))]
 
     def step_taken(self, step: Step) -> None:
@@ -75,7 +75,7 @@ class Contributors:
                 if places:
                     self._addresses[peer] = places
                     self._addresses.move_to_end(peer)
-            too_many = len(self._addresses) - MOST_PEERS
+            too_many = len(self._addresses) - MAX_PEERS
             if too_many > 0:
                 others = [peer for peer in self._addresses if not self._is_known(peer)]
                 for peer in others[:too_many]:

@@ -17,8 +17,8 @@ from dipaco.protocol.view import SwarmView
 
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
 # many are tried at once. A view is looked at again after a while.
-MOST_KNOWN, MOST_NEW, MOST_RUNS, MOST_TRIED = 64, 32, 8, 16
-MOST_FILE_BYTES = 2**20
+MAX_KNOWN, MAX_NEW, MAX_RUNS, MAX_TRIED = 64, 32, 8, 16
+MAX_FILE_BYTES = 2**20
 REMEMBER_EVERY_S = 60.0
 
 
@@ -38,7 +38,7 @@ class KnownPeers:
         """Return addresses of other peers in the runs of those that are given."""
         runs = self._runs_with(given).values()
         found = [address for addresses in runs for address in addresses if address not in given]
-        return tuple(found[:MOST_TRIED])
+        return tuple(found[:MAX_TRIED])
 
     def manifests(self, given: Sequence[str]) -> tuple[Path, ...]:
         """Return where the manifests of these runs would be on this disk."""
@@ -83,16 +83,16 @@ class KnownPeers:
         if not direct and run_id in known:
             return
         self._written_s = time.monotonic() if direct else -math.inf
-        newest = dict.fromkeys((*direct[:MOST_NEW], *given, *known.pop(run_id, ())))
-        runs = {run_id: list(newest)[:MOST_KNOWN], **known}
-        text = json.dumps(dict(list(runs.items())[:MOST_RUNS]), indent=0)
+        newest = dict.fromkeys((*direct[:MAX_NEW], *given, *known.pop(run_id, ())))
+        runs = {run_id: list(newest)[:MAX_KNOWN], **known}
+        text = json.dumps(dict(list(runs.items())[:MAX_RUNS]), indent=0)
         with contextlib.suppress(DipacoError, OSError):
             atomic_write(self._path, [text.encode()])
 
     def _read(self) -> dict[str, tuple[str, ...]]:
         """Return the addresses by run, those that can be used."""
         try:
-            said = json.loads(self._path.read_bytes()[:MOST_FILE_BYTES])
+            said = json.loads(self._path.read_bytes()[:MAX_FILE_BYTES])
             return {
                 str(run): tuple(address for address in addresses if _is_usable(address))
                 for run, addresses in said.items()

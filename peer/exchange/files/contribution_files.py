@@ -27,7 +27,7 @@ from dipaco.modules.contributions import Data
 from dipaco.protocol.chain import MARK_BYTES, Row
 
 KEPT_ROUNDS = 3
-MOST_CONTRIBUTIONS_BYTES = 2**33
+MAX_CONTRIBUTIONS_BYTES = 2**33
 # Of files in the folder whose bytes are still coming.
 PUT_PREFIX = ".put-"
 _NAME = re.compile(r"(?P<round>\d+)\.(?P<peer>\w+)\.(?P<sha256>[0-9a-f]{64})")
@@ -61,13 +61,13 @@ class _File:
 class ContributionFiles:
     """`folder/<module>/<round>.<peer>.<sha256>`; kept for three rounds. Thread-safe.
 
-    :param most_bytes: of all files; the oldest rounds go first. Half of it is for what others put
+    :param max_bytes: of all files; the oldest rounds go first. Half of it is for what others put
         here, and a sixteenth for what one of them does.
     """
 
-    def __init__(self, folder: Path, *, most_bytes: int = MOST_CONTRIBUTIONS_BYTES) -> None:
+    def __init__(self, folder: Path, *, max_bytes: int = MAX_CONTRIBUTIONS_BYTES) -> None:
         """Take up what an earlier life left. Raises `StorageError`."""
-        self.folder, self.most_bytes = folder, most_bytes
+        self.folder, self.max_bytes = folder, max_bytes
         self._lock = threading.RLock()
         self._files: dict[str, _File] = {}
         self._promised: dict[str, Row] = {}
@@ -157,7 +157,7 @@ class ContributionFiles:
         total = sum(file.size_bytes for file in self._files.values())
         order = sorted(self._files, key=lambda name: self._files[name].round_index)
         for name in order:
-            if total <= self.most_bytes:
+            if total <= self.max_bytes:
                 return
             if name != newest:
                 total -= self._files[name].size_bytes
@@ -225,7 +225,7 @@ class ContributionFiles:
             own = sum(f.size_bytes for f in mail if f.peer == row.peer)
             own += sum(other.bytes for other in waiting if other.peer == row.peer)
             total = sum(f.size_bytes for f in mail) + sum(other.bytes for other in waiting)
-            if own + row.bytes > self.most_bytes // 16 or total + row.bytes > self.most_bytes // 2:
+            if own + row.bytes > self.max_bytes // 16 or total + row.bytes > self.max_bytes // 2:
                 return False
             if row.bytes > spare_bytes(self.folder):
                 return False

@@ -27,9 +27,9 @@ class _Waiting:
 class DownloadSlots:
     """So many downloads at once, and so many from one source. Used on one event loop."""
 
-    def __init__(self, most: int, most_of_a_source: int) -> None:
-        self._most, self._most_of_a_source = most, most_of_a_source
-        self._most_unproven = max(1, int(UNPROVEN_SHARE * most))
+    def __init__(self, max_total: int, max_per_source: int) -> None:
+        self._max_total, self._max_per_source = max_total, max_per_source
+        self._max_unproven = max(1, int(UNPROVEN_SHARE * max_total))
         self._taken: Counter[str] = Counter()
         self._waiting: list[_Waiting] = []
         self._rank: OrderedDict[str, int] = OrderedDict()
@@ -57,15 +57,15 @@ class DownloadSlots:
 
     def has_room(self, source: str) -> bool:
         """Tell whether this source could have a slot at once."""
-        if self._taken.total() >= self._most or self._taken[source] >= self._most_of_a_source:
+        if self._taken.total() >= self._max_total or self._taken[source] >= self._max_per_source:
             return False
         unproven = sum(n for other, n in self._taken.items() if not self._is_proven(other))
-        return self._is_proven(source) or unproven < self._most_unproven
+        return self._is_proven(source) or unproven < self._max_unproven
 
     def is_wanted(self, source: str) -> bool:
         """Tell whether somebody waits for whom the slot of this source would do."""
         return any(
-            other.source == source or self._taken[other.source] < self._most_of_a_source
+            other.source == source or self._taken[other.source] < self._max_per_source
             for other in self._waiting
         )
 

@@ -52,11 +52,11 @@ class Slot:
 class Bounds:
     """How many places there are, and how long one may be held."""
 
-    most: int
-    most_of_a_peer: int
-    most_of_strangers: int
+    max_total: int
+    max_per_peer: int
+    max_strangers: int
     """Of all who are not admitted, together."""
-    most_of_a_stranger: int
+    max_per_stranger: int
     grace_s: float
     """Everybody has this long, and the time for what it has moved at a rate."""
     wanted_rate_bytes_s: float = 2.0**16
@@ -74,13 +74,15 @@ class Slots:
         """Return a place, if need be that of another; None when there is none."""
         bounds, is_stranger = self._bounds, standing is Standing.STRANGER
         own = sum(slot.peer == peer for slot in self._taken)
-        if own >= (bounds.most_of_a_stranger if is_stranger else bounds.most_of_a_peer):
+        if own >= (bounds.max_per_stranger if is_stranger else bounds.max_per_peer):
             return None
         strangers = [slot for slot in self._taken if slot.standing is Standing.STRANGER]
-        if is_stranger and len(strangers) >= bounds.most_of_strangers:
+        if is_stranger and len(strangers) >= bounds.max_strangers:
             if not self._make_room(strangers, own):
                 return None
-        elif len(self._taken) >= bounds.most and not self._make_room_for(standing, strangers, own):
+        elif len(self._taken) >= bounds.max_total and not self._make_room_for(
+            standing, strangers, own
+        ):
             return None
         slot = Slot(peer, standing, self._monotonic(), stop)
         self._taken.append(slot)
@@ -95,7 +97,7 @@ class Slots:
         if self._make_room(self._taken, own):
             return True
         others = [slot for slot in self._taken if slot.standing is not Standing.CONTRIBUTOR]
-        if standing is not Standing.CONTRIBUTOR or len(others) <= self._bounds.most // 4:
+        if standing is not Standing.CONTRIBUTOR or len(others) <= self._bounds.max_total // 4:
             return False
         self._take_from(others)
         return True

@@ -33,7 +33,7 @@ MAX_LOCATOR = 64
 MAX_CALLED_BACK = 4
 LENGTH_BYTES = 4
 # Of one array or map; what is nested deeper than fields of rows are cannot be long.
-_MOST_ENTRIES = 1024
+_MAX_ENTRIES = 1024
 
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
@@ -179,16 +179,16 @@ def encode(message: Message) -> bytes:
     return packed
 
 
-def _unpack(data: bytes, most_bytes: int) -> dict[Any, Any]:
-    if len(data) > most_bytes:
-        raise MessageError(f"{len(data)} bytes, at most {most_bytes} are allowed")
+def _unpack(data: bytes, max_bytes: int) -> dict[Any, Any]:
+    if len(data) > max_bytes:
+        raise MessageError(f"{len(data)} bytes, at most {max_bytes} are allowed")
     try:
         values = msgpack.unpackb(
             data,
             raw=False,
             strict_map_key=True,
-            max_array_len=_MOST_ENTRIES,
-            max_map_len=_MOST_ENTRIES,
+            max_array_len=_MAX_ENTRIES,
+            max_map_len=_MAX_ENTRIES,
         )
     except Exception as error:  # msgpack has no common base class for what it raises
         raise MessageError(f"not msgpack ({type(error).__name__})") from None
@@ -229,10 +229,10 @@ def framed(message: Message) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-async def read_frame(stream: Stream, most_bytes: int) -> bytes:
+async def read_frame(stream: Stream, max_bytes: int) -> bytes:
     """Read the bytes of a message. Raises `MessageError` for a longer one, before it is read, and
     `asyncio.IncompleteReadError` when the stream ends."""
     size = int.from_bytes(await stream.read_exactly(LENGTH_BYTES), "big")
-    if size > most_bytes:
-        raise MessageError(f"{size} bytes, at most {most_bytes} are allowed")
+    if size > max_bytes:
+        raise MessageError(f"{size} bytes, at most {max_bytes} are allowed")
     return await stream.read_exactly(size)

@@ -495,7 +495,7 @@ def test_paths_over_one_base_answer_together(
     monkeypatch.setattr(Decoder, "step", stepping)
     with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
         assert engine.capacity == 4
-        assert engine.most_mixed == 2
+        assert engine.max_mixed == 2
         asked = [
             {
                 "model": f"path-{path}",

@@ -74,7 +74,7 @@ def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path: Path) -> Non
 
 
 def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
-    files = ContributionFiles(tmp_path, most_bytes=3000)
+    files = ContributionFiles(tmp_path, max_bytes=3000)
     rows = [row_of(0, n, data=bytes([n]) * 968) for n in range(5)]
     for row in rows:
         files.add(row, (row.mark, bytes([row.round_index]) * 968))
@@ -82,7 +82,7 @@ def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
 
 
 def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path: Path) -> None:
-    files = ContributionFiles(tmp_path / "files", most_bytes=16_000)
+    files = ContributionFiles(tmp_path / "files", max_bytes=16_000)
     one = [row_of(1, n, data=bytes([n]) * 368) for n in range(3)]
     assert put(files, one[0], bytes(368), tmp_path)
     assert not files.promise(row_of(1, 9, data=bytes(700)))

@@ -8,8 +8,8 @@ from support.peers import peer
 from dipaco.peer.exchange.contact.contributors import (
     APART_S,
     FAILURES,
-    MOST_OF_MODULE,
-    MOST_PEERS,
+    MAX_PEERS,
+    MAX_PEERS_OF_MODULE,
     Contributors,
 )
 
@@ -62,15 +62,15 @@ def test_what_the_dht_hides_keeps_its_address() -> None:
     known.contributed(peer(0), MODULE, 1)
     known.note_addresses({peer(0): ("/ip4/203.0.113.5/tcp/1",), peer(1): ("/ip4/1.2.3.4/tcp/1",)})
     known.note_addresses({peer(0): ()})
-    for number in range(2 * MOST_PEERS):
+    for number in range(2 * MAX_PEERS):
         known.note_addresses({f"peer {number}": ("/ip4/1.2.3.4/tcp/1",)})
     assert known.all() == {peer(0): ("/ip4/203.0.113.5/tcp/1",)}
-    assert len(known._addresses) <= MOST_PEERS
+    assert len(known._addresses) <= MAX_PEERS
 
 
 def test_a_module_with_many_contributors_keeps_the_newest() -> None:
     known = Contributors()
-    for number in range(2 * MOST_OF_MODULE):
+    for number in range(2 * MAX_PEERS_OF_MODULE):
         known.contributed(f"peer {number}", MODULE, number)
-    assert len(of_module(known, MODULE)) == MOST_OF_MODULE
-    assert of_module(known, MODULE)[0] == f"peer {2 * MOST_OF_MODULE - 1}"
+    assert len(of_module(known, MODULE)) == MAX_PEERS_OF_MODULE
+    assert of_module(known, MODULE)[0] == f"peer {2 * MAX_PEERS_OF_MODULE - 1}"

@@ -12,8 +12,8 @@ from dipaco.peer.exchange.files.download_slots import REMEMBERED_SOURCES, Downlo
 class Queue:
     """Slots, and in which order sources got theirs."""
 
-    def __init__(self, most: int, most_of_a_source: int) -> None:
-        self.slots = DownloadSlots(most, most_of_a_source)
+    def __init__(self, max_total: int, max_per_source: int) -> None:
+        self.slots = DownloadSlots(max_total, max_per_source)
         self.served: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
 

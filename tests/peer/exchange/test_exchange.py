@@ -70,7 +70,7 @@ def blobs(tmp_path: Path) -> BlobStore:
 
 
 def get(node: Node, blobs: BlobStore, *holders: Node, sha: str = SHA, **options: Any) -> bytes:
-    options = {"greatest_bytes": 2**30, "timeout_s": LIMIT_S, **options}
+    options = {"max_bytes": 2**30, "timeout_s": LIMIT_S, **options}
     return node.exchange.get(
         sha, [holder.peer for holder in holders], blobs, **options
     ).read_bytes()
@@ -193,7 +193,7 @@ def test_a_holder_that_dies_in_the_middle_is_replaced_by_another(
 def test_what_is_wrong_absent_or_too_large_is_refused(peers: Peers, blobs: BlobStore) -> None:
     holder, one = peers(CONTENT), peers()
     with pytest.raises(IntegrityError, match="at most 1000"):
-        get(one, blobs, holder, greatest_bytes=1000)
+        get(one, blobs, holder, max_bytes=1000)
     with pytest.raises(NetworkError, match="does not hold it"):
         get(one, blobs, holder, sha="0" * 64)
     holder.held.contents[SHA] = CONTENT[:-1] + b"?"
@@ -201,7 +201,7 @@ def test_what_is_wrong_absent_or_too_large_is_refused(peers: Peers, blobs: BlobS
         get(one, blobs, holder)
     assert not blobs.has(SHA)
     with pytest.raises(NetworkError):
-        one.exchange.get(SHA, [peer(77)], blobs, greatest_bytes=2**30, timeout_s=5.0)
+        one.exchange.get(SHA, [peer(77)], blobs, max_bytes=2**30, timeout_s=5.0)
 
 
 def test_the_owners_limit_holds_for_all_that_is_sent(peers: Peers, blobs: BlobStore) -> None:

@@ -112,7 +112,7 @@ def test_four_verbs_a_hello_and_a_huge_length(
     assert answer.steps == tuple(steps)
     # get, and gather
     blobs = BlobStore(tmp_path / "blobs")
-    path = other.exchange.get(SHA, [one.peer], blobs, greatest_bytes=2**30, timeout_s=LIMIT_S)
+    path = other.exchange.get(SHA, [one.peer], blobs, max_bytes=2**30, timeout_s=LIMIT_S)
     assert path.read_bytes() == CONTENT
     # put
     mine = other.row(0, b"a contribution" * 100_000)
@@ -148,7 +148,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(
     blobs = BlobStore(tmp_path / "blobs")
     peers = [holder.peer for holder in holders]
     path = reader.exchange.get(
-        SHA, peers, blobs, greatest_bytes=2**30, timeout_s=LIMIT_S, on_progress=kill
+        SHA, peers, blobs, max_bytes=2**30, timeout_s=LIMIT_S, on_progress=kill
     )
     assert path.read_bytes() == CONTENT
     assert killed

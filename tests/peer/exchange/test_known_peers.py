@@ -13,7 +13,7 @@ from support.swarm_views import record
 from dipaco.base.errors import RunSelectionError, UnreachableError
 from dipaco.dht import node as dht_node
 from dipaco.dht.node import note_port, take_port
-from dipaco.peer.exchange.contact.known_peers import MOST_KNOWN, MOST_RUNS, MOST_TRIED, KnownPeers
+from dipaco.peer.exchange.contact.known_peers import MAX_KNOWN, MAX_RUNS, MAX_TRIED, KnownPeers
 from dipaco.peer.node import node as peer_node
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.node import join_run
@@ -59,12 +59,12 @@ def test_the_newest_come_first_and_there_are_not_too_many(tmp_path: Path) -> Non
     assert found == tuple(address(number) for number in range(290, 300)) + tuple(
         address(number) for number in range(280, 286)
     )
-    assert len(found) == MOST_TRIED
-    for number in range(3 * MOST_RUNS):
+    assert len(found) == MAX_TRIED
+    for number in range(3 * MAX_RUNS):
         noted(tmp_path, f"{number:016x}", 0, 1)
     known = json.loads((tmp_path / "known_peers.json").read_text())
-    assert len(known) == MOST_RUNS
-    assert all(len(addresses) <= MOST_KNOWN for addresses in known.values())
+    assert len(known) == MAX_RUNS
+    assert all(len(addresses) <= MAX_KNOWN for addresses in known.values())
 
 
 def test_the_run_is_remembered_also_where_nobody_can_be_called(tmp_path: Path) -> None:

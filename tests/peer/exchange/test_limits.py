@@ -12,10 +12,10 @@ from dipaco.peer.exchange.streams.limits import Bounds, Slot, Slots, Standing
 from dipaco.peer.owner.uplink import Uplink
 
 BOUNDS = Bounds(
-    most=8,
-    most_of_a_peer=6,
-    most_of_strangers=4,
-    most_of_a_stranger=2,
+    max_total=8,
+    max_per_peer=6,
+    max_strangers=4,
+    max_per_stranger=2,
     grace_s=10.0,
     wanted_rate_bytes_s=1000.0,
 )

@@ -27,7 +27,7 @@ from dipaco.protocol.revocations import sign_revocations
 
 
 def test_rows_that_are_good_and_all_that_are_not() -> None:
-    check = new_check(greatest_bytes=100)
+    check = new_check(max_bytes=100)
     known = {peer(0): admission(0), peer(1): admission(1)}
     good = row_of(0)
     latest = int((NOW_S - PLAN.start_s) / PLAN.rounds.duration_s)
