@@ -68,7 +68,7 @@ KINDS = {
     "flipped": _CONTRIBUTION.format(factor=-8.0),
     "tokens": _CONTRIBUTION.format(factor=-1.0)
     + """
-from dipaco.peer import outer_steps
+from dipaco.peer.shell import outer_steps
 credible = outer_steps.claimed_tokens
 outer_steps.claimed_tokens = lambda plan, tokens, round: credible(plan, 1000 * tokens, round)
 """,
@@ -110,7 +110,7 @@ import os, threading, time
 from dataclasses import replace
 from dipaco.protocol.chain import sign_row
 from dipaco.protocol.member.events import Published
-from dipaco.peer import outer_steps
+from dipaco.peer.shell import outer_steps
 first = outer_steps.OuterSteps._publish
 flooding = []
 def flood(node, row):
@@ -161,8 +161,8 @@ import hashlib, os, sys, threading
 from pathlib import Path
 from dipaco.protocol.chain import Row, genesis_name, sign_row
 from dipaco.base.blobs import BlobStore
-from dipaco.peer.entrance import Listening
-from dipaco.peer.node import join_run
+from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.node import join_run
 from dipaco.peer.owner.uplink import Uplink
 folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
 entry = sys.argv[sys.argv.index("--initial-peers") + 1]

@@ -38,11 +38,11 @@ from dipaco.base.blobs import BlobStore
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.exchange.contributors import MOST_OF_MODULE, MOST_PEERS, Contributors
-from dipaco.peer.exchange.known_peers import KnownPeers
+from dipaco.peer.exchange.contact.contributors import MOST_OF_MODULE, MOST_PEERS, Contributors
+from dipaco.peer.exchange.contact.known_peers import KnownPeers
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.verify import REMEMBERED_ROUNDS, REMEMBERED_ROWS, RowCheck
-from dipaco.peer.states import States
+from dipaco.peer.node.states import States
 from dipaco.protocol.admission import MOST_VERIFIED, Gate
 from dipaco.protocol.chain import MAX_ROWS, Head, Row, Step, sign_row
 from dipaco.protocol.identity import raw_public_key

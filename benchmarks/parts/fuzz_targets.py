@@ -25,7 +25,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis_index
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import genesis_state, read_state, state_chunks
-from dipaco.peer.exchange import messages
+from dipaco.peer.exchange.streams import messages
 from dipaco.protocol import admission, invitations, manifest, revocations
 from dipaco.protocol.chain import Head, unpack_row, unpack_step, verify_row
 from dipaco.protocol.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key

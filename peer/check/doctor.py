@@ -16,7 +16,7 @@ from dipaco.dht.node import check_shared_memory
 from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
-from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
+from dipaco.peer.exchange.files.contribution_files import MOST_CONTRIBUTIONS_BYTES
 from dipaco.peer.owner.gpu_heat import thermometer_of
 from dipaco.peer.settings import PeerSettings
 from dipaco.protocol.identity import is_in_use

@@ -34,7 +34,7 @@ from dipaco.modules.memory import (
 from dipaco.modules.state import greatest_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
-from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
+from dipaco.peer.exchange.files.contribution_files import KEPT_ROUNDS
 from dipaco.training.muon import is_for_muon
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}

@@ -19,12 +19,12 @@ from dipaco.modules.frozen_file import base_file_bytes
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
+from dipaco.peer.exchange.files.contribution_files import check_is_of
+from dipaco.peer.exchange.files.partial_file import prune_partial_files
 from dipaco.protocol.chain import Head, Row
 from dipaco.routing.token_files import token_dtype
 
-from .contribution_files import check_is_of
 from .exchange import Exchange
-from .partial_file import prune_partial_files
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 

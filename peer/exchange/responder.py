@@ -22,15 +22,13 @@ from typing import Literal
 from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.base.errors import DipacoError, IntegrityError
 from dipaco.base.repetition import Complaints
-from dipaco.protocol.chain import Row
-from dipaco.protocol.member.events import Told
-
-from .content import OpenContent, opened
-from .contribution_files import PUT_PREFIX, ContributionFiles
-from .hello import Greeting
-from .limits import Bounds, Slot, Slots, Standing
-from .loop_thread import run_blocking
-from .messages import (
+from dipaco.peer.exchange.contact.hello import Greeting
+from dipaco.peer.exchange.contact.reachability import CallingBack
+from dipaco.peer.exchange.files.content import OpenContent, opened
+from dipaco.peer.exchange.files.contribution_files import PUT_PREFIX, ContributionFiles
+from dipaco.peer.exchange.streams.limits import Bounds, Slot, Slots, Standing
+from dipaco.peer.exchange.streams.loop_thread import run_blocking
+from dipaco.peer.exchange.streams.messages import (
     MAX_REQUEST_BYTES,
     AskReply,
     AskRequest,
@@ -50,9 +48,11 @@ from .messages import (
     framed,
     read_frame,
 )
-from .reachability import CallingBack
+from dipaco.peer.exchange.streams.transport import Stream, Transport
+from dipaco.protocol.chain import Row
+from dipaco.protocol.member.events import Told
+
 from .served_run import NO_ANSWER, ServedRun
-from .transport import Stream, Transport
 
 logger = logging.getLogger("dipaco.peer.exchange.responder")
 

@@ -2,7 +2,7 @@
 
 A member joins, claims a path, gets what it needs, trains round by round, takes the heaviest chain
 of each of its modules, keeps copies for others, moves, and leaves. It is the only place where that
-is decided: a real peer (`dipaco.peer.session`) and the swarm simulator are shells that carry its
+is decided: a real peer (`dipaco.peer.shell`) and the swarm simulator are shells that carry its
 actions out and report what came of them. Equal events give equal actions.
 
 The outer round of a module is in `followed_module` and what it is put together from; this is the

@@ -29,7 +29,7 @@ from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.guests import OWN_INVITATION
+from dipaco.peer.node.guests import OWN_INVITATION
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MOST_PLACES, read_invitation

@@ -19,7 +19,7 @@ from support.peers import RUN, identity, key, peer
 from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.bootstrap.invite import invite, keep_revocations, revoke
 from dipaco.dht.quotas import HeldRecords, KnownRun
-from dipaco.peer.guests import admit, given_invitation
+from dipaco.peer.node.guests import admit, given_invitation
 from dipaco.protocol import admission as admission_module
 from dipaco.protocol.admission import AWAY_S, Admission, Gate
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key

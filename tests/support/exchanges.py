@@ -14,10 +14,10 @@ from typing import Any
 
 from dipaco.modules.grid import Grid
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
-from dipaco.peer.exchange.transport import Transport
+from dipaco.peer.exchange.streams.transport import Transport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate

@@ -47,7 +47,7 @@ def tap_all(folder: Path) -> None:
     import msgpack
 
     from dipaco.dht import record_validator
-    from dipaco.peer.exchange import messages
+    from dipaco.peer.exchange.streams import messages
     from dipaco.protocol import chain, manifest
 
     seen: dict[str, set[bytes]] = {}
