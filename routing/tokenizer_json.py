@@ -115,7 +115,7 @@ class JsonPieces:
             raise IntegrityError(
                 f"{source} lacks its special tokens, or has a token {self.vocabulary_size - 1}"
             )
-        self._to_file = self.file_order(self.vocabulary_size)
+        self._to_file = self.file_order(max(self.vocabulary_size, self.origin.rows))
         self._to_run = np.argsort(self._to_file)
         self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
@@ -147,6 +147,10 @@ class JsonPieces:
         """Return the run's tokens for the numbers of the file."""
         tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
         return tokens
+
+    def file_number(self, token: int) -> int:
+        """Return the number in the file of one of the run's tokens."""
+        return int(self._to_file[token])
 
     def writable(self, text: str) -> str:
         """Return the text without the characters that the tokenizer lacks."""

@@ -282,18 +282,18 @@ class RequestReader:
             prompts = [given]  # type: ignore[list-item]
         else:
             prompts = list(given)  # type: ignore[arg-type]
-        tokens = [
-            prompt_tokens(self._engine.tokenizer, p) if isinstance(p, str) else list(p)
-            for p in prompts
-        ]
-        vocabulary = self._engine.plan.model.vocabulary_size
-        for row in tokens:
-            if (greatest := max(row)) >= vocabulary:
+        tokenizer, vocabulary = self._engine.tokenizer, self._engine.plan.model.vocabulary_size
+        for numbers in prompts:
+            if not isinstance(numbers, str) and (greatest := max(numbers)) >= vocabulary:
                 raise ApiError(
                     400,
                     f"prompt: token {greatest} is not one of the {vocabulary} of this model",
                     parameter="prompt",
                 )
+        tokens = [
+            prompt_tokens(tokenizer, p) if isinstance(p, str) else tokenizer.tokens_of_numbers(p)
+            for p in prompts
+        ]
         works = self._works(body, tokens, emit, body.max_tokens, body.logprobs, _USUAL_TOKENS)
         if body.echo and body.logprobs is not None:
             for work in works:
