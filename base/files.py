@@ -25,11 +25,11 @@ TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_S = 3600.0
 _READ_BYTES = 2**20
 # What stands in the place of a file that was not fetched is shorter.
-_MOST_POINTER_BYTES = 1024
+_MAX_POINTER_BYTES = 1024
 # A link into a store of files by hash, kept as a text where there are no links.
 _LINK = re.compile(rb"(?:\.\./)+(?:[\w.-]+/)*(?:objects|blobs)/[\w./-]+\n?")
 # Of a disk, what is never filled: other programs and the system need some.
-MOST_RESERVE_BYTES, RESERVE_PART = 2**30, 20
+MAX_RESERVE_BYTES, RESERVE_PART = 2**30, 20
 
 
 # Where folders are, if somebody says so.
@@ -115,7 +115,7 @@ def missing_content(path: Path) -> str | None:
     with its name. None of a file that is there, or not even by name. Raises OSError."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {os.readlink(path)}, which does not exist; fetch it"
-    if not path.is_file() or path.stat().st_size > _MOST_POINTER_BYTES:
+    if not path.is_file() or path.stat().st_size > _MAX_POINTER_BYTES:
         return None
     content = path.read_bytes()
     if content.startswith(b"version https://git-lfs.github.com/spec/"):
@@ -185,7 +185,7 @@ def spare_bytes(folder: Path) -> int:
     Less than nothing once others have used the reserve too. Raises OSError.
     """
     disk = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists()))
-    return disk.free - min(MOST_RESERVE_BYTES, disk.total // RESERVE_PART)
+    return disk.free - min(MAX_RESERVE_BYTES, disk.total // RESERVE_PART)
 
 
 def _free_space(folder: Path) -> str:

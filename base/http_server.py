@@ -23,12 +23,12 @@ from dipaco.base.running import stop_signals
 # Answers under way get so long when the service is told to end.
 _GRACE_S = 3
 _WAITING_CONNECTIONS = 256
-_MOST_CONNECTIONS = 1024
+_MAX_CONNECTIONS = 1024
 # A request has come by then.
 REQUEST_LIMIT_S = 30.0
 # Connections on which a request is waited for; of more the one that has waited longest goes. So
 # half requests, however often they are begun anew, keep nobody out who sends a whole one.
-MOST_WAITING = 256
+MAX_WAITING = 256
 
 
 def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
@@ -85,7 +85,7 @@ class _Protocol(H11Protocol):
             return
         self._deadline = self.loop.call_later(REQUEST_LIMIT_S, self.transport.abort)
         self._waiting[self.transport] = None
-        while len(self._waiting) > MOST_WAITING:
+        while len(self._waiting) > MAX_WAITING:
             oldest, _ = self._waiting.popitem(last=False)
             oldest.abort()  # type: ignore[attr-defined]
 
@@ -127,7 +127,7 @@ def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicor
             lifespan="off",
             timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=30,
-            limit_concurrency=_MOST_CONNECTIONS,
+            limit_concurrency=_MAX_CONNECTIONS,
             server_header=False,
             h11_max_incomplete_event_size=64 * 1024,
         )

@@ -99,7 +99,7 @@ from dipaco.training.scoring import LossSum, sum_losses
 
 DECAY_HELP = "a path's learning rate falls to a tenth over so many of its steps (0: constant)"
 LEAST_SHARE = 0.93
-GREATEST_RATIO = 1.03
+MAX_RATIO = 1.03
 START_S = 240.0
 SETTLE_ROUNDS = 6
 LEAVE_S = 30.0
@@ -630,7 +630,7 @@ def broken_promises(found: dict[str, Any], by_calm: float) -> list[str]:
         "a peer ended by itself": found["ended_by_themselves"] > 0,
         "the peers did not agree in the end": not found["agreed"],
         f"less than {LEAST_SHARE:.0%} of the tokens": not found["share"] >= LEAST_SHARE,
-        f"perplexity above {GREATEST_RATIO} of the calm run": not by_calm <= GREATEST_RATIO,
+        f"perplexity above {MAX_RATIO} of the calm run": not by_calm <= MAX_RATIO,
     }
     return [name for name, is_broken in checks.items() if is_broken]
 

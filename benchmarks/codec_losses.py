@@ -39,7 +39,7 @@ from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 
 BASE = "float32"
-GREATEST_MORE = {"int4": 0.001, "int2": 0.001, "sign": 0.003}
+MAX_MORE = {"int4": 0.001, "int2": 0.001, "sign": 0.003}
 SPEED_VALUES = 20_000_000
 PLAIN = {"outer.momentum": 0.0, "outer.learning_rate": 1.0}
 
@@ -134,7 +134,7 @@ def losses(report: Report, folder: Path, chosen: argparse.Namespace) -> list[str
         report.row(codec, *told.values())
         report.figures[codec] = told
         print(f"{codec}: {json.dumps(told)}", file=sys.stderr, flush=True)
-        if share > GREATEST_MORE.get(codec, 1.0):
+        if share > MAX_MORE.get(codec, 1.0):
             broken.append(f"{codec}: {share:.2%} above {BASE}")
     return broken
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from parts.common import HERE, Report, build_parser
 from parts.fuzz_targets import Target, targets_of
-from parts.mutations import GREATEST_BYTES, mutate
+from parts.mutations import MAX_BYTES, mutate
 
 SLOW_S = 1.0
 MEMORY_BYTES = 2**30
@@ -110,7 +110,7 @@ def keep_files(folder: Path, name: str, pattern: str) -> None:
 
 def feed(target: Target, inputs: int, seed: int, folder: Path) -> dict[str, Any]:
     """Feed one parser in a forked process; what was fed last is seen also when that dies."""
-    last = mmap.mmap(-1, GREATEST_BYTES + 8)
+    last = mmap.mmap(-1, MAX_BYTES + 8)
     here, there = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(
         target=_feed, args=(target, inputs, seed, folder, last, there)

@@ -43,7 +43,7 @@ from support.tiny_run import make_tiny_run
 
 START_S = 240.0
 FIRST_ROUNDS = 3
-LEAST_TOGETHER, LEAST_IN_STEPS, MOST_OVER = 0.9, 0.9, 1.1
+LEAST_TOGETHER, LEAST_IN_STEPS, MAX_OVER = 0.9, 0.9, 1.1
 # Of a 2x2 grid: the first two have all modules between them.
 PATHS = (0, 3, 1, 2, 0, 3, 1, 2)
 LARGE = {"hidden_size": 192, "head_count": 4, "feed_forward_size": 512}
@@ -198,7 +198,7 @@ class World:
                 broken.append(f"{name} is told {peer['reachable']}")
             if peer["in_steps"] < LEAST_IN_STEPS:
                 broken.append(f"{name}: {peer['in_steps']:.1%} of the time in inner steps")
-            if self.chosen.limited and peer["sent_mbps"] > MOST_OVER * self.chosen.mbps:
+            if self.chosen.limited and peer["sent_mbps"] > MAX_OVER * self.chosen.mbps:
                 broken.append(f"{name} sent {peer['sent_mbps']} Mbit/s")
         for module, found in self.of_modules().items():
             if found["trainers"] and found["by_most"] < LEAST_TOGETHER:

@@ -48,7 +48,7 @@ from support.swarm import Member
 
 HONEST_OF_A_PATH = 3
 STRANGERS = 3
-GREATEST_RATIO = 1.03
+MAX_RATIO = 1.03
 SEEN_S = 17.0
 """Claims are read by then: records are renewed every quarter of the limit of a round."""
 ROBUST = {"combine": "trimmed_mean", "trim_share": 0.25}
@@ -68,7 +68,7 @@ KINDS = {
     "flipped": _CONTRIBUTION.format(factor=-8.0),
     "tokens": _CONTRIBUTION.format(factor=-1.0)
     + """
-from dipaco.peer import outer_steps
+from dipaco.peer.shell import outer_steps
 credible = outer_steps.claimed_tokens
 outer_steps.claimed_tokens = lambda plan, tokens, round: credible(plan, 1000 * tokens, round)
 """,
@@ -110,7 +110,7 @@ import os, threading, time
 from dataclasses import replace
 from dipaco.protocol.chain import sign_row
 from dipaco.protocol.member.events import Published
-from dipaco.peer import outer_steps
+from dipaco.peer.shell import outer_steps
 first = outer_steps.OuterSteps._publish
 flooding = []
 def flood(node, row):
@@ -161,8 +161,8 @@ import hashlib, os, sys, threading
 from pathlib import Path
 from dipaco.protocol.chain import Row, genesis_name, sign_row
 from dipaco.base.blobs import BlobStore
-from dipaco.peer.entrance import Listening
-from dipaco.peer.node import join_run
+from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.node import join_run
 from dipaco.peer.owner.uplink import Uplink
 folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
 entry = sys.argv[sys.argv.index("--initial-peers") + 1]
@@ -174,7 +174,7 @@ blobs = BlobStore(folder / "taken")
 def get(digest, peer):
     try:
         node.exchange.get(
-            digest, (peer,), blobs, greatest_bytes=2**24, timeout_s=2.0
+            digest, (peer,), blobs, max_bytes=2**24, timeout_s=2.0
         ).unlink(missing_ok=True)
     except Exception as error:
         print(error, flush=True)
@@ -333,7 +333,7 @@ def main() -> int:
                 keys = ("perplexity", "ratio", "outer_steps", "rows", "carried_on", "seconds")
                 report.row(name, mean, *(found[key] for key in keys))
                 print(f"{name} {mean}: {json.dumps(found)}", file=sys.stderr, flush=True)
-                if mean == "robust" and not (found["ratio"] <= GREATEST_RATIO and found["agreed"]):
+                if mean == "robust" and not (found["ratio"] <= MAX_RATIO and found["agreed"]):
                     broken.append(f"{name}: {found['ratio']} of the clean perplexity")
     return report.conclude(broken, chosen.json)
 

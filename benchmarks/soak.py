@@ -38,15 +38,15 @@ from dipaco.base.blobs import BlobStore
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.exchange.contributors import MOST_OF_MODULE, MOST_PEERS, Contributors
-from dipaco.peer.exchange.known_peers import KnownPeers
+from dipaco.peer.exchange.contact.contributors import MAX_PEERS, MAX_PEERS_OF_MODULE, Contributors
+from dipaco.peer.exchange.contact.known_peers import KnownPeers
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.verify import REMEMBERED_ROUNDS, REMEMBERED_ROWS, RowCheck
-from dipaco.peer.states import States
-from dipaco.protocol.admission import MOST_VERIFIED, Gate
+from dipaco.peer.node.states import States
+from dipaco.protocol.admission import MAX_VERIFIED, Gate
 from dipaco.protocol.chain import MAX_ROWS, Head, Row, Step, sign_row
 from dipaco.protocol.identity import raw_public_key
-from dipaco.protocol.invitations import MOST_PLACES, Terms, make_invitation
+from dipaco.protocol.invitations import MAX_PLACES, Terms, make_invitation
 from dipaco.protocol.member.actions import SaveAll
 from dipaco.simulator.swarm.carrying import Carrying
 from dipaco.simulator.swarm.engine import Engine
@@ -85,14 +85,14 @@ BOUNDS = {
     "check._signed": REMEMBERED_ROWS,
     "check._rounds": REMEMBERED_ROUNDS,
     "check._rounds[]": REMEMBERED_ROUNDS * MAX_ROWS,
-    "gate._verified": MOST_VERIFIED,
-    "gate._verified[]": 2 * MOST_VERIFIED,
-    "gate._places[]": MOST_PLACES,
-    "contributors._addresses": MOST_PEERS,
-    "contributors._addresses[]": MOST_PEERS,
-    "contributors._rounds[]": MOST_OF_MODULE * GRID_MODULES,
+    "gate._verified": MAX_VERIFIED,
+    "gate._verified[]": 2 * MAX_VERIFIED,
+    "gate._places[]": MAX_PLACES,
+    "contributors._addresses": MAX_PEERS,
+    "contributors._addresses[]": MAX_PEERS,
+    "contributors._rounds[]": MAX_PEERS_OF_MODULE * GRID_MODULES,
     # Those that are asked are admitted, up to the places of the run.
-    "member.modules[]._asked_s": MOST_PLACES * GRID_MODULES,
+    "member.modules[]._asked_s": MAX_PLACES * GRID_MODULES,
 }
 # What is not a container of a peer's, but what it stands on, or is counted as one entry.
 LEAVES_OF_WALK = (World, Engine, Machine, Row, Step, Head, ModuleState, Path, str, bytes)
@@ -184,7 +184,7 @@ class DiskStore(Store):
         )  # fmt: skip
         self.check = RowCheck(
             world.plan, world.grid, self.gate,
-            greatest_bytes=lambda module: FILE_BYTES, now=lambda: world.now_s,
+            max_bytes=lambda module: FILE_BYTES, now=lambda: world.now_s,
         )  # fmt: skip
         found = {head.module: head for head in self.states.load_from_disk()}
         if found != self.held:

@@ -48,7 +48,7 @@ LEAST_KEPT = {
     "split": 0.88,
     "mixed": 0.88,
 }
-GREATEST_FORKED = 0.003
+MAX_FORKED = 0.003
 SPLITTING = ("split", "mixed")
 FIRST_SEEDS = 4
 COLUMNS = (
@@ -110,7 +110,7 @@ class Found:
         found = [f"{name} in {len(seeds)}" for name, seeds in sorted(self.violated.items())]
         if self.kept < LEAST_KEPT.get(profile, 0.0):
             found.append("kept")
-        if profile not in SPLITTING and self.forked > GREATEST_FORKED:
+        if profile not in SPLITTING and self.forked > MAX_FORKED:
             found.append("forked")
         return found
 

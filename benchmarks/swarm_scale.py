@@ -31,7 +31,7 @@ from dipaco.simulator.swarm.world import START_S, World
 # Newcomers for each bootstrap node; these keep copies, serve shards and stay.
 MEMBERS_PER_BOOT = 600
 # After a peer is gone its place is taken within so many seconds.
-GREATEST_PAUSE_S, LEAVING_S = 30.0, 60.0
+MAX_PAUSE_S, LEAVING_S = 30.0, 60.0
 RECORDS = ("written", "read")
 VERBS = ("views", "tell", "ask", "get", "put", "state", "shard")
 SHOWN = [
@@ -103,7 +103,7 @@ class Swarm:
             machine.crash(hangs=engine.chance(0.5), empty_disk=True)
             self.ends["crashed"] += 1
         engine.after(LEAVING_S, self._forget, machine)
-        engine.after(engine.between(1.0, GREATEST_PAUSE_S), self._be_born)
+        engine.after(engine.between(1.0, MAX_PAUSE_S), self._be_born)
 
     def _forget(self, machine: Machine) -> None:
         """Free the memory of one that will not come back."""

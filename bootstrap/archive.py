@@ -24,9 +24,9 @@ from dipaco.base.files import atomic_write, link_or_copy, storage_errors, sync_f
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state
-from dipaco.peer.node import Node
-from dipaco.peer.path_files import PathFiles
-from dipaco.peer.winning_states import WinningStates
+from dipaco.peer.keeping.path_files import PathFiles
+from dipaco.peer.keeping.winning_states import WinningStates
+from dipaco.peer.node.node import Node
 from dipaco.protocol.chain import Head
 from dipaco.protocol.coverage import whole_scope
 from dipaco.routing.run_folder import RunFolder

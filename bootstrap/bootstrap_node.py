@@ -18,15 +18,15 @@ from dipaco.dht.addresses import OPERATOR_MARK, is_loopback
 from dipaco.dht.node import visible_addresses
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
-from dipaco.peer.entrance import Listening
-from dipaco.peer.guests import OWN_INVITATION, given_invitation
-from dipaco.peer.node import Node, join_run
+from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.guests import OWN_INVITATION, given_invitation
+from dipaco.peer.node.node import Node, join_run
 from dipaco.peer.node_process import NodeProcess, begin_process
-from dipaco.peer.own_status import Activity, PeerStatus
-from dipaco.peer.refresher import Refresher
+from dipaco.peer.presence.own_status import Activity, PeerStatus
+from dipaco.peer.presence.refresher import Refresher
 from dipaco.peer.reporting.display import Display
-from dipaco.peer.running_node import RunningNode
-from dipaco.peer.shell import Shell
+from dipaco.peer.shell.running_node import RunningNode
+from dipaco.peer.shell.shell import Shell
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.view import present_round
 from dipaco.routing.run_folder import RunFolder

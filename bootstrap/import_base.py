@@ -40,6 +40,7 @@ from dipaco.modules.llama import (
 )
 from dipaco.modules.plan import BaseFile, BaseSource
 from dipaco.modules.transformer import EMBEDDING, HEAD
+from dipaco.routing.tokenizer import is_json
 from dipaco.routing.tokenizer_json import (
     SPLITS_SPECIAL,
     GenerationSettings,
@@ -187,6 +188,15 @@ class ImportedBase:
             )
         # Rows without a piece follow.
         return NumberedTokenizer(numbered.model, (*numbered.order, *range(pieces, rows)))
+
+    @property
+    def renumbers_pieces(self) -> bool:
+        """Whether the SentencePiece model of the run numbers its pieces otherwise than that of the
+        checkpoint."""
+        numbered = self._numbered
+        if numbered is None or is_json(numbered.model):
+            return False
+        return numbered.order != tuple(range(len(numbered.order)))
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.base.errors import ConfigurationError, ManifestError
 from dipaco.base.files import append, atomic_write, ends_within_a_line, storage_errors
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.guests import OWN_INVITATION, REVOCATIONS
+from dipaco.peer.node.guests import OWN_INVITATION, REVOCATIONS
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Invitation, Terms, make_invitation, read_invitation

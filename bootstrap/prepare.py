@@ -214,6 +214,11 @@ class Preparation:
     def check_tokenizer(self) -> None:
         """Raise ConfigurationError for tokens of another tokenizer."""
         made_with = self.config.data.tokenizer_sha256
+        if made_with is not None and self.imported is not None and self.imported.renumbers_pieces:
+            raise ConfigurationError(
+                f"[data] holds tokens, but a run gives the pieces of {self.imported.folder}'s "
+                f"tokenizer.model other numbers; give the texts"
+            )
         if made_with not in (None, self.tokenizer):
             raise ConfigurationError(
                 f"the tokens of [data] were made with the tokenizer {made_with[:16]}... "

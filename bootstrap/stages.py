@@ -15,7 +15,7 @@ from dipaco.base.files import atomic_write, canonical_json
 from dipaco.routing.corpus import CorpusConfig, Part, corpus_files
 
 # Raise it when a stage would give other results for the same inputs.
-_STAGES_VERSION = 2
+_STAGES_VERSION = 3
 
 
 def inputs_hash(*inputs: Any) -> str:

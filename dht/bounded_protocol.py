@@ -37,7 +37,7 @@ from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, KnownRun
 logger = logging.getLogger("dipaco.dht.bounded_protocol")
 
 # Of one request to store, and of one to find; Hivemind asks for a few dozen keys at most.
-MOST_STORED, MOST_FOUND = 2048, 256
+MAX_STORED, MAX_FOUND = 2048, 256
 # Of an answer, and of what is handed to a new node at once. A message may have 4 MiB.
 ANSWER_BYTES = 2 * KEY_BYTES
 # What MessagePack adds to a record.
@@ -47,9 +47,9 @@ _AT_ONCE = 32
 _NEVER = float("-inf")
 # Nodes of the table that are told when there is something new to say, and nodes that somebody names
 # that are asked for their admission.
-MOST_GREETED, MOST_MET = 64, 20
+MAX_GREETED, MAX_MET = 64, 20
 # Types of Hivemind's within each other. A node makes one, a dictionary; each level is copied whole.
-MOST_NESTED = 2
+MAX_NESTED = 2
 _nested = threading.local()
 
 _find_nearest = DHTNode.find_nearest_nodes
@@ -83,8 +83,8 @@ def install(given: Iterable[str] = ()) -> None:
 def decode_shallow(type_code: int, data: bytes) -> Any:
     """Read one of Hivemind's types, not many within each other. Raises ValueError."""
     depth = getattr(_nested, "depth", 0)
-    if depth >= MOST_NESTED:
-        raise ValueError(f"more than {MOST_NESTED} types within each other")
+    if depth >= MAX_NESTED:
+        raise ValueError(f"more than {MAX_NESTED} types within each other")
     _nested.depth = depth + 1
     try:
         return _decode(type_code, data)
@@ -145,7 +145,7 @@ async def _get_acquainted(node: Any) -> None:
     """Ask for the nodes that are near this one, so that both sides know each other."""
     with contextlib.suppress(Exception):
         table = list(node.protocol.routing_table.uid_to_peer_id.values())
-        await asyncio.gather(*(node.protocol.call_ping(peer) for peer in table[:MOST_GREETED]))
+        await asyncio.gather(*(node.protocol.call_ping(peer) for peer in table[:MAX_GREETED]))
         await node.find_nearest_nodes([node.protocol.node_id])
 
 
@@ -162,7 +162,7 @@ async def rpc_store(
     self: DHTProtocol, request: dht_pb2.StoreRequest, context: P2PContext
 ) -> dht_pb2.StoreResponse:
     """Store the records of a request that are valid and find room."""
-    is_in, left = _greet(self, request, context), MOST_STORED
+    is_in, left = _greet(self, request, context), MAX_STORED
     response = dht_pb2.StoreResponse(store_ok=[], peer=self.node_info)
     fields = (request.keys, request.subkeys, request.values)
     rows = zip(*fields, request.expiration_time, request.in_cache, strict=True)
@@ -291,8 +291,8 @@ async def rpc_find(
     key. Five nodes store it, which is enough.
     """
     _greet(self, request, context)
-    if len(request.keys) > MOST_FOUND:
-        raise ValueError(f"at most {MOST_FOUND} keys at once")
+    if len(request.keys) > MAX_FOUND:
+        raise ValueError(f"at most {MAX_FOUND} keys at once")
     if not self.company.may_be_answered(context.remote_id):
         raise ValueError("it has been answered enough for now")
     response = dht_pb2.FindResponse(results=[], peer=self.node_info)
@@ -427,7 +427,7 @@ async def _meet(protocol: DHTProtocol, named: Collection[PeerID]) -> None:
         and not company.knows(peer)
         and not company.was_strange(peer)
     ]
-    await asyncio.gather(*(_ask_who(protocol, peer) for peer in unknown[:MOST_MET]))
+    await asyncio.gather(*(_ask_who(protocol, peer) for peer in unknown[:MAX_MET]))
 
 
 async def _ask_who(protocol: DHTProtocol, peer: PeerID) -> None:

@@ -63,7 +63,7 @@ logger = logging.getLogger("dipaco.dht.directory")
 
 MAX_COMPLAINTS = 1024
 # Peers that are asked themselves in one reading.
-MOST_ASKED_DIRECTLY = 16
+MAX_ASKED_DIRECTLY = 16
 # What calling a peer at its addresses may take.
 CONNECT_LIMIT_S = 15.0
 RecordT = TypeVar("RecordT", bound=Record)
@@ -334,7 +334,7 @@ class Directory:
         }
         if not known:
             return {}
-        asked = dict(list(known.items())[:MOST_ASKED_DIRECTLY])
+        asked = dict(list(known.items())[:MAX_ASKED_DIRECTLY])
         found, answered = self._dht.call(_ask_peers, keys, asked)
         for peer in asked:
             self.on_called(peer, peer in answered)

@@ -61,7 +61,7 @@ P2PD_SHA256 = {
 # What the processes of a node share is there, some pages of it.
 SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 2**18
 # Runs in one message; anybody can announce some.
-MOST_LISTED = 8
+MAX_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
 _taken: dict[int, tuple[socket.socket, int]] = {}
 
@@ -360,6 +360,6 @@ def _signed_by(operator: str, manifests: Sequence[SignedManifest]) -> list[Signe
 
 
 def _listed(manifests: Sequence[SignedManifest]) -> str:
-    shown = [f"{m.plan.run_id} '{m.plan.name}'" for m in manifests[:MOST_LISTED]]
+    shown = [f"{m.plan.run_id} '{m.plan.name}'" for m in manifests[:MAX_LISTED]]
     more = len(manifests) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

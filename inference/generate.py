@@ -20,7 +20,7 @@ from .sampling import Sampling
 from .sources import StateSource, assemble_path
 
 # A character has at most four bytes; more pending tokens than that are no character.
-_GREATEST_PENDING_TOKENS = 4
+_MAX_PENDING_TOKENS = 4
 _NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 _BROKEN_CHARACTER = "\ufffd"
 
@@ -131,7 +131,7 @@ class TextOfTokens:
         """Return the text that is complete with this token, often of several tokens or of none."""
         self._pending.append(token)
         text = self._tokenizer.decode(self._pending)
-        if text.endswith(_BROKEN_CHARACTER) and len(self._pending) < _GREATEST_PENDING_TOKENS:
+        if text.endswith(_BROKEN_CHARACTER) and len(self._pending) < _MAX_PENDING_TOKENS:
             return ""
         self._pending.clear()
         return text

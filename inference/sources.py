@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # How often a folder is listed again while a peer replaces what is in it.
-_MOST_READS = 3
+_MAX_READS = 3
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class DiskSource(StateSource):
 
     def _newest_state(self, module: str) -> ModuleState | None:
         states, layout = self._run.states, self.grid.layout(module)
-        for _ in range(_MOST_READS):
+        for _ in range(_MAX_READS):
             state = states.load_latest(module, layout, set_aside=False)
             if state is not None or states.newest_digest(module) is None:
                 return state

@@ -21,7 +21,7 @@ from .sources import StateSource, assemble_path
 
 # Logits that are held at once: half a gigabyte on a GPU, where large batches pay.
 _LOGITS_ON_CPU, _LOGITS_ON_GPU = 2**23, 2**27
-_MOST_ROWS = 256
+_MAX_ROWS = 256
 
 
 def nats_of_paths(
@@ -87,7 +87,7 @@ def length_batches(
     start = 0
     while start < len(ordered):
         longest = max(int(row_tokens[ordered[start]]), 1)
-        stop = start + min(max(budget // longest, 1), _MOST_ROWS)
+        stop = start + min(max(budget // longest, 1), _MAX_ROWS)
         yield ordered[start:stop]
         start = stop
 

@@ -30,7 +30,7 @@ from dipaco.base.files import canonical_json, storage_errors
 from .device import all_finite
 
 # A header is read into memory before it is checked, and files come from strangers.
-GREATEST_HEADER_BYTES = 2**26
+MAX_HEADER_BYTES = 2**26
 
 FileSource = Path | bytes | bytearray | memoryview
 NamedShape = tuple[str, tuple[int, ...]]
@@ -60,7 +60,7 @@ def read_header(file: Path, what: str) -> bytes:
     """
     with storage_errors(file.parent), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
-        if length > GREATEST_HEADER_BYTES:
+        if length > MAX_HEADER_BYTES:
             raise IntegrityError(f"{file} is not {what}: its header would be {length} bytes")
         header = handle.read(length)
     if len(header) != length:
@@ -68,18 +68,18 @@ def read_header(file: Path, what: str) -> bytes:
     return header
 
 
-def load_bytes(source: FileSource, greatest_bytes: int, what: str) -> tuple[np.ndarray, str]:
+def load_bytes(source: FileSource, max_bytes: int, what: str) -> tuple[np.ndarray, str]:
     """Return everything as one buffer, uint8, that tensors may be views of, and its SHA-256.
 
     A file is mapped: it takes only memory that the machine can take back, and may be removed or
     replaced meanwhile, but not written. Raises `IntegrityError` for a file of more than
-    `greatest_bytes`.
+    `max_bytes`.
     """
     if not isinstance(source, Path):
         return np.frombuffer(bytearray(source), np.uint8), hashlib.sha256(source).hexdigest()
     with storage_errors(source.parent), source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > greatest_bytes:
+        if size > max_bytes:
             raise IntegrityError(f"{source} has {size} bytes, too many for {what} of this run")
         # Read first: of a page that cannot be read, a map ends the process without a word.
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -96,7 +96,7 @@ def load_bytes(source: FileSource, greatest_bytes: int, what: str) -> tuple[np.n
 def header_of(data: np.ndarray, what: str) -> bytes:
     """Return the header of a whole file. Raises `IntegrityError` when there is none."""
     length = int.from_bytes(data[:8].tobytes(), "little")
-    if len(data) < 8 or length > min(GREATEST_HEADER_BYTES, len(data) - 8) or length % 8:
+    if len(data) < 8 or length > min(MAX_HEADER_BYTES, len(data) - 8) or length % 8:
         raise IntegrityError(f"{what} is broken: {len(data)} bytes without a whole header")
     return data[8 : 8 + length].tobytes()
 

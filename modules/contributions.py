@@ -36,7 +36,7 @@ class Numbers(Protocol):
 # Every codec's blocks fit into it whole, so a file can be decoded piece by piece in little memory.
 CHUNK_VALUES = 4096
 # No honest scale is greater; the greatest code times it is far below what fp32 can hold.
-GREATEST_SCALE = 2.0**100
+MAX_SCALE = 2.0**100
 # Values that are encoded at a time.
 _PIECE_VALUES = 2**18
 
@@ -88,7 +88,7 @@ class Codec(ABC):
             )
         scales = _fp32_of(np.frombuffer(data, "<u2", self.blocks(values)))
         # Also false of what is not a number.
-        if not bool(((scales >= 0) & (scales <= GREATEST_SCALE)).all()):
+        if not bool(((scales >= 0) & (scales <= MAX_SCALE)).all()):
             raise IntegrityError("a contribution has a scale that no encoding gives")
 
     def decode(
@@ -313,7 +313,7 @@ def _odd_codes(values: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
 
 def _upper_half(scales: torch.Tensor) -> np.ndarray:
     """Return the upper 16 bits of fp32 scales, rounded to nearest."""
-    clamped = scales.clamp(max=GREATEST_SCALE / 2)
+    clamped = scales.clamp(max=MAX_SCALE / 2)
     return clamped.to(torch.bfloat16).view(torch.int16).numpy().astype("<i2").view("<u2")
 
 

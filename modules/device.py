@@ -237,7 +237,7 @@ DEFAULT_NICE = 10
 
 # From <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
-_GREATEST_INT = 2**31 - 1
+_MAX_INT = 2**31 - 1
 _TOP_PAD_BYTES = 64 * 2**20
 
 
@@ -261,7 +261,7 @@ def keep_freed_memory() -> bool:
         (_M_MMAP_MAX, 0),
         # One heap: what peers send comes on many threads, and each would keep what it freed.
         (_M_ARENA_MAX, 1),
-        (_M_TRIM_THRESHOLD, _GREATEST_INT),
+        (_M_TRIM_THRESHOLD, _MAX_INT),
         (_M_TOP_PAD, _TOP_PAD_BYTES),
     )
     return all(mallopt(name, value) == 1 for name, value in settings)

@@ -27,7 +27,7 @@ from .transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
 
 PRIVATE_LEVEL = "P"
 # Far more than anybody trains; a manifest from a stranger cannot ask for a table without end.
-GREATEST_PATH_COUNT = 2**20
+MAX_PATH_COUNT = 2**20
 
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 _SHARED_MODULE = re.compile(r"(L\d+)\.E(0|[1-9]\d*)")
@@ -91,10 +91,10 @@ class Grid:
         self.model = model
         self.config = grid
         self.path_count = grid.path_count
-        if self.path_count > GREATEST_PATH_COUNT:
+        if self.path_count > MAX_PATH_COUNT:
             raise ConfigurationError(
                 f"modules_per_level {grid.modules_per_level} gives {self.path_count} paths; "
-                f"at most {GREATEST_PATH_COUNT} are possible"
+                f"at most {MAX_PATH_COUNT} are possible"
             )
         self.level_starts = _level_starts(model, grid)
         self._layouts = self._build_layouts(parameter_shapes(model))

@@ -35,9 +35,9 @@ from .trimmed_mean import fp32
 
 # What a row may count, as a multiple of the median row: machines differ. A trimmed mean expects
 # liars: a row that moves its path's schedule on does more harm than one that counts too little.
-GREATEST_LEAP, TRIMMED_LEAP = 16, 1
+MAX_LEAP, TRIMMED_LEAP = 16, 1
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
-GREATEST_OF_MEDIAN, GREATEST_OF_USUAL = 4, 2
+MAX_OF_MEDIAN, MAX_OF_USUAL = 4, 2
 # Of two contributions none is shortened below this share of the norm of the module's parameters.
 LEAST_OF_PARAMETERS = 1 / 32
 # Values that are combined at a time. Changes no bit.
@@ -94,7 +94,7 @@ class Usual:
 
 
 def bounded_rows(
-    rows: Sequence[OuterRow], usual: Usual, leap: int = GREATEST_LEAP
+    rows: Sequence[OuterRow], usual: Usual, leap: int = MAX_LEAP
 ) -> tuple[OuterRow, ...]:
     """Return the rows of a step, of which none counts more than is credible.
 
@@ -192,8 +192,8 @@ class OuterRule:
 
         A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
         within the group), or the same for all paths. Replicas of a path split its share by
-        tokens, of which each counts `GREATEST_OF_MEDIAN` times the median of the replicas at
-        most, or `GREATEST_OF_USUAL` times the path's usual tokens if that is more: a lie takes
+        tokens, of which each counts `MAX_OF_MEDIAN` times the median of the replicas at
+        most, or `MAX_OF_USUAL` times the path's usual tokens if that is more: a lie takes
         four fifths from one honest replica. Raises ValueError when a contributing path has no
         sequences.
         """
@@ -202,8 +202,8 @@ class OuterRule:
             of_path.setdefault(row.path, []).append(row.tokens)
         most = {
             path: max(
-                GREATEST_OF_MEDIAN * _lower_median(tokens),
-                GREATEST_OF_USUAL * usual.tokens.get(path, 0),
+                MAX_OF_MEDIAN * _lower_median(tokens),
+                MAX_OF_USUAL * usual.tokens.get(path, 0),
             )
             for path, tokens in of_path.items()
         }
@@ -253,7 +253,7 @@ class OuterRule:
         replicas of a path count once. Given the module's `paths`, rows of other paths raise
         ValueError. Raises `IntegrityError` when a number is not finite.
         """
-        leap = TRIMMED_LEAP if self._is_trimmed else GREATEST_LEAP
+        leap = TRIMMED_LEAP if self._is_trimmed else MAX_LEAP
         bounded = bounded_rows(canonical_rows(rows), Usual.of(state.progress, state.version), leap)
         contributing = {row.path for row in bounded}
         if paths is not None and not contributing <= set(paths):
@@ -321,7 +321,7 @@ class OuterRule:
         return self.contributions.combine == "trimmed_mean"
 
 
-def greatest_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:
+def max_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:
     """Return how long a contribution to a module of this layout is."""
     return codec.file_bytes(layout.size)
 

@@ -22,7 +22,7 @@ from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_write
 
 from .canonical_file import (
-    GREATEST_HEADER_BYTES,
+    MAX_HEADER_BYTES,
     FileSource,
     checked_count,
     encode_header,
@@ -38,7 +38,7 @@ from .grid import ModuleLayout
 
 STATE_FORMAT = "dipaco-state/1"
 # Of tokens and rounds: sums of two still fit into 64 bits.
-GREATEST_COUNT = 2**62
+MAX_COUNT = 2**62
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,12 @@ def write_state(state: ModuleState, file: Path) -> None:
     atomic_write(file, state_chunks(state))
 
 
-def greatest_state_bytes(layout: ModuleLayout, path_count: int) -> int:
+def max_state_bytes(layout: ModuleLayout, path_count: int) -> int:
     """Return the most bytes that a state of this layout with so many paths can have.
 
     Called before a state is fetched, to bound the transfer.
     """
-    greatest = GREATEST_COUNT
+    greatest = MAX_COUNT
     progress = {greatest + path: PathProgress(greatest, greatest) for path in range(path_count)}
     header = _header("L0000000.E0000000", greatest, progress, layout)
     return 8 + len(header) + 8 * layout.size
@@ -183,7 +183,7 @@ def read_state(
     finite and all counts plausible, and, where given, that it is a state of `module` and that its
     progress names only `paths`. Raises `IntegrityError` with what is wrong.
     """
-    data, digest = load_bytes(source, 8 * layout.size + GREATEST_HEADER_BYTES, "a state")
+    data, digest = load_bytes(source, 8 * layout.size + MAX_HEADER_BYTES, "a state")
     if expected_digest is not None and digest != expected_digest:
         raise IntegrityError(f"state {expected_digest[:16]} has the digest {digest[:16]} instead")
     header = header_of(data, "a module state")
@@ -247,7 +247,7 @@ def _pair(entry: Any) -> list[Any]:
 
 
 def _count(value: Any) -> int:
-    return checked_count(value, GREATEST_COUNT - 1)
+    return checked_count(value, MAX_COUNT - 1)
 
 
 def _check_header(header: bytes, summary: StateSummary, layout: ModuleLayout) -> None:

@@ -33,9 +33,14 @@ from dipaco.peer.check.checks import OPEN_FILES, how_to_use_gpu
 from dipaco.peer.check.doctor import contributions_limit, fitting_batch
 from dipaco.peer.check.machine import look_for_gpu_hardware, torch_is_built_for
 from dipaco.peer.check.needs import too_slow
-from dipaco.peer.exchange.hello import SOFTWARE
-from dipaco.peer.exchange.known_peers import KnownPeers
-from dipaco.peer.exchange.reachability import ReachabilityWatch
+from dipaco.peer.exchange.contact.hello import SOFTWARE
+from dipaco.peer.exchange.contact.known_peers import KnownPeers
+from dipaco.peer.exchange.contact.reachability import ReachabilityWatch
+from dipaco.peer.keeping.blob_keeper import BlobKeeper
+from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.given_address import keep_addresses
+from dipaco.peer.node.guests import RevocationList, given_invitation
+from dipaco.peer.node.node import Node, join_run
 from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
 from dipaco.peer.owner.keep_awake import KeepAwake
 from dipaco.peer.owner.pauses import Pauses, install_pause_signals
@@ -49,26 +54,21 @@ from dipaco.peer.owner.reasons import (
     while_running,
 )
 from dipaco.peer.owner.upload_budget import UploadBudget
+from dipaco.peer.presence.own_status import PeerStatus
+from dipaco.peer.presence.refresher import Refresher
+from dipaco.peer.presence.twin import TwinWatch
 from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.event_command import EventCommand
 from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.first_speed import FirstSpeed, device_line
+from dipaco.peer.shell.running_node import RunningNode
+from dipaco.peer.shell.session import Session
 from dipaco.protocol.records import Reachability
 from dipaco.training.trainer import PathTrainer
 
 from .background import Background
-from .blob_keeper import BlobKeeper
-from .entrance import Listening
-from .given_address import keep_addresses
-from .guests import RevocationList, given_invitation
-from .node import Node, join_run
 from .node_process import NodeProcess, begin_process
-from .own_status import PeerStatus
-from .refresher import Refresher
-from .running_node import RunningNode
-from .session import Session
 from .settings import NodeSettings, PeerSettings
-from .twin import TwinWatch
 
 logger = logging.getLogger("dipaco.peer.app")
 
@@ -169,7 +169,7 @@ def _train(
     display, events = process.display, process.events
     shards = node.load_shard_index()
     micro_batch_size = fitting_batch(settings, node.plan, shards)
-    node.contributions.most_bytes = contributions_limit(settings, node.plan, shards)
+    node.contributions.max_bytes = contributions_limit(settings, node.plan, shards)
     budget = UploadBudget(
         settings.cache_folder,
         process.uplink,

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dipaco.base.command_line import Command
-from dipaco.peer.control_cli import COMMANDS as CONTROL_COMMANDS
+from dipaco.peer.node.given_address import kept_addresses
 from dipaco.peer.reporting.event_command import words_of
 
-from .given_address import kept_addresses
+from .control_cli import COMMANDS as CONTROL_COMMANDS
 from .service_unit import install_service
 from .settings import PeerSettings
 from .trainers import run_trainers, trainer_settings

@@ -11,9 +11,9 @@ from typing import Annotated
 from dipaco.base.command_line import Command
 from dipaco.base.errors import NetworkError
 from dipaco.base.settings import Option, Settings
+from dipaco.peer.owner.pauses import activity_file, ask_to_pause, ask_to_resume
 from dipaco.protocol.identity import is_in_use
 
-from .owner.pauses import activity_file, ask_to_pause, ask_to_resume
 from .settings import default_cache_folder
 
 # Publishing the last work takes a few seconds, after the inner step under way.

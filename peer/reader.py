@@ -11,15 +11,14 @@ from pathlib import Path
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, read_state
+from dipaco.peer.keeping.path_files import PathFiles
+from dipaco.peer.keeping.winning_states import WinningStates
+from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.node import Node, join_run
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.coverage import whole_scope
 from dipaco.protocol.manifest import newest_run
 from dipaco.protocol.view import SwarmView
-
-from .entrance import Listening
-from .node import Node, join_run
-from .path_files import PathFiles
-from .winning_states import WinningStates
 
 logger = logging.getLogger(__name__)
 

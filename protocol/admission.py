@@ -31,7 +31,7 @@ from .invitations import (
     ADMISSION_PREFIX,
     GRANT_BYTES,
     GRANT_PREFIX,
-    MOST_PLACES,
+    MAX_PLACES,
     TERMS_BYTES,
     Invitation,
     Terms,
@@ -46,7 +46,7 @@ from .revocations import read_revocations
 # A place is free again when its peer was not seen for so long.
 AWAY_S = 900.0
 # Admissions whose signatures were checked, of peers with a place and of peers in old steps.
-MOST_VERIFIED = 2**15
+MAX_VERIFIED = 2**15
 _NEVER = 2**63
 
 
@@ -155,7 +155,7 @@ class Gate:
         admission = self._verify(peer, data)
         with self._lock:
             self._verified[peer] = data, admission
-            while len(self._verified) > MOST_VERIFIED:
+            while len(self._verified) > MAX_VERIFIED:
                 self._verified.popitem(last=False)
         return admission
 
@@ -182,9 +182,9 @@ class Gate:
         terms = unpack_terms(said[:TERMS_BYTES])
         if terms.run_id != self.run_id:
             raise RecordError(f"it was invited to run {terms.run_id}, not to {self.run_id}")
-        if not 1 <= terms.places <= MOST_PLACES:
+        if not 1 <= terms.places <= MAX_PLACES:
             raise RecordError(
-                f"an invitation is for 1 to {MOST_PLACES} peers, not for {terms.places}"
+                f"an invitation is for 1 to {MAX_PLACES} peers, not for {terms.places}"
             )
         if not is_signed(GRANT_PREFIX + said, signature, self._operator_key):
             raise RecordError("its invitation is not signed by the operator of the run")

@@ -33,7 +33,7 @@ from .identity import (
 from .record_errors import MAX_COUNT, RecordError
 
 MAX_ROWS = 64
-GREATEST_ROUND = 2**31
+MAX_ROUND = 2**31
 _ROW_PREFIX = b"dipaco-row/7\n"
 _MARK_PREFIX = b"dipaco-file/7\n"
 _STEP_PREFIX = b"dipaco-step/7\n"
@@ -199,22 +199,22 @@ def sign_row(row: Row, key: Ed25519PrivateKey) -> Row:
     return replace(row, signature=key.sign(row.statement))
 
 
-def verify_row(row: Row, grid: Grid, *, greatest_bytes: int) -> None:
+def verify_row(row: Row, grid: Grid, *, max_bytes: int) -> None:
     """Check that a row may stand in the run's chains, and its signature. Raises `RecordError`.
 
-    `greatest_bytes` is the most that a contribution to the module may have. Whether the peer is
+    `max_bytes` is the most that a contribution to the module may have. Whether the peer is
     admitted, and whether so much work is plausible, is for the caller.
     """
     if row.module not in grid.modules():
         raise RecordError(f"the run has no module {row.module[:40]!r}")
     if row.path not in grid.paths_of_module(row.module):
         raise RecordError(f"path {row.path} does not go through {row.module}")
-    if not 0 <= row.round_index < GREATEST_ROUND:
+    if not 0 <= row.round_index < MAX_ROUND:
         raise RecordError(f"a row of round {row.round_index}")
     if not 0 < row.tokens <= MAX_COUNT:
         raise RecordError(f"a row of {row.tokens} tokens")
-    if not MARK_BYTES < row.bytes <= greatest_bytes:
-        raise RecordError(f"a file of {row.bytes} bytes, at most {greatest_bytes} are possible")
+    if not MARK_BYTES < row.bytes <= max_bytes:
+        raise RecordError(f"a file of {row.bytes} bytes, at most {max_bytes} are possible")
     try:
         public_key = public_key_of_peer_id(row.peer)
     except ValueError:

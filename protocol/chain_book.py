@@ -17,11 +17,11 @@ from .chain import Head, Step, genesis_name
 # Steps whose contributors say who matters now.
 RECENT_STEPS = 3
 # Steps that are computed at most to have a state: the files of older ones are gone anywhere.
-GREATEST_REPLAY = 3
+MAX_REPLAY = 3
 # Names in a locator: the newest ten, then at doubled distances, and the genesis.
 DENSE_NAMES = 10
 # Steps of a module that are known beside what is kept; beyond, only the heaviest tips stay.
-MOST_SIDE_STEPS, KEPT_TIPS = 1024, 8
+MAX_SIDE_STEPS, KEPT_TIPS = 1024, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +240,9 @@ class ChainBook:
         From the state before the newest step that is of most, so that one peer alone vouches for
         nothing where others do; from the genesis, which all know; and from the newest state that is
         named, as older ones are gone where one peer has gone on alone for long. The files of more
-        than `GREATEST_REPLAY` steps are gone anywhere.
+        than `MAX_REPLAY` steps are gone anywhere.
         """
-        near = list(itertools.islice(self.back_from(name), GREATEST_REPLAY))
+        near = list(itertools.islice(self.back_from(name), MAX_REPLAY))
         near = [link for link in near if link.step is not None]
         if not near:
             return (Vouched(self._links[name], "", ()),)
@@ -281,7 +281,7 @@ class ChainBook:
     def trim(self, module: str, kept: Collection[str]) -> bool:
         """Where very many steps of a module were added, forget all branches but the heaviest and
         the chains to `kept`: what others invent stays bounded. Returns whether it was so."""
-        if self._side_steps[module] <= MOST_SIDE_STEPS:
+        if self._side_steps[module] <= MAX_SIDE_STEPS:
             return False
         heaviest = sorted(self._tips[module], key=lambda tip: self._links[tip].rank)[:KEPT_TIPS]
         alive = {link.name for name in (*kept, *heaviest) for link in self.back_from(name)}
@@ -290,5 +290,5 @@ class ChainBook:
                 del self._links[name]
         self._tips[module] = alive - {self._links[name].parent for name in alive}
         # What is left may be one long chain, which is wanted.
-        self._side_steps[module] = MOST_SIDE_STEPS // 2
+        self._side_steps[module] = MAX_SIDE_STEPS // 2
         return True

@@ -24,7 +24,7 @@ from dipaco.modules.plan import RunPlan
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, raw_public_key
 
 INVITATION_PREFIX = "dipaco-invitation-1."
-MOST_PLACES = 10_000
+MAX_PLACES = 10_000
 GRANT_PREFIX, ADMISSION_PREFIX = b"dipaco-invitation/1\n", b"dipaco-admission/1\n"
 # Run id, places, and the Unix second after which nobody is admitted; 0 for never.
 _TERMS = struct.Struct(">8sHQ")
@@ -95,8 +95,8 @@ class Invitation:
 
 def make_invitation(terms: Terms, operator: Ed25519PrivateKey) -> Invitation:
     """Return a new invitation. For `Terms` within bounds."""
-    if not 1 <= terms.places <= MOST_PLACES:
-        raise ValueError(f"an invitation is for 1 to {MOST_PLACES} peers")
+    if not 1 <= terms.places <= MAX_PLACES:
+        raise ValueError(f"an invitation is for 1 to {MAX_PLACES} peers")
     key = Ed25519PrivateKey.generate()
     seed = key.private_bytes(
         serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
@@ -105,7 +105,7 @@ def make_invitation(terms: Terms, operator: Ed25519PrivateKey) -> Invitation:
     return Invitation(terms, seed, signature)
 
 
-def opened(plan: RunPlan, operator: Ed25519PrivateKey, places: int = MOST_PLACES) -> RunPlan:
+def opened(plan: RunPlan, operator: Ed25519PrivateKey, places: int = MAX_PLACES) -> RunPlan:
     """Return the plan of an open run: with an invitation in it by which everybody is in.
 
     Called before a manifest is signed; without it a run is by invitation.

@@ -21,8 +21,8 @@ from .record_keys import MAX_LIST_BYTES
 
 _LIST_PREFIX = b"dipaco-revocations/1\n"
 LIST_FORMAT = "dipaco-revocations/1"
-MOST_REVOKED = 2000
-GREATEST_LIST_VERSION = 10**8 - 1
+MAX_REVOKED = 2000
+MAX_LIST_VERSION = 10**8 - 1
 _END_OF_TIME_S = 2**63
 
 
@@ -72,9 +72,9 @@ def read_revocations(envelope: Any) -> Revocations:
             said["format"] == LIST_FORMAT
             and _is_id(run_id)
             and type(version) is int
-            and 0 < version <= GREATEST_LIST_VERSION
+            and 0 < version <= MAX_LIST_VERSION
             and type(revoked) is dict
-            and len(revoked) <= MOST_REVOKED
+            and len(revoked) <= MAX_REVOKED
             and all(map(_is_id, revoked))
             and all(type(end) is int and 0 <= end < _END_OF_TIME_S for end in revoked.values())
         )

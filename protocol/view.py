@@ -32,11 +32,11 @@ logger = logging.getLogger("dipaco.protocol.view")
 ROUND_SLACK = 1
 CLOCK_SLACK_S = 15.0
 # No volunteer's machine trains a path faster; a higher count is invented.
-GREATEST_TOKENS_PER_S = 5e6
+MAX_TOKENS_PER_S = 5e6
 # Also a round of few steps takes this long.
 SHORTEST_ROUND_S = 0.01
 # What the key of a group has room for.
-GREATEST_ROUND = 2**31
+MAX_ROUND = 2**31
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def build_view(
     what the elapsed time allows. Expired records do not get here.
     """
     counted = plan.rounds.inner_steps > 0
-    latest = greatest_rounds(plan, now_s) - 1 if counted else round_at(plan, now_s) + ROUND_SLACK
+    latest = max_rounds(plan, now_s) - 1 if counted else round_at(plan, now_s) + ROUND_SLACK
     progress = tuple(progress)
     path_count, latest_s = grid.path_count, now_s + CLOCK_SLACK_S
     believed = {
@@ -342,18 +342,18 @@ def build_view(
     )
 
 
-def greatest_rounds(plan: RunPlan, now_s: float) -> int:
+def max_rounds(plan: RunPlan, now_s: float) -> int:
     """Return how many rounds of a run can have begun by `now_s`.
 
     By the clock, those that have, and one more because clocks differ. With fixed steps rounds are
-    counted and only `GREATEST_TOKENS_PER_S` bounds them: so many tokens an invented count can
+    counted and only `MAX_TOKENS_PER_S` bounds them: so many tokens an invented count can
     have in both modes.
     """
     elapsed_s = max(0.0, now_s - plan.start_s)
     round_s = plan.rounds.duration_s
     if plan.rounds.inner_steps:
-        round_s = max(SHORTEST_ROUND_S, _tokens_of_steps(plan) / GREATEST_TOKENS_PER_S)
-    return min(math.floor(elapsed_s / round_s) + 1 + ROUND_SLACK, GREATEST_ROUND)
+        round_s = max(SHORTEST_ROUND_S, _tokens_of_steps(plan) / MAX_TOKENS_PER_S)
+    return min(math.floor(elapsed_s / round_s) + 1 + ROUND_SLACK, MAX_ROUND)
 
 
 def _tokens_of_steps(plan: RunPlan) -> int:
@@ -361,14 +361,14 @@ def _tokens_of_steps(plan: RunPlan) -> int:
     return plan.rounds.inner_steps * plan.inner.batch_sequences * plan.model.sequence_length
 
 
-def greatest_contribution(plan: RunPlan, now_s: float, round_index: int) -> int:
+def max_contribution_tokens(plan: RunPlan, now_s: float, round_index: int) -> int:
     """Return how many tokens one peer can have trained by `now_s` since its last step.
 
     With fixed steps it follows from `round_index`, which all members of a group share.
     """
     if plan.rounds.inner_steps:
         return (round_index + 1 + ROUND_SLACK) * _tokens_of_steps(plan)
-    return int(greatest_rounds(plan, now_s) * plan.rounds.duration_s * GREATEST_TOKENS_PER_S)
+    return int(max_rounds(plan, now_s) * plan.rounds.duration_s * MAX_TOKENS_PER_S)
 
 
 def claimed_tokens(plan: RunPlan, tokens: int, round_index: int) -> int:
@@ -378,14 +378,14 @@ def claimed_tokens(plan: RunPlan, tokens: int, round_index: int) -> int:
     """
     if not plan.rounds.inner_steps:
         return tokens
-    return min(tokens, greatest_contribution(plan, 0.0, round_index))
+    return min(tokens, max_contribution_tokens(plan, 0.0, round_index))
 
 
 def is_plausible_row(row: Row, plan: RunPlan, now_s: float) -> bool:
     """Tell whether a peer can have trained so much in a round that can have ended by `now_s`."""
-    if row.round_index >= greatest_rounds(plan, now_s):
+    if row.round_index >= max_rounds(plan, now_s):
         return False
-    return row.tokens <= greatest_contribution(plan, now_s, row.round_index)
+    return row.tokens <= max_contribution_tokens(plan, now_s, row.round_index)
 
 
 def is_plausible_head(head: Head, plan: RunPlan, now_s: float) -> bool:
@@ -395,7 +395,7 @@ def is_plausible_head(head: Head, plan: RunPlan, now_s: float) -> bool:
     """
     if head.version == 0:
         return head.weight == 0
-    rounds = greatest_rounds(plan, now_s)
+    rounds = max_rounds(plan, now_s)
     if head.round_index >= rounds or head.version > head.round_index + 1:
         return False
     return head.version <= head.weight <= MAX_ROWS * head.version

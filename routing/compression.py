@@ -18,7 +18,7 @@ import zstandard
 # At the greatest ratios this becomes some tens of MB.
 _READ_BYTES = 2**13
 # Of forum archives that were made with --long=31.
-_GREATEST_ZSTD_WINDOW = 2**31
+_MAX_ZSTD_WINDOW = 2**31
 
 
 class Decompressor(Protocol):
@@ -106,6 +106,6 @@ _READERS: dict[bytes, Callable[[BinaryIO], Any]] = {
     b"\xfd7zXZ\0": _streams(lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padded=True),
     b"BZh": _streams(bz2.BZ2Decompressor),
     b"\x28\xb5\x2f\xfd": _streams(
-        lambda: zstandard.ZstdDecompressor(max_window_size=_GREATEST_ZSTD_WINDOW).decompressobj()
+        lambda: zstandard.ZstdDecompressor(max_window_size=_MAX_ZSTD_WINDOW).decompressobj()
     ),
 }

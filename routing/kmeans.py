@@ -15,7 +15,7 @@ from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 # Lloyd's algorithm stops when an iteration gains less than this part of the sum of distances.
 _LEAST_GAIN = 1e-5
-_MOST_ITERATIONS, _MOST_BALANCED_ITERATIONS = 100, 20
+_MAX_ITERATIONS, _MAX_BALANCED_ITERATIONS = 100, 20
 
 
 def fit_kmeans(
@@ -71,7 +71,7 @@ def _lloyd(points: np.ndarray, centroids: np.ndarray) -> tuple[float, np.ndarray
     """Run Lloyd's algorithm until it hardly improves; return the sum of squared distances and the
     centroids."""
     inertia = np.inf
-    for _ in range(_MOST_ITERATIONS):
+    for _ in range(_MAX_ITERATIONS):
         assignment = nearest_centroids(points, centroids)
         centroids = cluster_means(points, assignment, centroids)
         previous, inertia = inertia, _inertia(points, assignment, centroids)
@@ -94,7 +94,7 @@ def _balanced_lloyd(
     """Alternate between biases that equalise the loads and the means of the clusters."""
     biases = np.zeros(len(centroids))
     assignment = np.full(len(points), -1)
-    for number in range(_MOST_BALANCED_ITERATIONS):
+    for number in range(_MAX_BALANCED_ITERATIONS):
         distances = squared_distances(points, centroids)
         biases = balance_biases(distances, loads, biases if number else None)
         previous, assignment = assignment, nearest_centroids(points, centroids, biases)

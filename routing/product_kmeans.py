@@ -15,7 +15,7 @@ from .balancing import balance_biases, squared_distances
 from .kmeans import KMeansRouter, cluster_means, fit_kmeans
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
-_MOST_BALANCED_ITERATIONS = 10
+_MAX_BALANCED_ITERATIONS = 10
 
 
 class ProductKMeansRouter(FeatureRouter):
@@ -163,7 +163,7 @@ def _balanced(
     sizes = [len(book) for book in codebooks]
     assignment = np.full(len(points), -1)
     biases: np.ndarray | None = None
-    for _ in range(_MOST_BALANCED_ITERATIONS):
+    for _ in range(_MAX_BALANCED_ITERATIONS):
         distances = _path_distances(points, codebooks)
         biases = balance_biases(distances, loads, biases)
         previous, assignment = assignment, np.argmin(distances + biases, axis=1)

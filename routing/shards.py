@@ -68,13 +68,13 @@ class Beginnings:
     """How many of its best paths each document is to have."""
 
 
-def chunk_at(corpus: TokenCorpus, first: int, most_documents: int, most_tokens: int) -> range:
+def chunk_at(corpus: TokenCorpus, first: int, max_documents: int, max_tokens: int) -> range:
     """Return the documents of the chunk at `first`, bounded in number and in tokens, because a
     few long documents would fill the memory."""
-    stop = min(first + most_documents, len(corpus))
+    stop = min(first + max_documents, len(corpus))
     start_token = int(corpus.ends[first - 1]) if first else 0
     ends = np.asarray(corpus.ends[first:stop], dtype=np.int64)
-    fitting = int(np.searchsorted(ends, start_token + most_tokens, side="right"))
+    fitting = int(np.searchsorted(ends, start_token + max_tokens, side="right"))
     return range(first, first + max(1, fitting))
 
 

@@ -338,13 +338,14 @@ def _encoded_chat(
 
 
 def _given_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    tokens = document.tokens
-    assert tokens is not None  # a corpus is of texts or of tokens
-    if int(tokens.max()) >= tokenizer.vocabulary_size:
+    numbers = document.tokens
+    assert numbers is not None  # a corpus is of texts or of tokens
+    if int(numbers.max()) >= tokenizer.vocabulary_size:
         raise CorpusError(
-            f"a document of [data] holds the token {int(tokens.max())}, but the tokenizer has "
+            f"a document of [data] holds the token {int(numbers.max())}, but the tokenizer has "
             f"only {tokenizer.vocabulary_size} pieces; were the tokens made with another one?"
         )
+    tokens = tokenizer.tokens_of_numbers(numbers.tolist())
     begin = [] if tokens[0] == BEGIN_TOKEN else [BEGIN_TOKEN]
     end = [] if tokens[-1] == END_TOKEN else [END_TOKEN]
     return np.concatenate([begin, tokens, end]).astype(np.int64)

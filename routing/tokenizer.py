@@ -82,6 +82,15 @@ class Tokenizer:
         them, are these tokens. Never for the text of a stranger."""
         return self._pieces.encode_marked(_clean(text))
 
+    def tokens_of_numbers(self, numbers: Sequence[int]) -> list[int]:
+        """Return the tokens that others, with the tokenizer of an export or of the base, know by
+        these numbers: a `tokenizer.json` counts its tokens in another order than a run."""
+        return self._pieces.run_tokens(numbers)
+
+    def number_of_token(self, token: int) -> int:
+        """Return the number by which others know a token."""
+        return self._pieces.file_number(token)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens. Begin, end and padding vanish; broken UTF-8 becomes U+FFFD."""
         # A text comes token by token, and few calls cost more than remembering.
@@ -161,6 +170,14 @@ class SentencePieces:
     def encode_marked(self, text: str) -> list[int]:
         """Return the tokens of a text; names of special pieces are text in any case."""
         return self.encode([text], 1)[0]
+
+    def run_tokens(self, numbers: Sequence[int]) -> list[int]:
+        """Return the numbers: those of the file are those of the run."""
+        return list(numbers)
+
+    def file_number(self, token: int) -> int:
+        """Return the number of a token, which is the same in the file."""
+        return token
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens; rows of an imported embedding without a piece have none."""

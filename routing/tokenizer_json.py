@@ -30,10 +30,10 @@ SPLITS_SPECIAL = "split_special_tokens"
 # Names of special tokens that a checkpoint lacks: unknown, begin, end, padding.
 NEW_NAMES = ("<|unknown|>", "<|begin_of_document|>", "<|end_of_document|>", "<|padding|>")
 _FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
-_GREATEST_BYTES = 2**27
-_GREATEST_TOKENS = 2**20
-_GREATEST_PATTERN = 4096
-_GREATEST_TEMPLATE = 2**18
+_MAX_BYTES = 2**27
+_MAX_TOKENS = 2**20
+_MAX_PATTERN = 4096
+_MAX_TEMPLATE = 2**18
 # What a tokenizer may lack: control characters, and what stands after the planes of Unicode that
 # are in use, a range for each first byte of UTF-8 there. No more is known to be missing anywhere.
 _DISPENSABLE = (
@@ -78,7 +78,7 @@ class Origin(Config):
     names: tuple[str | None, str | None, str | None, str | None] = Field(
         description="What it calls unknown, begin, end and padding; two may be the same."
     )
-    rows: int = Field(ge=1, le=_GREATEST_TOKENS, description="Of its embedding.")
+    rows: int = Field(ge=1, le=_MAX_TOKENS, description="Of its embedding.")
     numbers: SpecialNumbers = SpecialNumbers()
     generation: GenerationSettings | None = None
     post_processor: dict[str, JsonValue] | None = Field(
@@ -111,11 +111,11 @@ class JsonPieces:
         self._plain = _load_for_texts(self.for_texts, source)
         numbers = set(self._marked.get_vocab(with_added_tokens=True).values())
         self.vocabulary_size = max(numbers, default=0) + 1
-        if self.vocabulary_size > _GREATEST_TOKENS or not set(self.special) <= numbers:
+        if self.vocabulary_size > _MAX_TOKENS or not set(self.special) <= numbers:
             raise IntegrityError(
                 f"{source} lacks its special tokens, or has a token {self.vocabulary_size - 1}"
             )
-        self._to_file = self.file_order(self.vocabulary_size)
+        self._to_file = self.file_order(max(self.vocabulary_size, self.origin.rows))
         self._to_run = np.argsort(self._to_file)
         self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
@@ -147,6 +147,10 @@ class JsonPieces:
         """Return the run's tokens for the numbers of the file."""
         tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
         return tokens
+
+    def file_number(self, token: int) -> int:
+        """Return the number in the file of one of the run's tokens."""
+        return int(self._to_file[token])
 
     def writable(self, text: str) -> str:
         """Return the text without the characters that the tokenizer lacks."""
@@ -318,7 +322,7 @@ def _begin_in_front(name: str, numbers: Mapping[str, int]) -> dict[str, Any]:
 
 def _content(data: bytes, source: str) -> dict[str, Any]:
     """Return the fields of a blob, their types checked."""
-    if len(data) > _GREATEST_BYTES:
+    if len(data) > _MAX_BYTES:
         raise IntegrityError(f"{source} has {len(data)} bytes; no tokenizer is so large")
     try:
         content = json.loads(data)
@@ -331,11 +335,11 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         set(content) - {SPLITS_SPECIAL} != _FIELDS
         or not isinstance(content.get(SPLITS_SPECIAL, False), bool)
         or not isinstance(special, list)
-        or not all(type(token) is int and 0 <= token < _GREATEST_TOKENS for token in special)
+        or not all(type(token) is int and 0 <= token < _MAX_TOKENS for token in special)
         or len(set(special)) != 4
         or len(special) != 4
         or not (template is None or isinstance(template, str))
-        or len(template or "") > _GREATEST_TEMPLATE
+        or len(template or "") > _MAX_TEMPLATE
     ):
         raise IntegrityError(f"{source} is a broken tokenizer: wrong special tokens or template")
     try:
@@ -361,9 +365,9 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
                 )
             pattern = found.get("pattern")
             if isinstance(pattern, Mapping) and any(
-                len(str(text)) > _GREATEST_PATTERN for text in pattern.values()
+                len(str(text)) > _MAX_PATTERN for text in pattern.values()
             ):
-                raise IntegrityError(f"{source} has a pattern of over {_GREATEST_PATTERN} letters")
+                raise IntegrityError(f"{source} has a pattern of over {_MAX_PATTERN} letters")
     if (tokenizer.get("model") or {}).get("dropout"):
         raise ConfigurationError(f"{source}: model.dropout is not 0, so a text has no one encoding")
     with _panics(source):

@@ -23,7 +23,7 @@ DAY_S = 24 * HOUR_S
 THINNED = ((6 * HOUR_S, 300.0), (2 * DAY_S, 1800.0), (30 * DAY_S, 6 * HOUR_S))
 LONGEST_S = 2 * 365 * DAY_S
 THIN_EVERY = 64
-MOST_POINTS = 500
+MAX_POINTS = 500
 BUSY_S = 5.0
 COLUMNS = ("time_s", "training", "tokens", "tokens_per_s", "loss")
 _TABLE = """
@@ -129,13 +129,13 @@ class History:
             self._file.execute("DELETE FROM figures WHERE time_s < ?", (now_s - LONGEST_S,))
 
     def series(self, run: str) -> dict[str, list[Any]]:
-        """Return the figures of a run, oldest first, by column: at most MOST_POINTS rows, evenly
+        """Return the figures of a run, oldest first, by column: at most MAX_POINTS rows, evenly
         chosen, the last among them. Raises StorageError."""
         with self._explained():
             rows = self._file.execute(
                 f"SELECT {', '.join(COLUMNS)} FROM figures WHERE run = ? ORDER BY time_s", (run,)
             ).fetchall()
-        points = min(len(rows), MOST_POINTS)
+        points = min(len(rows), MAX_POINTS)
         chosen = [rows[(place + 1) * len(rows) // points - 1] for place in range(points)]
         return {name: [row[i] for row in chosen] for i, name in enumerate(COLUMNS)}
 

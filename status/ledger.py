@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dipaco.base.errors import StorageError
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.credit import earlier_credits
+from dipaco.peer.keeping.credit import earlier_credits
 from dipaco.peer.reader import SwarmReader
 from dipaco.protocol.ledger import Credit, credits_of, exported, summed
 

@@ -30,7 +30,7 @@ COPYING_ROUNDS = 2
 # Records are some seconds on their way; with very short rounds that is several of them.
 NEWS_S = 10.0
 # More problems of one kind than this become one.
-MOST_ALIKE = 3
+MAX_ALIKE = 3
 # Of many modules, paths or peers so many are named.
 NAMED = 3
 # How a peer without an address that others can call says so.
@@ -94,7 +94,7 @@ class _Swarm:
 
 
 def problems(view: SwarmView, plan: RunPlan, grid: Grid) -> tuple[Problem, ...]:
-    """Return what is wrong, the worst first, at most `MOST_ALIKE` of each kind."""
+    """Return what is wrong, the worst first, at most `MAX_ALIKE` of each kind."""
     trained: dict[str, list[Claim]] = {}
     for claim in view.claims.values():
         if claim.state == "training":
@@ -139,7 +139,7 @@ def _together(found: Sequence[Problem], what: str, remedy: str) -> tuple[Problem
 
     In `what`, "{count}" and "{names}" stand for how many they are and for a few of them.
     """
-    if len(found) <= MOST_ALIKE:
+    if len(found) <= MAX_ALIKE:
         return tuple(found)
     subjects = tuple(dict.fromkeys(name for problem in found for name in problem.subjects))
     began = [problem.since_round for problem in found if problem.since_round is not None]

@@ -43,8 +43,8 @@ def render(status: dict[str, Any], height: int | None = None) -> Group:
     those that no problem is about go first, and how many they are is said."""
     tables = tables_of(status)
     if height is not None:
-        most_rows = max(1, height // len(tables) - LINES_AROUND_ROWS)
-        return Group(*_above_tables(status), *(_draw(rows, most_rows) for rows in tables))
+        max_rows = max(1, height // len(tables) - LINES_AROUND_ROWS)
+        return Group(*_above_tables(status), *(_draw(rows, max_rows) for rows in tables))
     return Group(*_above_tables(status), *map(_draw, tables))
 
 
@@ -181,18 +181,18 @@ def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _draw(rows: Rows, most_rows: int | None = None) -> Table:
-    """Draw a table; where `most_rows` are drawn, those in trouble come first."""
+def _draw(rows: Rows, max_rows: int | None = None) -> Table:
+    """Draw a table; where `max_rows` are drawn, those in trouble come first."""
     table = Table(title=rows.title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    left_out = 0 if most_rows is None else max(0, len(rows.rows) - most_rows)
+    left_out = 0 if max_rows is None else max(0, len(rows.rows) - max_rows)
     if left_out:
         table.caption, table.caption_justify = f"and {left_out:,} more", "left"
     for name in rows.columns:
         # Nothing is cut off where the terminal is narrow.
         table.add_column(name, overflow="fold")
     order = list(zip(rows.rows, rows.in_trouble, strict=True))
-    if most_rows is not None:
+    if max_rows is not None:
         order.sort(key=lambda row: not row[1])
-    for cells, in_trouble in order[:most_rows]:
+    for cells, in_trouble in order[:max_rows]:
         table.add_row(*cells, style="red" if in_trouble else None)
     return table

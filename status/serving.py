@@ -24,7 +24,7 @@ logger = logging.getLogger("dipaco.status.serving")
 
 # The swarm is read as often as its records change, within these bounds.
 LEAST_INTERVAL_S = 5.0
-MOST_INTERVAL_S = 60.0
+MAX_INTERVAL_S = 60.0
 # All chains are read for it, from the genesis.
 LEDGER_EVERY_S = 900.0
 # Reading a swarm is bounded itself; ending does not wait longer for it.
@@ -33,7 +33,7 @@ JOIN_S = 5.0
 
 def interval_s(plan: RunPlan) -> float:
     """Return how often a swarm is read."""
-    return min(MOST_INTERVAL_S, max(LEAST_INTERVAL_S, refresh_period_s(plan.rounds)))
+    return min(MAX_INTERVAL_S, max(LEAST_INTERVAL_S, refresh_period_s(plan.rounds)))
 
 
 class Repeated:

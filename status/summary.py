@@ -15,7 +15,7 @@ from dipaco.protocol.view import SwarmView, present_round
 from .problems import forked_modules, problems
 
 # More states of one module are not listed.
-MOST_STATES = 8
+MAX_STATES = 8
 
 
 def status_of(
@@ -126,7 +126,7 @@ def _announced_states(
             "trainers": sum(peer in trainers for peer in holders[state.digest]),
             "peers": sorted(holders[state.digest]),
         }
-        for state in order[:MOST_STATES]
+        for state in order[:MAX_STATES]
     ]
 
 

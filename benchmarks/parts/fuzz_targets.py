@@ -25,7 +25,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis_index
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import genesis_state, read_state, state_chunks
-from dipaco.peer.exchange import messages
+from dipaco.peer.exchange.streams import messages
 from dipaco.protocol import admission, invitations, manifest, revocations
 from dipaco.protocol.chain import Head, unpack_row, unpack_step, verify_row
 from dipaco.protocol.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
@@ -37,7 +37,7 @@ from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.token_files import check_tokens, open_tokens
 from dipaco.routing.tokenizer import Tokenizer
 
-from .mutations import GREATEST_BYTES, Spelling
+from .mutations import MAX_BYTES, Spelling
 
 VALUES = 5000
 _ADDRESS = b"/ip4/127.0.0.1/tcp/31337/p2p/12D3KooWQmTe5oPrKaGSbKzKaKpsJFCdDLyhJ5uSvrC4AdVKVMUR"
@@ -60,7 +60,7 @@ class Target:
 def recorded(folder: Path, kind: str) -> list[bytes]:
     """Return the recorded samples of a kind in a fixed order."""
     files = sorted((folder / kind).glob("*"))
-    return [file.read_bytes()[:GREATEST_BYTES] for file in files]
+    return [file.read_bytes()[:MAX_BYTES] for file in files]
 
 
 def targets_of(folder: Path) -> list[Target]:
@@ -127,7 +127,7 @@ def _of_chains(run: RunFolder, samples: Path) -> list[Target]:
     grid = run.grid(plan)
 
     def row(data: bytes) -> object:
-        return verify_row(unpack_row(_values(data)), grid, greatest_bytes=2**20)
+        return verify_row(unpack_row(_values(data)), grid, max_bytes=2**20)
 
     unread = (RecordError, ValueError, msgpack.UnpackException)
     found = [

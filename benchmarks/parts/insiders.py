@@ -27,9 +27,9 @@ from dipaco.dht.record_validator import RecordValidator
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.exchange.served_run import ServedRun
-from dipaco.peer.messenger import Messenger
-from dipaco.peer.node import Node
-from dipaco.peer.shell import Shell
+from dipaco.peer.node.node import Node
+from dipaco.peer.shell.messenger import Messenger
+from dipaco.peer.shell.shell import Shell
 from dipaco.protocol.chain import Row, Step, sign_row
 from dipaco.protocol.identity import Identity, load_or_create_identity
 from dipaco.protocol.invitations import read_invitation

@@ -14,7 +14,7 @@ import msgpack
 
 Spelling = Literal["bytes", "msgpack", "json", "safetensors"]
 
-GREATEST_BYTES = 2**20
+MAX_BYTES = 2**20
 _NUMBERS = (0, 1, -1, 2, 127, 128, 255, 256, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**53,
             2**63 - 1, -(2**63), 2**64 - 1)  # fmt: skip
 _LEAVES: tuple[Any, ...] = (
@@ -29,10 +29,10 @@ def mutate(rng: random.Random, samples: Sequence[bytes], spelling: Spelling) -> 
     if spelling != "bytes" and rng.random() < 0.6:
         structured = _mutate_content(rng, data, spelling)
         if structured is not None:
-            return structured[:GREATEST_BYTES]
+            return structured[:MAX_BYTES]
     for _ in range(rng.randint(1, 4)):
         data = rng.choice(_ON_BYTES)(rng, data, samples)
-    return data[:GREATEST_BYTES]
+    return data[:MAX_BYTES]
 
 
 def _flip(rng: random.Random, data: bytes, _: Sequence[bytes]) -> bytes:

@@ -29,8 +29,8 @@ from dipaco.modules.outer import OuterRule
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.background import Background
-from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.path_files import OptimizerFiles
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.keeping.path_files import OptimizerFiles
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.member import actions as a
 from dipaco.training.inner import InnerLoop

@@ -132,7 +132,7 @@ class Engine:
         self._loader.close()
 
     @property
-    def most_mixed(self) -> int:
+    def max_mixed(self) -> int:
         """How many paths an answer can mix."""
         most = min(self.grid.path_count, self.capacity)
         return most if self.plan.model.adapters is None else min(most, self.limits.slots)

@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 _PATH = "path-"
 _USUAL_TOKENS = 16
-_MOST_ANSWERS, _MOST_PROMPTS, _MOST_STOPS = 64, 1024, 32
-_MOST_MIXED = 64
+_MAX_ANSWERS, _MAX_PROMPTS, _MAX_STOPS = 64, 1024, 32
+_MAX_MIXED = 64
 
 Token = Annotated[int, Field(ge=0)]
 StopString = Annotated[str, Field(min_length=1, max_length=512)]
@@ -52,13 +52,13 @@ class Body(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_ANSWERS)] | None = None
+    n: Annotated[int, Field(ge=1, le=_MAX_ANSWERS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=_MOST_STOPS)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=_MAX_STOPS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    mix: Annotated[int, Field(ge=1, le=_MOST_MIXED)] | None = None
+    mix: Annotated[int, Field(ge=1, le=_MAX_MIXED)] | None = None
     context_shift: bool | None = None
     # Taken when they change nothing: clients send them with their defaults.
     presence_penalty: float | None = None
@@ -84,10 +84,10 @@ class CompletionBody(Body):
     prompt: (
         str
         | Annotated[list[Token], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1, max_length=_MOST_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=_MAX_PROMPTS)]
         | Annotated[
             list[Annotated[list[Token], Field(min_length=1)]],
-            Field(min_length=1, max_length=_MOST_PROMPTS),
+            Field(min_length=1, max_length=_MAX_PROMPTS),
         ]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -223,9 +223,9 @@ _ROLE = "give one of system, developer, user, assistant and tool"
 _EXPECTED = {
     "prompt": (
         "give a text, a list of texts, a list of tokens, or a list of such lists, and of texts or "
-        f"lists at most {_MOST_PROMPTS}"
+        f"lists at most {_MAX_PROMPTS}"
     ),
-    "stop": f"give a text, or at most {_MOST_STOPS} texts, none of them empty",
+    "stop": f"give a text, or at most {_MAX_STOPS} texts, none of them empty",
     "messages": 'give a list of {"role": ..., "content": ...} with text alone',
 }
 
@@ -282,18 +282,18 @@ class RequestReader:
             prompts = [given]  # type: ignore[list-item]
         else:
             prompts = list(given)  # type: ignore[arg-type]
-        tokens = [
-            prompt_tokens(self._engine.tokenizer, p) if isinstance(p, str) else list(p)
-            for p in prompts
-        ]
-        vocabulary = self._engine.plan.model.vocabulary_size
-        for row in tokens:
-            if (greatest := max(row)) >= vocabulary:
+        tokenizer, vocabulary = self._engine.tokenizer, self._engine.plan.model.vocabulary_size
+        for numbers in prompts:
+            if not isinstance(numbers, str) and (greatest := max(numbers)) >= vocabulary:
                 raise ApiError(
                     400,
                     f"prompt: token {greatest} is not one of the {vocabulary} of this model",
                     parameter="prompt",
                 )
+        tokens = [
+            prompt_tokens(tokenizer, p) if isinstance(p, str) else tokenizer.tokens_of_numbers(p)
+            for p in prompts
+        ]
         works = self._works(body, tokens, emit, body.max_tokens, body.logprobs, _USUAL_TOKENS)
         if body.echo and body.logprobs is not None:
             for work in works:
@@ -405,7 +405,7 @@ class RequestReader:
         """Raise ApiError for paths that cannot be mixed."""
         if (body.mix or 1) == 1:
             return
-        most = self._engine.most_mixed
+        most = self._engine.max_mixed
         if body.mix is not None and body.mix > most:
             raise ApiError(
                 400,

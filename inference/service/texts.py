@@ -64,7 +64,9 @@ def _overlap(text: str, stop: str) -> int:
 
 class TokenNames:
     """How tokens are written in log-probabilities: their text, or `token_id:228` where they have
-    none of their own, as half a character has. Remembers what it worked out."""
+    none of their own, as half a character has. Remembers what it worked out.
+
+    Numbers are those of the tokenizer that exports have."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -75,14 +77,17 @@ class TokenNames:
         known = self._names.get(token)
         if known is None:
             text = self._tokenizer.decode([token])
-            known = text if text and "\ufffd" not in text else f"token_id:{token}"
+            known = text if text and "\ufffd" not in text else self._number(token)
             self._names[token] = known
         return known
 
     def text(self, token: int) -> str:
         """Return the text that a token stands for by itself; none of its own is no text."""
         name = self.name(token)
-        return "" if token in _SPECIAL or name == f"token_id:{token}" else name
+        return "" if token in _SPECIAL or name == self._number(token) else name
+
+    def _number(self, token: int) -> str:
+        return f"token_id:{self._tokenizer.number_of_token(token)}"
 
     def offsets(self, tokens: Sequence[int]) -> list[int]:
         """Return where the text of each token begins in the text of all; of what is a part of a

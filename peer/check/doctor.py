@@ -16,7 +16,7 @@ from dipaco.dht.node import check_shared_memory
 from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
-from dipaco.peer.exchange.contribution_files import MOST_CONTRIBUTIONS_BYTES
+from dipaco.peer.exchange.files.contribution_files import MAX_CONTRIBUTIONS_BYTES
 from dipaco.peer.owner.gpu_heat import thermometer_of
 from dipaco.peer.settings import PeerSettings
 from dipaco.protocol.identity import is_in_use
@@ -149,11 +149,11 @@ def fitting_batch(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> 
 def contributions_limit(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> int:
     """Return how many bytes contributions may take, so that all is within `--max-disk-gb`."""
     if settings.max_disk_gb is None:
-        return MOST_CONTRIBUTIONS_BYTES
-    shard = greatest_shard_bytes(plan, shards, settings.path)
+        return MAX_CONTRIBUTIONS_BYTES
+    shard = max_shard_bytes(plan, shards, settings.path)
     needed = needs.disk_bytes(plan, needs.grid_of(plan), shard)
     others = sum(needed.values()) - needed["contributions"]
-    return min(MOST_CONTRIBUTIONS_BYTES, int(settings.max_disk_gb * 1e9) - others)
+    return min(MAX_CONTRIBUTIONS_BYTES, int(settings.max_disk_gb * 1e9) - others)
 
 
 def _machine_checks(
@@ -168,7 +168,7 @@ def _machine_checks(
     here = 0
     if plan is not None:
         grid = needs.grid_of(plan)
-        shard = greatest_shard_bytes(plan, shards, settings.path)
+        shard = max_shard_bytes(plan, shards, settings.path)
         disk_needed = sum(needs.disk_bytes(plan, grid, shard).values())
         here = m.used_bytes(settings.cache_folder / plan.run_id)
     if settings.max_disk_gb is not None:
@@ -232,7 +232,7 @@ def memory_need(
     )
 
 
-def greatest_shard_bytes(plan: RunPlan, shards: ShardIndex | None, path: int | None) -> int:
+def max_shard_bytes(plan: RunPlan, shards: ShardIndex | None, path: int | None) -> int:
     """Return the size of the token files of a path, or of the largest; 0 if it is not known."""
     if shards is None:
         return 0

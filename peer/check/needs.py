@@ -31,10 +31,10 @@ from dipaco.modules.memory import (
     least_pass_bytes,
     pass_bytes,
 )
-from dipaco.modules.state import greatest_state_bytes
+from dipaco.modules.state import max_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
-from dipaco.peer.exchange.contribution_files import KEPT_ROUNDS
+from dipaco.peer.exchange.files.contribution_files import KEPT_ROUNDS
 from dipaco.training.muon import is_for_muon
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
@@ -71,7 +71,7 @@ def grid_of(run: Run) -> Grid:
 
 def state_bytes(grid: Grid, level: str) -> int:
     """Return the size of a state of a level's module, at most."""
-    return greatest_state_bytes(grid.layout(level), paths_per_module(grid, level))
+    return max_state_bytes(grid.layout(level), paths_per_module(grid, level))
 
 
 def paths_per_module(grid: Grid, level: str) -> int:

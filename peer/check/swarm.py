@@ -14,11 +14,11 @@ from dipaco.base.errors import AddressError, DipacoError, NetworkError
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.node import check_port_is_free, visible_addresses
 from dipaco.modules.plan import RunPlan, ShardIndex
-from dipaco.peer.entrance import Listening
-from dipaco.peer.exchange.diagnosis import Finding, examine
-from dipaco.peer.exchange.known_peers import peer_of
-from dipaco.peer.exchange.reachability import probe
-from dipaco.peer.node import Node, join_run
+from dipaco.peer.exchange.contact.diagnosis import Finding, examine
+from dipaco.peer.exchange.contact.known_peers import peer_of
+from dipaco.peer.exchange.contact.reachability import probe
+from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.node import Node, join_run
 from dipaco.peer.settings import PeerSettings
 
 

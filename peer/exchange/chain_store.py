@@ -30,10 +30,10 @@ logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 
 # Of an answer: rows in its steps, of which one step always goes, and rows beside them.
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
-MOST_ADMISSIONS = 50_000
+MAX_KEPT_ADMISSIONS = 50_000
 KEPT_HEADS = 8
 _HEAD_BYTES = 8
-_MOST_ENTRY_BYTES = 2**16
+_MAX_ENTRY_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class ChainStore:
         """Keep checked admissions of peers whose rows are here: they travel with the rows."""
         with self._lock:
             self._admissions.update(admissions)
-            while len(self._admissions) > MOST_ADMISSIONS:
+            while len(self._admissions) > MAX_KEPT_ADMISSIONS:
                 self._admissions.popitem(last=False)
 
     # -- what is served
@@ -313,7 +313,7 @@ def _entries(data: bytes) -> Iterator[tuple[int, Any]]:
         size = int.from_bytes(data[begin : begin + 4], "big")
         end = begin + _HEAD_BYTES + size
         body = data[begin + _HEAD_BYTES : end]
-        if size > _MOST_ENTRY_BYTES or len(body) < size:
+        if size > _MAX_ENTRY_BYTES or len(body) < size:
             return
         if zlib.crc32(body) != int.from_bytes(data[begin + 4 : begin + 8], "big"):
             return

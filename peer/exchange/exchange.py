@@ -19,16 +19,25 @@ from dipaco.base.errors import (
     ProtocolVersionError,
     StorageError,
 )
-from dipaco.protocol.chain import Row, Step, pack_row, pack_step
-from dipaco.protocol.member.events import Answered, Told
-
-from .calls import PROTOCOL_NAME, begin, call
-from .clock import ClockSample
-from .contribution_files import check_is_of
-from .download_slots import DownloadSlots
-from .hello import Greeting, Hello, clock_samples, say_hello
-from .loop_thread import LoopThread, run_blocking
-from .messages import (
+from dipaco.peer.exchange.contact.clock import ClockSample
+from dipaco.peer.exchange.contact.hello import Greeting, Hello, clock_samples, say_hello
+from dipaco.peer.exchange.files.contribution_files import check_is_of
+from dipaco.peer.exchange.files.download_slots import DownloadSlots
+from dipaco.peer.exchange.files.mirrors import MirrorSource
+from dipaco.peer.exchange.files.transfer import (
+    ContentAbsent,
+    ContentStream,
+    OffsetBeyondEnd,
+    OnProgress,
+    Source,
+    SourceBusy,
+    download,
+    no_progress,
+    spread,
+)
+from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME, begin, call
+from dipaco.peer.exchange.streams.loop_thread import LoopThread, run_blocking
+from dipaco.peer.exchange.streams.messages import (
     MAX_TOLD_ROWS,
     MAX_TOLD_STEPS,
     AskReply,
@@ -44,22 +53,13 @@ from .messages import (
     decode,
     read_frame,
 )
-from .mirrors import MirrorSource
+from dipaco.peer.exchange.streams.transport import Transport
+from dipaco.protocol.chain import Row, Step, pack_row, pack_step
+from dipaco.protocol.member.events import Answered, Told
+
 from .pages import Pages
 from .responder import Responder
 from .served_run import ServedRun, peers_of
-from .transfer import (
-    ContentAbsent,
-    ContentStream,
-    OffsetBeyondEnd,
-    OnProgress,
-    Source,
-    SourceBusy,
-    download,
-    no_progress,
-    spread,
-)
-from .transport import Transport
 
 logger = logging.getLogger("dipaco.peer.exchange")
 
@@ -282,7 +282,7 @@ class Exchange:
         peers: Sequence[str],
         into: BlobStore,
         *,
-        greatest_bytes: int,
+        max_bytes: int,
         timeout_s: float,
         mirrors: Sequence[str] = (),
         on_progress: OnProgress = no_progress,
@@ -295,7 +295,7 @@ class Exchange:
             sha256,
             [*self._sources(spread(sha256, peers, self.peer_id)), *map(MirrorSource, mirrors)],
             into,
-            max_bytes=greatest_bytes,
+            max_bytes=max_bytes,
             timeout_s=timeout_s,
             slots=self._slots,
             on_progress=on_progress,

@@ -18,13 +18,13 @@ from dipaco.modules.config import ModelConfig
 from dipaco.modules.frozen_file import base_file_bytes
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan, ShardIndex
-from dipaco.modules.state import ModuleState, greatest_state_bytes, read_state
+from dipaco.modules.state import ModuleState, max_state_bytes, read_state
+from dipaco.peer.exchange.files.contribution_files import check_is_of
+from dipaco.peer.exchange.files.partial_file import prune_partial_files
 from dipaco.protocol.chain import Head, Row
 from dipaco.routing.token_files import token_dtype
 
-from .contribution_files import check_is_of
 from .exchange import Exchange
-from .partial_file import prune_partial_files
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
@@ -62,7 +62,7 @@ class ContentFetcher:
         self._given_peers = tuple(given_peers)
         self.say: Callable[[str], None] = logger.info
         """Hears how far downloads are that take longer than some seconds."""
-        self._greatest = greatest_core_bytes(plan, grid)
+        self._greatest = max_core_bytes(plan, grid)
         """The most bytes of each blob of the run, by hash; replaced as a whole."""
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
@@ -76,7 +76,7 @@ class ContentFetcher:
     def use_genesis(self, digests: Mapping[str, str]) -> None:
         """Learn the states that a successor run begins with, which are blobs too."""
         layout = self._grid.layout
-        sizes = {d: greatest_state_bytes(layout(module), 0) for module, d in digests.items()}
+        sizes = {d: max_state_bytes(layout(module), 0) for module, d in digests.items()}
         self._greatest = self._greatest | sizes
 
     def all_blobs(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class ContentFetcher:
                             sha256,
                             self._blob_sources(sha256),
                             self.blobs,
-                            greatest_bytes=self._greatest.get(sha256, MAX_OTHER_BYTES),
+                            max_bytes=self._greatest.get(sha256, MAX_OTHER_BYTES),
                             timeout_s=FETCH_TIMEOUT_S,
                             mirrors=self._plan.mirrors,
                             on_progress=self._progress(what),
@@ -165,7 +165,7 @@ class ContentFetcher:
             row.file,
             tuple(holders),
             self._scratch,
-            greatest_bytes=row.bytes,
+            max_bytes=row.bytes,
             timeout_s=FETCH_TIMEOUT_S,
         )
         try:
@@ -194,7 +194,7 @@ class ContentFetcher:
             wanted.digest,
             tuple(holders),
             self._scratch,
-            greatest_bytes=greatest_state_bytes(layout, len(paths)),
+            max_bytes=max_state_bytes(layout, len(paths)),
             timeout_s=FETCH_TIMEOUT_S,
             on_progress=self._progress(f"{wanted.module} version {wanted.version}"),
         )
@@ -217,7 +217,7 @@ class ContentFetcher:
             return None
 
 
-def greatest_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
+def max_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:
     """Return the most bytes of each blob that everybody needs, whatever its path, by hash.
 
     The manifest names them by their hashes alone. What they can be follows from the run's shape,

@@ -22,15 +22,13 @@ from typing import Literal
 from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.base.errors import DipacoError, IntegrityError
 from dipaco.base.repetition import Complaints
-from dipaco.protocol.chain import Row
-from dipaco.protocol.member.events import Told
-
-from .content import OpenContent, opened
-from .contribution_files import PUT_PREFIX, ContributionFiles
-from .hello import Greeting
-from .limits import Bounds, Slot, Slots, Standing
-from .loop_thread import run_blocking
-from .messages import (
+from dipaco.peer.exchange.contact.hello import Greeting
+from dipaco.peer.exchange.contact.reachability import CallingBack
+from dipaco.peer.exchange.files.content import OpenContent, opened
+from dipaco.peer.exchange.files.contribution_files import PUT_PREFIX, ContributionFiles
+from dipaco.peer.exchange.streams.limits import Bounds, Slot, Slots, Standing
+from dipaco.peer.exchange.streams.loop_thread import run_blocking
+from dipaco.peer.exchange.streams.messages import (
     MAX_REQUEST_BYTES,
     AskReply,
     AskRequest,
@@ -50,15 +48,17 @@ from .messages import (
     framed,
     read_frame,
 )
-from .reachability import CallingBack
+from dipaco.peer.exchange.streams.transport import Stream, Transport
+from dipaco.protocol.chain import Row
+from dipaco.protocol.member.events import Told
+
 from .served_run import NO_ANSWER, ServedRun
-from .transport import Stream, Transport
 
 logger = logging.getLogger("dipaco.peer.exchange.responder")
 
 REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
-STREAMS = Bounds(most=256, most_of_a_peer=16, most_of_strangers=64, most_of_a_stranger=4, grace_s=5)
-UPLOADS = Bounds(most=16, most_of_a_peer=4, most_of_strangers=6, most_of_a_stranger=2, grace_s=20)
+STREAMS = Bounds(max_total=256, max_per_peer=16, max_strangers=64, max_per_stranger=4, grace_s=5)
+UPLOADS = Bounds(max_total=16, max_per_peer=4, max_strangers=6, max_per_stranger=2, grace_s=20)
 RETRY_AFTER_S = 1.0
 READ_BYTES, CHUNK_BYTES = 2**20, 2**17
 # What one peer is sent: so much at once, and so much a second. A state of 400 MB takes less than

@@ -12,15 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dipaco.peer.exchange.files.content import ContentSource, Parts
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.exchange.streams.messages import AskReply, AskRequest, PutRequest, TellRequest
 from dipaco.protocol.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
 from dipaco.protocol.member.events import Answered, Told
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.records import HeldState
 
 from .chain_store import ChainStore
-from .content import ContentSource, Parts
-from .contribution_files import ContributionFiles
-from .messages import AskReply, AskRequest, PutRequest, TellRequest
 from .verify import RowCheck
 
 logger = logging.getLogger("dipaco.peer.exchange.served_run")

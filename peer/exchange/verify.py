@@ -30,7 +30,7 @@ REMEMBERED_ROUNDS = 4096
 class RowCheck:
     """Checks signature, admission and plausibility of rows; remembers what was right. Thread-safe.
 
-    :param greatest_bytes: of a contribution to a module
+    :param max_bytes: of a contribution to a module
     :param now: swarm time
     """
 
@@ -40,11 +40,11 @@ class RowCheck:
         grid: Grid,
         gate: Gate,
         *,
-        greatest_bytes: Callable[[str], int],
+        max_bytes: Callable[[str], int],
         now: Callable[[], float],
     ) -> None:
         self._plan, self._grid, self._gate = plan, grid, gate
-        self._greatest_bytes, self._now = greatest_bytes, now
+        self._max_bytes, self._now = max_bytes, now
         self.modules = frozenset(grid.modules())
         """All of the run."""
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class RowCheck:
             if name in self._signed:
                 self._signed.move_to_end(name)
                 return
-        verify_row(row, self._grid, greatest_bytes=self._greatest_bytes(module))
+        verify_row(row, self._grid, max_bytes=self._max_bytes(module))
         with self._lock:
             self._signed[name] = None
             while len(self._signed) > REMEMBERED_ROWS:

@@ -21,7 +21,7 @@ ANSWER_LIMIT_S = 10.0
 
 
 class HotGpu:
-    """The reason that a GPU is hotter than `most_c` degrees Celsius, until it is `COOLER_C` below.
+    """The reason that a GPU is hotter than `max_c` degrees Celsius, until it is `COOLER_C` below.
 
     `read_c` returns how hot it is, None while that is not known. A GPU of which nobody has said so
     for a minute counts as hot.
@@ -29,11 +29,11 @@ class HotGpu:
 
     def __init__(
         self,
-        most_c: float,
+        max_c: float,
         read_c: Callable[[], float | None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._most_c, self._read_c, self._monotonic = most_c, read_c, monotonic
+        self._max_c, self._read_c, self._monotonic = max_c, read_c, monotonic
         self._known_s = monotonic()
         self._is_hot = False
 
@@ -41,11 +41,11 @@ class HotGpu:
         degrees = self._read_c()
         if degrees is not None:
             self._known_s = self._monotonic()
-            self._is_hot = degrees > self._most_c - (COOLER_C if self._is_hot else 0.0)
+            self._is_hot = degrees > self._max_c - (COOLER_C if self._is_hot else 0.0)
         elif self._monotonic() - self._known_s > UNKNOWN_AFTER_S:
             return "nobody says how hot the GPU is (--max-gpu-temp), until nvidia-smi does"
-        limit = f"--max-gpu-temp {self._most_c:g}"
-        goes_on = f"until it has at most {self._most_c - COOLER_C:g} C"
+        limit = f"--max-gpu-temp {self._max_c:g}"
+        goes_on = f"until it has at most {self._max_c - COOLER_C:g} C"
         return f"the GPU is too hot ({limit}), {goes_on}" if self._is_hot else ""
 
 

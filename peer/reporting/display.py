@@ -18,12 +18,12 @@ from rich.text import Text
 
 from dipaco.base.errors import DipacoError, printable
 from dipaco.base.progress import shown_bytes
-from dipaco.peer.credit import own_tokens
-from dipaco.peer.joined_run import JoinedRun, SeenSwarm
-from dipaco.peer.node import Node
-from dipaco.peer.own_status import PeerStatus
+from dipaco.peer.keeping.credit import own_tokens
+from dipaco.peer.node.node import Node
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.refresher import Refresher
+from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
+from dipaco.peer.presence.own_status import PeerStatus
+from dipaco.peer.presence.refresher import Refresher
 from dipaco.peer.settings import default_cache_folder
 
 # Plain lines for inner steps appear at most this often.

@@ -22,7 +22,7 @@ logger = logging.getLogger("dipaco.peer.reporting.event_command")
 
 # A command that takes longer is ended. One runs at a time, and so many wait; more are dropped.
 COMMAND_LIMIT_S = 10.0
-MOST_WAITING = 8
+MAX_WAITING = 8
 # A peer that ends waits so long for the last ones; leaving as a whole has ten seconds.
 CLOSE_LIMIT_S = 3.0
 # What is killed is gone at once, if it is gone at all.
@@ -52,7 +52,7 @@ class EventCommand:
     def __init__(self, command: str, limit_s: float = COMMAND_LIMIT_S) -> None:
         """Raises ConfigurationError if it cannot be run."""
         self._words, self._limit_s = words_of(command), limit_s
-        self._waiting: queue.Queue[tuple[str, str]] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[str, str]] = queue.Queue(MAX_WAITING)
         self._ends_s = float("inf")
         self._is_closing = threading.Event()
         self._run = ""
@@ -78,7 +78,7 @@ class EventCommand:
         try:
             self._waiting.put_nowait((word, printable(" ".join(text.split()))))
         except queue.Full:
-            logger.warning("--on-event: %d wait already, so it is not told: %s", MOST_WAITING, text)
+            logger.warning("--on-event: %d wait already, so it is not told: %s", MAX_WAITING, text)
         with self._lock:
             if self._thread.ident is None:
                 self._thread.start()

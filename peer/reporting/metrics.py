@@ -17,10 +17,10 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.metrics import Metric
-from dipaco.peer.exchange.hello import SOFTWARE
-from dipaco.peer.joined_run import JoinedRun, SeenSwarm
-from dipaco.peer.own_status import PeerStatus
+from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
+from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.settings import NodeSettings
 from dipaco.protocol.records import ClaimState, Reachability
 

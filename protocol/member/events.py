@@ -1,6 +1,6 @@
 """What can happen to a member: everything that it ever learns, as values.
 
-The shell (`dipaco.peer.session`, or a swarm in the simulator) reports these, one after the other,
+The shell (`dipaco.peer.shell`, or a swarm in the simulator) reports these, one after the other,
 each with its swarm time. A member knows no clock, network or tensor. What comes from other peers
 was checked by the shell: rows are signed, of admitted peers, plausible and of this run.
 """

@@ -25,7 +25,7 @@ import math
 from collections.abc import Collection, Iterable
 
 from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import GREATEST_REPLAY, RECENT_STEPS, Link
+from dipaco.protocol.chain_book import MAX_REPLAY, RECENT_STEPS, Link
 from dipaco.protocol.round_rows import RoundRows
 
 from . import actions as a
@@ -370,7 +370,7 @@ class FollowedModule:
                 return
             self._note_teller(step.name, teller)
             # A newcomer hears of the first steps of the run too: their files are gone anywhere.
-            is_old = step.round_index + GREATEST_REPLAY <= steps[-1].round_index
+            is_old = step.round_index + MAX_REPLAY <= steps[-1].round_index
             is_next = is_new and not is_old and step.parent == self.stand
             if is_next and (missing := self._rows.missing(step)):
                 self._gather_for_step(missing, step.name)

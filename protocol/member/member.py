@@ -2,7 +2,7 @@
 
 A member joins, claims a path, gets what it needs, trains round by round, takes the heaviest chain
 of each of its modules, keeps copies for others, moves, and leaves. It is the only place where that
-is decided: a real peer (`dipaco.peer.session`) and the swarm simulator are shells that carry its
+is decided: a real peer (`dipaco.peer.shell`) and the swarm simulator are shells that carry its
 actions out and report what came of them. Equal events give equal actions.
 
 The outer round of a module is in `followed_module` and what it is put together from; this is the
@@ -37,7 +37,7 @@ LEAST_SHARE = 0.1
 # A wait for other peers that ends sooner is not worth a line.
 SHORT_WAIT_S = 1.0
 # Modules that are followed as a mailbox only, and for how many rounds in which nobody tells of one.
-MOST_MAILBOXES, SILENT_ROUNDS = 256, 5
+MAX_MAILBOXES, SILENT_ROUNDS = 256, 5
 
 
 class _Phase(Enum):
@@ -146,7 +146,7 @@ class Member:
     def _on_told(self, event: e.Told) -> None:
         if event.module not in self.modules:
             mailboxes = sum(s.role is Role.MAILBOX for s in self.modules.values())
-            if mailboxes >= MOST_MAILBOXES or not self.known.grid.has_module(event.module):
+            if mailboxes >= MAX_MAILBOXES or not self.known.grid.has_module(event.module):
                 return
         followed = self._module(event.module)
         followed.hear_steps(event.steps, event.peer)

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import GREATEST_REPLAY, Link
+from dipaco.protocol.chain_book import MAX_REPLAY, Link
 from dipaco.protocol.round_rows import RoundRows
 
 from .actions import Check, Compute, FetchState, Forget, Warn
@@ -144,7 +144,7 @@ class Taking:
         """Plan from a state that is held and from which a few steps lead to the target."""
         chain, book = self._chain, self._chain.book
         for base in (self.ready or chain.head, chain.before):
-            if base is None or not 0 < target.version - base.version <= GREATEST_REPLAY:
+            if base is None or not 0 < target.version - base.version <= MAX_REPLAY:
                 continue
             if not book.stands_on(target.name, base.step):
                 continue

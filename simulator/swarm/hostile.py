@@ -12,7 +12,7 @@ from typing import Any
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.member.actions import Action, Tell
-from dipaco.protocol.view import greatest_contribution
+from dipaco.protocol.view import max_contribution_tokens
 
 from .machine import Machine
 from .network import NO_ANSWER
@@ -49,7 +49,7 @@ class Liar(Machine):
         """Return how many tokens a row says: what was trained, or as many as are believed."""
         if self.lies not in ("brags", "alone"):
             return tokens
-        return greatest_contribution(self.world.plan, self.believed_s - 1.0, round_index)
+        return max_contribution_tokens(self.world.plan, self.believed_s - 1.0, round_index)
 
     def seen_digest(self, head: Head) -> Head:
         """Return a state as this machine computes it."""

@@ -31,7 +31,7 @@ from .world import START_S, World
 INVARIANTS = ("agreement", "digest", "files", "contract", "liveness", "copies")
 COPIES, COPY_ROUNDS = 3, 2
 # Of a history, so many violations of each kind are written down.
-GREATEST_NOTED = 5
+MAX_NOTED = 5
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Invariants:
         world = self._world
         self.figures[f"violated {invariant}"] += 1
         world.say("*", "!", f"VIOLATION of {invariant}: {what}")
-        if sum(one.invariant == invariant for one in self.violations) < GREATEST_NOTED:
+        if sum(one.invariant == invariant for one in self.violations) < MAX_NOTED:
             self.violations.append(Violation(invariant, world.now_s - START_S, what))
 
     # -- what happens

@@ -1,4 +1,4 @@
-"""What a machine publishes: as `dipaco.peer.own_records` and `dipaco.dht.directory` do it.
+"""What a machine publishes: as `dipaco.peer.presence.own_records` and `dipaco.dht.directory` do it.
 
 What stands there and is hardly older is not written again.
 """

@@ -340,7 +340,7 @@ def test_a_clock_somewhat_wrong_is_corrected_and_ctrl_c_twice_exits_at_once(
     command = peer(scene.bootstrap.address(), scene.folder / "two-seconds")
     # Leaving does not end by itself.
     hangs = (
-        "import dipaco.peer.app as app, dipaco.peer.node as node; app.LEAVE_LIMIT_S = 1000; "
+        "import dipaco.peer.app as app, dipaco.peer.node.node as node; app.LEAVE_LIMIT_S = 1000; "
         "node.Node.close = lambda self: time.sleep(1000)"
     )
     member = Member("two-seconds", scene.folder, list(with_clock(2, command, hangs)))

@@ -78,7 +78,7 @@ def test_half_requests_that_are_renewed_keep_nobody_out(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", LIMIT_S)
-    monkeypatch.setattr(http_server, "MOST_WAITING", 4)
+    monkeypatch.setattr(http_server, "MAX_WAITING", 4)
     with contextlib.ExitStack() as held:
         halves = []
         for _ in range(3 * 4):

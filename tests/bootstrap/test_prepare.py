@@ -29,10 +29,10 @@ from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.guests import OWN_INVITATION
+from dipaco.peer.node.guests import OWN_INVITATION
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
-from dipaco.protocol.invitations import MOST_PLACES, read_invitation
+from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.records import RecordError
 from dipaco.routing.corpus import CorpusConfig, corpus_files
@@ -244,7 +244,7 @@ def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
     stranger = Ed25519PrivateKey.generate()
     peer = peer_id_of_public_key(raw_public_key(stranger))
     admission = read_invitation(plan.admission).admit(raw_public_key(stranger), time.time())
-    assert gate.check(peer, admission).places == MOST_PLACES
+    assert gate.check(peer, admission).places == MAX_PLACES
     noted = [json.loads(line) for line in (folder / "an out" / LIST_FILE).open()]
     assert [one["id"] for one in noted] == [read_invitation(plan.admission).id]
 

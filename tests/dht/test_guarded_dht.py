@@ -28,7 +28,7 @@ from dipaco.base.errors import NetworkError
 from dipaco.dht import bounded_protocol, guarded_dht
 from dipaco.dht.guarded_dht import GuardedDHT, own_future_locks, receive_request
 from dipaco.dht.node import visible_addresses
-from dipaco.peer.exchange.loop_thread import LoopThread
+from dipaco.peer.exchange.streams.loop_thread import LoopThread
 
 pytestmark = pytest.mark.p2pd
 

@@ -21,7 +21,7 @@ from dipaco.modules.config import CodecName, ContributionsConfig, parse_config
 from dipaco.modules.contributions import (
     CHUNK_VALUES,
     CODECS,
-    GREATEST_SCALE,
+    MAX_SCALE,
     Codec,
     contribution_norm,
 )
@@ -34,7 +34,7 @@ BYTES_A_VALUE = {
     "int2": 0.27,
     "sign": 0.15,
 }
-GREATEST_LOSS = {
+MAX_LOSS = {
     "float32": 0,
     "int8": 0.01,
     "int4": 0.16,
@@ -115,7 +115,7 @@ def test_files_are_small_and_lose_little(codec: Codec) -> None:
     assert len(data) == codec.file_bytes(flat.numel())
     assert len(data) / flat.numel() <= BYTES_A_VALUE[codec.name]
     lost = flat - codec.decode(data, flat.numel())
-    assert lost.norm() <= GREATEST_LOSS[codec.name] * flat.norm()
+    assert lost.norm() <= MAX_LOSS[codec.name] * flat.norm()
 
 
 @settings(max_examples=60, deadline=None)
@@ -165,10 +165,10 @@ def test_numbers_that_no_encoding_gives_are_refused(codec: Codec, value: float) 
 def test_a_scale_that_would_overflow_is_refused() -> None:
     codec = CODECS["int4"]
     data = bytearray(made_file("int4", VALUES))
-    data[:2] = struct.pack("<f", GREATEST_SCALE * 2)[2:]
+    data[:2] = struct.pack("<f", MAX_SCALE * 2)[2:]
     with pytest.raises(IntegrityError, match="scale"):
         codec.check(data, VALUES)
-    data[:2] = struct.pack("<f", GREATEST_SCALE)[2:]
+    data[:2] = struct.pack("<f", MAX_SCALE)[2:]
     codec.check(data, VALUES)
     assert bool(torch.isfinite(codec.decode(data, VALUES)).all())
 

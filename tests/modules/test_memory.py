@@ -70,19 +70,19 @@ def test_what_a_smaller_piece_would_not_help(error: Exception) -> None:
 class SmallMemory(PathModel):
     """A model whose device holds only so many sequences."""
 
-    greatest_rows = 1
+    max_rows = 1
     calls: list[int]
 
     def hidden_states(self, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
         self.calls.append(len(tokens))
-        if len(tokens) > self.greatest_rows:
+        if len(tokens) > self.max_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return super().hidden_states(tokens, *others)
 
 
 def small_memory(rows: int) -> SmallMemory:
     model = SmallMemory(MODEL)
-    model.greatest_rows, model.calls = rows, []
+    model.max_rows, model.calls = rows, []
     initialise(model, 0)
     return model
 
@@ -120,7 +120,7 @@ def test_memory_may_run_out_in_the_middle_of_a_batch() -> None:
 class SmallerMemory(SmallMemory):
     """It holds no sequence of which all is kept."""
 
-    greatest_rows = 4
+    max_rows = 4
 
     def hidden_states(self, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
         if not self.recomputes:
@@ -212,7 +212,7 @@ def test_evaluation_remembers_how_many_tokens_fitted() -> None:
             batch_losses(model, tokens, at_once), batch_losses(reference, tokens, at_once)
         )
     assert model.calls == [8, 4, 2, 2, 2, 2, 2, 2]
-    model.greatest_rows = 4
+    model.max_rows = 4
     batch_losses(model, batch_of(rows=4)[:, :8], at_once)
     assert model.calls[-1] == 4, "shorter rows are more of them at once"
 

@@ -29,7 +29,7 @@ from dipaco.modules.outer import (
     bounded_rows,
     canonical_rows,
     encode_in_place,
-    greatest_contribution_bytes,
+    max_contribution_bytes,
 )
 from dipaco.modules.state import ModuleState, PathProgress
 
@@ -434,7 +434,7 @@ def test_private_modules_may_have_a_codec_of_their_own() -> None:
     rule = rule_of("int2", private_codec="float32")
     assert [rule.codec_of(module).name for module in ("L0.E3", "P7")] == ["int2", "float32"]
     assert rule_of("int2").codec_of("P7").name == "int2"
-    assert greatest_contribution_bytes(CODECS["float32"], LAYOUT) == 4 * SIZE
+    assert max_contribution_bytes(CODECS["float32"], LAYOUT) == 4 * SIZE
 
 
 def test_a_trimmed_mean_leaves_a_liar_out() -> None:

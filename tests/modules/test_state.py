@@ -16,11 +16,11 @@ from safetensors import safe_open
 from dipaco.base.errors import IntegrityError
 from dipaco.modules.grid import ModuleLayout
 from dipaco.modules.state import (
-    GREATEST_COUNT,
+    MAX_COUNT,
     ModuleState,
     PathProgress,
     genesis_state,
-    greatest_state_bytes,
+    max_state_bytes,
     read_state,
     read_state_summary,
     state_chunks,
@@ -72,7 +72,7 @@ def test_digest_is_the_hash_of_the_file(tmp_path: Path) -> None:
     write_state(state, file)
     assert hashlib.sha256(file.read_bytes()).hexdigest() == state.digest
     assert file.stat().st_size == state.byte_size == len(bytes_of(state))
-    assert state.byte_size <= greatest_state_bytes(LAYOUT, 2)
+    assert state.byte_size <= max_state_bytes(LAYOUT, 2)
 
 
 def test_any_safetensors_tool_reads_it(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def _swap_offsets(header: dict[str, Any], content: dict[str, Any]) -> None:
         _set_content("version", -1),
         _set_content("version", True),
         _set_content("version", 1.0),
-        _set_content("version", GREATEST_COUNT),
+        _set_content("version", MAX_COUNT),
         _set_content("module", 3),
         _set_content("extra", 1),
         _set_content("progress", {"2": [-1, 0]}),

@@ -18,7 +18,7 @@ from support.make_plan import make_plan
 
 from dipaco.modules.config import RoundsConfig
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.blob_keeper import RETRY_AFTER_S, BlobKeeper
+from dipaco.peer.keeping.blob_keeper import RETRY_AFTER_S, BlobKeeper
 from dipaco.protocol.view import SwarmView
 
 OTHER = peer_id(2)

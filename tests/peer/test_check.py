@@ -20,7 +20,7 @@ from dipaco.peer.check import checks, doctor, machine, needs
 from dipaco.peer.check.checks import Check, MemoryNeed
 from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
 from dipaco.peer.check.swarm import SwarmReport
-from dipaco.peer.exchange.diagnosis import Finding
+from dipaco.peer.exchange.contact.diagnosis import Finding
 from dipaco.peer.settings import PeerSettings
 
 LINUX = System("Debian", "6.1")

@@ -17,8 +17,8 @@ from support.swarm_views import record
 
 from dipaco.base import running
 from dipaco.base.errors import NetworkError
-from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.reporting.display import Display, Given, LivePanel
 from dipaco.protocol.view import SwarmView
 

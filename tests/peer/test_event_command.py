@@ -13,7 +13,7 @@ import pytest
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.peer.reporting import event_command
-from dipaco.peer.reporting.event_command import MOST_WAITING, EventCommand
+from dipaco.peer.reporting.event_command import MAX_WAITING, EventCommand
 from dipaco.peer.reporting.events import EventLog
 
 RUN = {"run": "a1b2", "plan": {"name": "tiny"}}
@@ -77,9 +77,9 @@ def test_too_many_are_dropped_and_close_does_not_wait_for_them(
     caplog.set_level(logging.WARNING, "dipaco.peer.reporting.event_command")
     monkeypatch.setattr("dipaco.peer.reporting.event_command.CLOSE_LIMIT_S", 0.2)
     command = EventCommand(script(tmp_path, "sleep 600"), limit_s=600)
-    for number in range(MOST_WAITING + 3):
+    for number in range(MAX_WAITING + 3):
         command.tell("error", f"number {number}")
-    assert f"not told: number {MOST_WAITING + 2}" in caplog.text
+    assert f"not told: number {MAX_WAITING + 2}" in caplog.text
     command.close()
 
 

@@ -13,8 +13,8 @@ from support.fake_swarm import ME, FakeSwarm, peer_id
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.messenger import Messenger
-from dipaco.peer.own_status import PeerStatus
+from dipaco.peer.presence.own_status import PeerStatus
+from dipaco.peer.shell.messenger import Messenger
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e

@@ -19,8 +19,8 @@ from support.tiny_run import make_tiny_run
 
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.states import States, head_of
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.node.states import States, head_of
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e

@@ -27,16 +27,16 @@ from dipaco.dht.node import note_port, take_port
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.fetching import ContentFetcher
-from dipaco.peer.given_address import keep_addresses, kept_addresses
-from dipaco.peer.guests import REVOCATIONS, admit, open_gate
-from dipaco.peer.node import make_folder
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.keeping.path_files import PathFiles
+from dipaco.peer.node.given_address import keep_addresses, kept_addresses
+from dipaco.peer.node.guests import REVOCATIONS, admit, open_gate
+from dipaco.peer.node.node import make_folder
+from dipaco.peer.node.states import States, head_of
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.owner.upload_budget import UploadBudget
-from dipaco.peer.path_files import PathFiles
 from dipaco.peer.reporting.events import EventLog
-from dipaco.peer.states import States, head_of
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import load_or_create_identity
 from dipaco.protocol.invitations import Terms, make_invitation, opened

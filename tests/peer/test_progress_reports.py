@@ -8,9 +8,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from dipaco.peer import progress
-from dipaco.peer.own_status import PeerStatus
-from dipaco.peer.progress import ProgressReports, ScoringBudget
+from dipaco.peer.presence.own_status import PeerStatus
+from dipaco.peer.shell import progress
+from dipaco.peer.shell.progress import ProgressReports, ScoringBudget
 from dipaco.training.scoring import LossSum
 
 

@@ -28,9 +28,9 @@ from dipaco.base.errors import ClockError, NetworkError
 from dipaco.modules.config import GridConfig, RoundsConfig
 from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.exchange.contributors import Contributors
-from dipaco.peer.own_status import Activity, PeerStatus
-from dipaco.peer.refresher import Refresher
+from dipaco.peer.exchange.contact.contributors import Contributors
+from dipaco.peer.presence.own_status import Activity, PeerStatus
+from dipaco.peer.presence.refresher import Refresher
 from dipaco.protocol.coverage import scope_of
 from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import SwarmView

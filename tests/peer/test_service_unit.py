@@ -12,7 +12,7 @@ import pytest
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.peer import cli, service_unit
-from dipaco.peer.given_address import keep_addresses, kept_addresses
+from dipaco.peer.node.given_address import keep_addresses, kept_addresses
 from dipaco.peer.service_unit import FLAG, install_service, unit
 from dipaco.peer.settings import PeerSettings
 

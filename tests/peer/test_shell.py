@@ -17,13 +17,13 @@ from support.tiny_run import make_tiny_run
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.background import Background
-from dipaco.peer.messenger import Messenger
-from dipaco.peer.outer_steps import OuterSteps
-from dipaco.peer.own_status import PeerStatus
-from dipaco.peer.running_node import RunningNode
-from dipaco.peer.session import Session
+from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.settings import PeerSettings
-from dipaco.peer.shell import Shell
+from dipaco.peer.shell.messenger import Messenger
+from dipaco.peer.shell.outer_steps import OuterSteps
+from dipaco.peer.shell.running_node import RunningNode
+from dipaco.peer.shell.session import Session
+from dipaco.peer.shell.shell import Shell
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings

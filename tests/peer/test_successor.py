@@ -14,9 +14,9 @@ from support.operators import KEY, STRANGER, manifest
 
 from dipaco.base.errors import NetworkError
 from dipaco.modules.plan import PROTOCOL_VERSION
-from dipaco.peer import successor
 from dipaco.peer.background import Background
-from dipaco.peer.successor import SuccessorWatch
+from dipaco.peer.shell import successor
+from dipaco.peer.shell.successor import SuccessorWatch
 from dipaco.protocol.manifest import SignedManifest, sign_manifest
 
 FIRST = manifest(1, 100.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.peers import peer
 
-from dipaco.peer.twin import TwinWatch
+from dipaco.peer.presence.twin import TwinWatch
 from dipaco.protocol.records import PeerRecord
 from dipaco.protocol.view import SwarmView
 

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.grid import Grid
-from dipaco.peer.exchange.messages import (
+from dipaco.peer.exchange.streams.messages import (
     AskReply,
     AskRequest,
     GetReply,

@@ -19,7 +19,7 @@ from support.peers import RUN, identity, key, peer
 from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.bootstrap.invite import invite, keep_revocations, revoke
 from dipaco.dht.quotas import HeldRecords, KnownRun
-from dipaco.peer.guests import admit, given_invitation
+from dipaco.peer.node.guests import admit, given_invitation
 from dipaco.protocol import admission as admission_module
 from dipaco.protocol.admission import AWAY_S, Admission, Gate
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
@@ -219,7 +219,7 @@ def test_who_came_later_than_there_are_places_is_told_and_who_was_here_goes_on()
 
 
 def test_memory_for_admissions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_module, "MOST_VERIFIED", 8)
+    monkeypatch.setattr(admission_module, "MAX_VERIFIED", 8)
     gate = gate_at(Time())
     for number in range(20):
         gate.verify(peer(number), admission(number))

@@ -38,7 +38,7 @@ GRID = Grid(PLAN.model, PLAN.grid)
 MODULE, OTHER = "L0.E0", "L0.E1"
 PATHS = GRID.paths_of_module(MODULE)
 GENESIS = genesis_name(RUN, MODULE)
-GREATEST_BYTES = 1000
+MAX_BYTES = 1000
 
 
 def row(number: int = 0, round_index: int = 0, parent: str = GENESIS, **fields: Any) -> Row:
@@ -81,7 +81,7 @@ def book(*steps: Step) -> ChainBook:
 
 
 def verify(one: Row) -> None:
-    verify_row(one, GRID, greatest_bytes=GREATEST_BYTES)
+    verify_row(one, GRID, max_bytes=MAX_BYTES)
 
 
 def test_a_signed_row_is_good_and_only_its_owner_signs_it() -> None:
@@ -131,7 +131,7 @@ def test_every_bit_of_a_signature_counts() -> None:
         ({"tokens": 0}, "of 0 tokens"),
         ({"tokens": MAX_COUNT + 1}, "tokens"),
         ({"bytes": MARK_BYTES}, "of 32 bytes"),
-        ({"bytes": GREATEST_BYTES + 1}, "at most 1000 are possible"),
+        ({"bytes": MAX_BYTES + 1}, "at most 1000 are possible"),
     ],
 )
 def test_what_cannot_be_is_refused_though_it_is_signed(fields: Any, message: str) -> None:
@@ -344,7 +344,7 @@ def test_branches_that_nobody_went_on_from_are_forgotten() -> None:
 def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chain_book, "MOST_SIDE_STEPS", 10)
+    monkeypatch.setattr(chain_book, "MAX_SIDE_STEPS", 10)
     monkeypatch.setattr(chain_book, "KEPT_TIPS", 2)
     kept, long = chain(2, 0), chain(3, 7, 8, 9)
     invented = [step(*range(1, number + 2), round_index=0) for number in range(5)]

@@ -26,9 +26,9 @@ from dipaco.protocol.view import (
     SwarmView,
     build_view,
     claimed_tokens,
-    greatest_contribution,
     is_plausible_head,
     is_plausible_row,
+    max_contribution_tokens,
     present_round,
     round_at,
     view_of_records,
@@ -285,7 +285,7 @@ def test_peers_are_found_by_id(plan: RunPlan, grid: Grid) -> None:
 def test_with_fixed_steps_nobody_comes_with_more_tokens_than_others_can_believe() -> None:
     """Rounds that came to nothing for one peer may have taken the others no round."""
     counted = make_plan(rounds=RoundsConfig(inner_steps=4))
-    a_round = greatest_contribution(counted, 0.0, 1) - greatest_contribution(counted, 0.0, 0)
+    a_round = max_contribution_tokens(counted, 0.0, 1) - max_contribution_tokens(counted, 0.0, 0)
     assert claimed_tokens(counted, a_round, 0) == a_round
-    assert claimed_tokens(counted, 9 * a_round, 1) == greatest_contribution(counted, 0.0, 1)
+    assert claimed_tokens(counted, 9 * a_round, 1) == max_contribution_tokens(counted, 0.0, 1)
     assert claimed_tokens(make_plan(), 10**12, 1) == 10**12

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dipaco.base.errors import StorageError
-from dipaco.status.history import DAY_S, HOUR_S, MOST_POINTS, History, default_history_file
+from dipaco.status.history import DAY_S, HOUR_S, MAX_POINTS, History, default_history_file
 
 RUN, OTHER = "ab" * 8, "cd" * 8
 START_S = 1.7e9
@@ -57,10 +57,10 @@ def test_claims_beyond_all_measure_are_kept(history: History) -> None:
 
 
 def test_of_many_rows_some_are_read_and_the_last_among_them(history: History) -> None:
-    for step in range(3 * MOST_POINTS // 2):
+    for step in range(3 * MAX_POINTS // 2):
         history.write(status_of_moment(START_S + step))
     times = history.series(RUN)["time_s"]
-    assert (len(times), times[-1]) == (MOST_POINTS, START_S + 3 * MOST_POINTS // 2 - 1)
+    assert (len(times), times[-1]) == (MAX_POINTS, START_S + 3 * MAX_POINTS // 2 - 1)
 
 
 def test_it_survives_a_restart_and_a_kill(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_it_gets_sparser_with_age(history: History) -> None:
     assert 1790 < gap(old) < 1810
     # Thinning again takes nothing more away.
     history.thin(end_s)
-    assert len(history.series(RUN)["time_s"]) == min(len(times), MOST_POINTS)
+    assert len(history.series(RUN)["time_s"]) == min(len(times), MAX_POINTS)
 
 
 def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

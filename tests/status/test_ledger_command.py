@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from support.tiny_run import make_tiny_run
 
-from dipaco.peer.credit import own_tokens
 from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.keeping.credit import own_tokens
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.ledger import EXPORT_FORMAT
 from dipaco.status import cli, ledger

@@ -18,8 +18,8 @@ from support.make_plan import make_plan
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.metrics import Metric, text_of
 from dipaco.modules.config import GridConfig
-from dipaco.peer.own_status import Activity, PeerStatus
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics
 from dipaco.peer.settings import PeerSettings
 from dipaco.protocol.view import SwarmView

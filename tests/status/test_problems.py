@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.swarm_views import Records, digest_of, healthy_swarm, peer_name, plan_of
 
 from dipaco.protocol.records import Holding
-from dipaco.status.problems import MOST_ALIKE, Problem, forked_modules, problems
+from dipaco.status.problems import MAX_ALIKE, Problem, forked_modules, problems
 
 KINDS = (
     "untrained", "stalled", "broken", "forked", "behind", "copies", "waiting", "undialable",
@@ -264,7 +264,7 @@ def test_the_worst_stand_first_and_many_become_one(peers: int, sizes: tuple[int,
     ranks = [KINDS.index(kind) for kind in kinds(records)]
     assert ranks == sorted(ranks)
     assert len(set(ranks)) >= 3
-    assert all(ranks.count(rank) <= MOST_ALIKE for rank in set(ranks))
+    assert all(ranks.count(rank) <= MAX_ALIKE for rank in set(ranks))
     assert all(len(problem.text) < 240 for problem in found(records))
 
 

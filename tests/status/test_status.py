@@ -20,7 +20,7 @@ from support.make_plan import make_plan
 
 from dipaco.dht.directory import Directory
 from dipaco.modules.grid import Grid
-from dipaco.peer.guests import admit
+from dipaco.peer.node.guests import admit
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import Head
 from dipaco.protocol.identity import raw_public_key

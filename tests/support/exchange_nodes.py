@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 
 from dipaco.dht.guarded_dht import GuardedDHT
+from dipaco.peer.exchange.contact.hello import Greeting
 from dipaco.peer.exchange.exchange import Exchange
-from dipaco.peer.exchange.hello import Greeting
-from dipaco.peer.exchange.transport import HivemindTransport
+from dipaco.peer.exchange.streams.transport import HivemindTransport
 
 RUN = "0123456789abcdef"
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

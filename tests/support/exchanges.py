@@ -14,10 +14,10 @@ from typing import Any
 
 from dipaco.modules.grid import Grid
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contribution_files import ContributionFiles
 from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
-from dipaco.peer.exchange.transport import Transport
+from dipaco.peer.exchange.streams.transport import Transport
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
@@ -50,13 +50,13 @@ def new_gate() -> Gate:
     return Gate(RUN, raw_public_key(OPERATOR))
 
 
-def new_check(gate: Gate | None = None, greatest_bytes: int = 2**25) -> RowCheck:
+def new_check(gate: Gate | None = None, max_bytes: int = 2**25) -> RowCheck:
     return RowCheck(
         PLAN,
         GRID,
         gate or new_gate(),
         # As that of a node, which knows the run's modules alone.
-        greatest_bytes=lambda module: min(greatest_bytes, GRID.layout(module).size * 2**30),
+        max_bytes=lambda module: min(max_bytes, GRID.layout(module).size * 2**30),
         now=lambda: NOW_S,
     )
 
@@ -127,7 +127,7 @@ class Node:
         self.number, self.held, self.told = number, held, list[Told]()
         self.gate = new_gate()
         self.chains = ChainStore(RUN, GRID.modules(), folder / "chains")
-        self.files = ContributionFiles(folder / "contributions", most_bytes=2**27)
+        self.files = ContributionFiles(folder / "contributions", max_bytes=2**27)
         self.exchange = Exchange(transport)
         self.exchange.start()
         self.run = ServedRun(

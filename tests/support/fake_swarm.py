@@ -10,7 +10,7 @@ from typing import Any
 from dipaco.base.errors import NetworkError
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
-from dipaco.peer.exchange.clock import Clock
+from dipaco.peer.exchange.contact.clock import Clock
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.chain import Head
 from dipaco.protocol.coverage import Scope

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from dipaco.base.errors import NetworkError
-from dipaco.peer.exchange.transport import Handler, Stream
+from dipaco.peer.exchange.streams.transport import Handler, Stream
 from dipaco.peer.owner.uplink import Uplink
 
 

@@ -18,9 +18,9 @@ from dipaco.modules.compose import gather_module
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contribution_files import ContributionFiles
-from dipaco.peer.outer_steps import OuterSteps
-from dipaco.peer.states import States
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.node.states import States
+from dipaco.peer.shell.outer_steps import OuterSteps
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step, genesis_name, sign_row
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.member import actions as a

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "pages"
-MOST_BYTES = 150_000
+MAX_BYTES = 150_000
 
 
 def take(browser: Browser, name: str, status: dict[str, Any], **options: Any) -> int:
@@ -58,9 +58,9 @@ def main() -> int:
         return 3
     for name, count in sizes.items():
         print(f"{FOLDER.name}/{name}.png: {count / 1000:.0f} kB")
-    too_large = [name for name, count in sizes.items() if count > MOST_BYTES]
+    too_large = [name for name, count in sizes.items() if count > MAX_BYTES]
     if too_large:
-        print(f"error: over {MOST_BYTES // 1000} kB: {', '.join(too_large)}", file=sys.stderr)
+        print(f"error: over {MAX_BYTES // 1000} kB: {', '.join(too_large)}", file=sys.stderr)
     return 1 if too_large else 0
 
 

@@ -69,10 +69,10 @@ def test_no_rows() -> None:
 
 
 class SmallMemory(PathModel):
-    greatest_rows = 2
+    max_rows = 2
 
     def hidden_states(self, tokens: torch.Tensor) -> torch.Tensor:
-        if len(tokens) > self.greatest_rows:
+        if len(tokens) > self.max_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return super().hidden_states(tokens)
 
@@ -90,6 +90,6 @@ def test_memory_decides_how_many_rows_at_once_and_it_is_remembered(
     assert at_once.count == 2
     assert len(caplog.records) == 2  # 8 to 4 to 2, in the first of both alone
     nothing = model_of(SmallMemory)
-    nothing.greatest_rows = 0  # type: ignore[assignment]
+    nothing.max_rows = 0  # type: ignore[assignment]
     with pytest.raises(ConfigurationError, match="does not fit"):
         sum_losses(nothing, rows_of(), 4)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-GREATEST_SAMPLES = 200
+MAX_SAMPLES = 200
 """Of one kind, from one process."""
 
 
@@ -22,7 +22,7 @@ def keep(folder: Path, kind: str, data: bytes, seen: dict[str, set[bytes]]) -> N
     """Write a sample that this process has not seen yet."""
     of_kind = seen.setdefault(kind, set())
     digest = hashlib.sha256(data).digest()[:12]
-    if digest in of_kind or len(of_kind) >= GREATEST_SAMPLES:
+    if digest in of_kind or len(of_kind) >= MAX_SAMPLES:
         return
     of_kind.add(digest)
     target = folder / kind
@@ -47,7 +47,7 @@ def tap_all(folder: Path) -> None:
     import msgpack
 
     from dipaco.dht import record_validator
-    from dipaco.peer.exchange import messages
+    from dipaco.peer.exchange.streams import messages
     from dipaco.protocol import chain, manifest
 
     seen: dict[str, set[bytes]] = {}

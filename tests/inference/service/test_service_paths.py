@@ -25,6 +25,7 @@ from starlette.testclient import TestClient
 from support.fake_reader import FakeReader
 from support.service import run_with_adapters, trained_run, wait_until
 from support.tiny_run import tiny_documents
+from transformers import AutoTokenizer
 
 from dipaco.base.errors import (
     AddressError,
@@ -495,7 +496,7 @@ def test_paths_over_one_base_answer_together(
     monkeypatch.setattr(Decoder, "step", stepping)
     with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
         assert engine.capacity == 4
-        assert engine.most_mixed == 2
+        assert engine.max_mixed == 2
         asked = [
             {
                 "model": f"path-{path}",
@@ -523,3 +524,19 @@ def test_paths_over_one_base_answer_together(
             made = generate_tokens(assemble_path(source, path), tokens, sampling)
             assert found[path] == "".join(stream_text(source.tokenizer(), made))
         wait_until(lambda: engine.unfinished == 0)
+
+
+def test_tokens_have_the_numbers_of_the_base_s_own_tokenizer(tmp_path: Path) -> None:
+    source = DiskSource(run_with_adapters(tmp_path, AdaptersConfig(rank=3)))
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "base")
+    text = "\u65e5 ba du"
+    numbers = [theirs.bos_token_id, *theirs(text, add_special_tokens=False).input_ids]
+    with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
+        by_text, by_numbers = (
+            ask(client, prompt=prompt, echo=True, logprobs=3)["choices"][0]
+            for prompt in (text, numbers)
+        )
+        assert by_numbers == by_text
+        # Those of half a character have no text.
+        named = [name for name in by_text["logprobs"]["tokens"] if name.startswith("token_id:")]
+        assert named[:3] == [f"token_id:{number}" for number in numbers[1:4]]

@@ -1,0 +1,229 @@
+"""Swarm time: what this machine's clock says, corrected by what its neighbours' clocks say.
+
+Rounds follow the clock (design 4.1, rounds), so peers have to agree on the time, not to know the
+right one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): four time stamps,
+of which the round trip drops out. Swarm time is the median of the neighbours' clocks and of the
+own, all uncorrected: peers that see the same clocks come to the same time, nobody runs after
+anybody, and one wrong clock moves nothing. Neighbours are drawn at random, so that nobody gets
+itself asked by the choice of its id, and a clock moves by seconds only if most of them say so in
+one voice.
+
+While a peer runs its machine's clock may be set, by hours. Swarm time goes on as if it had not
+been, by the time since the machine has started, until neighbours were asked: they agree with the
+new time, or the peer ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dipaco.base.errors import ClockError
+
+from .known_peers import peer_of
+
+logger = logging.getLogger("dipaco.peer.exchange.contact.clock")
+
+MAX_CLOCK_OFFSET_S = 5.0
+REMEDY = "set this machine's clock: sudo timedatectl set-ntp true"
+MAX_NEIGHBOURS = 15
+# How many of them may be those whose addresses were given.
+MAX_GIVEN = 3
+# Neighbours tell one time when this share of them is so close to their median.
+AGREEING_SHARE = 2 / 3
+AGREEING_S = 0.5
+# Without that, and in one measurement of a clock that was set before, it moves no farther.
+MAX_DOUBTFUL_S = 1.0
+MAX_STEP_S = 0.5
+SAMPLES = 4
+MEASURE_TIMEOUT_S = 8.0
+# Smaller corrections than this are noise of the measurement.
+LEAST_STEP_S = 0.01
+# Between two looks the machine's time and the time since it started part by so much only where
+# somebody has set the clock; of two readings that are further apart nothing is concluded.
+LEAST_JUMP_S = 1.0
+READ_S = 0.1
+READINGS = 5
+
+
+@dataclass(frozen=True)
+class ClockSample:
+    """One look at a neighbour's clock."""
+
+    offset_s: float
+    """The neighbour's clock minus this machine's."""
+    delay_s: float
+    """Round trip without the neighbour's own time; the offset is wrong by half of it at most."""
+
+
+def sample_of(asked_s: float, received_s: float, sent_s: float, answered_s: float) -> ClockSample:
+    """Compute a sample from the four time stamps of a hello.
+
+    `asked_s` and `answered_s` are of this machine's clock, the other two of the neighbour's.
+    """
+    offset_s = ((received_s - asked_s) + (sent_s - answered_s)) / 2
+    delay_s = (answered_s - asked_s) - (sent_s - received_s)
+    return ClockSample(offset_s, max(0.0, delay_s))
+
+
+def best_sample(samples: Iterable[ClockSample]) -> ClockSample | None:
+    """Return the sample with the least delay, which is the least wrong; None of none."""
+    return min(samples, key=lambda sample: sample.delay_s, default=None)
+
+
+def agreed_offset_s(neighbours_s: Sequence[float]) -> float:
+    """Return swarm time minus own time: the median of all clocks, the own one included."""
+    return statistics.median([0.0, *neighbours_s])
+
+
+def tell_one_time(neighbours_s: Sequence[float]) -> bool:
+    """Tell whether nearly all of these offsets are the same."""
+    middle_s = statistics.median(neighbours_s)
+    close = sum(abs(offset_s - middle_s) <= AGREEING_S for offset_s in neighbours_s)
+    return close >= AGREEING_SHARE * len(neighbours_s)
+
+
+def draw(peers: Iterable[str], count: int) -> list[str]:
+    """Return so many of the peers, at random as nobody can foresee."""
+    known = sorted(set(peers))
+    return random.SystemRandom().sample(known, min(count, len(known)))
+
+
+def check_offset(offset_s: float, limit_s: float = MAX_CLOCK_OFFSET_S, peers: str = "") -> None:
+    """Raise `ClockError` when the others' clocks are `offset_s` ahead, more than `limit_s`."""
+    if abs(offset_s) > limit_s:
+        where = "behind" if offset_s > 0 else "ahead of"
+        raise ClockError(
+            f"this machine's clock is {abs(offset_s):.1f} s {where} "
+            f"{peers or 'the other peers'}, at most {limit_s:.0f} s are allowed; {REMEDY}"
+        )
+
+
+class Neighbours(Protocol):
+    """What measuring needs of the exchange."""
+
+    def connected_peers(self) -> tuple[str, ...]:
+        """Return the ids of the peers that this node is connected to."""
+        ...
+
+    def clock_samples(
+        self, peers: Sequence[str], count: int, timeout_s: float
+    ) -> Mapping[str, tuple[ClockSample, ...]]:
+        """Say hello to each peer `count` times; peers that do not answer are left out."""
+        ...
+
+
+class Clock:
+    """Swarm time. Thread-safe: the offset is one float, replaced as a whole."""
+
+    def __init__(
+        self,
+        offset_s: float = 0.0,
+        system_time: Callable[[], float] = time.time,
+        steady_time: Callable[[], float] | None = None,
+    ) -> None:
+        """`steady_time` is one that nobody sets; without it no jump is noticed."""
+        self.offset_s = offset_s
+        """Swarm time minus this machine's time."""
+        self._system_time = system_time
+        self._steady_time = steady_time
+        self._is_set = False
+        self._lock = threading.Lock()
+        self._apart_s: float | None = None
+        self.has_jumped = False
+        """Whether this machine's clock was set, and no neighbour has said yet how right it is."""
+
+    def now(self) -> float:
+        """Return swarm time as Unix seconds."""
+        return self._look() + self.offset_s
+
+    def _look(self) -> float:
+        """Return this machine's time; if it has jumped, the offset makes up for it."""
+        if self._steady_time is None:
+            return self._system_time()
+        with self._lock:
+            for _ in range(READINGS):
+                steady_s = self._steady_time()
+                system_s = self._system_time()
+                if self._steady_time() - steady_s < READ_S:
+                    break
+            else:
+                return system_s
+            apart_s = system_s - steady_s
+            jump_s = 0.0 if self._apart_s is None else apart_s - self._apart_s
+            self._apart_s = apart_s
+            if abs(jump_s) >= LEAST_JUMP_S:
+                self.offset_s -= jump_s
+                self.has_jumped = True
+                logger.warning(
+                    "this machine's clock was set %s by %.1f s; other peers are asked for the time",
+                    *("ahead" if jump_s > 0 else "back", abs(jump_s)),
+                )
+            return system_s
+
+    def measure(
+        self,
+        neighbours: Neighbours,
+        given: Sequence[str] = (),
+        is_in: Callable[[str], bool] = lambda peer: False,
+    ) -> int:
+        """Correct the clock by peers whose addresses were given, and by some at random of those
+        that this node is connected to and that are admitted (`is_in`).
+
+        Returns how many answered; without an answer nothing changes. Raises `ClockError`, and
+        changes nothing, when the others' clocks are more than `MAX_CLOCK_OFFSET_S` away. Called
+        on joining and every few rounds; takes `MEASURE_TIMEOUT_S` at most.
+        """
+        self._look()
+        first = draw(given, MAX_GIVEN)
+        others = {peer for peer in neighbours.connected_peers() if is_in(peer)} - set(given)
+        asked = (*first, *draw(others, MAX_NEIGHBOURS - len(first)))
+        samples = neighbours.clock_samples(asked, SAMPLES, MEASURE_TIMEOUT_S)
+        best = {peer: best_sample(taken) for peer, taken in samples.items()}
+        offsets = [sample.offset_s for sample in best.values() if sample is not None]
+        if offsets:
+            self._correct(offsets)
+        return len(offsets)
+
+    def _correct(self, offsets: Sequence[float]) -> None:
+        target_s = agreed_offset_s(offsets)
+        if tell_one_time(offsets):
+            check_offset(statistics.median(offsets))
+        else:
+            logger.warning(
+                "the clocks of %d neighbours differ by up to %.1f s: this machine's is moved by "
+                "%.0f s at most; if it is wrong, %s",
+                *(len(offsets), max(offsets) - min(offsets), MAX_DOUBTFUL_S, REMEDY),
+            )
+            target_s = min(max(target_s, -MAX_DOUBTFUL_S), MAX_DOUBTFUL_S)
+        if self._is_set and not self.has_jumped:
+            least_s, most_s = self.offset_s - MAX_STEP_S, self.offset_s + MAX_STEP_S
+            target_s = min(max(target_s, least_s), most_s)
+        self._is_set, self.has_jumped = True, False
+        if abs(target_s - self.offset_s) >= LEAST_STEP_S:
+            logger.debug("clock offset %+.3f s by %d neighbours", target_s, len(offsets))
+            self.offset_s = target_s
+
+
+def _since_start_s() -> float:
+    """Return the seconds since this machine has started; where that is known, also asleep."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock:
+    """Return the clock of a node that has just joined through the addresses `initial_peers`.
+
+    Raises `ClockError`. When nobody answers the hello, the machine's own time is used and a
+    warning is logged.
+    """
+    clock = Clock(steady_time=_since_start_s)
+    ids = [peer_of(address) for address in initial_peers]
+    if not clock.measure(neighbours, ids):
+        logger.warning("no neighbour told its time; this machine's clock is used as it is")
+    return clock

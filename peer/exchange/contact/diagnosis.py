@@ -1,0 +1,218 @@
+"""Why joining failed: a plain libp2p client looks at each address and says it in one line.
+
+Hivemind's join fails with the same words for a wrong clock, a closed port and a mistyped peer id.
+This asks each address itself, without a DHT. Also behind `--debug` of the commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from hivemind.p2p import P2P, PeerID
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
+
+from dipaco.base.errors import AddressError, DipacoError, ProtocolVersionError, UnreachableError
+from dipaco.peer.exchange.streams.loop_thread import LoopThread
+from dipaco.peer.exchange.streams.reasons import dial_reason
+from dipaco.peer.exchange.streams.transport import HivemindTransport
+from dipaco.protocol.identity import Identity
+
+from .clock import MAX_CLOCK_OFFSET_S, best_sample, check_offset
+from .hello import Greeting, Hello, clock_samples, say_hello
+from .known_peers import peer_of
+
+logger = logging.getLogger("dipaco.peer.exchange.contact.diagnosis")
+
+DAEMON_TIMEOUT_S = 60.0
+SAMPLES = 3
+# Whether somebody answers under an own identity.
+ANSWER_S, LOOKS, LOOK_S = 5.0, 10, 0.2
+AGAIN, AGAIN_AFTER_S = 2, 3.0
+# Hivemind refuses to join beyond its own limit, measured less exactly than ours.
+JOIN_LIMIT_S = min(MAX_CLOCK_OFFSET_S, 0.9 * MAX_DHT_TIME_DISCREPANCY_SECONDS)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one address answered."""
+
+    address: str
+    hello: Hello | None = None
+    clock_offset_s: float = 0.0
+    error: DipacoError | None = None
+
+
+def diagnose(initial_peers: Sequence[str]) -> tuple[Finding, ...]:
+    """Find out why joining through `initial_peers` failed, and raise it.
+
+    Called once `join_dht` has failed. Raises `ClockError` when the clocks of the peers that answer
+    are too far from this machine's, `ProtocolVersionError` when those that answer speak no protocol
+    of ours, and `UnreachableError` when none answers. Returns when nothing is wrong with the
+    addresses: then the failure was another one, or has passed.
+    """
+    findings = examine(initial_peers)
+    answered = [finding for finding in findings if finding.hello is not None]
+    if answered:
+        offset_s = statistics.median(finding.clock_offset_s for finding in answered)
+        check_offset(offset_s, JOIN_LIMIT_S, f"that of {answered[0].address}")
+        mismatches = [finding.error for finding in answered if finding.error is not None]
+        if len(mismatches) == len(answered):
+            raise mismatches[0]
+        return findings
+    for finding in findings:
+        if isinstance(finding.error, ProtocolVersionError):
+            raise finding.error
+    raise UnreachableError(
+        f"no peer answers at {'; '.join(f'{f.address} ({f.error})' for f in findings)}; check the "
+        "address with whoever gave it to you, and that its port is open"
+    )
+
+
+def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding, ...]:
+    """Say hello to every address and return what each answered, in order.
+
+    Peers are asked all at once, several addresses of one peer one after the other: libp2p dials
+    all that it knows of a peer, and would blame one address for another. `timeout_s` bounds each
+    question.
+    """
+    groups: dict[str, list[str]] = {}
+    for address in dict.fromkeys(addresses):
+        groups.setdefault(peer_of(address), []).append(address)
+    findings: dict[str, Finding] = {}
+
+    async def examine_peer(p2p: P2P, group: Sequence[str]) -> None:
+        for address in group:
+            findings[address] = await _examine(p2p, address, timeout_s)
+
+    async def run() -> tuple[Finding, ...]:
+        async with _plain_client() as p2p:
+            await asyncio.gather(*(examine_peer(p2p, group) for group in groups.values()))
+            return tuple(findings[address] for address in addresses)
+
+    thread = LoopThread("diagnosis")
+    thread.start()
+    try:
+        return thread.call(run(), DAEMON_TIMEOUT_S + 3 * len(addresses) * timeout_s + 5.0)
+    finally:
+        thread.stop()
+
+
+def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
+    """Raise `AddressError` if another machine answers under this identity, which a copy of a cache
+    folder has too. Called before this node listens; those that it joins through know where the
+    other one is called. Whatever cannot be found out is no reason to stay away.
+    """
+
+    async def run() -> list[str]:
+        me = PeerID.from_base58(identity.peer_id)
+        async with _plain_client() as p2p:
+            await asyncio.gather(
+                *(_dial(p2p, *_split(address), ANSWER_S) for address in through),
+                return_exceptions=True,
+            )
+            for _ in range(LOOKS):
+                try:
+                    await _dial(p2p, identity.peer_id, None, ANSWER_S)
+                    break
+                except ControlFailure as error:
+                    # Those that were dialled say what they are a moment later.
+                    if "any peer in table" not in str(error):
+                        return []
+                    await asyncio.sleep(LOOK_S)
+            found = [info.addrs for info in await p2p.list_peers() if info.peer_id == me]
+            return [str(address) for addresses in found for address in addresses]
+
+    thread = LoopThread("identity")
+    thread.start()
+    try:
+        found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
+        for _ in range(AGAIN):
+            # What answers may be what is left of an earlier life, for some moments.
+            if found:
+                time.sleep(AGAIN_AFTER_S)
+                found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
+    except (DipacoError, OSError, TimeoutError) as error:
+        logger.debug("whether the identity is free: %r", error)
+        return
+    finally:
+        thread.stop()
+    if found:
+        raise AddressError(
+            f"the identity {identity.path} is in use by another machine, at {found[0]}: two "
+            f"machines that are one peer do the same work. Delete {identity.path} here, which "
+            f"makes a new one, or give another with --identity-path"
+        )
+
+
+@contextlib.asynccontextmanager
+async def _plain_client() -> AsyncIterator[P2P]:
+    """Start a p2pd of its own that only calls; raises UnreachableError if it does not start."""
+    try:
+        p2p = await P2P.create(
+            no_listen=True,
+            dht_mode="client",
+            auto_nat=False,
+            nat_port_map=False,
+            tls=False,  # as in the DHT process
+            startup_timeout=DAEMON_TIMEOUT_S,
+        )
+    except Exception as error:
+        raise UnreachableError(f"the libp2p daemon does not start: {error}") from error
+    try:
+        yield p2p
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(p2p.shutdown(), 2.0)
+
+
+async def _dial(p2p: P2P, peer: str, where: Multiaddr | None, timeout_s: float) -> None:
+    """Connect to a peer, at an address or wherever others know it."""
+    # P2P has no public call to dial an address; Hivemind's own identity check does the same.
+    addresses = [] if where is None else [where]
+    await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer), addresses), timeout_s)
+
+
+async def _examine(p2p: P2P, address: str, timeout_s: float) -> Finding:
+    me = Greeting()
+    try:
+        peer, where = _split(address)
+        await _dial(p2p, peer, where, timeout_s)
+        transport = HivemindTransport(None, p2p=p2p)
+        hello = await say_hello(transport, peer, me, timeout_s)
+    except DipacoError as error:
+        return Finding(address, error=error)
+    except Exception as error:
+        logger.debug("%s: %r", address, error)
+        return Finding(
+            address, error=UnreachableError(dial_reason(error, address.rpartition("/p2p/")[0]))
+        )
+    samples = await clock_samples(transport, peer, SAMPLES, me, timeout_s)
+    best = best_sample((hello.clock, *samples))
+    assert best is not None
+    try:
+        hello.check_protocol(me)
+    except ProtocolVersionError as error:
+        return Finding(address, hello, best.offset_s, error)
+    return Finding(address, hello, best.offset_s)
+
+
+def _split(address: str) -> tuple[str, Multiaddr]:
+    """Split ".../p2p/<peer id>" into the peer id and the address to dial."""
+    where, found, peer = address.rpartition("/p2p/")
+    try:
+        if not found or not where:
+            raise ValueError("no /p2p/ part")
+        PeerID.from_base58(peer)
+        return peer, Multiaddr(where)
+    except Exception:
+        raise UnreachableError(
+            "it is not a peer's address, such as /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW..."
+        ) from None

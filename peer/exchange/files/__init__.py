@@ -1,0 +1,1 @@
+"""How is content served by its hash, and fetched from several holders?"""

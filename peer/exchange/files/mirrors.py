@@ -1,0 +1,70 @@
+"""Mirrors of a run's blobs, as sources of a download: an https address, or a folder."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import BinaryIO
+from urllib.parse import urlsplit
+
+import fsspec
+
+from dipaco.modules.plan import check_mirror
+from dipaco.peer.exchange.streams.loop_thread import run_blocking
+
+from .transfer import ContentAbsent, ContentStream, OffsetBeyondEnd
+
+
+def refuse_private(address: str) -> None:
+    """Raise OSError for an https mirror at an address that not everybody can call: a manifest must
+    not send volunteers to what is in their own networks."""
+    place = urlsplit(address)
+    if place.scheme != "https":
+        return
+    for *_, found in socket.getaddrinfo(place.hostname, place.port or 443):
+        if not ipaddress.ip_address(str(found[0]).partition("%")[0]).is_global:
+            raise OSError(f"the mirror is at the private address {found[0]}")
+
+
+class MirrorSource:
+    """One mirror as a source of `download`."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address.rstrip("/")
+        self.name = f"mirror {self._address}"
+
+    async def open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
+        """Open the mirror's file; blocks a thread, not the loop."""
+        return await run_blocking(self._open, sha256, offset)
+
+    def _open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
+        # Laid out as the folder of blobs of a run is.
+        address = f"{check_mirror(self._address)}/{sha256[:2]}/{sha256}"
+        refuse_private(self._address)
+        system, path = fsspec.core.url_to_fs(address)
+        try:
+            total_bytes = system.size(path)
+            if total_bytes is None:
+                raise OSError("the mirror does not say how large its files are")
+            if offset > total_bytes:
+                raise OffsetBeyondEnd
+            file = system.open(path, "rb")
+        except FileNotFoundError:
+            raise ContentAbsent from None
+        file.seek(offset)
+        return _MirrorStream(file), int(total_bytes)
+
+
+class _MirrorStream:
+    """An open file of a mirror."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    async def read(self, count: int) -> bytes:
+        """Return up to `count` bytes."""
+        return await run_blocking(self._file.read, count)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

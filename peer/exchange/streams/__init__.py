@@ -1,0 +1,1 @@
+"""How does a peer speak with another: streams, messages, calls, and how many of them?"""

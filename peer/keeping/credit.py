@@ -1,0 +1,53 @@
+"""What peers have trained, by the chains on a disk: of a run and of those that it continues."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dipaco.base.errors import DipacoError
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.node.node import Node
+from dipaco.protocol.chain import Step
+from dipaco.protocol.ledger import Credit, credits_of
+from dipaco.routing.run_folder import RunFolder
+
+
+def earlier_credits(
+    run_id: str | None, folders: Sequence[Path]
+) -> Iterator[tuple[str, dict[str, Credit]]]:
+    """Yield the credits of a run and of those before it, until one is not on disk.
+
+    Of several folders of a run the heaviest chain of each module counts; nothing is changed there.
+    """
+    while run_id is not None:
+        chains: dict[str, Sequence[Step]] = {}
+        plan = None
+        for folder in (*folders, *(folder / run_id for folder in folders)):
+            if not (folder / "manifest.json").is_file():
+                continue
+            run = RunFolder(folder)
+            if run.plan().run_id != run_id:
+                continue
+            plan = run.plan()
+            modules = run.grid(plan).modules()
+            store = ChainStore(run_id, modules, folder / "chains", only_reads=True)
+            for module in modules:
+                chain = store.chain(module)
+                weight = sum(len(step.rows) for step in chain)
+                if weight >= sum(len(step.rows) for step in chains.get(module, ())):
+                    chains[module] = chain
+        if plan is None:
+            return
+        yield run_id, credits_of(chains)
+        run_id = plan.successor_of
+
+
+def own_tokens(node: Node) -> int:
+    """Return how many tokens of this peer are in the chains that it has, over all phases."""
+    phases = [credits_of({module: node.chains.chain(module) for module in node.grid.modules()})]
+    with contextlib.suppress(DipacoError):  # A run of an older protocol, or a damaged folder.
+        earlier = earlier_credits(node.plan.successor_of, [node.cache_folder])
+        phases.extend(credits for _, credits in earlier)
+    return sum(credits[node.me].tokens for credits in phases if node.me in credits)

@@ -1,0 +1,232 @@
+"""The files of one path: base model, shard, held-out split, genesis states, AdamW states."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dipaco.base.errors import CorpusError, DipacoError, IntegrityError
+from dipaco.modules.state import ModuleState
+from dipaco.modules.store import StateStore
+from dipaco.peer.background import Background
+from dipaco.peer.node.node import Node
+from dipaco.routing.batches import BatchStream
+from dipaco.routing.token_files import check_tokens, even_sample
+from dipaco.training.trainer import PathTrainer
+
+logger = logging.getLogger("dipaco.peer.keeping.path_files")
+
+
+@dataclass(frozen=True)
+class PathData:
+    """A path's batches and its held-out rows."""
+
+    path: int
+    stream: BatchStream
+    validation: torch.Tensor
+    """Rows of the published loss, [sequences, length]."""
+
+
+_NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
+
+
+class PathFiles:
+    """Fetches what is missing, checks it by hash, and opens it."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        # Modules are asked for at once, and what they begin with is as large as a path.
+        self._lock = threading.Lock()
+        self._first: dict[str, torch.Tensor] | None = None
+        """What every path begins with."""
+        self._fetched_lock = threading.Lock()
+        self._wanted: int | None = None
+        """The path that is about to begin."""
+        self._fetched: PathData | None = None
+        """What it needs, once it is here."""
+        self._taken: PathData | None = None
+        """Of the path in training."""
+
+    @property
+    def path(self) -> int | None:
+        """The path that is about to begin, if its files are here."""
+        with self._fetched_lock:
+            return None if self._fetched is None else self._fetched.path
+
+    @property
+    def validation(self) -> torch.Tensor:
+        """Held-out rows of the path in training, or of the one that is about to begin."""
+        with self._fetched_lock:
+            data = self._taken or self._fetched
+        return _NO_ROWS if data is None else data.validation
+
+    def replica_number(self, lead_rank: int) -> int:
+        """Return which stream of batches a replica draws: 0 for the lead, its own otherwise.
+
+        Two replicas whose views differ must not draw the same batches, so the number comes from
+        the peer id and not from the rank.
+        """
+        if lead_rank == 0:
+            return 0
+        return 1 + zlib.crc32(self._node.me.encode()) % (2**31 - 2)
+
+    def want(self, path: int) -> bool:
+        """Note which path is about to begin; returns whether that is another than was noted last.
+
+        What is fetched for one that was given up since, and may come late, is not kept.
+        """
+        with self._fetched_lock:
+            is_other, self._wanted = self._wanted != path, path
+            if is_other:
+                self._fetched = None
+            return is_other
+
+    def fetch(self, path: int) -> None:
+        """Fetch and open the files of `path`, to be taken. Blocks; raises a `DipacoError`."""
+        data = self._open(path)
+        with self._fetched_lock:
+            if self._wanted == path:
+                self._fetched = data
+
+    def take(self, path: int) -> PathData:
+        """Hand out what was fetched for `path`, which begins."""
+        with self._fetched_lock:
+            data, self._fetched = self._fetched, None
+        taken = data if data is not None and data.path == path else self._open(path)
+        with self._fetched_lock:
+            self._taken = taken
+        return taken
+
+    def _open(self, path: int) -> PathData:
+        node, plan = self._node, self._node.plan
+        shard = node.load_shard_index().paths[path]
+        if shard.train_sequences == 0:
+            raise CorpusError(
+                f"path {path} has an empty shard, so it cannot be trained; the operator should "
+                "prepare the run again with balanced = true in [router]"
+            )
+        node.fetcher.blob(plan.blobs.base, "the base model")
+        tokens = self._tokens(
+            shard.train_sha256,
+            f"the shard of path {path}",
+            lambda: node.run_folder.train_tokens(plan, path),
+        )
+        stream = BatchStream(
+            tokens, seed=plan.seed, path=path, batch_sequences=plan.inner.batch_sequences
+        )
+        rows = self._tokens(
+            shard.validation_sha256,
+            f"the held-out split of path {path}",
+            lambda: node.run_folder.validation_tokens(plan, path),
+        )
+        reported = even_sample(rows, plan.rounds.validation_sequences)
+        return PathData(path, stream, torch.from_numpy(np.asarray(reported, dtype=np.int64)))
+
+    def _tokens(self, sha256: str, what: str, opened: Callable[[], np.ndarray]) -> np.ndarray:
+        """Fetch a token file if need be, and return what is `opened` of it."""
+        node = self._node
+
+        def checked() -> np.ndarray:
+            # What a disk made of it would be trained on, and nobody would notice.
+            if not node.run_folder.blobs.verify(sha256):
+                raise IntegrityError(f"{what} does not have its hash")
+            tokens = opened()
+            check_tokens(tokens, node.plan.model.vocabulary_size, what)
+            return tokens
+
+        node.fetcher.blob(sha256, what)
+        return node.fetcher.mended(sha256, what, checked)
+
+    def genesis_state(self, module: str) -> ModuleState:
+        """Return the state a module starts from: of the successor's index, or of the base.
+
+        Raises `NetworkError` when nobody has it, `IntegrityError` when the operator's index names
+        something that cannot be this module's first state.
+        """
+        node, plan = self._node, self._node.plan
+        if plan.blobs.genesis is None:
+            node.fetcher.blob(plan.blobs.base, "the base model")
+            with self._lock:
+                if self._first is None:
+                    self._first = node.fetcher.mended(
+                        plan.blobs.base,
+                        "the base model",
+                        lambda: node.run_folder.first_parameters(plan),
+                    )
+                return node.run_folder.genesis_state(plan, module, self._first)
+        what = f"the genesis state of {module}"
+        node.fetcher.blob(plan.blobs.genesis, "the genesis index")
+        digests = node.fetcher.mended(
+            plan.blobs.genesis, "the genesis index", lambda: node.run_folder.genesis_index(plan)
+        )
+        assert digests is not None
+        node.fetcher.blob(digests[module], what)
+        return node.fetcher.mended(
+            digests[module], what, lambda: node.run_folder.genesis_state(plan, module)
+        )
+
+    def release(self) -> None:
+        """Forget what was fetched and not taken, and what paths begin with, which is as large as a
+        path; called when training begins or goes on."""
+        self._first = None
+        with self._fetched_lock:
+            self._wanted = self._fetched = None
+
+    def forget(self) -> None:
+        """Forget the path in training too: nothing is trained any more."""
+        self.release()
+        with self._fetched_lock:
+            self._taken = None
+
+
+class OptimizerFiles:
+    """AdamW states on this disk, for a return to their paths; losing one costs some warmup."""
+
+    def __init__(
+        self,
+        states: StateStore,
+        trainer: PathTrainer,
+        saver: Executor,
+        background: Background,
+    ) -> None:
+        self._states = states
+        self._trainer = trainer
+        self._saver = saver
+        self._background = background
+        self._saving: Future[None] = saver.submit(lambda: None)
+
+    def save(self) -> None:
+        """Write the present one; the disk is waited for in the background."""
+        if not self._saving.done():
+            return
+        self._saving = self._saver.submit(self._finish, self._write())
+        self._background.watch("saving", self._saving)
+
+    def keep(self) -> None:
+        """Write the present one now: the peer moves, pauses or leaves."""
+        if not self._saving.cancel():
+            wait([self._saving])
+        self._finish(self._write())
+
+    def _write(self) -> Callable[[], None]:
+        """Write the present one; what is returned makes it safe."""
+        path, trainer = self._trainer.path, self._trainer
+        if path is not None:
+            try:
+                return self._states.write_optimizer(path, trainer.optimizer_state())
+            except DipacoError as error:
+                logger.warning("AdamW state not kept: %s", error)
+        return lambda: None
+
+    def _finish(self, keep: Callable[[], None]) -> None:
+        try:
+            keep()
+        except DipacoError as error:
+            logger.warning("optimizer state not kept: %s", error)

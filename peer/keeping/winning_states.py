@@ -1,0 +1,135 @@
+"""The states that win, for who trains nothing: readers, archives, and operators of a successor.
+
+See design 4.4, chain. Nobody's word is taken for a state. The heaviest chain is read from several
+peers; a state is fetched by the digest that the rows of a step in it name, and the last steps are
+computed here, from their files. A step that cannot be had is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
+from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.files.transfer import spread
+from dipaco.peer.node.node import Node
+from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step
+from dipaco.protocol.chain_book import ChainBook, Vouched
+from dipaco.protocol.view import SwarmView
+
+from .path_files import PathFiles
+
+logger = logging.getLogger("dipaco.peer.keeping.winning_states")
+
+# Of a module: heads whose holders are asked for their chains, holders of each, and pages of one.
+HEADS_READ, HOLDERS_ASKED, MAX_PAGES = 4, 3, 1000
+# Steps that cannot be had, of which one after the other is passed over.
+MAX_PASSED_OVER = 8
+
+
+class WinningStates:
+    """Of one run. Blocking; bounded."""
+
+    def __init__(self, node: Node, files: PathFiles) -> None:
+        self._node, self._files = node, files
+
+    def chains(self, module: str, view: SwarmView) -> ChainBook:
+        """Return the chains of a module as those who announce states of it tell, checked.
+
+        A holder's word for its weight is not taken: its steps are asked for from the genesis.
+        """
+        book = ChainBook(self._node.run_id, [module])
+        announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
+        ranked = sorted(announced.values(), key=lambda head: head.rank)
+        for head in ranked[:HEADS_READ]:
+            for peer in spread(head.step, view.holders(module, head.step), "")[:HOLDERS_ASKED]:
+                if head.step in book:
+                    break
+                self._read_chain(book, module, peer)
+        return book
+
+    def _read_chain(self, book: ChainBook, module: str, peer: str) -> None:
+        """Ask one peer for its chain, page by page."""
+        locator = book.locator(book.heaviest(module).name)
+        for _ in range(MAX_PAGES):
+            answer = self._node.exchange.ask(peer, module, locator)
+            if answer is None:
+                return
+            try:
+                if not all(book.add(step) for step in answer.steps):
+                    return
+            except ValueError:
+                return
+            if not answer.has_more or not answer.steps:
+                return
+            locator = book.locator(answer.steps[-1].name)
+
+    def state(
+        self,
+        module: str,
+        view: SwarmView,
+        *,
+        stored: Callable[[Head], ModuleState | None] = lambda head: None,
+    ) -> ModuleState | None:
+        """Return the newest state of the heaviest chain that can be had.
+
+        What `stored` has is not fetched. None: nothing was trained yet, or no state can be had.
+        """
+        book, passed_over = self.chains(module, view), set[str]()
+        while len(passed_over) < MAX_PASSED_OVER:
+            link = book.heaviest(module, absent=passed_over)
+            if link.step is None:
+                return None
+            reason = ""
+            for way in book.vouched(link.name):
+                try:
+                    return self._state_by(way, view, stored)
+                except (IntegrityError, NetworkError, ValueError) as error:
+                    # A state of some steps ago is often gone; there is another way.
+                    logger.debug("version %d of %s: %s", link.version, module, error)
+                    reason = str(error)
+            logger.warning("version %d of %s is passed over: %s", link.version, module, reason)
+            passed_over.add(link.name)
+        return None
+
+    def _state_by(
+        self,
+        found: Vouched,
+        view: SwarmView,
+        stored: Callable[[Head], ModuleState | None],
+    ) -> ModuleState:
+        node, module = self._node, found.before.module
+        announced = [holding.peer_id for holding in view.holdings.get(module, ())]
+        signed = [peer for step in found.steps for peer in sorted(step.peers)]
+        sources = tuple(peer for peer in dict.fromkeys((*signed, *announced)) if peer != node.me)
+        if found.before.step is None:
+            state = self._files.genesis_state(module)
+        else:
+            head = found.before.head(found.digest, 0)
+            state = stored(head) or node.fetcher.state(head, sources)
+        for step in found.steps:
+            if step.state != state.digest:
+                raise IntegrityError("its rows name another state than comes out of the chain")
+            state = self._stepped(state, step, sources)
+        return state
+
+    def _stepped(self, state: ModuleState, step: Step, sources: tuple[str, ...]) -> ModuleState:
+        """Return the state after one more step, from the files of its rows."""
+        node, paths = self._node, self._node.grid.paths_of_module(state.module)
+        files = [self._file(row, sources) for row in step.rows]
+        return node.rule.step(state, files, step.outer_rows, step.round_index, paths)
+
+    def _file(self, row: Row, sources: Iterable[str]) -> bytes:
+        node = self._node
+        path: Path = node.fetcher.contribution(row, tuple(dict.fromkeys((row.peer, *sources))))
+        try:
+            data = path.read_bytes()[MARK_BYTES:]
+        finally:
+            path.unlink(missing_ok=True)
+        try:
+            node.rule.codec_of(row.module).check(data, node.grid.layout(row.module).size)
+        except DipacoError as error:
+            raise IntegrityError(f"a file of {row.peer} is not a contribution: {error}") from None
+        return data

@@ -1,0 +1,462 @@
+"""What every process of the swarm has, training or not: identity, DHT, exchange, clock, run.
+
+`join_run` does the steps of joining in order and stops at the first that fails with one clear
+line. Peers (`peer/app.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and readers
+(`peer/reader.py`) stand on it. A `Membership` is a place in the swarm, a `Node` one with a run;
+`Node.open_successor` puts the next run on the same place, so nobody leaves the swarm to move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dipaco.base.blobs import BlobStore, SharedContent
+from dipaco.base.errors import (
+    DipacoError,
+    ProtocolVersionError,
+    StorageError,
+)
+from dipaco.base.files import atomic_write, remove_stale_temporaries, set_by
+from dipaco.dht.addresses import split_operator
+from dipaco.dht.directory import Directory
+from dipaco.dht.guarded_dht import GuardedDHT
+from dipaco.dht.node import select_run
+from dipaco.modules.grid import Grid
+from dipaco.modules.outer import OuterRule, max_contribution_bytes
+from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
+from dipaco.modules.store import StateStore
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.contact.clock import Clock, measure_clock
+from dipaco.peer.exchange.contact.contributors import Contributors
+from dipaco.peer.exchange.contact.hello import SOFTWARE
+from dipaco.peer.exchange.contact.known_peers import KnownPeers, peer_of
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.fetching import ContentFetcher
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.exchange.served_run import ServedRun
+from dipaco.peer.exchange.streams.transport import HivemindTransport
+from dipaco.peer.exchange.verify import RowCheck
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.chain import MARK_BYTES, Step
+from dipaco.protocol.identity import Identity, let_go, load_or_create_identity, take_lock
+from dipaco.protocol.manifest import SignedManifest, verify_manifest
+from dipaco.protocol.member.rounds import RoundSchedule
+from dipaco.protocol.record_errors import RecordError
+from dipaco.routing.run_folder import RunFolder
+
+from .entrance import Entrance, Listening
+from .guests import admit, open_gate
+from .states import States
+
+logger = logging.getLogger("dipaco.peer.node.node")
+
+MANIFEST_WAIT_S = 20.0
+# Of a chain on the disk, the steps whose peers are known from the start.
+REMEMBERED_STEPS = 3
+# Of the addresses given, when there are several runs to choose from.
+MAX_ASKED = 4
+
+
+@dataclass
+class Membership:
+    """This process's place in the swarm, whatever run it works on. Close it with `close`."""
+
+    identity: Identity
+    dht: GuardedDHT
+    exchange: Exchange
+    clock: Clock
+    """The swarm's time."""
+    initial_peers: tuple[str, ...] = ()
+    """The addresses that this process joined through."""
+
+    def close(self) -> None:
+        """Stop the exchange and the DHT; bounded."""
+        with contextlib.suppress(Exception):
+            self.exchange.stop()
+        with contextlib.suppress(Exception):
+            self.dht.shutdown()
+
+
+@dataclass(kw_only=True)
+class Node(Membership):
+    """A joined process with its run. Close it with `close`."""
+
+    directory: Directory
+    manifest: SignedManifest
+    plan: RunPlan
+    grid: Grid
+    schedule: RoundSchedule
+    run_folder: RunFolder
+    blobs: BlobStore
+    states: StateStore
+    held: States
+    chains: ChainStore
+    contributions: ContributionFiles
+    check: RowCheck
+    fetcher: ContentFetcher
+    contributors: Contributors
+    cache_folder: Path
+    earlier: Node | None = None
+    """The run that this process worked on before, whose content it still serves."""
+    trained_modules: frozenset[str] = frozenset()
+    """What this process trains at present; others may ask."""
+    _lock_file: int | None = None
+    shard_index: ShardIndex | None = None
+    _rule: OuterRule | None = None
+
+    @property
+    def gate(self) -> Gate:
+        """The peers that are in."""
+        assert self.directory.gate is not None
+        return self.directory.gate
+
+    def admit(self, invitation: str | None = None) -> None:
+        """Be in: with an invitation, or in an open run with its own; see `guests.admit`."""
+        now_s = self.clock.now()
+        admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
+        self.directory.be_admitted(admission)
+        self.serve_run()
+
+    @property
+    def rule(self) -> OuterRule:
+        """How a step is computed. Raises a `DipacoError` when nobody gives the shard index."""
+        if self._rule is None:
+            self._rule = OuterRule.of(self.plan, self.load_shard_index())
+        return self._rule
+
+    @property
+    def me(self) -> str:
+        """This peer's id."""
+        return self.identity.peer_id
+
+    @property
+    def folder(self) -> Path:
+        """Where the run's files are on this machine."""
+        return self.run_folder.path
+
+    @property
+    def run_id(self) -> str:
+        """The run's id."""
+        return self.plan.run_id
+
+    def load_shard_index(self) -> ShardIndex:
+        """Fetch the shard index if it is not here, and make shards and genesis states known to
+        the fetcher."""
+        if self.shard_index is None:
+            plan, files, fetcher = self.plan, self.run_folder, self.fetcher
+            what = "the shard index"
+            fetcher.needed_blob(plan.blobs.shards, what)
+            index = fetcher.mended(plan.blobs.shards, what, lambda: files.shard_index(plan))
+            fetcher.use_shards(index)
+            if plan.blobs.genesis is not None:
+                what = "the genesis index"
+                fetcher.needed_blob(plan.blobs.genesis, what)
+                found = fetcher.mended(plan.blobs.genesis, what, lambda: files.genesis_index(plan))
+                fetcher.use_genesis(found or {})
+            self.shard_index = index
+        return self.shard_index
+
+    def open_successor(self, manifest: SignedManifest) -> Node:
+        """Open the run that succeeds this one, in this process; nothing is served of it yet.
+
+        What both runs consist of is copied, not fetched again. Raises `AddressError` when another
+        process uses the run's folder, `StorageError` when the disk is full. `release` undoes it.
+        """
+        path = self.cache_folder / manifest.plan.run_id
+        node = _open_run(
+            self,
+            manifest,
+            path,
+            self.cache_folder,
+            shared=self.blobs.shared,
+            earlier=self,
+        )
+        node.fetcher.say = self.fetcher.say
+        try:
+            for sha256 in node.fetcher.all_blobs():
+                if self.blobs.has(sha256):
+                    node.blobs.add_file(self.blobs.path(sha256))
+            self._hand_revocations_on(node)
+        except BaseException:
+            node.release()
+            raise
+        return node
+
+    def _hand_revocations_on(self, successor: Node) -> None:
+        """A peer that is out stays out of a successor with the same invitations."""
+        mine, next_one = self.gate, successor.gate
+        if mine.envelope is not None and mine.run_id == next_one.run_id:
+            successor.directory.revoke(mine.envelope)
+
+    def serve_run(self) -> None:
+        """Let the exchange serve this run, and by hash what was served before it."""
+        self.held.earlier = self.earlier.held if self.earlier is not None else None
+        self.exchange.serve_run(
+            ServedRun(
+                self.run_id,
+                self.held,
+                self.chains,
+                self.check,
+                self.contributions if self.directory.admission is not None else None,
+                self.directory.admission,
+                lambda module: module in self.trained_modules,
+                self.contributors.has_contributed,
+            )
+        )
+
+    def earlier_manifests(self) -> tuple[SignedManifest, ...]:
+        """Return the manifests of the runs that this process came here through."""
+        earlier = self.earlier
+        return () if earlier is None else (*earlier.earlier_manifests(), earlier.manifest)
+
+    def release(self) -> None:
+        """Let another process use the run's folder."""
+        if self._lock_file is not None:
+            let_go(self._lock_file)
+            self._lock_file = None
+
+    def close(self) -> None:
+        """Stop the exchange and the DHT, and let go of all folders; bounded."""
+        super().close()
+        node: Node | None = self
+        while node is not None:
+            node.release()
+            node = node.earlier
+
+
+def join_run(
+    *,
+    initial_peers: tuple[str, ...],
+    run: str | None,
+    cache_folder: Path,
+    identity_path: Path | None = None,
+    listening: Listening | None = None,
+    run_folder: Path | None = None,
+    content_folder: Path | None = None,
+    uplink: Uplink | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Node:
+    """Join a swarm and a run of it, and return the joined node.
+
+    `Entrance` says which peers it goes through. A bootstrap node gives the `run_folder` with its
+    manifest instead of looking a run up. In `content_folder` peers of this machine have blobs and
+    states in common. With an operator's fingerprint in `initial_peers` only runs of that operator
+    count.
+    Raises the `DipacoError` of the step that failed; what was started is stopped again.
+    """
+    given, operator = split_operator(initial_peers)
+    listening = listening or Listening()
+    own_manifest = RunFolder(run_folder).manifest_path.read_bytes() if run_folder else None
+    make_folder(cache_folder)
+    key_file = identity_path or cache_folder / "identity.key"
+    # One that is made here is nobody else's.
+    may_be_a_copy = key_file.exists()
+    identity = load_or_create_identity(key_file, say)
+    if not may_be_a_copy and not listening.client_mode:
+        say(
+            f"made {key_file}, by which others know this peer: back it up, and use it on one "
+            "machine at a time"
+        )
+    known = KnownPeers(cache_folder)
+    entrance = Entrance(identity, given, known, listening, say, may_be_a_copy=may_be_a_copy)
+    try:
+        entered = entrance.come_in(
+            lambda: own_manifest or _remembered_run(known, given, run, operator)
+        )
+    except BaseException:
+        identity.release()
+        raise
+    exchange = Exchange(HivemindTransport(entered.dht, uplink))
+    membership = Membership(identity, entered.dht, exchange, Clock(), entered.through)
+    try:
+        exchange.start()
+        if entered.through:
+            membership.clock = measure_clock(exchange, entered.through)
+            if abs(membership.clock.offset_s) > 0.5:
+                say(f"clock: {membership.clock.offset_s:+.2f} s against the swarm, corrected")
+        manifest = _find_manifest(membership, run, operator, entered.manifest or own_manifest)
+        path = run_folder or cache_folder / manifest.plan.run_id
+        node = _open_run(
+            membership,
+            manifest,
+            path,
+            cache_folder,
+            shared=None if content_folder is None else SharedContent(content_folder),
+            write_manifest=run_folder is None,
+            only_reads=listening.client_mode,
+        )
+        node.fetcher.say = say
+        node.serve_run()
+        return node
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _open_run(
+    membership: Membership,
+    manifest: SignedManifest,
+    path: Path,
+    cache_folder: Path,
+    *,
+    shared: SharedContent | None = None,
+    write_manifest: bool = True,
+    earlier: Node | None = None,
+    only_reads: bool = False,
+) -> Node:
+    """Open a run's folder and what stands on it. Raises a `DipacoError`; nothing stays open."""
+    plan = manifest.plan
+    if plan.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolVersionError(
+            f"run '{plan.name}' speaks protocol {plan.protocol_version}, this is "
+            f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; {protocol_remedy(plan.protocol_version)}"
+        )
+    make_folder(path)
+    lock_file = take_lock(path / ".lock", str(path), "--cache-dir")
+    try:
+        if write_manifest:
+            atomic_write(path / "manifest.json", [manifest.envelope])
+        grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
+        files = RunFolder(path, shared)
+        blobs, states = files.blobs, files.states
+        gate = open_gate(manifest, path)
+        directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
+        directory.manifest = manifest
+        directory.serve(grid)
+        incoming = BlobStore(path / "incoming")
+        given = map(peer_of, membership.initial_peers)
+        fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming, plan, grid, given)
+        chains = ChainStore(plan.run_id, grid.modules(), None if only_reads else path / "chains")
+        check = RowCheck(
+            plan,
+            grid,
+            gate,
+            max_bytes=functools.cache(functools.partial(max_row_bytes, plan, grid)),
+            now=membership.clock.now,
+        )
+        contributors = _follow_contributors(directory, chains, membership)
+        return Node(
+            identity=membership.identity,
+            dht=membership.dht,
+            exchange=membership.exchange,
+            clock=membership.clock,
+            initial_peers=membership.initial_peers,
+            directory=directory,
+            manifest=manifest,
+            plan=plan,
+            grid=grid,
+            schedule=RoundSchedule(plan.rounds, grid, plan.start_s),
+            run_folder=files,
+            blobs=blobs,
+            states=states,
+            held=States(grid, states, blobs, chains),
+            chains=chains,
+            contributions=ContributionFiles(path / "contributions"),
+            check=check,
+            fetcher=fetcher,
+            contributors=contributors,
+            cache_folder=cache_folder,
+            earlier=earlier,
+            _lock_file=lock_file,
+        )
+    except BaseException:
+        let_go(lock_file)
+        raise
+
+
+def _follow_contributors(
+    directory: Directory, chains: ChainStore, membership: Membership
+) -> Contributors:
+    """Keep those known who contribute, from what lies on the disk on.
+
+    They have their places first, are asked themselves when the DHT does not show them, and have
+    room in it before others. Until somebody is known so, those are whose addresses were given.
+    """
+    contributors, gate = Contributors(), directory.gate
+    given: dict[str, tuple[str, ...]] = {}
+    for address in membership.initial_peers:
+        given[peer_of(address)] = (*given.get(peer_of(address), ()), address)
+
+    def served(step: Step) -> None:
+        contributors.step_taken(step)
+        admissions = chains.admissions_of(step.peers)
+        for peer, admission in admissions.items():
+            with contextlib.suppress(RecordError):
+                if gate is not None:
+                    gate.verify(peer, admission)
+                    gate.contributed(peer, step.round_index)
+
+    for module in chains.modules:
+        for step in chains.chain(module)[-REMEMBERED_STEPS:]:
+            served(step)
+    chains.on_served, chains.has_contributed = served, contributors.has_contributed
+    directory.known_directly = lambda modules: contributors.of_modules(modules) or given
+    directory.on_called = membership.exchange.on_called = contributors.called
+    return contributors
+
+
+def max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
+    """Return the most bytes that a contribution to a module may have."""
+    codec = OuterRule.of(plan, None).codec_of(module)
+    return MARK_BYTES + max_contribution_bytes(codec, grid.layout(module))
+
+
+def _find_manifest(
+    membership: Membership, run: str | None, operator: str | None, own_manifest: bytes | None
+) -> SignedManifest:
+    """Return the manifest given, or the one of the run asked for, waiting a bounded time."""
+    if own_manifest is not None:
+        return verify_manifest(own_manifest)
+    directory = Directory(membership.dht, membership.identity, None)
+
+    def served() -> set[str]:
+        """Return the runs of those whose addresses were given; who does not answer has none."""
+        runs = set()
+        for address in membership.initial_peers[:MAX_ASKED]:
+            with contextlib.suppress(DipacoError):
+                runs.add(membership.exchange.hello(peer_of(address)).run or "")
+        return runs
+
+    deadline = time.monotonic() + MANIFEST_WAIT_S
+    while True:
+        try:
+            return select_run(directory.list_manifests(), run, operator=operator, served=served)
+        except DipacoError:
+            # A bootstrap node that has just started publishes its manifest within seconds.
+            if directory.list_manifests() or time.monotonic() > deadline:
+                raise
+            threading.Event().wait(1.0)
+
+
+def _remembered_run(
+    known: KnownPeers, given: tuple[str, ...], run: str | None, operator: str | None
+) -> bytes | None:
+    """Return the manifest of the run that this peer was in with those at these addresses, if any.
+
+    Raises as `select_run` does when they are several.
+    """
+    manifests = []
+    for file in known.manifests(given):
+        with contextlib.suppress(OSError, DipacoError):
+            manifests.append(verify_manifest(file.read_bytes()))
+    return select_run(manifests, run, operator=operator).envelope if manifests else None
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder, or say which one cannot be created; what was never finished in it goes."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        remove_stale_temporaries(path)
+    except OSError as error:
+        raise StorageError(
+            f"cannot create {path}: {error.strerror}{set_by(path)}; choose another place with "
+            f"--cache-dir"
+        ) from None

@@ -1,0 +1,1 @@
+"""How do others see this peer, and what does it see of them?"""

@@ -1,0 +1,90 @@
+"""Looks after this peer's neighbours: calls those that went missing, and compares clocks."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from dipaco.base.errors import ClockError, DipacoError
+from dipaco.peer.background import Background
+from dipaco.peer.exchange.contact.known_peers import peer_of
+from dipaco.peer.node.node import Node
+from dipaco.protocol.view import SwarmView
+
+logger = logging.getLogger("dipaco.peer.presence.neighbours")
+
+# Between two looks at the neighbours' clocks.
+CLOCK_PERIODS = 10
+# Peers seen once that are called again when they are missing: after a network split the two sides
+# have forgotten each other, and nothing else would bring them together.
+REMEMBERED_PEERS = 256
+CALLED_AT_ONCE = 4
+
+
+class Neighbours:
+    """The peers that were seen, and their clocks. `look_after` is for one thread."""
+
+    def __init__(self, node: Node, background: Background) -> None:
+        self._node, self._background = node, background
+        self._directory, self._clock = node.directory, node.clock
+        self._clock_countdown = CLOCK_PERIODS
+        self._contributors = frozenset[str]()
+        self._addresses: dict[str, tuple[str, ...]] = {}
+        for address in node.initial_peers:
+            peer = peer_of(address)
+            self._addresses[peer] = (*self._addresses.get(peer, ()), address)
+        self._known_peers: deque[str] = deque(self._addresses, maxlen=REMEMBERED_PEERS)
+
+    def look_after(self, view: SwarmView | None) -> None:
+        """Call known peers that a view lacks, and every few times look at the clocks."""
+        try:
+            if view is not None:
+                self._call_missing(view)
+            self._clock_countdown -= 1
+            if self._clock_countdown <= 0 or self._clock.has_jumped:
+                self._clock_countdown = CLOCK_PERIODS
+                # Neighbours that do not answer take longer than a claim may wait to be renewed.
+                self._background.thread("clock", self.measure_clock).start()
+        except DipacoError as error:
+            logger.debug("looking after neighbours: %s", error)
+
+    def note_contributors(self, view: SwarmView) -> None:
+        """Remember where those are who contributed lately, and have room for their records."""
+        contributors = self._node.contributors
+        contributors.note_addresses({peer: said.addresses for peer, said in view.peers.items()})
+        peers = frozenset(contributors.all())
+        if peers != self._contributors:
+            self._directory.note_contributors(peers)
+            self._contributors = peers
+
+    def measure_clock(self) -> None:
+        """Compare this clock with those of neighbours; one that was set wrongly ends the peer."""
+        try:
+            given = tuple(map(peer_of, self._node.initial_peers))
+            self._clock.measure(self._node.exchange, given, self._node.check.is_in)
+        except ClockError as error:
+            if self._clock.has_jumped:
+                # Hivemind's part of this machine goes by the wrong time; nothing here can mend it.
+                self._background.fail(error)
+            logger.warning("%s", error)
+        except DipacoError as error:
+            logger.debug("measuring the clock: %s", error)
+
+    def _call_missing(self, view: SwarmView) -> None:
+        present = view.peers.keys() | view.from_elsewhere
+        known = set(self._known_peers)
+        self._known_peers.extend(sorted(present - known - {self._node.me}))
+        missing = [peer for peer in self._known_peers if peer not in present]
+        contributors = self._node.contributors.all()
+        hidden = [peer for peer in contributors if peer not in present and peer not in known]
+        called = missing[:CALLED_AT_ONCE]
+        places = {
+            peer: self._addresses.get(peer, ()) or contributors.get(peer, ())
+            for peer in (*called, *hidden[:CALLED_AT_ONCE])
+        }
+        if places:
+            self._directory.call_peers(places)
+        # Those called last are called first next time.
+        for peer in called:
+            self._known_peers.remove(peer)
+            self._known_peers.append(peer)

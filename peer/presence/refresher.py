@@ -1,0 +1,202 @@
+"""Keeps this peer's records in the DHT fresh and its view of the swarm new.
+
+One background thread: publish what this peer is and holds (`own_records`), read what the member
+wants to see of the others (its scope), look after the `neighbours`, sleep for the refresh period.
+What has changed is published at once. Everything that decides reads `view`, an immutable snapshot.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Protocol
+
+from dipaco.base.errors import AdmissionError, DipacoError, NetworkError
+from dipaco.base.patience import looks
+from dipaco.dht.directory import Directory
+from dipaco.peer.background import Background
+from dipaco.peer.node.node import Node
+from dipaco.protocol.coverage import Scope, bucket_count, home_bucket, scope_of
+from dipaco.protocol.records import record_life_s, refresh_period_s
+from dipaco.protocol.view import SwarmView
+
+from .neighbours import Neighbours
+from .own_records import OwnRecords
+from .own_status import PeerStatus
+
+logger = logging.getLogger("dipaco.peer.presence.refresher")
+
+STOP_TIMEOUT_S = 3.0
+DHT_LIMIT_S = 30.0
+# The oldest view that is good enough while a peer waits for others.
+LOOK_OFTEN_S = 2.0
+
+
+class FurtherRecords(Protocol):
+    """Further records that are read, and renewed, after the others, on the refresher's thread."""
+
+    def read(self, directory: Directory) -> None:
+        """Read what others published, and publish what there is."""
+        ...
+
+
+class Refresher:
+    """The background thread, see the module's docstring. Used by peers and bootstrap nodes."""
+
+    def __init__(self, node: Node, status: PeerStatus, background: Background) -> None:
+        self._node, self._background = node, background
+        self._directory, self._clock = node.directory, node.clock
+        self._further_records: list[FurtherRecords] = []
+        self._listeners: list[Callable[[SwarmView], None]] = []
+        self.period_s = refresh_period_s(node.plan.rounds)
+        self._own_records = OwnRecords(node, status, record_life_s(self.period_s))
+        self._neighbours = Neighbours(node, background)
+        home = home_bucket(node.me, None, bucket_count(node.grid.path_count))
+        self._scope = scope_of((), (home,), node.grid)
+        self._further: set[int] = set()
+        self._wide_view: SwarmView | None = None
+        self._changed = threading.Event()
+        self._wants_to_read = True
+        self._read_at = time.monotonic()
+        self._stopping = threading.Event()
+        self._refreshed = threading.Condition()
+        self._refresh_count = 0
+        self._refreshing = False
+        self._withdrawing = False
+        self._view: SwarmView | None = None
+        self._thread = background.thread("refresher", self._run)
+        background.on_failure(self._wake_waiting)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def refresh_too(self, records: FurtherRecords) -> None:
+        """Read and renew `records` too, from the next refresh on."""
+        self._further_records.append(records)
+
+    def on_view(self, listener: Callable[[SwarmView], None]) -> None:
+        """Call `listener` with every new view, on the refresher's thread."""
+        self._listeners.append(listener)
+
+    @property
+    def view(self) -> SwarmView:
+        """Return the newest view. `refresh` has to have succeeded once."""
+        if self._view is None:
+            raise NetworkError("the swarm has not been read yet")
+        return replace(self._view, now_s=self._clock.now())
+
+    def watch(self, scope: Scope) -> None:
+        """Read this part of the swarm from the next time on."""
+        self._scope = scope
+
+    def announce(self) -> None:
+        """Publish soon: something changed.
+
+        With fixed steps a round may take a fraction of a second. The swarm is read again with
+        every change: a view that is rounds old tells nobody whom to wait for.
+        """
+        if self._node.schedule.fixed_steps:
+            with self._refreshed:
+                self._wants_to_read = True
+        self._changed.set()
+
+    def look_often(self) -> None:
+        """Read the swarm again if the view is not quite new: something in it is waited for."""
+        if time.monotonic() - self._read_at > LOOK_OFTEN_S:
+            with self._refreshed:
+                self._want_to_read()
+
+    def _want_to_read(self, further: Collection[int] = ()) -> None:
+        self._further.update(further)
+        self._wants_to_read = True
+        self._changed.set()
+
+    def refresh(self, further: Collection[int] = ()) -> SwarmView:
+        """Publish and read now, and return a view that is newer than this call.
+
+        It covers the buckets `further` too, which `view` does not. Raises `NetworkError` when the
+        DHT does not answer for `DHT_LIMIT_S`, and what ended the thread when it has ended.
+        """
+        with self._refreshed:
+            # A refresh under way may have read before the caller's change: wait for the next.
+            wanted = self._refresh_count + (2 if self._refreshing else 1)
+            self._want_to_read(further)
+            while self._refresh_count < wanted:
+                self._background.check()
+                if not any(map(self._refreshed.wait, looks(DHT_LIMIT_S))):
+                    raise NetworkError(
+                        f"the DHT did not answer for {DHT_LIMIT_S:.0f} s; check the network and "
+                        "start again"
+                    )
+                if self._refresh_count < wanted and not self._refreshing:
+                    self._want_to_read(further)
+            wide = self._wide_view
+        return self.view if wide is None else wide.at(self._clock.now())
+
+    def announce_blobs(self) -> None:
+        """Publish the blobs held here at the next refresh."""
+        self._own_records.announce_blobs()
+        self._changed.set()
+
+    def stop(self, *, withdraw: bool) -> None:
+        """End the thread and, when leaving cleanly, say goodbye in every record. Bounded."""
+        self._withdrawing = withdraw
+        self._stopping.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.info("the DHT did not take this peer's goodbye in time; its records expire")
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            with self._refreshed:
+                self._changed.clear()
+                is_due = time.monotonic() - self._read_at >= self.period_s
+                self._refreshing = is_due or self._wants_to_read
+                self._wants_to_read = False
+                further, self._further = self._further, set()
+            try:
+                self._own_records.publish()
+                if self._refreshing:
+                    self._read(further)
+            except AdmissionError:
+                raise
+            except DipacoError as error:
+                logger.warning("could not refresh the view of the swarm: %s", error)
+                if (reason := self._directory.failure) is not None:
+                    raise NetworkError(
+                        f"{reason}; start again to rejoin from the cache folder"
+                    ) from error
+            if self._refreshing:
+                with self._refreshed:
+                    self._refreshing = False
+                    self._refresh_count += 1
+                    self._refreshed.notify_all()
+                self._read_at = time.monotonic()
+                if not self._stopping.is_set():
+                    self._neighbours.look_after(self._view)
+            self._changed.wait(max(0.0, self._read_at + self.period_s - time.monotonic()))
+        if self._withdrawing:
+            self._own_records.say_goodbye()
+
+    def _wake_waiting(self) -> None:
+        with self._refreshed:
+            self._refreshed.notify_all()
+
+    def _read(self, further: Collection[int]) -> None:
+        directory, scope = self._directory, self._scope
+        wide = directory.read_view(
+            self._node.plan, self._node.grid, self._clock.now(), scope.with_buckets(further)
+        )
+        self._wide_view = wide if further else None
+        self._view = wide.narrowed(scope, self._node.grid)
+        self._neighbours.note_contributors(wide)
+        for listener in self._listeners:
+            listener(self._view)
+        for records in self._further_records:
+            records.read(directory)

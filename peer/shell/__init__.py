@@ -1,0 +1,1 @@
+"""Who carries out what a member decides?"""

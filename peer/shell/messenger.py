@@ -1,0 +1,124 @@
+"""Carries a member's words to other peers: say, look, tell, ask, put.
+
+Everything that can take long runs on threads of its own and reports its outcome as an event. Used
+by training peers and bootstrap nodes alike; states and files are for `outer_steps`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from dipaco.base.errors import DipacoError, NetworkError
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.presence.own_status import Activity, PeerStatus
+from dipaco.peer.presence.refresher import Refresher
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+
+from .handlers import Handlers
+
+logger = logging.getLogger("dipaco.peer.shell.messenger")
+
+# Peers that are asked, or given a file, at the same time.
+AT_ONCE = 16
+
+
+class Messenger:
+    """Carries out the actions that concern other peers. Called on the shell's thread."""
+
+    def __init__(
+        self,
+        refresher: Refresher,
+        others: Exchange,
+        chains: ChainStore,
+        files: ContributionFiles,
+        status: PeerStatus,
+        report: Callable[[e.Event], None],
+    ) -> None:
+        self._refresher, self._others = refresher, others
+        self._chains, self._files = chains, files
+        self._status, self._report = status, report
+        self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="messenger")
+
+    def stop(self) -> None:
+        """Begin nothing more; what is under way is reported to nobody."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def run(self, work: Callable[[], None]) -> Future[None]:
+        """Do other work on the same threads; it reports its outcome itself."""
+        return self._executor.submit(work)
+
+    def handlers(self) -> Handlers:
+        """Return what carries out which action."""
+        return {
+            a.Say: self._say,
+            a.Warn: self._warn,
+            a.Watch: self._watch,
+            a.Look: functools.partial(self._submit, self._look),
+            a.Tell: self._tell,
+            a.Ask: functools.partial(self._submit, self._ask),
+            a.Put: self._put_all,
+        }
+
+    def _submit(self, work: Callable[[Any], None], action: a.Action) -> None:
+        def run() -> None:
+            try:
+                work(action)
+            except Exception as error:
+                # Nothing that another peer sends ends this one, and the member must not wait.
+                unforeseen = not isinstance(error, DipacoError)
+                logger.debug("%s: %s", type(action).__name__, error, exc_info=unforeseen)
+                self._report(e.Failed(action, str(error) or type(error).__name__))
+
+        self._executor.submit(run)
+
+    def _say(self, action: a.Say) -> None:
+        self._status.claim = Activity(
+            action.state,
+            action.path,
+            since_s=action.since_s,
+            reason=action.reason,
+            pinned=action.pinned,
+        )
+        self._refresher.announce()
+
+    def _warn(self, action: a.Warn) -> None:
+        logger.warning("%s", action.text)
+
+    def _watch(self, action: a.Watch) -> None:
+        self._refresher.watch(action.scope)
+
+    def _look(self, action: a.Look) -> None:
+        self._report(e.Viewed(self._refresher.refresh(action.further), is_answer=True))
+
+    def _tell(self, action: a.Tell) -> None:
+        self._chains.note_rows(action.rows)
+        if action.peers:
+            self._others.tell(action.peers, action.module, action.rows, action.steps, action.keep)
+
+    def _ask(self, action: a.Ask) -> None:
+        answer = self._others.ask(action.peer, action.module, action.locator)
+        if answer is None:
+            raise NetworkError(f"{action.peer} does not answer")
+        self._report(answer)
+
+    def _put_all(self, action: a.Put) -> None:
+        left = iter(action.peers)
+        for _ in range(action.copies):
+            self._submit(functools.partial(self._put, left), action)
+
+    def _put(self, left: Iterator[str], action: a.Put) -> None:
+        """Have one more peer take the file; `left` is shared by all that are to."""
+        file = self._files.find(action.row.file)
+        if file is None:
+            return
+        for peer in left:
+            if self._others.put(peer, action.row, file):
+                return
+            logger.debug("%s does not take a file", peer)

@@ -1,0 +1,418 @@
+"""An outer round, from the boundary to the new anchor: publish, gather, step.
+
+See design 4.2, publish, and design 4.3, gather and step:
+
+    publish   a snapshot, between two inner steps; encoded, signed and stored meanwhile
+    gather    the files of others' rows, each checked before the member hears of it
+    compute   the state after a step, from the one before it and the files; or
+    fetch     the state itself, where that is fewer bytes
+    check     what held-out documents say of it, where it comes from elsewhere
+    adopt     it becomes the anchor, under what was trained since the snapshot
+
+The member says which of these is due, and when. A node that trains nothing does the same for the
+copies that it keeps, but for the first and the last. Everything but snapshots, checks and adoption
+is done by workers, while the inner loop goes on; each reports its outcome as an event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import mmap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from dipaco.base.errors import (
+    ConfigurationError,
+    CorpusError,
+    DipacoError,
+    IntegrityError,
+    StorageError,
+)
+from dipaco.base.repetition import Complaints
+from dipaco.modules.contributions import pieces
+from dipaco.modules.device import all_finite
+from dipaco.modules.memory import is_out_of_memory
+from dipaco.modules.outer import OuterRule
+from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.fetching import ContentFetcher
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.keeping.path_files import PathFiles
+from dipaco.peer.node.states import States, head_of
+from dipaco.peer.presence.joined_run import JoinedRun
+from dipaco.peer.reporting.events import EventLog
+from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
+from dipaco.protocol.identity import Identity
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.view import claimed_tokens
+from dipaco.training.interruption import PassInterrupted
+from dipaco.training.trainer import PathTrainer, Snapshot
+
+from .handlers import Handlers
+
+logger = logging.getLogger("dipaco.peer.shell.outer_steps")
+
+# Rows that a state is scored with before it is believed.
+CHECKED_ROWS = 8
+# States that are fetched at the same time, copies for others included.
+FETCHED_AT_ONCE = 4
+# Nobody is told more often that there is no memory.
+COMPLAIN_AGAIN_S = 600.0
+# A contribution is fetched for so long at most; the member does not wait for it.
+GATHER_LIMIT_S = 600.0
+# What does not get better by trying again: a peer that cannot begin for it ends.
+PERMANENT = (StorageError, CorpusError, ConfigurationError)
+
+
+class OuterNode(JoinedRun, Protocol):
+    """What outer rounds need of a node: a `Node`, or what stands in for one."""
+
+    identity: Identity
+    chains: ChainStore
+    contributions: ContributionFiles
+    held: States
+    exchange: Exchange
+    fetcher: ContentFetcher
+
+    @property
+    def rule(self) -> OuterRule:
+        """How a step is computed."""
+        ...
+
+
+class OuterSteps:
+    """Called by a shell, on its thread and the model's; reports from others.
+
+    `files` has the run's genesis and held-out rows. `fail` hears of what keeps a path from being
+    begun for good, such as a full disk. Without a `trainer` nothing is published or adopted.
+    """
+
+    def __init__(
+        self,
+        node: OuterNode,
+        files: PathFiles,
+        events: EventLog,
+        report: Callable[[e.Event], None],
+        *,
+        announce: Callable[[], None],
+        trainer: PathTrainer | None = None,
+        fail: Callable[[DipacoError], None] = lambda error: None,
+    ) -> None:
+        self._node, self._files, self._trainer = node, files, trainer
+        self._events, self._report, self._announce, self._fail = events, report, announce, fail
+        # One after the other, so that one state at a time is made, and in the order of the steps.
+        self._computing = ThreadPoolExecutor(1, thread_name_prefix="outer")
+        self._fetching = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="states")
+        self._saving = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._boundary_s: dict[str, float] = {}
+        """Of each module, when the round ended that was published last."""
+        self._coming: set[Head] = set()
+        self._stopping = threading.Event()
+        self._complaints = Complaints(COMPLAIN_AGAIN_S, 1)
+
+    def stop(self) -> None:
+        """Begin nothing more; what is under way is reported to nobody."""
+        self._stopping.set()
+        for workers in (self._computing, self._fetching, self._saving):
+            workers.shutdown(wait=False, cancel_futures=True)
+
+    def handlers(self) -> Handlers:
+        """Return what carries out which action, while the model may be at work."""
+        return {
+            a.Gather: self._gather,
+            a.Compute: self._begin_to_compute,
+            a.FetchState: self._begin_to_fetch,
+            a.Drop: self._begin_to_drop,
+            a.Serve: self._serve,
+            a.Forget: self._forget,
+            a.SaveAll: self._save_all,
+        }
+
+    def model_handlers(self) -> Handlers:
+        """Return what carries out the actions that read or change the model."""
+        return {a.Publish: self._take_snapshot, a.Check: self._check, a.Adopt: self._adopt}
+
+    # -- publish
+
+    def _take_snapshot(self, action: a.Publish) -> e.Event | None:
+        assert self._trainer is not None
+        snapshot = self._trainer.snapshot(action.module)
+        self._boundary_s[action.module] = action.boundary_s
+        if not snapshot.tokens:
+            return e.Failed(action, "nothing was trained")
+        self._events.emit(
+            "outer_round",
+            module=action.module,
+            round=action.round_index,
+            tokens=snapshot.tokens,
+            late_s=round(self._node.clock.now() - action.boundary_s, 3),
+        )
+        self._submit(self._computing, lambda: self._publish(action, snapshot), action)
+        return None
+
+    def _publish(self, action: a.Publish, snapshot: Snapshot) -> None:
+        node, module = self._node, action.module
+        gradient = snapshot.outer_gradient()
+        if not all(all_finite(gradient[begin:end]) for begin, end in pieces(gradient.numel())):
+            reason = "the local parameters are no longer numbers"
+            self._report(e.Failed(action, reason, is_final=True))
+            return
+        data = snapshot.encode(node.rule.codec_of(module))
+        unnamed = Row(
+            module,
+            action.round_index,
+            action.parent,
+            action.state,
+            snapshot.path,
+            node.me,
+            claimed_tokens(node.plan, snapshot.tokens, action.round_index),
+            "",
+            MARK_BYTES + len(data),
+        )
+        hasher = hashlib.sha256(unnamed.mark)
+        hasher.update(data)
+        row = sign_row(replace(unnamed, file=hasher.hexdigest()), node.identity.key)
+        node.contributions.add(row, (row.mark, data))
+        node.chains.note_rows((row,))
+        self._report(e.Published(module, row))
+
+    # -- gather
+
+    def _gather(self, action: a.Gather) -> None:
+        def done(row: Row, reason: str, is_refused: bool) -> None:
+            if not reason:
+                self._report(e.Gathered(row.module, row))
+                return
+            logger.debug("file %s of %s: %s", row.file[:12], row.module, reason)
+            self._report(e.Failed(a.Gather(row.module, (row,)), reason, is_refused))
+
+        self._node.exchange.gather(
+            action.rows,
+            action.others,
+            check=self._check_file,
+            on_done=done,
+            timeout_s=min(GATHER_LIMIT_S, self._node.plan.rounds.duration_s),
+        )
+
+    def _check_file(self, row: Row, file: Path) -> None:
+        """Raise `IntegrityError` when a file is no contribution to its module."""
+        node = self._node
+        values = node.grid.layout(row.module).size
+        node.rule.codec_of(row.module).check(_mapped(file)[MARK_BYTES:], values)
+
+    # -- compute
+
+    def _begin_to_compute(self, action: a.Compute) -> None:
+        self._submit(self._computing, lambda: self._compute(action), action)
+
+    def _compute(self, action: a.Compute) -> None:
+        node, module = self._node, action.module
+        base = action.base
+        state = node.held.find(module, base.step)
+        if state is None and base.version == 0:
+            state = self._files.genesis_state(module)
+        if state is None:
+            raise StorageError(f"the state after {base.step[:12]} is not here any more")
+        paths, before = node.grid.paths_of_module(module), state
+        for step in action.steps:
+            if step.state != state.digest:
+                raise IntegrityError(f"step {step.name[:12]} stands on another state than is here")
+            files = [self._contribution(row) for row in step.rows]
+            before = state
+            state = node.rule.step(before, files, step.outer_rows, step.round_index, paths)
+        step = action.steps[-1]
+        node.held.put(step.name, state, before)
+        weight = base.weight + sum(len(taken.rows) for taken in action.steps)
+        self._report(e.StateHere(module, head_of(state, step.name, weight, step.round_index)))
+
+    def _contribution(self, row: Row) -> memoryview:
+        """Return the bytes of a file, which stay there when it is removed meanwhile."""
+        path = self._node.contributions.find(row.file)
+        if path is None:
+            raise StorageError(f"the file of {row.peer} is not here any more")
+        return _mapped(path)[MARK_BYTES:]
+
+    # -- fetch
+
+    def _begin_to_fetch(self, action: a.FetchState) -> None:
+        if action.head not in self._coming:
+            self._coming.add(action.head)
+            self._submit(self._fetching, lambda: self._fetch(action), action)
+
+    def _fetch(self, action: a.FetchState) -> None:
+        wanted, node = action.head, self._node
+        module = wanted.module
+        try:
+            if wanted.version == 0:
+                state = self._files.genesis_state(module)
+            else:
+                here = node.held.find(module, wanted.step)
+                if here is None or here.digest != wanted.digest:
+                    here = node.fetcher.state(wanted, action.holders)
+                state = here
+        except DipacoError as error:
+            if self._trainer is not None and isinstance(error, PERMANENT):
+                self._fail(error)
+            raise
+        finally:
+            self._coming.discard(wanted)
+        if state.version != wanted.version:
+            raise IntegrityError(f"it has version {state.version}, not {wanted.version}")
+        node.held.put(wanted.step, state)
+        head = head_of(state, wanted.step, wanted.weight, wanted.round_index)
+        self._report(e.StateHere(module, head))
+
+    # -- check
+
+    def _check(self, action: a.Check) -> e.Checked | None:
+        """Score a state that waits; beside the anchors, or beside what else is here of the path
+        that is about to begin, once all of it is. None if the peer leaves meanwhile."""
+        nothing = e.Checked(action.module, action.step, None, None)
+        trainer, held, grid = self._trainer, self._node.held, self._node.grid
+        state = held.waiting(action.module, action.step)
+        rows = self._files.validation[:CHECKED_ROWS]
+        path = self._files.path if trainer is None or trainer.path is None else trainer.path
+        if trainer is None or state is None or path is None or not len(rows):
+            return nothing
+        if action.module not in grid.modules_of_path(path):
+            return nothing
+        before, after = trainer.anchors(), trainer.anchors()
+        if trainer.path is None:
+            modules = grid.modules_of_path(path)
+            after = {m: found for m in modules if (found := held.newest(m)) is not None}
+            if {*after, action.module} != set(modules):
+                return nothing  # Modules that were trained do not fit to others that were not.
+            before = {module: self._files.genesis_state(module) for module in modules}
+        after[action.module] = state
+        try:
+            losses = [trainer.loss_of(path, states, rows).loss for states in (before, after)]
+        except PassInterrupted:
+            return None
+        return e.Checked(action.module, action.step, *losses)
+
+    # -- adopt
+
+    def _adopt(self, action: a.Adopt) -> None:
+        head, node, trainer = action.head, self._node, self._trainer
+        try:
+            state = node.held.hold(head)
+        except KeyError:
+            logger.info("%s: a copy is not kept, a newer one came at once", head.module)
+            return
+        self._announce()
+        if trainer is not None and head.module in trainer.anchors():
+            trainer.adopt(head.module, state)
+            self._tell(action, state)
+        else:
+            self._events.emit("kept", module=head.module, version=head.version, digest=head.digest)
+        self._submit(self._saving, lambda: node.held.save(state))
+
+    def _tell(self, action: a.Adopt, state: ModuleState) -> None:
+        """Write to the log what was adopted: the step that ends a round, or what others made."""
+        head, node = action.head, self._node
+        told = {
+            "module": head.module,
+            "version": head.version,
+            "step": head.step,
+            "weight": head.weight,
+            "digest": head.digest,
+            "tokens": state.tokens,
+        }
+        if not action.is_round:
+            self._events.emit("adopt", **told, is_own_in=action.is_own_in)
+            return
+        rows = action.step.rows if action.step is not None else ()
+        late_s = node.clock.now() - self._boundary_s.get(head.module, math.inf)
+        self._events.emit(
+            "outer_step",
+            **told,
+            round=head.round_index,
+            group=[row.peer for row in rows],
+            paths=sorted({row.path for row in rows}),
+            rows=len(rows),
+            expected=action.expected,
+            is_own_in=action.is_own_in,
+            own_tokens=sum(row.tokens for row in rows if row.peer == node.me),
+            seconds_after_boundary=round(max(0.0, late_s), 3),
+        )
+
+    # -- what is held
+
+    def _serve(self, action: a.Serve) -> None:
+        self._node.held.serve(action.module, action.step, action.steps)
+        if action.steps:
+            self._node.contributions.prune(action.module, action.steps[-1].round_index)
+
+    def _forget(self, action: a.Forget) -> None:
+        self._node.held.forget(action.module, action.step)
+
+    def _save_all(self, action: a.SaveAll) -> None:
+        self._node.held.save_all()
+
+    def _begin_to_drop(self, action: a.Drop) -> None:
+        self._submit(self._saving, lambda: self._drop(action))
+
+    def _drop(self, action: a.Drop) -> None:
+        logger.info("others keep copies of %s: dropped here", action.module)
+        self._node.held.drop(action.module)
+        self._announce()
+
+    def hold(self, heads: tuple[Head, ...]) -> dict[str, ModuleState]:
+        """Serve what a path begins with, and return it by module. Raises KeyError."""
+        held = self._node.held
+        states = {head.module: held.hold(head) for head in heads}
+        for head in heads:
+            if head.version == 0:  # Others lie in files: a genesis was made of the base model.
+                self._submit(self._saving, partial(held.lay_down, states[head.module]))
+        return states
+
+    # -- workers
+
+    def _submit(
+        self,
+        workers: ThreadPoolExecutor,
+        work: Callable[[], None],
+        action: a.Action | None = None,
+    ) -> None:
+        def run() -> None:
+            try:
+                work()
+                return
+            except DipacoError as error:
+                reason = str(error)
+            except Exception as error:
+                # Nothing that another peer sends ends this one, and the member must not wait.
+                logger.debug("an outer step failed", exc_info=True)
+                reason = f"{type(error).__name__}: {error}"
+                if is_out_of_memory(error):
+                    logger.log(
+                        self._complaints.level("memory"),
+                        "no memory is left for an outer step, which is left out; end other "
+                        "programs, or give this peer more (ulimit, container, machine)",
+                    )
+            logger.info("%s: %s", getattr(action, "module", "states"), reason)
+            if action is not None and not self._stopping.is_set():
+                self._report(e.Failed(action, reason))
+
+        if not self._stopping.is_set():
+            workers.submit(run)
+
+
+def _mapped(path: Path) -> memoryview:
+    """Return the bytes of a file without reading them. Raises `StorageError`."""
+    try:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError:
+        return memoryview(b"")  # An empty file cannot be mapped.
+    except OSError as error:
+        raise StorageError(f"{path}: {error}") from None

@@ -1,0 +1,112 @@
+"""What a trainer tells of its path at the end of a round: how far it is, and how good.
+
+It scores the anchors on held-out rows and publishes a progress entry. From that, others
+decide which path has waited longest (design 4.6, moves).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from dipaco.peer.keeping.path_files import PathFiles
+from dipaco.peer.node.node import Node
+from dipaco.peer.presence.own_status import PeerStatus
+from dipaco.peer.presence.refresher import Refresher
+from dipaco.peer.reporting.events import EventLog
+from dipaco.protocol.records import ProgressEntry
+from dipaco.training.interruption import PassInterrupted
+from dipaco.training.scoring import LossSum
+from dipaco.training.trainer import PathTrainer
+
+logger = logging.getLogger("dipaco.peer.shell.progress")
+
+# What a diverged inner loop reports instead of a number that no record can hold.
+MAX_LOSS = 1e6
+# Of a peer's time, where rounds follow the clock.
+SCORING_SHARE = 0.1
+
+
+class ScoringBudget:
+    """How much of a peer's time goes into scoring: a slow one leaves rounds out.
+
+    It would be late for every boundary otherwise, score again, and take no step. The first scoring
+    is always due; each puts the next one off until it was `share` of the time since it began.
+    """
+
+    def __init__(self, share: float, clock_s: Callable[[], float]) -> None:
+        self._share, self._clock_s = share, clock_s
+        self._next_s = -math.inf
+
+    def is_due(self) -> bool:
+        """Tell whether there is time for it again."""
+        return self._clock_s() >= self._next_s
+
+    def spend(self, score: Callable[[], LossSum]) -> LossSum:
+        """Score, and note how long that takes."""
+        began_s = self._clock_s()
+        found = score()
+        self._next_s = began_s + (self._clock_s() - began_s) / self._share
+        return found
+
+
+class ProgressReports:
+    """Validates and reports the path being trained. For the session's thread."""
+
+    def __init__(
+        self,
+        node: Node,
+        refresher: Refresher,
+        trainer: PathTrainer,
+        files: PathFiles,
+        status: PeerStatus,
+        events: EventLog,
+    ) -> None:
+        self._node, self._refresher, self._trainer = node, refresher, trainer
+        self._files, self._status, self._events = files, status, events
+        # With fixed steps the others wait, and what is told must not depend on the machine.
+        share = math.inf if node.schedule.fixed_steps else SCORING_SHARE
+        self._budget = ScoringBudget(share, time.monotonic)
+
+    def end_round(self, round_index: int, train_loss: float) -> None:
+        """Validate the anchors if it is time; publish how far the path is."""
+        path, trainer = self._trainer.path, self._trainer
+        assert path is not None
+        validation = LossSum()
+        every = self._node.plan.rounds.validation_every_rounds
+        if (round_index + 1) % every == 0 and self._budget.is_due():
+            rows, anchors = self._files.validation, trainer.anchors()
+            with suppress(PassInterrupted):
+                validation = self._budget.spend(lambda: trainer.loss_of(path, anchors, rows))
+        if validation.tokens and not math.isfinite(validation.nll):
+            logger.warning("the held-out loss is not finite, so it is not published")
+            validation = LossSum()
+        if validation.loss is not None:
+            self._status.validation_loss = validation.loss
+            self._events.emit(
+                "validation",
+                path=path,
+                round=round_index,
+                loss=round(validation.loss, 6),
+                tokens=validation.tokens,
+            )
+        own = self._status.progress
+        known = own.get(path)
+        if not validation.tokens and known is not None:
+            # What this peer scored last goes on to stand for the path.
+            validation = LossSum(known.validation_nll, known.validation_tokens)
+        counted = [state.progress.get(path) for state in trainer.anchors().values()]
+        plain = math.isfinite(train_loss) and abs(train_loss) < MAX_LOSS
+        own[path] = ProgressEntry(
+            path=path,
+            last_round=round_index,
+            tokens=max((progress.tokens for progress in counted if progress), default=0),
+            validation_nll=validation.nll,
+            validation_tokens=validation.tokens,
+            shard_sequences=self._node.load_shard_index().paths[path].train_sequences,
+            train_loss=train_loss if plain else MAX_LOSS,
+        )
+        self._refresher.announce()

@@ -1,0 +1,112 @@
+"""Files of contributions: kept for three rounds, over restarts, and never more than there is room
+for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.exchanges import MODULE, file_of, row_of
+
+from dipaco.base.errors import IntegrityError
+from dipaco.peer.exchange.files import contribution_files
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.protocol.chain import Row
+
+
+def put(files: ContributionFiles, row: Row, data: bytes, folder: Path) -> Path | None:
+    """Put a file as a mailbox takes it; None when there is no room for it."""
+    if not files.promise(row):
+        return None
+    came = folder / "came"
+    came.write_bytes(file_of(row, data))
+    path = files.install(row, came, is_mail=True)
+    files.release(row)
+    return path
+
+
+def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
+    tmp_path: Path,
+) -> None:
+    files, arrived = ContributionFiles(tmp_path / "files"), list[str]()
+    files.listen(arrived.append)
+    rows = [row_of(0, round_index, data=b"%d" % round_index) for round_index in range(5)]
+    for row in rows[:4]:
+        files.add(row, (row.mark, b"%d" % row.round_index))
+    fetched = tmp_path / "fetched"
+    fetched.write_bytes(file_of(rows[4], b"4"))
+    files.install(rows[4], fetched)
+    assert arrived == [row.file for row in rows]
+    assert files.is_checked(rows[0].file)
+    assert not files.is_checked(rows[4].file)
+    (tmp_path / "files" / ".put-left").write_bytes(b"half")
+    again = ContributionFiles(tmp_path / "files")
+    path = again.find(rows[4].file)
+    assert path is not None
+    assert path.read_bytes() == file_of(rows[4], b"4")
+    assert not (tmp_path / "files" / ".put-left").exists()
+    again.prune(MODULE, 5)
+    assert [again.find(row.file) is not None for row in rows] == [False] * 3 + [True] * 2
+    again.remove(rows[4].file)
+    again.prune(MODULE, 100)
+    assert not list((tmp_path / "files" / MODULE).iterdir())
+
+
+def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path: Path) -> None:
+    """Whoever names another's file in a row of its own gains nothing, and takes nothing away."""
+    files = ContributionFiles(tmp_path / "files")
+    own = row_of(0, data=b"work")
+    files.add(own, (file_of(own, b"work"),))
+    copies = (
+        row_of(1, file=own.file, bytes=own.bytes),
+        row_of(0, 1, file=own.file, bytes=own.bytes),
+        row_of(0, file=own.file, bytes=own.bytes + 1),
+    )
+    for copy in copies:
+        fetched = tmp_path / "fetched"
+        fetched.write_bytes(file_of(own, b"work"))
+        with pytest.raises(IntegrityError):
+            files.install(copy, fetched)
+        assert not fetched.exists()
+    path = files.find(own.file)
+    assert path is not None
+    assert path.read_bytes() == file_of(own, b"work")
+
+
+def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
+    files = ContributionFiles(tmp_path, max_bytes=3000)
+    rows = [row_of(0, n, data=bytes([n]) * 968) for n in range(5)]
+    for row in rows:
+        files.add(row, (row.mark, bytes([row.round_index]) * 968))
+    assert [files.find(row.file) is not None for row in rows] == [False, False, True, True, True]
+
+
+def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path: Path) -> None:
+    files = ContributionFiles(tmp_path / "files", max_bytes=16_000)
+    one = [row_of(1, n, data=bytes([n]) * 368) for n in range(3)]
+    assert put(files, one[0], bytes(368), tmp_path)
+    assert not files.promise(row_of(1, 9, data=bytes(700)))
+    # A file that is on its way has its place, and comes once.
+    assert files.promise(one[1])
+    assert not files.promise(one[1])
+    assert not files.promise(one[2])
+    files.release(one[1])
+    assert put(files, one[1], bytes([1]) * 368, tmp_path)
+    stored = [
+        put(files, row_of(n, data=bytes([n]) * 968), bytes([n]) * 968, tmp_path)
+        for n in range(2, 20)
+    ]
+    assert sum(path is not None for path in stored) == 7
+    # The own work has room all the same.
+    own = row_of(0, data=bytes(5000))
+    assert files.add(own, (own.mark, bytes(5000))).exists()
+
+
+def test_what_others_put_leaves_the_disk_its_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, row = ContributionFiles(tmp_path / "files"), row_of(0, data=b"1234")
+    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 35)
+    assert put(files, row, b"1234", tmp_path) is None
+    monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 36)
+    assert put(files, row, b"1234", tmp_path) is not None

@@ -1,0 +1,509 @@
+"""Tell, ask, get, put and gather between peers over streams in memory, also of hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from support.exchanges import (
+    GENESIS,
+    INVITATION,
+    LIMIT_S,
+    MODULE,
+    OPERATOR,
+    Node,
+    Peers,
+    admission,
+    chain_of,
+    file_of,
+    meet,
+    row_of,
+    rows_in,
+    wait_for,
+)
+from support.peers import RUN, key, peer
+
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import IntegrityError, NetworkError, StorageError
+from dipaco.peer.exchange import responder
+from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
+from dipaco.peer.exchange.streams.messages import (
+    AskRequest,
+    GetRequest,
+    MessageError,
+    PutReply,
+    PutRequest,
+    decode,
+    decode_request,
+    framed,
+    read_frame,
+)
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.chain import Head, Row, Step, pack_row
+from dipaco.protocol.member.events import Told
+from dipaco.protocol.revocations import sign_revocations
+
+CONTENT = bytes(range(251)) * 20_000
+SHA = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Iterator[Peers]:
+    made = Peers(tmp_path)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+def get(node: Node, blobs: BlobStore, *holders: Node, sha: str = SHA, **options: Any) -> bytes:
+    options = {"max_bytes": 2**30, "timeout_s": LIMIT_S, **options}
+    return node.exchange.get(
+        sha, [holder.peer for holder in holders], blobs, **options
+    ).read_bytes()
+
+
+# -- tell and ask
+
+
+def test_what_is_told_is_checked_kept_and_handed_on(peers: Peers) -> None:
+    one, other = peers(), peers()
+    good, step = row_of(0), chain_of(1)[0]
+    forged = dataclasses.replace(row_of(0, 1), tokens=7)
+    elsewhere = row_of(0, module="L0.E0", path=0)
+    later = Step.of([dataclasses.replace(row_of(0, 3, step.name), signature=bytes(64))])
+    one.exchange.tell([other.peer], MODULE, [forged, elsewhere, good], [step, later], keep=True)
+    wait_for(lambda: other.told)
+    # A copy is not to be kept of what is not believed.
+    assert other.told == [Told(one.peer, MODULE, (good,), (step,), False)]
+    assert rows_in(other.chains, MODULE) == (good,)
+    one.exchange.tell([other.peer], MODULE, [], [step], keep=True)
+    wait_for(lambda: len(other.told) == 2)
+    assert other.told[-1] == Told(one.peer, MODULE, (), (step,), True)
+
+
+def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
+    one, stranger, other = peers(), peers(is_in=False), peers()
+    step = chain_of(1)[0]
+    stranger.exchange.tell([other.peer], MODULE, [row_of(1)], [], keep=True)
+    # Not even what somebody else has signed.
+    stranger.chains.note_admissions({one.peer: admission(0)})
+    stranger.exchange.tell([other.peer], MODULE, [row_of(0)], [step], keep=True)
+    one.exchange.tell([other.peer], MODULE, [row_of(0)])
+    wait_for(lambda: other.told)
+    assert [(told.peer, told.steps) for told in other.told] == [(one.peer, ())]
+    other.gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: 0}, OPERATOR))
+    one.exchange.tell([other.peer], MODULE, [row_of(0, 1)])
+    assert one.exchange.ask(other.peer, MODULE, [GENESIS]) is not None
+    assert len(other.told) == 1
+
+
+def test_a_reader_that_knows_nobody_asks_for_a_whole_chain_and_can_check_it(peers: Peers) -> None:
+    keeper, reader = peers(), peers(is_in=False)
+    members = range(3, 9)
+    steps = chain_of(150, members)
+    keeper.chains.note_admissions({peer(n): admission(n) for n in members})
+    head = Head(MODULE, steps[-1].name, 150, 900, 149, "e" * 64, 5)
+    keeper.chains.serve(MODULE, head.step, steps, head)
+    row = row_of(4, 150, head.step)
+    keeper.chains.note_rows([row])
+    pages, found = 0, list[Step]()
+    while True:
+        last = [found[-1].name] if found else [GENESIS]
+        answer = reader.exchange.ask(keeper.peer, MODULE, last)
+        assert answer is not None
+        found += answer.steps
+        pages += 1
+        if not answer.has_more:
+            break
+        assert pages < 10
+    assert (answer.held, answer.rows) == (head, (row,))
+    assert found == steps
+    assert pages > 1
+    again = reader.exchange.ask(keeper.peer, MODULE, [head.step])
+    assert again is not None
+    assert again.steps == ()
+
+
+def test_of_another_run_or_module_nothing_is_known_and_silence_is_none(peers: Peers) -> None:
+    one, other = peers(), peers()
+    assert one.exchange.ask(other.peer, "L0.E7", [GENESIS]) is not None
+    other.exchange.serve_run(dataclasses.replace(other.run, run_id="f" * 16))
+    answer = one.exchange.ask(other.peer, MODULE, [GENESIS])
+    assert answer is not None
+    assert (answer.steps, answer.rows, answer.held) == ((), (), None)
+    assert one.exchange.ask(peer(77), MODULE, [GENESIS], timeout_s=1.0) is None
+
+
+def test_a_hello_brings_an_admission(peers: Peers) -> None:
+    one, other = peers(), peers()
+    hello = one.exchange.hello(other.peer)
+    assert (hello.peer_id, hello.run) == (other.peer, RUN)
+    assert other.run.check.is_in(one.peer)
+    assert not one.run.check.is_in(other.peer)
+
+
+# -- get
+
+
+def test_content_arrives_whole_and_resumes(peers: Peers, blobs: BlobStore) -> None:
+    holder, one = peers(CONTENT, b""), peers()
+    blobs.partial_path(SHA).write_bytes(CONTENT[:1_000_001])
+    assert get(one, blobs, holder) == CONTENT
+    sent = len(CONTENT) - 1_000_001
+    assert sent < one.exchange.uplink.received_bytes < sent + 1000
+    assert holder.exchange.uplink.sent_bytes == one.exchange.uplink.received_bytes
+    assert get(one, blobs, holder, sha=hashlib.sha256(b"").hexdigest()) == b""
+
+
+def test_a_holder_that_dies_in_the_middle_is_replaced_by_another(
+    peers: Peers, blobs: BlobStore
+) -> None:
+    large = CONTENT * 4
+    sha = hashlib.sha256(large).hexdigest()
+    holders = [peers(large, uplink=Uplink(40.0)), peers(large, uplink=Uplink(40.0))]
+    one = peers()
+    killed: list[str] = []
+
+    def kill_the_sender(done: int, total: int) -> None:
+        if done > 2**21 and not killed:
+            sender = max(holders, key=lambda holder: holder.exchange.uplink.sent_bytes)
+            killed.append(sender.peer)
+            peers.network.kill(sender.peer)
+
+    assert get(one, blobs, *holders, sha=sha, on_progress=kill_the_sender) == large
+    assert killed
+    # Nothing is fetched twice, but for what was under way.
+    assert one.exchange.uplink.received_bytes < len(large) + 2**21
+
+
+def test_what_is_wrong_absent_or_too_large_is_refused(peers: Peers, blobs: BlobStore) -> None:
+    holder, one = peers(CONTENT), peers()
+    with pytest.raises(IntegrityError, match="at most 1000"):
+        get(one, blobs, holder, max_bytes=1000)
+    with pytest.raises(NetworkError, match="does not hold it"):
+        get(one, blobs, holder, sha="0" * 64)
+    holder.held.contents[SHA] = CONTENT[:-1] + b"?"
+    with pytest.raises(IntegrityError):
+        get(one, blobs, holder)
+    assert not blobs.has(SHA)
+    with pytest.raises(NetworkError):
+        one.exchange.get(SHA, [peer(77)], blobs, max_bytes=2**30, timeout_s=5.0)
+
+
+def test_the_owners_limit_holds_for_all_that_is_sent(peers: Peers, blobs: BlobStore) -> None:
+    holder, one = peers(CONTENT, uplink=Uplink(20.0)), peers()
+    began_s = time.monotonic()
+    assert get(one, blobs, holder) == CONTENT
+    assert time.monotonic() - began_s > 0.9 * len(CONTENT) * 8 / 20e6
+
+
+# -- put and gather
+
+
+class Done:
+    """What became of files."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Row, str, bool]] = []
+
+    def __call__(self, *call: Any) -> None:
+        self.calls.append(call)
+
+
+def gather(node: Node, *rows: Row, check: Any = lambda row, path: None, **options: Any) -> Done:
+    done = Done()
+    options = {"others": (), "timeout_s": LIMIT_S, **options}
+    node.exchange.gather(rows, options.pop("others"), check=check, on_done=done, **options)
+    return done
+
+
+def test_a_file_that_is_put_is_served_to_who_gathers(peers: Peers) -> None:
+    owner, mailbox, other = peers(), peers(), peers()
+    row = row_of(0, data=CONTENT)
+    peers.network.kill(owner.peer)  # nobody can call it
+    waiting = gather(mailbox, row)
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    wait_for(lambda: waiting.calls == [(row, "", False)])
+    # Who is given a file need not be told of its row.
+    assert mailbox.told == [Told(owner.peer, row.module, (row,))]
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))  # it has it already
+    done = gather(other, row, others=(mailbox.peer,))
+    wait_for(lambda: done.calls == [(row, "", False)])
+    path = other.files.find(row.file)
+    assert path is not None
+    assert path.read_bytes() == file_of(row, CONTENT)
+
+
+def test_a_row_is_known_although_the_put_of_its_file_breaks_off(peers: Peers) -> None:
+    """The mailbox asks another for the file then, and does not step without its owner."""
+    owner, mailbox, other = peers(uplink=Uplink(20.0)), peers(), peers()
+    row = row_of(0, data=CONTENT)
+
+    def break_off() -> None:
+        wait_for(lambda: owner.exchange.uplink.sent_bytes > 2**17)
+        peers.network.kill(owner.peer)
+
+    breaking = threading.Thread(target=break_off)
+    breaking.start()
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    breaking.join()
+    wait_for(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))])
+    other.files.add(row, (row.mark, CONTENT))
+    done = gather(mailbox, row, others=(other.peer,))
+    wait_for(lambda: done.calls == [(row, "", False)])
+
+
+@pytest.mark.parametrize("is_in", [True, False])
+def test_a_put_for_a_module_that_the_run_lacks_is_refused(peers: Peers, is_in: bool) -> None:
+    mailbox, other = peers(), peers(is_in=is_in)
+    row = row_of(1, module="L9.E9", data=CONTENT)
+    request = PutRequest(run=RUN, row=pack_row(row), admissions={other.peer: admission(1)})
+
+    async def put() -> PutReply:
+        stream = await other.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
+        await stream.write(framed(request), LIMIT_S)
+        return decode(PutReply, await read_frame(stream, PutReply.max_bytes))
+
+    assert other.exchange._thread.call(put(), LIMIT_S).status == "refused"
+
+
+def test_a_mailbox_whose_disk_is_full_keeps_nobody_waiting(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, mailbox = peers(), peers()
+    row = row_of(0, data=CONTENT)
+
+    def fail(*_: Any, **__: Any) -> Path:
+        raise StorageError("disk full")
+
+    monkeypatch.setattr(mailbox.files, "install", fail)
+    began_s = time.monotonic()
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT), timeout_s=LIMIT_S)
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_a_put_of_the_same_file_for_another_row_keeps_nobody_s_out(peers: Peers) -> None:
+    """A peer that is told of a row knows its file's name before all mailboxes have the file."""
+    owner, mailbox, insider = peers(), peers(), peers()
+    row = row_of(0, data=CONTENT)
+    claimed = row_of(2, data=CONTENT, file=row.file)
+
+    async def begin_to_put() -> None:
+        stream = await insider.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
+        admissions = {insider.peer: admission(2)}
+        request = PutRequest(run=RUN, row=pack_row(claimed), admissions=admissions)
+        await stream.write(framed(request), LIMIT_S)
+        reply = decode(PutReply, await read_frame(stream, PutReply.max_bytes))
+        assert reply.status == "send"
+
+    insider.exchange._thread.call(begin_to_put(), LIMIT_S)
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    assert mailbox.files.find(row.file) is not None
+
+
+def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(
+    peers: Peers, tmp_path: Path
+) -> None:
+    owner, mailbox, stranger = peers(), peers(), peers(is_in=False)
+    row = row_of(0, data=CONTENT)
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT[:-1] + b"?"))
+    assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT[:-1]), timeout_s=3.0)
+    assert not owner.exchange.put(
+        mailbox.peer, dataclasses.replace(row, tokens=5), file_of(row, CONTENT)
+    )
+    strange = row_of(2, data=CONTENT)
+    assert not stranger.exchange.put(mailbox.peer, strange, file_of(strange, CONTENT))
+    stranger.chains.note_admissions({owner.peer: admission(0)})
+    assert not stranger.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+    # The row is good, and another may have the file.
+    wait_for(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))] * 2)
+    # More than one peer may have here.
+    large = bytes(2**23 + 1)
+    huge = row_of(0, 1, data=large)
+    assert not owner.exchange.put(mailbox.peer, huge, file_of(huge, large))
+    assert mailbox.told[2:] == [Told(owner.peer, huge.module, (huge,))]
+    assert mailbox.files.find(row.file) is None
+    wait_for(lambda: not list(mailbox.files.folder.glob(".put-*")))
+    assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
+
+
+def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers: Peers) -> None:
+    owner, one = peers(), peers()
+    row = row_of(0, data=CONTENT)
+    owner.files.add(row, (row.mark, CONTENT))
+
+    def refuse(row: Row, path: Path) -> None:
+        raise IntegrityError("it is not finite")
+
+    done = gather(one, row, check=refuse)
+    wait_for(lambda: done.calls == [(row, "it is not finite", True)])
+    assert one.files.find(row.file) is None
+    longer = dataclasses.replace(row, bytes=row.bytes + 1)
+    said, good = gather(one, longer), gather(one, row)
+    wait_for(lambda: said.calls and good.calls)
+    # A row that names another's file, with one byte more, takes nothing from that.
+    assert (said.calls[0][2], good.calls[0][1:]) == (True, ("", False))
+    missing = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)
+    wait_for(lambda: missing.calls)
+    assert not missing.calls[0][2]
+
+
+# -- hostile ones
+
+
+def raw(node: Node, to: Node, data: bytes, limit_s: float = LIMIT_S) -> bytes:
+    """Send bytes on a new stream and return all that comes back until the other side ends it."""
+
+    async def send() -> bytes:
+        stream = await node.exchange._transport.open_stream(to.peer, PROTOCOL_NAME)
+        await stream.write(data, limit_s)
+        found = b""
+        try:
+            while more := await asyncio.wait_for(stream.read(2**16), limit_s):
+                found += more
+        except ConnectionError:
+            pass
+        stream.close()
+        return found
+
+    return node.exchange._thread.call(send(), 2 * limit_s)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xff\xff\xff\xff" + bytes(1000),
+        (2**17 + 1).to_bytes(4, "big"),
+        b"\x00\x00\x00\x03abc",
+        b"\x00\x00\x00\x01\x80",
+        (2**17).to_bytes(4, "big") + b"\x91" * 2**17,
+        framed(GetRequest(sha256=bytes(32), offset=0))[:4] + bytes(200),
+    ],
+)
+def test_what_is_malformed_gets_no_answer_and_one_line(
+    peers: Peers, caplog: pytest.LogCaptureFixture, body: bytes
+) -> None:
+    one, other = peers(CONTENT), peers()
+    for _ in range(3):
+        assert raw(other, one, body) == b""
+    told = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([line for line in told if f"from {other.peer}: " in line]) == 1
+    assert one.exchange.uplink.sent_bytes == 0
+    assert other.exchange.hello(one.peer).run == RUN
+
+
+def test_strangers_that_hold_streams_keep_nobody_out(
+    peers: Peers, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responder, "REQUEST_TIMEOUT_S", 3600.0)
+    holder = peers(CONTENT)
+    crowd = [peers(is_in=False) for _ in range(20)]
+    member, newcomer = peers(knows=[holder]), peers(is_in=False)
+
+    async def hold(node: Node) -> None:
+        for _ in range(8):
+            stream = await node.exchange._transport.open_stream(holder.peer, PROTOCOL_NAME)
+            with contextlib.suppress(OSError):  # it was not let in
+                await stream.write(b"\0", LIMIT_S)
+
+    for node in crowd:
+        node.exchange._thread.call(hold(node), LIMIT_S)
+    assert get(member, blobs, holder) == CONTENT
+    # A peer that no record which was read names, but that holds fewer than others.
+    assert newcomer.exchange.hello(holder.peer, timeout_s=20.0).run == RUN
+    blobs.remove(SHA)
+    assert get(newcomer, blobs, holder) == CONTENT
+
+
+def test_a_reader_that_stands_still_gives_its_place(
+    peers: Peers, blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responder, "UPLOADS", responder.Bounds(1, 1, 1, 1, grace_s=0.2))
+    large = CONTENT * 10
+    sha = hashlib.sha256(large).hexdigest()
+    holder, slow, one = peers(large), peers(), peers()
+    request = framed(GetRequest(sha256=bytes.fromhex(sha), offset=0))
+
+    async def stall() -> None:
+        stream = await slow.exchange._transport.open_stream(holder.peer, PROTOCOL_NAME)
+        await stream.write(request, LIMIT_S)
+        await stream.read(100)
+
+    slow.exchange._thread.call(stall(), LIMIT_S)
+    assert get(one, blobs, holder, sha=sha) == large
+
+
+def test_who_asks_without_end_is_answered_so_much_and_no_more(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responder, "BURST_BYTES", 2.0**18)
+    monkeypatch.setattr(responder, "RATE_BYTES_S", 2.0**10)
+    monkeypatch.setattr(responder, "LONGEST_WAIT_S", 0.1)
+    holder, greedy, other = peers(), peers(), peers()
+    steps = chain_of(100, range(3, 9))
+    holder.chains.note_admissions({peer(n): admission(n) for n in range(3, 9)})
+    holder.chains.serve(MODULE, steps[-1].name, steps)
+    ask = framed(AskRequest(run=RUN, module=MODULE, locator=[bytes.fromhex(GENESIS)]))
+
+    def flood() -> int:
+        async def one() -> int:
+            stream = await greedy.exchange._transport.open_stream(holder.peer, PROTOCOL_NAME)
+            await stream.write(ask, LIMIT_S)
+            count = 0
+            try:
+                async with asyncio.timeout(0.5):
+                    while more := await stream.read(2**16):
+                        count += len(more)
+            except (TimeoutError, ConnectionError):
+                pass
+            stream.close()
+            return count
+
+        return greedy.exchange._thread.call(one(), LIMIT_S)
+
+    answers = [flood() for _ in range(12)]
+    assert answers[0] > 2**15
+    assert answers[-1] == 0
+    assert holder.exchange.uplink.sent_bytes < 2**18 + 2**17
+    meet(other, holder)
+    answer = other.exchange.ask(holder.peer, MODULE, [GENESIS])
+    assert answer is not None
+    assert answer.has_more
+
+
+def test_serving_goes_on_while_the_main_thread_computes(peers: Peers, blobs: BlobStore) -> None:
+    holder, one = peers(CONTENT), peers()
+    thread = threading.Thread(target=get, args=(one, blobs, holder))
+    thread.start()
+    until_s = time.monotonic() + LIMIT_S
+    while thread.is_alive() and time.monotonic() < until_s:
+        sum(range(10_000))
+    assert blobs.verify(SHA)
+
+
+def test_a_message_with_long_arrays_is_refused() -> None:
+    for value in ({"kind": "ask", "x": [0] * 2000}, {"kind": ["ask"]}, {"kind": "sing"}, []):
+        with pytest.raises(MessageError):
+            decode_request(msgpack.packb(value))
+    with pytest.raises(MessageError, match="at most 4096"):
+        decode_request(msgpack.packb({"kind": "get", "sha256": bytes(32), "x": bytes(5000)}))
+
+
+def test_keys_of_tests_are_those_of_their_peers() -> None:
+    assert row_of(3).peer == peer(3)
+    with pytest.raises(ValueError, match="the key is not"):
+        row_of(3, signer=key(4))

@@ -1,0 +1,111 @@
+"""Which rows and steps of others are believed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from support.exchanges import (
+    GENESIS,
+    INVITATION,
+    MODULE,
+    NOW_S,
+    OPERATOR,
+    PLAN,
+    admission,
+    chain_of,
+    new_check,
+    new_gate,
+    row_of,
+)
+from support.peers import RUN, key, peer
+
+from dipaco.protocol.admission import Gate
+from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.invitations import Terms, make_invitation
+from dipaco.protocol.revocations import sign_revocations
+
+
+def test_rows_that_are_good_and_all_that_are_not() -> None:
+    check = new_check(max_bytes=100)
+    known = {peer(0): admission(0), peer(1): admission(1)}
+    good = row_of(0)
+    latest = int((NOW_S - PLAN.start_s) / PLAN.rounds.duration_s)
+    bad = [
+        dataclasses.replace(good, tokens=101),  # not signed
+        dataclasses.replace(row_of(1), signature=good.signature),
+        row_of(1, module="L0.E0"),  # of another module than was asked for
+        row_of(1, path=0),  # which does not go through it
+        row_of(1, latest + 5),  # of the future
+        row_of(1, tokens=2**60),
+        row_of(1, tokens=0),
+        row_of(1, data=bytes(101)),
+        row_of(2),  # not admitted
+    ]
+    for _ in range(2):
+        assert check.good_rows(MODULE, [*bad, good], known) == (good,)
+    # Somebody else's admission is none.
+    assert check.good_rows(MODULE, [row_of(2)], {peer(2): admission(0)}) == ()
+    assert not check.admit(peer(2), admission(0))
+    assert not check.admit(peer(2), b"")
+
+
+def test_admissions_that_were_read_elsewhere_count_too() -> None:
+    gate = new_gate()
+    check = new_check(gate)
+    assert check.good_rows(MODULE, [row_of(0)], {}) == ()
+    gate.check(peer(0), admission(0))
+    assert check.good_rows(MODULE, [row_of(0)], {}) == (row_of(0),)
+    assert check.is_in(peer(0))
+
+
+def test_steps_are_good_up_to_the_first_that_is_not() -> None:
+    check = new_check()
+    known = {peer(n): admission(n) for n in range(3)}
+    steps = chain_of(4, (0, 1, 2))
+    assert check.good_steps(MODULE, steps, known) == tuple(steps)
+    forged = Step.of([dataclasses.replace(row_of(0, 2, steps[1].name), signature=bytes(64))])
+    assert check.good_steps(MODULE, [*steps[:2], forged, steps[2]], known) == tuple(steps[:2])
+    stranger = Step.of([row_of(0, 2, steps[1].name), row_of(8, 2, steps[1].name)])
+    assert check.good_steps(MODULE, [*steps[:2], stranger], known) == tuple(steps[:2])
+
+
+def test_an_invitation_counts_for_its_places_however_many_keys_were_made_with_it() -> None:
+    narrow = make_invitation(Terms(RUN, 2, 0), OPERATOR)
+    known = {peer(n): admission(n, narrow) for n in range(6)}
+    check = new_check()
+    rows = [row_of(n) for n in range(6)]
+    assert check.good_rows(MODULE, rows, known) == tuple(rows[:2])
+    # It is the same two when they are told again, and in other rounds.
+    assert check.good_rows(MODULE, rows[::-1], known) == (rows[1], rows[0])
+    assert check.good_rows(MODULE, [row_of(n, 1) for n in (4, 1, 5)], known) == (row_of(1, 1),)
+    assert check.good_steps(MODULE, chain_of(1, (0, 1)), known)
+    assert check.good_steps(MODULE, chain_of(1, (0, 1, 2)), known) == ()
+
+
+def test_who_is_revoked_stays_in_chains_up_to_the_round_in_which_it_ended() -> None:
+    gate = Gate(RUN, raw_public_key(OPERATOR), start_s=PLAN.start_s, round_s=100.0)
+    check = new_check(gate)
+    other = make_invitation(Terms(RUN, 2, 0), OPERATOR)
+    known = {peer(0): admission(0), peer(1): admission(1, other)}
+    ended_s = int(PLAN.start_s) + 250
+    gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: ended_s}, OPERATOR))
+    assert check.good_rows(MODULE, [row_of(0), row_of(1)], known) == (row_of(1),)
+    steps = chain_of(5, (0, 1))
+    assert check.good_steps(MODULE, steps, known) == tuple(steps[:3]), "round 3 is after its end"
+    assert not check.is_in(peer(0))
+
+
+def test_heads_that_cannot_be_are_not_plausible() -> None:
+    check = new_check()
+    head = Head(MODULE, "1" * 64, 10, 40, 20, "2" * 64, 100)
+    assert check.is_plausible_head(head)
+    assert check.is_plausible_head(Head(MODULE, GENESIS, 0, 0, -1, "2" * 64, 100))
+    for lie in ({"weight": 10**6}, {"round_index": 10**8}, {"version": 22}, {"weight": 9}):
+        assert not check.is_plausible_head(dataclasses.replace(head, **lie))  # type: ignore[arg-type]
+
+
+def test_the_operator_alone_can_admit() -> None:
+    forged = make_invitation(Terms(RUN, 100, 0), key(1001))
+    known = {peer(0): admission(0, forged)}
+    assert new_check().good_rows(MODULE, [row_of(0)], known) == ()
