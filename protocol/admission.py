@@ -42,6 +42,7 @@ from .invitations import (
 from .manifest import SignedManifest, fingerprint_of
 from .record_errors import RecordError
 from .revocations import read_revocations
+from .view import least_round_s
 
 # A place is free again when its peer was not seen for so long.
 AWAY_S = 900.0
@@ -83,7 +84,7 @@ class Gate:
     :param operator_key: the operator's public key, 32 bytes
     :param envelope: the operator's list of what is revoked, if there is one
     :param start_s: Unix second of round 0
-    :param round_s: seconds of a round
+    :param round_s: seconds of a round; with fixed steps of the shortest
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Gate:
             plan.admission_scope,
             manifest.operator_key,
             start_s=plan.start_s,
-            round_s=plan.rounds.duration_s,
+            round_s=least_round_s(plan),
         )
 
     def __getstate__(self) -> tuple[Any, ...]:
