@@ -191,6 +191,25 @@ def test_four_keys_have_no_more_places_than_one_and_take_none_from_who_is_there(
     assert let_in(gate, 50, 0, 1) == [50, 0]
 
 
+def test_what_outlasts_a_peer_keeps_no_place_for_it() -> None:
+    """How far paths are stands in the DHT for a day: a volunteer who lost a key need not wait."""
+    clock = Time()
+    single = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    gate, own = gate_at(clock), gate_at(clock)
+    old, new = (peer(0), admission(0, single)), (peer(1), admission(1, single))
+    gate.check(*old)
+    own.check(*old, is_here=False)
+    for _ in range(10):
+        clock.s += AWAY_S / 4
+        gate.check(*old, is_here=False)
+        own.check(*old, is_here=False)
+        assert own.counted_of({old[0]}, new) >= {new[0]}
+    gate.check(*new)
+    with pytest.raises(RecordError, match="all places"):
+        gate.check(*old, is_here=False)
+    assert gate.admitted().keys() == {new[0]}
+
+
 def test_rows_in_the_chain_come_before_who_was_seen_first(gate: Gate) -> None:
     assert let_in(gate, 0, 1) == [0, 1]
     for number in (2, 3, 4):
