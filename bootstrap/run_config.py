@@ -231,6 +231,9 @@ def load_run_config(
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"
         )
+    model = values.get("model")
+    if isinstance(model, dict) and "adapters" in model:
+        raise ConfigurationError(f"{path}: model.adapters: write them as a table [adapters]")
     folder = path.absolute().parent
     _place_base(values, folder, str(path))
     if trained is None:

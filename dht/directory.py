@@ -29,7 +29,12 @@ from dipaco.modules.plan import RunPlan
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.coverage import Scope, bucket_count
 from dipaco.protocol.identity import Identity
-from dipaco.protocol.manifest import SignedManifest, chain_of_runs, verify_manifest
+from dipaco.protocol.manifest import (
+    SignedManifest,
+    chain_of_runs,
+    run_and_operator,
+    verify_manifest,
+)
 from dipaco.protocol.record_keys import (
     KINDS,
     MANIFESTS_KEY,
@@ -172,12 +177,12 @@ class Directory:
         """Say that this peer serves a blob."""
         return self._publish("blobs", record.sha256, record, life_s)
 
-    def publish_manifest(self, envelope: bytes, life_s: float, run_id: str | None = None) -> bool:
+    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
         """Store a run's manifest again; any peer may, since it certifies itself.
 
-        `run_id` names another run than the directory's: one that this one succeeds.
+        Also that of another run than the directory's: one that this one succeeds.
         """
-        subkey = record_subkey("manifests", run_id or self.run_id, None, b"")
+        subkey = record_subkey("manifests", *run_and_operator(envelope), b"")
         life_s = min(life_s, KINDS["manifests"].max_life_s)
         return self._store((MANIFESTS_KEY, subkey), envelope, life_s)
 
@@ -383,7 +388,7 @@ class Directory:
         Raises `ProtocolVersionError` when there are runs and all are of another protocol.
         """
         found = self._get_many((MANIFESTS_KEY,)).get(MANIFESTS_KEY)
-        manifests = {}
+        manifests: dict[tuple[str, str], SignedManifest] = {}
         foreign: ProtocolVersionError | None = None
         foreign_manifests = []
         for subkey, envelope in (found or {}).items():
@@ -391,7 +396,10 @@ class Directory:
                 address = parse_subkey(subkey)
                 if address.key != MANIFESTS_KEY or not isinstance(envelope, bytes):
                     raise RecordError("it is not a manifest record")
-                manifests[address.run_id] = self._verify_manifest(envelope, address.run_id)
+                manifest = self._verify_manifest(envelope, address.run_id)
+                if manifest.operator_fingerprint != address.item:
+                    raise RecordError(f"it is not signed by operator {address.item}")
+                manifests[manifest.plan.run_id, manifest.operator_fingerprint] = manifest
             except ProtocolVersionError as error:
                 logger.info("skipped a manifest: %s", error)
                 foreign = error

@@ -26,7 +26,9 @@ from dipaco.protocol.record_keys import Address, parse_subkey
 # Of one key: all of it has to fit into an answer of 4 MiB with others.
 KEY_RECORDS, KEY_BYTES = 1024, 2**20
 SERVED_RUNS = 8
-# Of runs that a node does not serve: so that newcomers find them too.
+# Of all runs of the operators whose runs a node serves: also of those that succeed these.
+OWN_MANIFESTS = 4 * SERVED_RUNS
+# Of runs of other operators: so that newcomers find them too.
 OTHER_MANIFESTS, OTHER_MANIFEST_BYTES = 16, 2**18
 
 
@@ -46,7 +48,7 @@ QUOTAS = {
     "peers": Quota(64, 16_384, 2**24),
     "progress": Quota(256, 16_384, 2**24),
     "blobs": Quota(2048, 16_384, 2**24),
-    "manifests": Quota(SERVED_RUNS, SERVED_RUNS, 2**20),
+    "manifests": Quota(OWN_MANIFESTS, OWN_MANIFESTS, 2**20),
     "revocations": Quota(2 * SERVED_RUNS, 2 * SERVED_RUNS, 2**20),
 }
 _OTHERS = Quota(OTHER_MANIFESTS, OTHER_MANIFESTS, OTHER_MANIFEST_BYTES)
@@ -329,10 +331,19 @@ class HeldRecords:
     def _box_for(self, address: Address, value: bytes) -> _Box | None:
         """Return where a record is counted; None when its run, or its key there, is not served."""
         kind = address.kind.name
+        if kind == "manifests":
+            return self._box_of_manifest(address)
         run = self._runs.get(address.run_id)
-        if run is not None and run.has(address, value):
-            return self._kinds[kind]
-        return self._others if kind == "manifests" else None
+        return self._kinds[kind] if run is not None and run.has(address, value) else None
+
+    def _box_of_manifest(self, address: Address) -> _Box | None:
+        """Return where a manifest is counted; None when another operator has signed a run that is
+        served, which would mislead newcomers."""
+        operators = {name: run.gate.operator_fingerprint for name, run in self._runs.items()}
+        if operators.get(address.run_id, address.item) != address.item:
+            return None
+        is_own = address.item in operators.values()
+        return self._kinds["manifests"] if is_own else self._others
 
     def _count(self, entry: _Key, held: _Held, sign: int) -> None:
         for box in (entry.box, held.kind_box):

@@ -22,7 +22,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from dipaco.base.errors import ManifestError
 from dipaco.base.repetition import Complaints
 from dipaco.protocol.identity import SIGNATURE_BYTES, Identity, is_signed, raw_public_key
-from dipaco.protocol.manifest import envelope_run_id
+from dipaco.protocol.manifest import run_and_operator
 from dipaco.protocol.record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
 from dipaco.protocol.records import OtherProtocolError, RecordError
 from dipaco.protocol.revocations import read_revocations
@@ -180,11 +180,13 @@ def _check_manifest(address: Address, envelope: Any) -> None:
     if not isinstance(envelope, bytes):
         raise RecordError("a manifest record does not hold bytes")
     try:
-        run_id = envelope_run_id(envelope)
+        run_id, operator = run_and_operator(envelope)
     except ManifestError as error:
         raise RecordError(str(error)) from None
     if run_id != address.run_id:
         raise RecordError(f"the manifest of run {run_id} was stored as run {address.run_id}")
+    if operator != address.item:
+        raise RecordError(f"a manifest of operator {operator} was stored as of {address.item}")
 
 
 def _check_revocations(address: Address, envelope: Any) -> None:

@@ -39,7 +39,7 @@ from .invitations import (
     pack_terms,
     unpack_terms,
 )
-from .manifest import SignedManifest
+from .manifest import SignedManifest, fingerprint_of
 from .record_errors import RecordError
 from .revocations import read_revocations
 
@@ -97,6 +97,7 @@ class Gate:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.run_id, self._operator_key = run_id, operator_key
+        self.operator_fingerprint = fingerprint_of(operator_key)
         self._start_s, self._round_s, self._now = start_s, round_s, now
         self.envelope: bytes | None = None
         """The newest list of the operator, to be stored again."""

@@ -84,10 +84,11 @@ def _create_key(path: Path) -> Ed25519PrivateKey:
 
 def operator_fingerprint(key: Ed25519PrivateKey) -> str:
     """Return the fingerprint under which volunteers know the owner of `key`."""
-    return _fingerprint(raw_public_key(key))
+    return fingerprint_of(raw_public_key(key))
 
 
-def _fingerprint(public_key: bytes) -> str:
+def fingerprint_of(public_key: bytes) -> str:
+    """Return the fingerprint of an operator by the public key, 32 bytes."""
     return hashlib.sha256(public_key).hexdigest()[:16]
 
 
@@ -127,16 +128,18 @@ def verify_manifest(
             f"the manifest of run {run_id} leaves out or respells parts of its plan; ask the "
             "operator to sign it again with `dipaco-bootstrap prepare`"
         )
-    return SignedManifest(plan, _fingerprint(public_key), bytes(envelope), public_key)
+    return SignedManifest(plan, fingerprint_of(public_key), bytes(envelope), public_key)
 
 
-def envelope_run_id(envelope: bytes) -> str:
-    """Return the run id of a correctly signed envelope, whatever protocol its plan is of.
+def run_and_operator(envelope: bytes) -> tuple[str, str]:
+    """Return the run id and the operator's fingerprint of a correctly signed envelope, whatever
+    protocol its plan is of.
 
     Nodes that only store a manifest check this much, so that a swarm in which two versions of
     the protocol meet can still tell a newcomer so. Raises `ManifestError`.
     """
-    return _verify_signature(envelope)[2]
+    _, public_key, run_id = _verify_signature(envelope)
+    return run_id, fingerprint_of(public_key)
 
 
 def foreign_successor(envelope: bytes, manifest: SignedManifest) -> tuple[str, str] | None:
@@ -148,7 +151,7 @@ def foreign_successor(envelope: bytes, manifest: SignedManifest) -> tuple[str, s
     version = values.get("protocol_version")
     if (
         values.get("successor_of") != manifest.plan.run_id
-        or _fingerprint(public_key) != manifest.operator_fingerprint
+        or fingerprint_of(public_key) != manifest.operator_fingerprint
         or type(version) is not int
         or version == PROTOCOL_VERSION
     ):

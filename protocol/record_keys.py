@@ -74,7 +74,9 @@ _SUBKEY = re.compile(
     re.DOTALL,
 )
 _ANY_PROTOCOL = re.compile(rf"dipaco/(?!{PROTOCOL_VERSION}/)(?P<version>[0-9]{{1,9}})/".encode())
-_MANIFEST_SUBKEY = re.compile(rf"{MANIFESTS_KEY}/(?P<run>[0-9a-f]{{16}})".encode())
+_MANIFEST_SUBKEY = re.compile(
+    rf"{MANIFESTS_KEY}/(?P<run>[0-9a-f]{{16}})/(?P<operator>[0-9a-f]{{16}})".encode()
+)
 _UNSIGNED_SUBKEY = re.compile(
     rf"{NAMESPACE}/(?P<run>[0-9a-f]{{16}})/"
     r"revocations/(?P<version>[0-9]{8})".encode()
@@ -83,7 +85,8 @@ _UNSIGNED_SUBKEY = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """What a subkey says: kind, run, item (a module, bucket, hash or version), owner."""
+    """What a subkey says: kind, run, item (a module, bucket, hash or version; of a manifest the
+    operator's fingerprint), owner."""
 
     kind: Kind
     run_id: str
@@ -114,7 +117,9 @@ def record_key(kind: str, run_id: str, item: str | None = None) -> str:
 def record_subkey(kind: str, run_id: str, item: str | None, public_key: bytes) -> bytes:
     """Return the subkey of a record; `public_key` is the owner's, or empty if it has none."""
     if kind == "manifests":
-        return f"{MANIFESTS_KEY}/{run_id}".encode()
+        # Anybody can sign the plan of a run, whose hash is the run's id: with the operator beside
+        # it, that takes the place of no manifest.
+        return f"{MANIFESTS_KEY}/{run_id}/{item}".encode()
     if kind == "revocations":
         return f"{NAMESPACE}/{run_id}/{kind}/{item}".encode()
     return record_key(kind, run_id, item).encode() + b"@" + public_key
@@ -132,7 +137,8 @@ def _parse_subkey(subkey: bytes) -> Address:
     """Every node sees each peer's few subkeys again and again."""
     manifest = _MANIFEST_SUBKEY.fullmatch(subkey)
     if manifest:
-        return Address(KINDS["manifests"], manifest["run"].decode(), None, None)
+        run, operator = manifest["run"].decode(), manifest["operator"].decode()
+        return Address(KINDS["manifests"], run, operator, None)
     unsigned = _UNSIGNED_SUBKEY.fullmatch(subkey)
     if unsigned:
         item = unsigned["version"].decode()

@@ -178,7 +178,7 @@ class OwnRecords:
         # By those of earlier runs a peer that was away finds the newest, and a tool the one that
         # it names.
         for m in (node.manifest, *node.earlier_manifests()):
-            self._directory.publish_manifest(m.envelope, manifest_life_s, m.plan.run_id)
+            self._directory.publish_manifest(m.envelope, manifest_life_s)
         for sha256 in node.fetcher.all_blobs():
             if node.blobs.has(sha256):
                 size = node.blobs.path(sha256).stat().st_size

@@ -382,6 +382,24 @@ def test_junk_runs_do_not_hide_the_run_of_the_address_that_was_given(tmp_path: P
         select_run(manifests, None, operator="1" * 16)
 
 
+def test_nobody_else_signs_a_run_in_place_of_its_operator(
+    pair: tuple[TestNode, TestNode], tmp_path: Path
+) -> None:
+    """The id of a run is the hash of its plan, which anybody can sign."""
+    first, second = pair
+    key, stranger = (load_or_create_operator_key(tmp_path / f"{n}.pem") for n in range(2))
+    plan = make_plan(name="mine", seed=5)
+    Directory(first.dht, first.identity, plan.run_id).publish_manifest(
+        sign_manifest(plan, key), LIFE_S
+    )
+    forger = Directory(second.dht, second.identity, plan.run_id)
+    forger.publish_manifest(sign_manifest(plan, stranger), 100 * LIFE_S)
+    found = Directory(second.dht, second.identity, None).list_manifests()
+    mine = operator_fingerprint(key)
+    assert mine in [manifest.operator_fingerprint for manifest in found]
+    assert select_run(found, None, operator=mine).plan == plan
+
+
 def test_an_address_may_name_the_operator() -> None:
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     pinned = f"{address}/operator/{'a' * 16}"

@@ -34,7 +34,7 @@ from dipaco.dht.quotas import (
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
-from dipaco.protocol.manifest import sign_manifest
+from dipaco.protocol.manifest import operator_fingerprint, sign_manifest
 from dipaco.protocol.record_keys import MANIFESTS_KEY, record_key, record_subkey
 from dipaco.protocol.records import BlobRecord, Record
 
@@ -192,19 +192,23 @@ def test_a_reader_cannot_change_what_is_stored(records: HeldRecords) -> None:
 
 
 def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
-    records, key = HeldRecords(Clock()), Ed25519PrivateKey.generate()
-    where = DHTID.generate(MANIFESTS_KEY)
+    records, key, junk = HeldRecords(Clock()), *(Ed25519PrivateKey.generate() for _ in range(2))
 
-    def announce(number: int) -> bool:
+    def announce(number: int, signer: Ed25519PrivateKey, expires_s: float = NOW + 60) -> bool:
         plan = make_plan(seed=number)
-        value = MSGPackSerializer.dumps(sign_manifest(plan, key))
-        subkey = record_subkey("manifests", plan.run_id, None, b"")
-        return records.store_subkey(where, subkey, value, NOW + 60)
+        value = MSGPackSerializer.dumps(sign_manifest(plan, signer))
+        subkey = record_subkey("manifests", plan.run_id, operator_fingerprint(signer), b"")
+        return records.store_subkey(DHTID.generate(MANIFESTS_KEY), subkey, value, expires_s)
 
-    assert sum(announce(number) for number in range(1, 40)) == OTHER_MANIFESTS
-    records.serve(KnownRun(make_plan(seed=0).run_id, (2,), 0, 1, OpenGate()))
-    assert announce(0)
-    assert not announce(41)
+    assert sum(announce(number, junk) for number in range(1, 40)) == OTHER_MANIFESTS
+    served = make_plan(seed=0).run_id
+    records.serve(KnownRun(served, (2,), 0, 1, Gate(served, raw_public_key(key))))
+    assert announce(0, key)
+    # What its operator signs besides may be what succeeds it.
+    assert announce(40, key)
+    assert not announce(41, junk)
+    # Anybody can sign the plan of the run, and might keep newcomers out of it so.
+    assert not announce(0, junk, NOW + 90)
 
 
 # -- the protocol
@@ -300,7 +304,9 @@ def test_who_is_not_in_stores_nothing_but_what_an_operator_signed() -> None:
     plan = make_plan()
     manifest = DHTRecord(
         DHTID.generate(MANIFESTS_KEY).to_bytes(),
-        MSGPackSerializer.dumps(record_subkey("manifests", plan.run_id, None, b"")),
+        MSGPackSerializer.dumps(
+            record_subkey("manifests", plan.run_id, operator_fingerprint(key), b"")
+        ),
         MSGPackSerializer.dumps(sign_manifest(plan, key)),
         time.time() + 60,
     )

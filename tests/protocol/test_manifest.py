@@ -20,8 +20,8 @@ from dipaco.bootstrap.predecessor import open_predecessor
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.protocol.manifest import (
     MAX_MANIFEST_BYTES,
-    envelope_run_id,
     load_or_create_operator_key,
+    run_and_operator,
     sign_manifest,
     verify_manifest,
 )
@@ -67,7 +67,7 @@ def test_a_signed_plan_comes_back_as_it_was(envelope: bytes) -> None:
     assert manifest.plan == plan
     assert manifest.envelope == envelope
     assert len(manifest.operator_fingerprint) == 16
-    assert envelope_run_id(envelope) == plan.run_id
+    assert run_and_operator(envelope) == (plan.run_id, manifest.operator_fingerprint)
 
 
 def test_a_changed_copy_of_a_plan_is_another_run() -> None:
@@ -135,7 +135,7 @@ def test_another_protocol_is_named_before_its_unknown_fields(key_path: Path) -> 
     said = f"speaks protocol {other}.*speaks {PROTOCOL_VERSION}"
     with pytest.raises(ProtocolVersionError, match=said):
         verify_manifest(envelope)
-    assert len(envelope_run_id(envelope)) == 16
+    assert [len(name) for name in run_and_operator(envelope)] == [16, 16]
 
 
 def test_a_run_of_an_older_protocol_can_be_continued_and_nothing_else(

@@ -27,7 +27,11 @@ from dipaco.dht.record_validator import (
 )
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.protocol.identity import SIGNATURE_BYTES, Identity, load_or_create_identity
-from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
+from dipaco.protocol.manifest import (
+    load_or_create_operator_key,
+    operator_fingerprint,
+    sign_manifest,
+)
 from dipaco.protocol.record_keys import (
     KINDS,
     MANIFESTS_KEY,
@@ -436,12 +440,18 @@ def test_manifests_certify_themselves(
     validator: RecordValidator, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plan = make_plan()
-    envelope = sign_manifest(plan, load_or_create_operator_key(tmp_path / "operator.pem"))
+    key = load_or_create_operator_key(tmp_path / "operator.pem")
+    envelope, operator = sign_manifest(plan, key), operator_fingerprint(key)
 
-    def record(value: Any, run_id: str = plan.run_id, life_s: float = 3600.0) -> DHTRecord:
+    def record(
+        value: Any,
+        run_id: str = plan.run_id,
+        life_s: float = 3600.0,
+        operator: str = operator,
+    ) -> DHTRecord:
         return DHTRecord(
             key=DHTID.generate(source=MANIFESTS_KEY).to_bytes(),
-            subkey=MSGPackSerializer.dumps(record_subkey("manifests", run_id, None, b"")),
+            subkey=MSGPackSerializer.dumps(record_subkey("manifests", run_id, operator, b"")),
             value=MSGPackSerializer.dumps(value),
             expiration_time=time.time() + life_s,
         )
@@ -452,6 +462,8 @@ def test_manifests_certify_themselves(
     assert altered != envelope
     assert "signature" in refused(validator, record(altered), caplog)
     assert "stored as run" in refused(validator, record(envelope, "f" * 16), caplog)
+    forged = record(envelope, operator="f" * 16)
+    assert "stored as of ffff" in refused(validator, forged, caplog)
     assert "does not hold bytes" in refused(validator, record("text"), caplog)
     assert "does not hold bytes" in refused(validator, record(None), caplog)
     assert "at most" in refused(validator, record(b"x" * 200_000), caplog)

@@ -23,6 +23,7 @@ from dipaco.modules.grid import Grid
 from dipaco.peer.node.guests import admit
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import Head
+from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import (
     SignedManifest,
@@ -281,7 +282,7 @@ def status(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_on_a_real_swarm(tmp_path: Path, grid: Grid) -> None:
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     plan = opened(make_plan(name="live", start_s=time.time() - 650.0), key)
-    node = start_node(tmp_path / "node", run_id=plan.run_id)
+    node = start_node(tmp_path / "node", run_id=plan.run_id, operator_key=raw_public_key(key))
     try:
         manifest = verify_manifest(sign_manifest(plan, key))
         node.directory.publish_manifest(manifest.envelope, 600.0)

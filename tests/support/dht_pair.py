@@ -59,7 +59,11 @@ class TestNode:
 
 
 def start_node(
-    folder: Path, *initial_peers: str, client_mode: bool = False, run_id: str | None = RUN_ID
+    folder: Path,
+    *initial_peers: str,
+    client_mode: bool = False,
+    run_id: str | None = RUN_ID,
+    operator_key: bytes = bytes(32),
 ) -> TestNode:
     """Start a node whose key is kept in `folder`."""
     identity = load_or_create_identity(folder / "identity.key")
@@ -68,15 +72,15 @@ def start_node(
     )
     node = TestNode(identity, dht, Directory(dht, identity, None))
     if run_id is not None:
-        node.directory = directory_of(node, run_id)
+        node.directory = directory_of(node, run_id, operator_key)
         if not client_mode:
             node.directory.be_admitted(ADMISSION)
     return node
 
 
-def directory_of(node: TestNode, run_id: str) -> Directory:
+def directory_of(node: TestNode, run_id: str, operator_key: bytes = bytes(32)) -> Directory:
     """Return a directory of another run in which everybody is in."""
-    directory = Directory(node.dht, node.identity, run_id, OpenGate(run_id))
+    directory = Directory(node.dht, node.identity, run_id, OpenGate(run_id, operator_key))
     directory.serve(GRID)
     directory.admission = ADMISSION
     return directory

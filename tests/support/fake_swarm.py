@@ -135,7 +135,7 @@ class FakeDirectory:
     def publish_progress(self, record: ProgressRecord, bucket: int, life_s: float) -> None:
         self.progress[bucket] = record
 
-    def publish_manifest(self, envelope: bytes, life_s: float, run_id: str | None = None) -> None:
+    def publish_manifest(self, envelope: bytes, life_s: float) -> None:
         self.manifests.append(envelope)
 
     def publish_blob(self, record: Any, life_s: float) -> None:

@@ -33,8 +33,8 @@ def identity(number: int) -> Identity:
 class OpenGate(Gate):
     """Lets everybody in, for tests of what admission does not change."""
 
-    def __init__(self, run_id: str = RUN) -> None:
-        super().__init__(run_id, bytes(32))
+    def __init__(self, run_id: str = RUN, operator_key: bytes = bytes(32)) -> None:
+        super().__init__(run_id, operator_key)
 
     def verify(self, peer: str, data: Any) -> Admission:
         return Admission("everybody", 10_000)
