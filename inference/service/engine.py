@@ -278,14 +278,14 @@ class Engine:
                 for work in chosen:
                     self._fail(work, ApiError(400, f"the prompt cannot be routed: {error}"))
                     self._finished(work.open_answers)
+                works = [work for work in works if work not in chosen]
             else:
                 for work, ranking in zip(chosen, rankings.tolist(), strict=True):
                     work.routed, work.ranking = ranking[0], ranking
                     if work.path is not None:  # that one first, then the best others
                         work.ranking = [work.path, *(p for p in ranking if p != work.path)]
-        for work in works:
-            if not work.cancelled:
-                self._begin(work)
+        for work in works:  # whose client may have left meanwhile: its answers are counted
+            self._begin(work)
 
     def _begin(self, work: Work) -> None:
         """Let the answers to a routed prompt wait for its path."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import re
 import shutil
 import signal
@@ -57,6 +58,7 @@ from dipaco.inference.sources import (
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
+from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -443,6 +445,25 @@ def test_a_client_that_leaves_costs_nothing_more(
         with pytest.raises(openai.APITimeoutError):
             client.completions.create(**endless, extra_body=extra, timeout=1.0)
         wait_until(lambda: engine.unfinished == 0)
+
+
+def test_a_client_that_leaves_while_its_prompt_is_routed_leaves_its_place(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(DiskSource(out)) as engine:
+        work = Work(
+            tokens=[1, 5, 6], path=None, sampling=Sampling(max_tokens=2), answers=3,
+            emit=lambda event: None, deadline_s=math.inf,
+        )  # fmt: skip
+        route = DocumentRouter.nearest_paths
+
+        def leaving(self: DocumentRouter, *given: Any) -> np.ndarray:
+            work.cancelled = True
+            return route(self, *given)
+
+        monkeypatch.setattr(DocumentRouter, "nearest_paths", leaving)
+        engine.submit([work])
+        wait_until(lambda: work.cancelled and engine.unfinished == 0, 5.0)
 
 
 def test_an_answer_that_takes_too_long_is_given_up(served: tuple[Engine, str]) -> None:
