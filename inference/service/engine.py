@@ -125,7 +125,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """End: whoever waits is told so. Bounded."""
+        """End, and tell those who wait. Bounded."""
         self._ended.set()
         self._inbox.put(None)
         self._thread.join(_END_LIMIT_S)
