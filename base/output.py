@@ -1,7 +1,7 @@
-"""What a command prints goes on to nobody when nobody is there any more.
+"""A command goes on when nobody reads what it prints any more.
 
-A terminal is closed, `| head` has read enough: whoever trains, serves or prepares does not depend
-on its audience. Its files (`--log-json`, results) are another matter, and so is a full disk.
+A terminal is closed, `| head` has read enough: a command that trains, serves or prepares does not
+depend on its audience. Its files (`--log-json`, results) are another matter, and so is a full disk.
 """
 
 from __future__ import annotations

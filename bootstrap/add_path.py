@@ -195,12 +195,11 @@ class PathAddition(Preparation):
                 f"Path {path} ({added.name}) begins as path {added.nearest}, which predicts the "
                 f"beginnings of its documents best"
             )
-            own, others = added.beginnings, self._others(plan)
-            taken = f", and {self._share_of(path, router, others):.1%} of the held-out ones of "
-            self.display.say(
-                f"The router sends {self._share_of(path, router, own):.0%} of its documents to it"
-                f"{taken + 'the old paths' if others else ''}"
-            )
+            said = f"{self._share_of(path, router, added.beginnings):.0%} of its documents to it"
+            if others := self._others(plan):
+                taken = self._share_of(path, router, others)
+                said += f", and {taken:.1%} of the held-out ones of the old paths"
+            self.display.say(f"The router sends {said}")
             if not shards[path].validation_sequences:
                 self.display.say(
                     f"No document of {added.name} is held out, so nothing says how good path "

@@ -127,7 +127,7 @@ class ImportedBase:
                     f"{source}: model.{key} is {value!r}, but {self.folder / CONFIG_FILE} has "
                     f"{kept[key]!r}; leave it out of [model], it is taken from there"
                 )
-            # A key that does not exist is named, with its nearest neighbour, by whoever parses it.
+            # The parser names a key that does not exist, with its nearest neighbour.
             kept.setdefault(key, value)
         return kept
 

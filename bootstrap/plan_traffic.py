@@ -2,7 +2,7 @@
 
 It is counted for a calm swarm, in which nobody comes, goes or moves, with at least one peer for
 each path. What a volunteer and a bootstrap node move is theirs alone; keeping a copy and being the
-first mailbox come on top, for whoever has them. docs/configuration.md has each term in a line.
+first mailbox come on top, for the peers that do it. docs/configuration.md has each term in a line.
 """
 
 from __future__ import annotations
@@ -307,8 +307,8 @@ class _Dht:
         return self.look_and_say() + looked + self._write(PROGRESS_BYTES + ENTRY_BYTES)
 
     def hold(self, group: _Group, *, is_trained: bool) -> Traffic:
-        """Of a module that is followed: who trains and holds it is read in each refresh, and that
-        this peer does is written in each and after each step."""
+        """Of a module that is followed: its trainers and holders are read in each refresh, and that
+        this peer is one is written in each and after each step."""
         reads = self._refreshes + (self._looks if is_trained else 0.0)
         writes = self._refreshes + self._not_skipped
         size = MODULE_BYTES + HELD_BYTES

@@ -231,6 +231,9 @@ def load_run_config(
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"
         )
+    model = values.get("model")
+    if isinstance(model, dict) and "adapters" in model:
+        raise ConfigurationError(f"{path}: model.adapters: write them as a table [adapters]")
     folder = path.absolute().parent
     _place_base(values, folder, str(path))
     if trained is None:
@@ -311,7 +314,7 @@ def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: s
     if adapters is None and (trained is None or trained.adapters is None):
         return
     if not isinstance(adapters, dict | None) or not isinstance(model, dict | None):
-        return  # whoever parses it says so
+        return  # its parser says so
     found = parse_config(_Adapters, {"adapters": adapters}, source).adapters
     base = values.get("base")
     if trained is None:
@@ -359,6 +362,6 @@ def _trained_model(given: Any, trained: ModelConfig, source: str) -> dict[str, A
                 f"{kept[key]!r}; modules fit only the model that they were trained in. Leave "
                 f"[model] out"
             )
-        # A key that does not exist is named, with its nearest neighbour, by whoever parses this.
+        # The parser names a key that does not exist, with its nearest neighbour.
         kept.setdefault(key, value)
     return kept

@@ -98,7 +98,7 @@ class Signing:
 
     @property
     def _invitations_of(self) -> str | None:
-        """The run whose invitations count here too: who is in stays in the successor."""
+        """The run whose invitations count here too: its peers stay in, in the successor."""
         before = self._predecessor.plan if self._predecessor else None
         if before is None or self._is_open or is_open(before):
             return None

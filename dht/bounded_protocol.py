@@ -93,7 +93,7 @@ def decode_shallow(type_code: int, data: bytes) -> Any:
 
 
 async def serve_run(node: Any, run: KnownRun) -> None:
-    """Store the records of `run` from here on, and let in who is in it. Called through
+    """Store the records of `run` from here on, and let its peers in. Called through
     `GuardedDHT.call`, also by a reader, which stores nothing."""
     protocol = node.protocol
     gates: tuple[Gate, ...] = (run.gate,)
@@ -110,7 +110,7 @@ async def serve_run(node: Any, run: KnownRun) -> None:
 
 
 async def let_in(node: Any, gates: Sequence[Gate]) -> None:
-    """Let in also who is admitted to runs of the same chain."""
+    """Let in the peers that are admitted to runs of the same chain, too."""
     node.protocol.company.open_also(gates)
 
 
@@ -218,7 +218,7 @@ async def find_nearest_nodes(
     found_callback: Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[None]] | None = None,
     **options: Any,
 ) -> dict[DHTID, dict[DHTID, PeerID]]:
-    """Return who is nearest to some keys, without fetching what stands under them.
+    """Return the nodes that are nearest to some keys, without fetching what stands under them.
 
     Each node that stores a key answers with all of it. The id beside a key, which differs in the
     last bit, is as near to every node, and nothing stands there.
@@ -414,8 +414,8 @@ def get_stub(protocol: DHTProtocol, peer: PeerID) -> _Stub:
 async def _meet(protocol: DHTProtocol, named: Collection[PeerID]) -> None:
     """Ask nodes that somebody names for their admission, unless they were asked a moment ago.
 
-    A search goes to the nearest that it hears of, so whoever is only named must not count: twenty
-    such names would end it.
+    A search goes to the nearest that it hears of, so a node that is only named must not count:
+    twenty such names would end it.
     """
     company = protocol.company
     if not company.is_open():
@@ -479,7 +479,7 @@ async def _can_be_called(protocol: DHTProtocol, peer: PeerID) -> bool:
 
 
 def _greet(protocol: DHTProtocol, request: Any, context: P2PContext) -> bool:
-    """Let whoever asks into the table if it may be there; returns whether it is in."""
+    """Let the sender of a request into the table if it may be there; returns whether it is in."""
     ping = dht_pb2.PingRequest(peer=request.peer)
     _begin(protocol.rpc_ping(ping, context))
     return bool(protocol.company.hears(context.remote_id, bytes(request.peer.node_id)))

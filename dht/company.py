@@ -1,7 +1,7 @@
-"""Whom a node of the DHT takes for one: who is admitted, and whose addresses were given (4.8).
+"""Which nodes a node of the DHT deals with: the admitted, and those that it was given (4.8).
 
-Whoever makes keys until some are next to a key could else swallow what is stored there, and hide
-who there is. So:
+Otherwise an attacker could make keys until some are next to a key, swallow what is stored there
+and hide who there is. So:
 
 * The id of a node follows from its peer id. Every request and every answer therefore has, in the
   place of the id, what says who its sender is: the id, if the sender wants to be asked, and its
@@ -44,7 +44,7 @@ def node_id_of(peer_id: PeerID) -> DHTID:
 
 
 class Company:
-    """Whom one node knows to be in. In the DHT process, on its loop.
+    """The peers that one node knows to be in. In the DHT process, on its loop.
 
     :param given: ids of the peers whose addresses were given
     """
@@ -67,12 +67,12 @@ class Company:
     # -- who is in
 
     def open(self, gates: Iterable[Gate]) -> None:
-        """Let in who is admitted to any of the runs that this node serves."""
+        """Let in the peers that are admitted to any of the runs that this node serves."""
         self._gates = {gate.run_id: gate for gate in gates}
         self._strangers.clear()
 
     def open_also(self, gates: Iterable[Gate]) -> None:
-        """Let in who is admitted to a run that succeeds one of these, or that one succeeds."""
+        """Let in the peers of a run that succeeds one of these, or that one of these succeeds."""
         for gate in gates:
             before = self._others.get(gate.run_id)
             if before is not None:

@@ -92,7 +92,7 @@ class Directory:
         self._dht = dht
         self.gate = gate
         self.manifest: SignedManifest | None = None
-        """The run's: who is admitted to a run of the same chain is let into the DHT too."""
+        """The run's: the peers of a run of the same chain are let into the DHT too."""
         self.known_directly: Callable[[Iterable[str]], Mapping[str, tuple[str, ...]]] = (
             lambda modules: {}
         )
@@ -341,7 +341,7 @@ class Directory:
         return {key: {sub: value for sub, (value, _) in e.items()} for key, e in found.items()}
 
     def _take_revocations(self, entries: Mapping[Any, Any] | None) -> None:
-        """Take the newest list of the operator's; whoever it names is out from here on."""
+        """Take the newest list of the operator's; the peers that it names are out from here on."""
         for envelope in (entries or {}).values():
             try:
                 self.revoke(envelope)

@@ -9,7 +9,7 @@ goodbye. Both are mended where the children start.
 made of it is held until it ends: Hivemind refers to the newest alone, and one that waits for p2pd
 would be collected as garbage. Every call has a limit, asks again when no answer comes, and
 notices that the DHT process or p2pd has ended or hangs. The DHT process ends with its p2pd, so
-whoever waits looks at one process.
+a caller that waits looks at one process.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def start_task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
 
 # -- the pipe into the DHT process
 
-# Writing a request takes microseconds; whoever holds the pipe longer died or hangs holding it.
+# Writing a request takes microseconds; a thread that holds the pipe longer died or hangs.
 _PIPE_LIMIT_S = 20.0
 _LENGTH_BYTES = 4
 

@@ -148,7 +148,7 @@ class Demo:
         log = self.folder / f"{name}.jsonl"
         output = (self.folder / f"{name}.out").open("wb")
         popen = subprocess.Popen(
-            # What trains gives way to the commands of whoever watches it.
+            # What trains gives way to the commands of a person who watches it.
             ["nice", "-n", "5", str(BIN / program), *arguments, "--log-json", str(log)],
             env=self.environment,
             stdout=output,

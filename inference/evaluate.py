@@ -49,7 +49,7 @@ class Evaluated:
     mixed: LossSum | None = None
     """By the best paths of each document, mixed."""
     chosen: LossSum | None = None
-    """By the one of those paths to which the routing prefix costs least."""
+    """By the one of those paths to which what is read before the first scored token costs least."""
     rerouted: LossSum | None = None
     """By the paths that a rerouter chooses, again and again."""
     base: LossSum | None = None
@@ -245,8 +245,9 @@ def _losses_of_several_paths(
     progress: Callable[[str], None],
 ) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
     """Return the loss of each document, fp64 [N], by its path (`routed`), by its `mix` best paths
-    mixed (`mixed`), by the one of them to which the routing prefix costs least (`chosen`) and by
-    the paths that a rerouter chooses (`rerouted`); and the paths without a state.
+    mixed (`mixed`), by the one of them to which what is read before the first scored token costs
+    least (`chosen`) and by the paths that a rerouter chooses (`rerouted`); and the paths without a
+    state.
 
     What each path says of each token lies in `file`. Where another than the first has no state, the
     first stands for it.
@@ -256,9 +257,7 @@ def _losses_of_several_paths(
     ranked = np.where(np.isin(ranked, missing), ranked[:, :1], ranked)
     paths = ranked[windows.row_documents]
     nats = nats_of_paths(source, windows, paths, file, device, progress)
-    first_rows = np.unique(windows.row_documents, return_index=True)[1]
-    prefix = nats[:mix, first_rows, : windows.prefix_tokens - 1].sum(axis=2, dtype=np.float64)
-    columns = prefix.argmin(axis=0)[windows.row_documents]
+    columns = _cheapest_columns(nats[:mix], windows)[windows.row_documents]
     totals: dict[str, np.ndarray] = {}
     for start in range(0, len(paths), _ROWS_AT_ONCE):
         batch = np.arange(start, min(start + _ROWS_AT_ONCE, len(paths)))
@@ -274,6 +273,22 @@ def _losses_of_several_paths(
         for name, losses in told.items():
             _add_up(totals.setdefault(name, np.zeros(len(windows))), windows, batch, losses)
     return totals, tuple(sorted(set(windows.paths.tolist()) & set(missing)))
+
+
+def _cheapest_columns(nats: np.ndarray, windows: DocumentWindows) -> np.ndarray:
+    """Return to which of K paths what is read before the first scored token costs least, int64 [N].
+
+    `nats` [K, R, L - 1] are those of `nats_of_paths`. Of a text that is the routing prefix, of a
+    chat also the question: the beginning alone is the same in all chats of a template.
+    """
+    first_rows = np.unique(windows.row_documents, return_index=True)[1]
+    found = [np.empty(0, np.int64)]
+    for start in range(0, len(first_rows), _ROWS_AT_ONCE):
+        rows = first_rows[start : start + _ROWS_AT_ONCE]
+        scored = np.logical_or.accumulate(windows.scored(rows, nats.shape[2]), axis=1)
+        costs = np.where(scored, 0.0, nats[:, rows]).sum(axis=2, dtype=np.float64)
+        found.append(costs.argmin(axis=0))
+    return np.concatenate(found)
 
 
 def document_nll(model: PathModel, windows: DocumentWindows, chosen: np.ndarray) -> np.ndarray:

@@ -63,6 +63,9 @@ def run(settings: GenerationSettings) -> int:
             tokens, routed_by = chat_tokens(tokenizer, prompt)
         else:
             tokens = routed_by = prompt_tokens(tokenizer, prompt)
+        context = source.plan.model.sequence_length
+        if len(tokens) > context:
+            say(f"the prompt has {len(tokens)} tokens, of which the last {context} are read")
         check_paths("--mix", settings.mix, source)
         check_paths("--choose", settings.choose, source)
         paths = [] if settings.path is None else [settings.path]

@@ -1,4 +1,4 @@
-"""What a path's every target costs: the nats from which all perplexities come."""
+"""What every target costs a path: the nats from which all perplexities come."""
 
 from __future__ import annotations
 

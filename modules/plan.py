@@ -57,7 +57,7 @@ def _check_sha256(value: str) -> str:
 
 Sha256 = Annotated[str, AfterValidator(_check_sha256)]
 
-# Most schemes of fsspec read the disk of whoever opens them, run programs or unpack archives.
+# Most schemes of fsspec read the disk of the peer that opens them, run programs or unpack archives.
 MIRROR_SCHEMES = ("https", "s3", "gs", "hf")
 
 
@@ -136,7 +136,7 @@ class BaseFile(Config):
 class BaseSource(Config):
     """The public checkpoint that the frozen base of a run with adapters is made of.
 
-    `RunBlobs.base` is what it becomes; whoever has the checkpoint can make that and compare.
+    `RunBlobs.base` is what it becomes; anybody with the checkpoint can make that and compare.
     """
 
     name: str = Field(max_length=200, description="What the Hugging Face Hub calls it.")

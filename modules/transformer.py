@@ -323,7 +323,7 @@ class PathModel(nn.Module):
         """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1).
 
         `seen` is which position sees which, bool [B, 1, T, T]; None: all that is before it.
-        `rotation` is `rotation_of` the length; whoever compiles this gives it.
+        `rotation` is `rotation_of` the length; a caller that compiles this gives it.
         """
         rotation = rotation or rotation_of(self.config, tokens.shape[1], tokens.device)
         hidden = self.model.embed_tokens(plain_tokens(tokens))

@@ -29,8 +29,8 @@ def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
     if settings.install_service:
         print(install_service(words))
         return 0
-    # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not, and whoever
-    # waits is told so.
+    # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not, and a
+    # user who waits is told so.
     if not settings.json:
         peers = f"joining through {settings.initial_peers[0]}" if settings.initial_peers else ""
         print(peers if not settings.check else "looking at this machine", flush=True)

@@ -101,7 +101,7 @@ def run_trainers(settings: PeerSettings) -> int:
 
 
 class _Trainer:
-    """A trainer's process, and whoever prints what it says."""
+    """A trainer's process, and the thread that prints what it says."""
 
     def __init__(self, number: int, settings: PeerSettings) -> None:
         self.settings = settings

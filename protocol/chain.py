@@ -138,7 +138,7 @@ class Step:
 
     @cached_property
     def peers(self) -> frozenset[str]:
-        """Whose rows are in it."""
+        """The peers whose rows are in it."""
         return frozenset(row.peer for row in self.rows)
 
     @property

@@ -26,9 +26,9 @@ class Scope:
     """What one view of the swarm reads."""
 
     modules: tuple[str, ...]
-    """Whose trainers and holders are read."""
+    """The modules whose trainers and holders are read."""
     buckets: tuple[int, ...]
-    """Whose peers and progress are read."""
+    """The buckets whose peers and progress are read."""
     bucket_count: int
     """Buckets of the run."""
 

@@ -242,7 +242,7 @@ class PeerRecord(_Standing):
     name: Name = ""
     """What its owner calls it."""
     team: Name = ""
-    """Whom its owner trains for."""
+    """The team that its owner trains for."""
     tokens_per_s: Rate
     waits_for: Text = ""
     """What it waited for when this was written; empty if it did not."""
@@ -252,8 +252,8 @@ class PeerRecord(_Standing):
 
     @property
     def has_left(self) -> bool:
-        """Whether this is a goodbye: who is about to leave can still be reached, if only through
-        the connections that it made."""
+        """Whether this is a goodbye: a peer that is about to leave can still be reached, if only
+        through the connections that it made."""
         return self.state == "leaving" and self.reachable == "outgoing" and not self.addresses
 
 

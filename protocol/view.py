@@ -135,7 +135,7 @@ class SwarmView:
         return {}
 
     def trainers(self, grid: Grid, *, joining: bool) -> Mapping[str, Sequence[str]]:
-        """Return who trains a path through each module; with `joining` those too who are about to.
+        """Return the trainers of paths through each module, with `joining` also those that begin.
 
         All modules at once, for a peer that chooses among many paths.
         """
@@ -158,7 +158,7 @@ class SwarmView:
         return {}
 
     def group(self, grid: Grid, module: str, *, joining: bool) -> frozenset[str]:
-        """Return who trains a path through a module; with `joining` those too who are about to."""
+        """Return the trainers of paths through a module, with `joining` also those that begin."""
         place = grid, module, joining
         found = self._groups.get(place)
         if found is None:

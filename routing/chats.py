@@ -143,7 +143,7 @@ def _turn(turn: Mapping[str, Any], keys: tuple[str, str], place: str) -> Message
         if key not in keys and value not in (None, [], ""):
             raise CorpusError(f"{place} has the key '{key}', which is not trained on; leave it out")
     role, content = (turn[key] for key in keys)
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         guess = nearest_name(str(role), _ROLES) or "user"
         raise CorpusError(
             f"{place} is said by '{str(role)[:40]}'; did you mean '{guess}'? There are "

@@ -83,7 +83,7 @@ class ReferenceSwarm:
         """Of each peer."""
         self.next_round = first_round
         self.on_steps: Callable[[int], None] = lambda steps: None
-        """Called with a number of inner steps that were done, for whoever watches."""
+        """Called with a number of inner steps that were done, for a progress bar."""
         self._rule = OuterRule.of(self.plan, run.shard_index(self.plan))
         self._reporter = Reporter(run, self.settings)
 

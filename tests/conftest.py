@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # number of threads, and the tests share two cores with the swarms that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The settings of whoever runs the tests are not those of the tests.
+# The settings of the person who runs the tests are not those of the tests.
 os.environ["XDG_CONFIG_HOME"] = os.devnull
 
 import pytest
@@ -53,7 +53,7 @@ def fresh_futures() -> None:
     """Give every module its own locks of Hivemind's futures.
 
     A test that kills a DHT process may kill it with the lock held that all processes share, and
-    whoever is forked later would wait for it for ever.
+    a process that is forked later would wait for it for ever.
     """
     module = sys.modules.get("hivemind.utils.mpfuture")
     if module is not None:

@@ -59,7 +59,7 @@ class Snapshot:
     tokens: int
     """Trained since the last snapshot that a state was adopted for, or since the anchor."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Held by whoever overwrites `local`, and by whoever reads it as the base of what follows."""
+    """Held by a thread that overwrites `local`, or reads it as the base of what follows."""
 
     def outer_gradient(self) -> OuterGradient:
         """Return anchor minus local. What is not finite there is not finite here."""

@@ -1,5 +1,5 @@
-"""What a card does by measurement. What it can do by its maker's data sheet, and what a training
-token costs, is in `modules/cards.py`."""
+"""How fast a card is, as measured. What its maker's data sheet says, and what a training token
+costs, is in `modules/cards.py`."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class Insider:
         return self.node.me
 
     def trainers(self, module: str) -> frozenset[str]:
-        """Return who trains a module, itself included."""
+        """Return the peers that train a module, itself included."""
         return frozenset(self.shell.member.known.trainers(module)) | {self.me}
 
     def tell(self, module: str, rows: Iterable[Row] = (), steps: Iterable[Step] = ()) -> None:

@@ -16,7 +16,7 @@ from .form import ExportForm
 from .path_exporter import Exporter, path_provenance, write_export
 from .path_gguf import gguf_library, gguf_name
 
-# What the Modelfile calls the base's file, which whoever has it puts beside the adapter.
+# What the Modelfile calls the base's file, which the user puts beside the adapter.
 BASE_GGUF = "base.gguf"
 
 

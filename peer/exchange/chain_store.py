@@ -38,7 +38,7 @@ _MAX_ENTRY_BYTES = 2**16
 
 @dataclass(frozen=True)
 class Answer:
-    """What a peer says to somebody who asks for a module."""
+    """A peer's answer to a request for a module."""
 
     steps: tuple[Step, ...] = ()
     rows: tuple[Row, ...] = ()

@@ -374,7 +374,7 @@ class Exchange:
         files.set_checked(row.file)
 
     async def _file_of(self, row: Row, timeout_s: float) -> Path:
-        """Return the file of a row, fetched if it is not here; who has it may not have it yet."""
+        """Return the file of a row, fetched if it is not here; its peer may not have it yet."""
         files = self._run.contributions
         if files is None:
             raise NetworkError("this process takes no contributions")

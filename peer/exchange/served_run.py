@@ -44,7 +44,7 @@ class ServedRun:
     trains: Callable[[str], bool] = lambda module: False
     """Whether this peer trains a module."""
     has_contributed: Callable[[str], bool] = lambda peer: False
-    """Tells who has rows in the last steps, and so has room before others."""
+    """Tells whether a peer has rows in the last steps, and so has room before others."""
 
     # -- what others are answered
 

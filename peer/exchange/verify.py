@@ -3,7 +3,7 @@
 A row counts when its peer is admitted and has signed it, and when so much work can have been done
 by now. In a step the peers of an invitation are no more than it has places, so that nobody makes a
 chain heavy with identities of its own. Rows of rounds before an invitation ended stay good, so
-chains stand; those of later rounds are none, whoever tells them.
+chains stand; those of later rounds are none, no matter who tells them.
 """
 
 from __future__ import annotations

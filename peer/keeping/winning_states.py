@@ -1,4 +1,4 @@
-"""The states that win, for who trains nothing: readers, archives, and operators of a successor.
+"""The states that win, for all that train nothing: readers, archives, operators of a successor.
 
 See design 4.4, chain. Nobody's word is taken for a state. The heaviest chain is read from several
 peers; a state is fetched by the digest that the rows of a step in it name, and the last steps are

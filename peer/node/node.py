@@ -418,7 +418,7 @@ def _find_manifest(
     directory = Directory(membership.dht, membership.identity, None)
 
     def served() -> set[str]:
-        """Return the runs of those whose addresses were given; who does not answer has none."""
+        """Return the runs of those whose addresses were given, as far as they answer."""
         runs = set()
         for address in membership.initial_peers[:MAX_ASKED]:
             with contextlib.suppress(DipacoError):

@@ -30,7 +30,7 @@ class PeerStatus:
     name: str = ""
     """What the owner calls this peer."""
     team: str = ""
-    """Whom the owner trains for."""
+    """The team that the owner trains for."""
     tokens_per_s: float = 0.0
     reachable: Reachability = "unknown"
     addresses: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Who carries out what a member wants done.
+"""The tables by which the parts of a node carry out what its member wants done.
 
 Every part of a node gives a table of the actions that it carries out; `shell` puts them together
 and looks each action up. So there is one way, and an action that nobody carries out is an error.

@@ -183,7 +183,7 @@ class FetchState(Action):
 
     @property
     def module(self) -> str:
-        """Whose state it is."""
+        """The module whose state it is."""
         return self.head.module
 
 

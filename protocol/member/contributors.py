@@ -1,8 +1,8 @@
-"""Peers that contributed lately stay known, whatever the DHT says, until a call to it fails.
+"""Peers that contributed lately stay known, whatever the DHT says, until a call to them fails.
 
 See design 4.8, address. The DHT finds peers; it does not decide who there is. A peer whose row is
 in the last steps, and that the view does not show, is called. It counts as a trainer of the module
-until that call fails or it answers that it trains the module no more: then whoever hides it from
+until that call fails or it answers that it trains the module no more, so a node that hides it from
 the others gains nothing.
 """
 
@@ -20,7 +20,7 @@ class Contributors:
         """Out of sight, and a call has failed or was answered with no."""
 
     def look(self, recent: frozenset[str]) -> list[str]:
-        """Compare those who contributed lately with a new view; returns who is to be called."""
+        """Compare those who contributed lately with a new view; returns those to be called."""
         known, view = self._known, self._known.view
         if not view.covers_module(self._module):
             return []

@@ -347,7 +347,7 @@ class FollowedModule:
         return is_told or self._sure_s == math.inf
 
     def _audience(self) -> tuple[str, ...]:
-        """Return who is told of rows and steps: who follows the module and can be called."""
+        """Return the peers that are told of rows and steps: followers that can be called."""
         known, boxes = self.known, self._proposing.mailboxes()
         trainers = known.trainers(self.module)
         peers = {*known.claimants(self.module), *trainers, *known.holders(self.module), *boxes}

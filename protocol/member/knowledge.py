@@ -110,7 +110,7 @@ class Knowledge:
         return is_here and self.view.reachable(peer) not in CANNOT_BE_CALLED
 
     def trainers(self, module: str) -> frozenset[str]:
-        """Return who trains a path through a module, this peer included if it does."""
+        """Return the peers that train a path through a module, this one included if it does."""
         place = module, self.path
         found = self._trainers.get(place)
         if found is None:
@@ -121,7 +121,7 @@ class Knowledge:
         return found
 
     def claimants(self, module: str) -> frozenset[str]:
-        """Return who trains or is about to train a path through a module, as `trainers`."""
+        """Return, as `trainers`, also the peers that are about to train a path through a module."""
         return self.view.group(self.grid, module, joining=True) | self.trainers(module)
 
     def holders(self, module: str) -> tuple[str, ...]:

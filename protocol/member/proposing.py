@@ -1,4 +1,4 @@
-"""Who makes the step of a round, when, and when it is taken (design 4.3, gather).
+"""Who makes the step of a round, when that is, and when it is taken (design 4.3, gather).
 
     from the boundary    the first mailbox, once it has the files of all who are awaited
     shortly before G     anybody who has more rows than what was proposed
@@ -102,8 +102,8 @@ class Proposing:
         return mailbox_order(self._chain.module, self._round.index, able)
 
     def awaited(self) -> frozenset[str]:
-        """Return whose rows a proposer waits for: who trains the module and has shown it lately, or
-        has just come; not who kept a file back."""
+        """Return the peers whose rows a proposer waits for: those that train the module and have
+        shown it lately, or have just come, without those that kept a file back."""
         known, chain = self._known, self._chain
         trainers = known.trainers(chain.module)
         claims, held = known.view.claims, known.view.rounds_held
@@ -153,8 +153,8 @@ class Proposing:
         return {peer: row for peer, row in rows.items() if peer not in over}
 
     def _voters(self) -> frozenset[str]:
-        """Return of whom a proposal needs more than half: the voters, and who trains the module and
-        has told a row of this round. Slow files are no reason to step without most others."""
+        """Return the peers of which a proposal needs more than half: the voters, and the trainers
+        that have told a row of this round. Slow files are no reason to step without most others."""
         chain, trainers = self._chain, self._known.trainers(self._chain.module)
         return chain.voters(chain.stand) | trainers & self._standing().keys()
 

@@ -1,4 +1,4 @@
-"""Who is enough: all counting of heads that a member does.
+"""How many peers are enough: all counting of heads that a member does.
 
 See design 4.3, gather, and design 4.4, chain. Pure.
 

@@ -243,7 +243,7 @@ class Taking:
 
     def _failed(self, plan: _Plan) -> None:
         """Try from a vouched state, if that needs other files; otherwise the step is absent, and
-        whoever kept a file of it back is passed over for a while."""
+        a peer that kept a file of it back is passed over for a while."""
         self._drop_plan()
         target = self._chain.book.link(plan.target)
         rows = target.step.rows if target.step is not None else ()

@@ -141,7 +141,7 @@ class Carrying:
             next_one(False)
 
     def _gather(self, action: actions.Gather) -> None:
-        """Fetch files, for a round at most: who has one may not have it yet."""
+        """Fetch files, for a round at most: the peer of a row may not have its file yet."""
         until_s = self._world.now_s + self._world.plan.rounds.duration_s
         for row in action.rows:
             if row.file in self._machine.store.files:

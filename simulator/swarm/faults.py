@@ -32,7 +32,7 @@ class Faults:
             getattr(self, f"_add_{fault}")()
 
     def end(self) -> None:
-        """End all faults; who is dead stays dead, and liars go on lying."""
+        """End all faults; dead peers stay dead, and liars go on lying."""
         self._world.say("*", "!", "all faults end")
         self._network.heal()
         self._network.conditions = Conditions()

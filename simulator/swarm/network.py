@@ -105,7 +105,7 @@ class Network:
         self.links[peer], self.hosts[peer] = link, host
 
     def cut(self, sides: dict[str, int]) -> None:
-        """Split the network; who is not named is in part 0."""
+        """Split the network; a peer that is not named is in part 0."""
         self._splits += 1
         self.split = self._splits
         for peer, link in self.links.items():

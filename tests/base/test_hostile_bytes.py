@@ -1,4 +1,4 @@
-"""Bytes that cost whoever reads them more than whoever sends them."""
+"""Bytes that cost their reader more than their sender."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What prints does not depend on who reads it: a terminal that is closed, a pipe, no stream."""
+"""A command does not depend on the reader of its output: a closed terminal, a pipe, no stream."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_peers_and_nodes_outlive_their_terminal(tmp_path: Path) -> None:
         [last] = swarm.wait([peer], "outer_step", lambda e, now=time.time(): e["time_s"] > now)
         swarm.wait_after(last, peer, "outer_step", "validation", "outer_step")
         assert node.alive
-        # Whoever closes the terminal of a command in the foreground sends it this.
+        # A terminal that is closed sends this to the command in its foreground.
         for member in (peer, node):
             os.kill(member.popen.pid, signal.SIGHUP)
             # Leaving has a limit, which a busy machine may reach.

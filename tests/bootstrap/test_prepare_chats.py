@@ -160,3 +160,16 @@ def test_a_plan_looks_at_the_first_chats(
     assert found is not None
     tokens, learned = (int(number.replace(",", "")) for number in found.groups())
     assert tokens > 2 * learned > 500
+
+
+def test_a_path_is_added_to_a_run_of_chats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    folder, _ = prepared(write_chats(tmp_path, chat_rows(8), CHATML))
+    documents = tmp_path / "new.jsonl"
+    documents.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(12)[36:]))
+    added = ["--from", str(folder.path), "--add-path", str(documents), "--allow-genesis"]
+    assert cli.main(["prepare", *added, "--out", str(tmp_path / "next"), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"The router sends \d+% of its documents to it\n", said)
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]

@@ -190,7 +190,7 @@ def test_the_same_folders_give_the_same_run(chain: dict[str, Path], tmp_path: Pa
     assert again.plan().blobs == RunFolder(chain["scored"]).plan().blobs
     _, output = succeed(folder / "scored.toml", tmp_path / "again", chain["kmeans"])
     assert "Everything is done already" in output
-    # What the base model is worth is scored for whoever reads this.
+    # What the base model is worth is scored for people to read.
     made = re.findall(r"^(.+): done in", output, re.M)
     assert made == ["base model's perplexity"]
 

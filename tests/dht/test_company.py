@@ -1,4 +1,4 @@
-"""Whom a node of the DHT deals with: the admitted, and those whose addresses were given."""
+"""Which nodes a node of the DHT deals with: the admitted, and those whose addresses were given."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from dipaco.peer.exchange.streams.loop_thread import LoopThread
 
 pytestmark = pytest.mark.p2pd
 
-# Whoever waits longer than this has not noticed what happened. The calls' own limits are longer.
+# A call that waits longer than this noticed nothing. The calls' own limits are longer.
 NOTICED_S = 60.0
 LONG_S = 120.0
 

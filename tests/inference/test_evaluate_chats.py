@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.chat_runs import chat_rows, write_chats
 from support.chat_templates import CHATML
 from support.prepared_run import CPU, on_cpu
@@ -14,9 +15,15 @@ from support.prepared_run import CPU, on_cpu
 from dipaco.bootstrap.prepare import prepare
 from dipaco.inference import evaluate_cli, generate_cli
 from dipaco.inference.export import cli as export_cli
-from dipaco.inference.sources import DiskSource
-from dipaco.routing.chat_tokens import routed_tokens
+from dipaco.inference.sources import DiskSource, assemble_path
+from dipaco.modules.config import PAD_TOKEN
+from dipaco.modules.marked_tokens import plain_tokens
+from dipaco.modules.transformer import token_losses
+from dipaco.routing.chat_tokens import ChatEncoder, routed_tokens
+from dipaco.routing.chats import read_chat
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.token_files import scoring_windows
+from dipaco.simulator import cli as simulator_cli
 from dipaco.training.scoring import sum_losses
 
 
@@ -57,3 +64,41 @@ def test_held_out_chats_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture
     assert export_cli.main([*exported, "--out", str(tmp_path / "exported")]) == 0
     said = (tmp_path / "exported/router/README.md").read_text()
     assert "A chat is routed by the first turn of the user alone" in said
+
+
+def test_a_path_is_chosen_by_what_is_read_before_the_first_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not by the routing prefix: all chats begin with the same words of the template."""
+    rows = chat_rows(10)
+    toml = write_chats(tmp_path, rows, CHATML)
+    prepare(toml, tmp_path / "run", on_cpu(), changes=("inner.learning_rate=0.02",))
+    trained = ["--rounds", "2", "--steps-per-round", "6", "--validation-sequences", "0", "--json"]
+    assert (
+        simulator_cli.main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), *trained]) == 0
+    )
+    source = DiskSource(tmp_path / "out")
+    models = [assemble_path(source, path) for path in range(4)]
+    encoder = ChatEncoder(source.tokenizer(), source.plan.routing.prefix_tokens)
+    total, count, paths = 0.0, 0, set()
+    for number, row in enumerate(rows):
+        found = encoder.encode(read_chat(row, "text", f"row {number}")).tokens
+        windows = scoring_windows(found, source.plan.model.sequence_length, 8)
+        with torch.no_grad():
+            plain = plain_tokens(torch.from_numpy(windows))
+            nats = [token_losses(model, plain).double() for model in models]
+        scored = torch.from_numpy((windows >= 0) & (windows != PAD_TOKEN))[:, 1:]
+        scored[:, :7] = False
+        read = int(scored[0].int().argmax()) if scored[0].any() else len(scored[0])
+        path = min(range(4), key=lambda path: float(nats[path][0, :read].sum()))
+        total += float(nats[path][scored].sum())
+        count += int(scored.sum())
+        paths.add(path)
+    encoder.close()
+    assert len(paths) > 1
+    capsys.readouterr()
+    arguments = ["--state-dir", str(tmp_path / "out"), "--data", str(tmp_path / "train.jsonl")]
+    assert evaluate_cli.main([*arguments, "--mix", "4", "--no-base", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == count
+    assert report["chosen_perplexity"] == pytest.approx(float(np.exp(total / count)), rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,19 @@ def test_the_command_chooses_by_the_prompt(out: Path, capsys: pytest.CaptureFixt
             arguments = ["--state-dir", str(out), prompt[:60], "--max-tokens", "1"]
             assert generate_cli.main([*arguments, "--choose", str(count)]) == 0
             assert f"path {chosen} (" in capsys.readouterr().err
+
+
+def test_what_of_a_long_prompt_is_not_read_is_said(
+    out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "ba " * 60
+    arguments = ["--state-dir", str(out), "--path", "1", "--max-tokens", "1"]
+    assert generate_cli.main([*arguments, prompt]) == 0
+    assert re.search(
+        r"the prompt has \d+ tokens, of which the last \d+ are read", capsys.readouterr().err
+    )
+    assert generate_cli.main([*arguments, "ba"]) == 0
+    assert "are read" not in capsys.readouterr().err
 
 
 def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> None:

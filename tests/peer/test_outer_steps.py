@@ -82,7 +82,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert content is not None
     data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
     assert hashlib.sha256(data).hexdigest() == heads[0].digest
-    # Whoever names another state than comes out of the files is not followed.
+    # A step that names another state than comes out of its files is not followed.
     liar = Step.of([replace(one.publish(1), state="0" * 64)])
     failed = keeper.do(a.Compute(MODULE, heads[0], (liar,)))
     assert isinstance(failed, e.Failed)

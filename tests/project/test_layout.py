@@ -1,4 +1,4 @@
-"""Who may import whom (design 3, layout), and what a room has."""
+"""Which room may import which (design 3, layout), and what a room has."""
 
 from __future__ import annotations
 

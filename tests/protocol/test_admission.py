@@ -180,7 +180,7 @@ def test_of_an_invitation_so_many_count_as_it_is_for_and_those_that_were_seen_fi
 
 
 def test_four_keys_have_no_more_places_than_one_and_take_none_from_who_is_there() -> None:
-    """Of an open run too: whoever makes keys does not keep out those to come, when they go."""
+    """In an open run too, somebody who makes many keys does not keep newcomers out."""
     clock = Time()
     gate = gate_at(clock)
     assert let_in(gate, *range(100)) == [0, 1]

@@ -1,4 +1,4 @@
-"""Who keeps copies: enough of them, and few that move when a peer comes or goes."""
+"""Copies: enough peers keep them, and few copies move when a peer comes or goes."""
 
 from __future__ import annotations
 

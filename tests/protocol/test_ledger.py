@@ -1,4 +1,4 @@
-"""Who trained how much, by the rows in chains."""
+"""How much each peer trained, by the rows in chains."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_a_well_signed_impossible_plan_names_the_field(key_path: Path) -> None:
 
 
 def test_a_well_signed_model_of_overflowing_size_is_refused(key_path: Path) -> None:
-    # Whoever lists the runs of a DHT looks at the plans of strangers.
+    # A peer that lists the runs of a DHT looks at the plans of strangers.
     values = make_plan().model_dump(mode="json")
     values["model"] |= {"hidden_size": 2**32 + 16, "head_count": 4}
     with pytest.raises(ManifestError, match="hidden_size"):

@@ -1,4 +1,4 @@
-"""The view of the swarm: what a run cannot have is left out, whoever signed it."""
+"""The view of the swarm: what a run cannot have is left out, no matter who signed it."""
 
 from __future__ import annotations
 

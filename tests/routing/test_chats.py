@@ -84,6 +84,10 @@ def test_every_form_gives_the_same_chat(tmp_path: Path) -> None:
             {"messages": [{**MESSAGES[0], "weight": 1}]},
             r"messages\[0\] has the key 'weight', which",
         ),
+        (
+            {"messages": [{"role": ["user"], "content": "x"}]},
+            r"a.jsonl:2: messages\[0\] is said by",
+        ),
         ({"messages": [{"role": "user", "content": 3}]}, "content is 3; only text is trained on"),
         ([1], r"a\.jsonl:2 is no JSON object: \[1\]"),
     ],

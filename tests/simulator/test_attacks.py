@@ -12,7 +12,7 @@ from dipaco.simulator.swarm.history import run_history
 # 2x2 modules by the clock, one path with fixed steps, one path by the clock.
 SEEDS = (0, 1, 5)
 LEAST_KEPT = 0.95
-# Whoever splits a swarm in the last moment of a round costs one side of it a round of work.
+# A split in the last moment of a round costs one side of the swarm a round of work.
 # A slot that drips costs rounds until it is taken away (few seeds: 0.94 was measured).
 LEAST_KEPT_OF = {"11": 0.85, "11 perfect": 0.85, "12": 0.92}
 # A chain of more identities than the honest ones that nobody's documents speak against wins.

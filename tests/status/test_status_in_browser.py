@@ -59,7 +59,7 @@ def cell(page: Page, box: str, subject: str) -> Locator:
 
 
 class Seen:
-    """What a page looks like now: one picture of all of it."""
+    """A picture of a whole page, as it looks when this is made."""
 
     def __init__(self, page: Page) -> None:
         from PIL import Image

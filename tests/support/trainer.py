@@ -125,7 +125,7 @@ class Trainer:
         self.module.on_time()
 
     def nobody_answers(self) -> None:
-        """Whoever is asked is silent."""
+        """Let every request fail: the peers that were asked are silent."""
         for ask in self.take(a.Ask):
             self.module.handle(e.Failed(ask, "it is silent"))
         self.wait(0.1)

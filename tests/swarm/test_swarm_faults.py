@@ -245,7 +245,7 @@ def _interrupted(world: Accidents, leaver: Member) -> None:
 
 
 def _all_but_one_leave(world: Accidents) -> Member:
-    """Whoever is left was not cut off: it goes on with what all of them trained."""
+    """The peer that is left was not cut off: it goes on with what all of them trained."""
     world.wait_for_steps(1)
     last, *others = world.training()
     for member in others:

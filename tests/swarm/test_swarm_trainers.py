@@ -74,7 +74,7 @@ def test_three_devices_of_one_machine(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Path) -> None:
-    """What a trainer has is exported as the family that the run began with, trained."""
+    """Check that a trainer's path is exported as the family that the run began with, trained."""
     # A peer fetches what it keeps for others one after the other, and this one left early.
     shutil.copytree(folder / "run" / "blobs", cache / "blobs", dirs_exist_ok=True)
     source = DiskSource(cache, SourceSettings())

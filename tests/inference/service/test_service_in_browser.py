@@ -171,7 +171,7 @@ def test_a_service_that_wants_its_key(browser: Browser, engine: Engine) -> None:
 
 
 def test_hostile_texts_do_nothing(browser: Browser, engine: Engine) -> None:
-    """Of the person, of a model and of whoever named the run and its paths."""
+    """Of the person, of a model and of those who named the run and its paths."""
     from playwright.sync_api import expect
 
     shown = [

@@ -53,7 +53,7 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
 
 
 def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path: Path) -> None:
-    """Whoever names another's file in a row of its own gains nothing, and takes nothing away."""
+    """A peer that names another's file in its own row gains nothing and takes nothing away."""
     files = ContributionFiles(tmp_path / "files")
     own = row_of(0, data=b"work")
     files.add(own, (file_of(own, b"work"),))

@@ -1,4 +1,4 @@
-"""Who may send next: no source has all slots, and who delivered comes before who dripped."""
+"""Which source may send next: none has all slots, and one that dripped comes last."""
 
 from __future__ import annotations
 

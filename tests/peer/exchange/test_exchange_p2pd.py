@@ -153,7 +153,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(
     assert path.read_bytes() == CONTENT
     assert killed
     assert reader.exchange.uplink.received_bytes < 1.3 * len(CONTENT)
-    # Whoever is gone is not waited for.
+    # A peer that is gone is not waited for.
     began_s = time.monotonic()
     assert reader.exchange.ask(killed[0].peer, MODULE, [GENESIS], timeout_s=3.0) is None
     with pytest.raises(NetworkError):

@@ -70,7 +70,7 @@ def test_only_hosts_from_which_a_caller_comes_are_called() -> None:
 
 
 def listen(greeting: bytes) -> tuple[socket.socket, str]:
-    """Listen on loopback and say something to whoever connects; returns the address too."""
+    """Listen on loopback and say something to each caller; returns the address too."""
     server = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:
