@@ -216,12 +216,14 @@ class FollowedModule:
 
     def _open_round(self, index: int, boundary_s: float, *, is_again: bool = False) -> None:
         """A round that is newer than the last one begins here, or with fixed steps the last one
-        once more, because it brought no step; or one long before, as the clock was set back."""
+        once more, because it brought no step; or one long before, as the clock was set back; or one
+        whose boundary has come before that of the last one, which was told of too early."""
         round_ = self.round
         is_set_back = self.role is Role.TRAINER and index + 1 < round_.index
-        if index <= round_.index - is_again and not is_set_back:
+        is_early = max(boundary_s, self.known.now_s) < round_.boundary_s
+        if index <= round_.index - is_again and not is_set_back and not is_early:
             return
-        if round_.index >= 0:
+        if round_.index >= 0 and not is_early:
             round_.in_vain = 0 if self.link.round_index >= round_.index else round_.in_vain + 1
         round_.index, round_.boundary_s, self._asks = index, boundary_s, 0
         self._sure_s = math.inf
