@@ -40,6 +40,8 @@ from .taking import Stage, Taking
 FIRST_ASK_OF_CLOSED, ASKS_OF_CLOSED = 0.45, 0.65
 # A parent that is not known is asked for once in so many seconds.
 ASK_AGAIN_S = 2.0
+# Peers of which it is remembered when they were asked last.
+MAX_ASKED = 1024
 # Peers that are remembered to have told of a step: they may have its state.
 TELLERS = 8
 # A newcomer asks so many holders what their chain is, and waits so long.
@@ -492,7 +494,10 @@ class FollowedModule:
         is_just_asked = 0 <= now_s - self._asked_s.get(peer, -math.inf) < again_s
         if peer == self.known.me or is_just_asked:
             return
+        self._asked_s.pop(peer, None)
         self._asked_s[peer] = now_s
+        if len(self._asked_s) > MAX_ASKED:
+            del self._asked_s[next(iter(self._asked_s))]
         self._unanswered.add(peer)
         locator = self.chain.book.locator(self.chain.heaviest().name)
         self.known.do(a.Ask(peer, self.module, locator))

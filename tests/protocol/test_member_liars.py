@@ -105,6 +105,16 @@ def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution() -> No
     assert member.module.stand == honest.name
 
 
+def test_it_is_remembered_of_so_many_peers_that_they_were_asked() -> None:
+    """An open run gives places to one key after the other."""
+    member = Trainer("A", "ABC")
+    for number in range(3000):
+        row = member.row(f"{number}", parent=name(f"invented {number}"))
+        member.module.hear_rows([row], row.peer)
+        member.module.handle(e.Failed(a.Ask(row.peer, MODULE, ()), "it is silent"))
+    assert len(member.module._asked_s) < 1500
+
+
 def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
     member = Trainer("A", "ABCDE")
     heads = [
