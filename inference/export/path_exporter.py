@@ -357,7 +357,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
     What was there before is replaced.
     """
-    parent = folder.absolute().parent
+    folder = folder.resolve()  # a link to a folder stays, and what it leads to is replaced
+    parent = folder.parent
     staging, previous = (parent / f".{folder.name}.{suffix}" for suffix in ("new", "old"))
     with storage_errors(parent):
         for left_over in (staging, previous):
