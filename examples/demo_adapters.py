@@ -1,7 +1,7 @@
 """Four machines specialise a public model together, on one computer: `make demo-adapters`.
 
-SmolLM2-135M-Instruct is frozen; what is trained are low-rank adapters, a shared lower half and four
-upper ones, by four real peers and a bootstrap node on loopback. The texts are of four domains.
+SmolLM2-135M-Instruct is frozen; what is trained are low-rank adapters, two lower and two upper
+halves, by four real peers and a bootstrap node on loopback. The texts are of four domains.
 Beside them stand the base itself, one machine with one adapter and equally many steps, and four
 machines with one adapter (DiLoCo). Steps are fixed, so the figures do not depend on the machine.
 """
@@ -243,7 +243,7 @@ def run(demo: Demo, checkpoint: Path) -> None:
     base = checkpoint.resolve()
     # No peer scores its held-out texts, and the base is scored by the other run.
     one = prepare(demo, "one-adapter", base, [1], held_out=1)
-    paths = prepare(demo, "four-paths", base, [1, 4])
+    paths = prepare(demo, "four-paths", base, [2, 2])
     before = generated(demo, "--state-dir", str(paths), "--allow-genesis", "--path", "0")
     swarm(demo, paths)
     digests = simulated(

@@ -278,14 +278,14 @@ class Engine:
                 for work in chosen:
                     self._fail(work, ApiError(400, f"the prompt cannot be routed: {error}"))
                     self._finished(work.open_answers)
+                works = [work for work in works if work not in chosen]
             else:
                 for work, ranking in zip(chosen, rankings.tolist(), strict=True):
                     work.routed, work.ranking = ranking[0], ranking
                     if work.path is not None:  # that one first, then the best others
                         work.ranking = [work.path, *(p for p in ranking if p != work.path)]
-        for work in works:
-            if not work.cancelled:
-                self._begin(work)
+        for work in works:  # whose client may have left meanwhile: its answers are counted
+            self._begin(work)
 
     def _begin(self, work: Work) -> None:
         """Let the answers to a routed prompt wait for its path."""
@@ -378,11 +378,14 @@ class Engine:
         """Let every path read a few prompts, and give its answers a token each."""
         batches = [*self._resident.values(), *self._retiring]
         # Paths over one base take each other's room: who has waited longest comes first.
+        # One that waits for several places is not overtaken by those that want a single one.
         batches.sort(key=self._waiting_since)
-        at_work = {}
+        at_work, may_begin = {}, True
         for batch in batches:
             before = len(batch.answers())
-            at_work[batch] = before + self._guarded(batch, partial(self._read, batch))
+            at_work[batch] = before + self._guarded(batch, partial(self._read, batch, may_begin))
+            if self.plan.model.adapters is not None and self._takes_more(batch):
+                may_begin = may_begin and batch.has_room
         together = [batch for batch in batches if isinstance(batch.decoder, AdapterDecoder)]
         self._step_together(together)
         busy = [batch for batch in batches if not batch.is_idle and batch not in together]
@@ -438,17 +441,18 @@ class Engine:
             self._fail(answer.work, _path_failed(batch, error))
             batch.drop(answer)
 
-    def _read(self, batch: PathBatch) -> int:
-        """Let a path read prompts; return how many answers came to it."""
+    def _takes_more(self, batch: PathBatch) -> bool:
+        """Return whether answers wait for a path that takes them as soon as it has room."""
+        is_current = self._resident.get(batch.paths) is batch
+        return is_current and not batch.is_draining and bool(self._waiting.get(batch.paths))
+
+    def _read(self, batch: PathBatch, may_begin: bool) -> int:
+        """Let a path read prompts, of new answers if these `may_begin`; return how many came."""
         read = begun = 0
         while batch.again and read < _READ_AT_ONCE:
             read += self._reading(batch, batch.answer_again(), batch.read_again)
-        waiting = self._waiting.get(batch.paths)
-        is_current = self._resident.get(batch.paths) is batch
-        while waiting and is_current and not batch.is_draining and batch.has_room:
-            if read >= _READ_AT_ONCE:
-                break
-            answer = waiting.popleft()
+        while may_begin and self._takes_more(batch) and batch.has_room and read < _READ_AT_ONCE:
+            answer = self._waiting[batch.paths].popleft()
             begun += 1
             read += self._reading(batch, answer, partial(batch.begin, answer))
         return begun

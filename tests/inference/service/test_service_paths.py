@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import re
 import shutil
 import signal
@@ -45,7 +46,7 @@ from dipaco.inference.service import engine as engine_module
 from dipaco.inference.service import path_batch
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
-from dipaco.inference.service.work import Ended, Event, Piece, Work
+from dipaco.inference.service.work import Began, Ended, Event, Piece, Work
 from dipaco.inference.sources import (
     DiskSource,
     SourceSettings,
@@ -57,6 +58,7 @@ from dipaco.inference.sources import (
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
+from dipaco.routing.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 
 CPU = torch.device("cpu")
@@ -445,6 +447,25 @@ def test_a_client_that_leaves_costs_nothing_more(
         wait_until(lambda: engine.unfinished == 0)
 
 
+def test_a_client_that_leaves_while_its_prompt_is_routed_leaves_its_place(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine_of(DiskSource(out)) as engine:
+        work = Work(
+            tokens=[1, 5, 6], path=None, sampling=Sampling(max_tokens=2), answers=3,
+            emit=lambda event: None, deadline_s=math.inf,
+        )  # fmt: skip
+        route = DocumentRouter.nearest_paths
+
+        def leaving(self: DocumentRouter, *given: Any) -> np.ndarray:
+            work.cancelled = True
+            return route(self, *given)
+
+        monkeypatch.setattr(DocumentRouter, "nearest_paths", leaving)
+        engine.submit([work])
+        wait_until(lambda: work.cancelled and engine.unfinished == 0, 5.0)
+
+
 def test_an_answer_that_takes_too_long_is_given_up(served: tuple[Engine, str]) -> None:
     service = Service(served[0], limits=ServiceLimits(timeout_s=0.0))
     with TestClient(service.application()) as client:
@@ -524,6 +545,33 @@ def test_paths_over_one_base_answer_together(
             made = generate_tokens(assemble_path(source, path), tokens, sampling)
             assert found[path] == "".join(stream_text(source.tokenizer(), made))
         wait_until(lambda: engine.unfinished == 0)
+
+
+def test_a_mixture_that_waits_for_two_places_is_not_overtaken_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(path_batch, "END_TOKEN", -1)  # no answer ends by itself
+    began: list[str] = []
+
+    def endless(name: str, mix: int = 1) -> Work:
+        def emit(event: Event) -> None:
+            if isinstance(event, Began):
+                began.append(name)
+
+        sampling = Sampling(max_tokens=10**9, top_k=3)
+        return Work([1, 5, 6], 0, sampling, emit, math.inf, mix=mix, slide=True)
+
+    with engine_of(DiskSource(run_with_adapters(tmp_path, AdaptersConfig(rank=3)))) as engine:
+        first, second = endless("first"), endless("second")
+        engine.submit([first, second])
+        wait_until(lambda: len(began) == 2)
+        engine.submit([endless("mixture", mix=2)])
+        wait_until(lambda: any(len(paths) == 2 for paths in engine.loaded()))
+        engine.submit([endless("third")])
+        first.cancelled = True
+        wait_until(lambda: engine.unfinished == 3)
+        second.cancelled = True
+        wait_until(lambda: "mixture" in began, 10.0)
 
 
 def test_tokens_have_the_numbers_of_the_base_s_own_tokenizer(tmp_path: Path) -> None:
