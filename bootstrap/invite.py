@@ -29,6 +29,8 @@ LIST_FILE = "invitations.jsonl"
 DAY_S = 86_400.0
 # Bootstrap nodes that the operator starts from the run folder, or copies of it.
 OWN_PLACES = 8
+# A list needs up to half a round from the folder to every peer, and a refresh may fail.
+KNOWN_ROUNDS, KNOWN_S = 2.0, 60.0
 
 
 def invite(
@@ -58,12 +60,14 @@ def invite(
 def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | None = None) -> str:
     """Sign a list with some more invitations in it, and return a line for the operator.
 
-    They end now: rows of later rounds do not count. Raises ConfigurationError for what is no id of
-    an invitation.
+    Peers that have the list take in no more rows by them. Steps of others count up to the round in
+    which everybody has it: one that counts for some and not for others would part these for good.
+    Raises ConfigurationError for what is no id of an invitation.
     """
-    _, gate, key = _open(folder, operator_key)
+    manifest, gate, key = _open(folder, operator_key)
     file, version = folder / REVOCATIONS, 1
-    revoked = dict.fromkeys(invitations, int(time.time()))
+    known_s = max(KNOWN_S, KNOWN_ROUNDS * manifest.plan.rounds.duration_s)
+    revoked = dict.fromkeys(invitations, int(time.time() + known_s))
     try:
         if file.exists():
             before = read_revocations(file.read_bytes())
@@ -79,8 +83,8 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
     atomic_write(file, [envelope])
     count = "1 invitation is" if len(revoked) == 1 else f"{len(revoked)} invitations are"
     return (
-        f"{count} revoked (version {version} of the list); a node that serves {folder} hands the "
-        "list on"
+        f"{count} revoked (version {version} of the list); let a node serve {folder}, which hands "
+        f"the list on, within {known_s:.0f} s, or steps that are made before are refused later"
     )
 
 

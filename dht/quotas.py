@@ -90,7 +90,8 @@ class KnownRun:
         content = MSGPackSerializer.loads(value[:-SIGNATURE_BYTES])
         if content is None:  # Withdrawn; who is not known here has nothing to withdraw.
             return self.gate.admission_of(owner) is not None
-        self.gate.check(owner, content.get("admission"))
+        is_here = address.kind.shows_presence
+        self.gate.check(owner, content.get("admission"), is_here=is_here)
         return True
 
     def _is_list_of_operator(self, value: bytes) -> bool:

@@ -42,6 +42,7 @@ from .invitations import (
 from .manifest import SignedManifest, fingerprint_of
 from .record_errors import RecordError
 from .revocations import read_revocations
+from .view import least_round_s
 
 # A place is free again when its peer was not seen for so long.
 AWAY_S = 900.0
@@ -83,7 +84,7 @@ class Gate:
     :param operator_key: the operator's public key, 32 bytes
     :param envelope: the operator's list of what is revoked, if there is one
     :param start_s: Unix second of round 0
-    :param round_s: seconds of a round
+    :param round_s: seconds of a round; with fixed steps of the shortest
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Gate:
             plan.admission_scope,
             manifest.operator_key,
             start_s=plan.start_s,
-            round_s=plan.rounds.duration_s,
+            round_s=least_round_s(plan),
         )
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -211,15 +212,16 @@ class Gate:
 
     # -- who is in now
 
-    def check(self, peer: str, data: Any) -> Admission:
+    def check(self, peer: str, data: Any, *, is_here: bool = True) -> Admission:
         """Return what the admission of a peer says, which is in now and has a place.
 
-        Raises `RecordError`.
+        `is_here`: what came with it shows that the peer is there at present. What outlasts it keeps
+        no place from others. Raises `RecordError`.
         """
         admission = self.verify(peer, data)
         self._check_present(admission)
         with self._lock:
-            if not self._has_place(peer, admission):
+            if not self._has_place(peer, admission, is_here=is_here):
                 raise RecordError(
                     f"all places of the invitation {admission.invitation} are taken, by "
                     f"{admission.places} that came before it"
@@ -242,24 +244,32 @@ class Gate:
         if admission.expires_s and self._now() > admission.expires_s:
             raise RecordError(f"the invitation {name} has expired")
 
-    def _has_place(self, peer: str, admission: Admission, first_round: int = _NEVER) -> bool:
-        """Note that a peer was seen; returns whether it has a place."""
-        places, now_s = self._places.setdefault(admission.invitation, {}), self._now()
+    def _has_place(
+        self, peer: str, admission: Admission, first_round: int = _NEVER, *, is_here: bool = True
+    ) -> bool:
+        """Note that a peer was seen, if it is here; returns whether it has a place."""
+        places = self._places.setdefault(admission.invitation, {})
+        seen_s = self._now() if is_here else -math.inf
         place = places.get(peer)
         if place is not None:
-            place.admission, place.seen_s = admission, now_s
+            place.admission, place.seen_s = admission, seen_s if is_here else place.seen_s
             place.first_round = min(first_round, place.first_round)
             return True
+        if len(places) >= admission.places and not is_here:
+            return False
         self._came += 1
-        mine = _Place(admission, self._came, now_s, first_round)
+        mine = _Place(admission, self._came, seen_s, first_round)
         if len(places) >= admission.places:
-            away = [name for name, other in places.items() if other.seen_s < now_s - AWAY_S]
+            away = [name for name, other in places.items() if self._is_away(other)]
             last = max(away or places, key=lambda name: places[name].rank)
             if not away and places[last].rank < mine.rank:
                 return False
             del places[last]
         places[peer] = mine
         return True
+
+    def _is_away(self, place: _Place) -> bool:
+        return place.seen_s < self._now() - AWAY_S
 
     def contributed(self, peer: str, round_index: int) -> None:
         """Note that rows of a peer came into the chain: it has its place before those without."""
@@ -283,6 +293,18 @@ class Gate:
             except RecordError:
                 return None
             return known[1]
+
+    def is_out(self, peer: str) -> bool:
+        """Tell whether a peer was admitted by an invitation that has ended."""
+        with self._lock:
+            known = self._verified.get(peer)
+        if known is None:
+            return False
+        try:
+            self._check_present(known[1])
+        except RecordError:
+            return True
+        return False
 
     def admitted(self) -> dict[str, Admission]:
         """Return all that are in now and have a place."""
@@ -317,7 +339,9 @@ class Gate:
             before = [
                 peer
                 for peer in found - {own[0]}
-                if peer in places and places[peer].rank < self._own_rank
+                if (place := places.get(peer)) is not None
+                and place.rank < self._own_rank
+                and not self._is_away(place)
             ]
         if len(before) >= admission.places:
             raise AdmissionError(

@@ -49,6 +49,8 @@ class Kind:
     """What the items look like that it has several of; empty if it has none."""
     field: str = ""
     """The field that repeats the item."""
+    shows_presence: bool = False
+    """It does not outlast its owner for long."""
 
 
 _BUCKET = r"0|[1-9][0-9]{0,8}"
@@ -56,8 +58,8 @@ _HASH = r"[0-9a-f]{64}"
 KINDS = {
     kind.name: kind
     for kind in (
-        Kind("modules", ModuleRecord, 1024, 2400.0, r"[LP][0-9.E]{1,12}", "module"),
-        Kind("peers", PeerRecord, 2304, 2400.0, _BUCKET),
+        Kind("modules", ModuleRecord, 1024, 2400.0, r"[LP][0-9.E]{1,12}", "module", True),
+        Kind("peers", PeerRecord, 2304, 2400.0, _BUCKET, shows_presence=True),
         Kind("progress", ProgressRecord, 24_832, 2 * DAY_S, _BUCKET),
         Kind("blobs", BlobRecord, 640, 6 * 3600.0, _HASH, "sha256"),
         Kind("manifests", None, MAX_MANIFEST_BYTES, 2 * DAY_S),

@@ -350,10 +350,14 @@ def max_rounds(plan: RunPlan, now_s: float) -> int:
     have in both modes.
     """
     elapsed_s = max(0.0, now_s - plan.start_s)
-    round_s = plan.rounds.duration_s
-    if plan.rounds.inner_steps:
-        round_s = max(SHORTEST_ROUND_S, _tokens_of_steps(plan) / MAX_TOKENS_PER_S)
-    return min(math.floor(elapsed_s / round_s) + 1 + ROUND_SLACK, MAX_ROUND)
+    return min(math.floor(elapsed_s / least_round_s(plan)) + 1 + ROUND_SLACK, MAX_ROUND)
+
+
+def least_round_s(plan: RunPlan) -> float:
+    """Return the seconds that a round takes at least; by the clock all take the same."""
+    if not plan.rounds.inner_steps:
+        return plan.rounds.duration_s
+    return max(SHORTEST_ROUND_S, _tokens_of_steps(plan) / MAX_TOKENS_PER_S)
 
 
 def _tokens_of_steps(plan: RunPlan) -> int:

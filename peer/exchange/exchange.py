@@ -224,9 +224,11 @@ class Exchange:
     ) -> Answered | None:
         """Ask which steps come after some; blocks. The answer is checked.
 
-        None: the peer is silent, or talks nonsense.
+        None: the peer is silent, talks nonsense, or is no longer admitted.
         """
         run = self._run
+        if run.check.is_out(peer):
+            return None
         request = AskRequest(
             run=run.run_id, module=module, locator=[bytes.fromhex(name) for name in locator[:64]]
         )

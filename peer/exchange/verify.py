@@ -19,12 +19,14 @@ from dipaco.modules.plan import RunPlan
 from dipaco.protocol.admission import Admission, Gate
 from dipaco.protocol.chain import Head, Row, Step, verify_row
 from dipaco.protocol.record_errors import RecordError
-from dipaco.protocol.view import is_plausible_head, is_plausible_row
+from dipaco.protocol.view import is_plausible_head, is_plausible_row, max_rounds
 
 logger = logging.getLogger("dipaco.peer.exchange.verify")
 
 REMEMBERED_ROWS = 2**16
 REMEMBERED_ROUNDS = 4096
+# Rows of so many rounds, one or two of them still to come, show that a peer is there.
+NEW_ROUNDS = 5
 
 
 class RowCheck:
@@ -56,6 +58,10 @@ class RowCheck:
         """Tell whether a peer is admitted and was not revoked."""
         return self._gate.admission_of(peer) is not None
 
+    def is_out(self, peer: str) -> bool:
+        """Tell whether a peer was admitted by an invitation that has ended."""
+        return self._gate.is_out(peer)
+
     def admit(self, peer: str, admission: bytes) -> bool:
         """Take note of an admission that came with a message; returns whether it is good."""
         try:
@@ -74,7 +80,8 @@ class RowCheck:
             try:
                 self._check(row, module)
                 self._check_admission(row, admissions)
-                found = self._gate.check(row.peer, self._data_of(row.peer, admissions))
+                data = self._data_of(row.peer, admissions)
+                found = self._gate.check(row.peer, data, is_here=self._is_new(row))
                 self._check_places(row, found)
             except RecordError as error:
                 logger.debug("a row is left out: %s", error)
@@ -101,6 +108,11 @@ class RowCheck:
                 break
             good.append(step)
         return tuple(good)
+
+    def _is_new(self, row: Row) -> bool:
+        """Tell whether the peer of a row can be there: anybody may tell old ones again."""
+        oldest = max_rounds(self._plan, self._now()) - NEW_ROUNDS
+        return bool(self._plan.rounds.inner_steps) or row.round_index >= oldest
 
     def is_plausible_head(self, head: Head) -> bool:
         """Tell whether the run can have got so far by now."""

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import pickle
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +189,25 @@ def test_four_keys_have_no_more_places_than_one_and_take_none_from_who_is_there(
     clock.s += AWAY_S / 2 + 1
     # The second was not seen for so long: its place is free.
     assert let_in(gate, 50, 0, 1) == [50, 0]
+
+
+def test_what_outlasts_a_peer_keeps_no_place_for_it() -> None:
+    """How far paths are stands in the DHT for a day: a volunteer who lost a key need not wait."""
+    clock = Time()
+    single = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    gate, own = gate_at(clock), gate_at(clock)
+    old, new = (peer(0), admission(0, single)), (peer(1), admission(1, single))
+    gate.check(*old)
+    own.check(*old, is_here=False)
+    for _ in range(10):
+        clock.s += AWAY_S / 4
+        gate.check(*old, is_here=False)
+        own.check(*old, is_here=False)
+        assert own.counted_of({old[0]}, new) >= {new[0]}
+    gate.check(*new)
+    with pytest.raises(RecordError, match="all places"):
+        gate.check(*old, is_here=False)
+    assert gate.admitted().keys() == {new[0]}
 
 
 def test_rows_in_the_chain_come_before_who_was_seen_first(gate: Gate) -> None:
@@ -427,6 +448,38 @@ def test_the_operator_invites_and_revokes(tmp_path: Path) -> None:
     load_or_create_operator_key(tmp_path / "other.pem")
     with pytest.raises(ManifestError, match="is not the key that signed"):
         invite(tmp_path, 1, operator_key=tmp_path / "other.pem")
+
+
+def test_a_revocation_ends_no_round_whose_steps_can_be_made_before_it_is_known(
+    tmp_path: Path,
+) -> None:
+    """Who has the list refuses a step that others made without it, and what stands on it, for good:
+    so it must not speak of rounds that end before it can be everywhere."""
+    key_of_run = load_or_create_operator_key(tmp_path / "operator.pem")
+    plan = make_plan(start_s=time.time() - 1000.5 * make_plan().rounds.duration_s)
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(plan, key_of_run))
+    gate = Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes()))
+    found = read_invitation(invite(tmp_path, 2))
+    mine = found.admit(public(0), time.time())
+    gate.check(peer(0), mine)
+    said = revoke(tmp_path, [found.id])
+    gate.revoke((tmp_path / "revocations.json").read_bytes())
+    with pytest.raises(RecordError, match="revoked"):
+        gate.check(peer(0), mine)
+    assert [gate.counts(peer(0), mine, number) for number in (1000, 1001, 1002)] == [True] * 3
+    assert not gate.counts(peer(0), mine, 1010)
+    assert re.search(r"within .* s, or steps", said)
+
+
+def test_with_fixed_steps_a_revocation_spares_the_rounds_that_were_counted() -> None:
+    """They may be much shorter than the longest that a round may last."""
+    rounds = make_plan().rounds.model_copy(update={"inner_steps": 4, "duration_s": 600.0})
+    plan = make_plan().model_copy(update={"rounds": rounds})
+    invitation = make_invitation(Terms(plan.admission_scope, 2, 0), OPERATOR)
+    gate = Gate.of(verify_manifest(sign_manifest(plan, OPERATOR)))
+    ended_s = int(plan.start_s) + 6000
+    gate.revoke(sign_revocations(plan.admission_scope, 1, {invitation.id: ended_s}, OPERATOR))
+    assert gate.counts(peer(0), admission(0, invitation), 3000)
 
 
 def test_a_successor_s_folder_has_the_list_and_goes_on_from_it(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class OpenGate(Gate):
     def verify(self, peer: str, data: Any) -> Admission:
         return Admission("everybody", 10_000)
 
-    def check(self, peer: str, data: Any) -> Admission:
+    def check(self, peer: str, data: Any, *, is_here: bool = True) -> Admission:
         return Admission("everybody", 10_000)
 
     def admission_of(self, peer: str) -> Admission | None:

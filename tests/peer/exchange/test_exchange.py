@@ -111,6 +111,15 @@ def test_strangers_and_the_revoked_tell_nothing(peers: Peers) -> None:
     assert len(other.told) == 1
 
 
+def test_the_revoked_are_asked_for_nothing(peers: Peers) -> None:
+    """Their rows stand in the last steps: whoever answered would be waited for as a trainer."""
+    one, other = peers(), peers()
+    meet(one, other)
+    assert other.exchange.ask(one.peer, MODULE, [GENESIS]) is not None
+    other.gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: 0}, OPERATOR))
+    assert other.exchange.ask(one.peer, MODULE, [GENESIS]) is None
+
+
 def test_a_reader_that_knows_nobody_asks_for_a_whole_chain_and_can_check_it(peers: Peers) -> None:
     keeper, reader = peers(), peers(is_in=False)
     members = range(3, 9)

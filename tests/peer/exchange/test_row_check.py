@@ -6,6 +6,7 @@ import dataclasses
 
 from support.exchanges import (
     GENESIS,
+    GRID,
     INVITATION,
     MODULE,
     NOW_S,
@@ -19,7 +20,8 @@ from support.exchanges import (
 )
 from support.peers import RUN, key, peer
 
-from dipaco.protocol.admission import Gate
+from dipaco.peer.exchange.verify import RowCheck
+from dipaco.protocol.admission import AWAY_S, Gate
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
@@ -81,6 +83,19 @@ def test_an_invitation_counts_for_its_places_however_many_keys_were_made_with_it
     assert check.good_rows(MODULE, [row_of(n, 1) for n in (4, 1, 5)], known) == (row_of(1, 1),)
     assert check.good_steps(MODULE, chain_of(1, (0, 1)), known)
     assert check.good_steps(MODULE, chain_of(1, (0, 1, 2)), known) == ()
+
+
+def test_a_row_of_long_ago_that_is_told_again_keeps_no_place() -> None:
+    now = [PLAN.start_s + 10 * PLAN.rounds.duration_s]
+    gate = Gate(RUN, raw_public_key(OPERATOR), now=lambda: now[0])
+    check = RowCheck(PLAN, GRID, gate, max_bytes=lambda module: 1000, now=lambda: now[0])
+    single = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    known = {peer(n): admission(n, single) for n in range(2)}
+    assert check.good_rows(MODULE, [row_of(0, 9)], known)
+    for _ in range(20):
+        now[0] += AWAY_S / 4
+        assert check.good_rows(MODULE, [row_of(0, 9)], known)
+    assert check.admit(peer(1), known[peer(1)])
 
 
 def test_who_is_revoked_stays_in_chains_up_to_the_round_in_which_it_ended() -> None:
