@@ -20,7 +20,8 @@ from dipaco.peer.app import install_stop_signals, start_background, write_addres
 from dipaco.peer.background import Background
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.guests import OWN_INVITATION, given_invitation
-from dipaco.peer.node.node import Node, join_run
+from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.node import Node
 from dipaco.peer.node_process import NodeProcess, begin_process
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.presence.refresher import Refresher

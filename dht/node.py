@@ -155,14 +155,7 @@ def join_dht(
     check_p2pd()
     check_shared_memory()
     shorten_sockets()
-    for address in initial_peers:
-        check_peer_address(address)
-    for address in announce_maddrs:
-        check_listen_address(address, "--announce-maddrs")
-    for address in host_maddrs:
-        check_listen_address(address, "--host-maddrs")
-        if not client_mode:
-            check_port_is_free(address)
+    _check_addresses(initial_peers, announce_maddrs, host_maddrs, needs_ports=not client_mode)
     # Nobody calls a client, and the first node of a swarm knows no relay.
     needs_relay = bool(initial_peers) and not client_mode and not is_relay
     dht = GuardedDHT(
@@ -195,6 +188,24 @@ def join_dht(
         dht.shutdown()
         raise
     return dht
+
+
+def _check_addresses(
+    initial_peers: Sequence[str],
+    announce_maddrs: Sequence[str],
+    host_maddrs: Sequence[str],
+    *,
+    needs_ports: bool,
+) -> None:
+    """Raise `AddressError` for an address that cannot be used, or a port that is not free."""
+    for address in initial_peers:
+        check_peer_address(address)
+    for address in announce_maddrs:
+        check_listen_address(address, "--announce-maddrs")
+    for address in host_maddrs:
+        check_listen_address(address, "--host-maddrs")
+        if needs_ports:
+            check_port_is_free(address)
 
 
 def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:

@@ -139,16 +139,11 @@ def collect_windows(
                     known = None if item.label is None else names.setdefault(item.label, len(names))
                     labels.append(-1 if known is None else known)
     sizes = np.array(counts, dtype=np.int64)
-    stride = window_stride(length, prefix_tokens)
-    row_counts = -(-(sizes - prefix_tokens) // stride)
-    row_documents = np.repeat(np.arange(len(sizes)), row_counts)
-    first_rows = np.cumsum(row_counts) - row_counts
-    ordinals = np.arange(len(row_documents)) - first_rows[row_documents]
-    row_tokens = np.minimum(sizes[row_documents] - ordinals * stride, length)
+    row_documents, row_tokens = _rows_of(sizes, length, prefix_tokens)
     shape = (len(row_documents), length)
     return DocumentWindows(
         rows=np.memmap(file, dtype, "r", shape=shape) if counts else np.empty(shape, dtype),
-        row_tokens=row_tokens.astype(np.int32),
+        row_tokens=row_tokens,
         row_documents=row_documents,
         document_tokens=np.array(scored, dtype=np.int64),
         ranked=np.array(paths, dtype=np.int64).reshape(-1, ranked),
@@ -157,6 +152,18 @@ def collect_windows(
         prefix_tokens=prefix_tokens,
         short_documents=short,
     )
+
+
+def _rows_of(sizes: np.ndarray, length: int, prefix_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for documents of these `sizes` [N], the document of each row, int64 [R], and how many
+    of its tokens are in it, int32 [R]."""
+    stride = window_stride(length, prefix_tokens)
+    row_counts = -(-(sizes - prefix_tokens) // stride)
+    row_documents = np.repeat(np.arange(len(sizes)), row_counts)
+    first_rows = np.cumsum(row_counts) - row_counts
+    ordinals = np.arange(len(row_documents)) - first_rows[row_documents]
+    row_tokens = np.minimum(sizes[row_documents] - ordinals * stride, length)
+    return row_documents, row_tokens.astype(np.int32)
 
 
 def tokenised(router: DocumentRouter, documents: Iterable[Document]) -> Iterator[TokenDocument]:

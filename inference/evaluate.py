@@ -172,21 +172,8 @@ def evaluate(
     """
     with tempfile.TemporaryDirectory(prefix="dipaco-eval-") as temporary:
         progress("routing the documents")
-        router = source.document_router(device)
-        windows = collect_windows(
-            router,
-            tokenised(router, documents),
-            source.plan,
-            Path(temporary),
-            ranked=mix if rerouting is None else source.grid.path_count,
-        )
-        del router
-        if not len(windows):
-            raise CorpusError(
-                f"none of the {windows.short_documents} documents is longer than the "
-                f"{windows.prefix_tokens} tokens that routing sees, so there is nothing to score; "
-                f"give longer documents"
-            )
+        ranked = mix if rerouting is None else source.grid.path_count
+        windows = _routed(source, documents, Path(temporary), ranked, device)
         references: dict[str, np.ndarray] = {}
         if mix > 1 or rerouting is not None:
             file = Path(temporary) / "nats.f32"
@@ -212,6 +199,30 @@ def evaluate(
             unscored_documents=int((~chosen).sum()),
             short_documents=windows.short_documents,
         )
+
+
+def _routed(
+    source: StateSource,
+    documents: Iterable[Document],
+    folder: Path,
+    ranked: int,
+    device: torch.device,
+) -> DocumentWindows:
+    """Return the windows of the documents, each routed to its `ranked` best paths.
+
+    Raises CorpusError if no document has a token to score.
+    """
+    router = source.document_router(device)
+    windows = collect_windows(
+        router, tokenised(router, documents), source.plan, folder, ranked=ranked
+    )
+    if not len(windows):
+        raise CorpusError(
+            f"none of the {windows.short_documents} documents is longer than the "
+            f"{windows.prefix_tokens} tokens that routing sees, so there is nothing to score; "
+            f"give longer documents"
+        )
+    return windows
 
 
 def _losses_of_routed_paths(

@@ -40,7 +40,8 @@ from dipaco.peer.keeping.blob_keeper import BlobKeeper
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.given_address import keep_addresses
 from dipaco.peer.node.guests import RevocationList, given_invitation
-from dipaco.peer.node.node import Node, join_run
+from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.node import Node
 from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
 from dipaco.peer.owner.keep_awake import KeepAwake
 from dipaco.peer.owner.pauses import Pauses, install_pause_signals
@@ -181,10 +182,7 @@ def _train(
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
     pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget, events))
-    maker = look_for_gpu_hardware() if settings.device == "auto" else ""
-    if device.type == "cpu" and maker:
-        remedy = how_to_use_gpu(maker, torch.__version__, torch_is_built_for())
-        logger.warning("A GPU OF %s IS HERE AND IS NOT USED: %s; %s", maker, reason, remedy)
+    _warn_of_unused_gpu(settings, device, reason)
     display.say(device_line(device, reason, gpus_left(device, settings.device)))
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
@@ -194,20 +192,7 @@ def _train(
     display.start(node, refresher, status)
     speed = FirstSpeed(node.plan.model, status.device, lambda said: events.emit("speed", what=said))
     events.add_listener(speed.on_event)
-    trainer = PathTrainer(
-        node.plan,
-        node.grid,
-        device,
-        new_model=lambda: node.fetcher.mended(
-            node.plan.blobs.base,
-            "the base model",
-            lambda: node.run_folder.path_model(node.plan, device),
-        ),
-        optimizer=settings.optimizer,
-        micro_batch_size=micro_batch_size,
-        compile_model=settings.compile_model and device.type == "cuda",
-        is_interrupted=process.stopping.is_set,
-    )
+    trainer = _new_trainer(settings, node, device, micro_batch_size, process.stopping)
     running = RunningNode(node, status, refresher, background, events, process.stopping)
     session = Session(settings, running, trainer, pauses)
     # Later than the other processes and what answers others: these have to be quick.
@@ -225,6 +210,38 @@ def _train(
     del session, trainer
     release_memory(device)
     return settings, successor
+
+
+def _warn_of_unused_gpu(settings: PeerSettings, device: torch.device, reason: str) -> None:
+    """Say so where the CPU trains and the machine has a GPU that PyTorch cannot use."""
+    maker = look_for_gpu_hardware() if settings.device == "auto" else ""
+    if device.type == "cpu" and maker:
+        remedy = how_to_use_gpu(maker, torch.__version__, torch_is_built_for())
+        logger.warning("A GPU OF %s IS HERE AND IS NOT USED: %s; %s", maker, reason, remedy)
+
+
+def _new_trainer(
+    settings: PeerSettings,
+    node: Node,
+    device: torch.device,
+    micro_batch_size: int | None,
+    stopping: threading.Event,
+) -> PathTrainer:
+    """Return the trainer of the session's paths, as the settings ask for it."""
+    return PathTrainer(
+        node.plan,
+        node.grid,
+        device,
+        new_model=lambda: node.fetcher.mended(
+            node.plan.blobs.base,
+            "the base model",
+            lambda: node.run_folder.path_model(node.plan, device),
+        ),
+        optimizer=settings.optimizer,
+        micro_batch_size=micro_batch_size,
+        compile_model=settings.compile_model and device.type == "cuda",
+        is_interrupted=stopping.is_set,
+    )
 
 
 def reasons_to_pause(

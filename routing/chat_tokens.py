@@ -54,7 +54,7 @@ class ChatEncoder:
         if tokenizer.chat_template is None:
             raise ConfigurationError(
                 "[data] holds chats, and the tokenizer of this run has no chat template; give a "
-                "base that has one, with base = 'FOLDER', or texts"
+                "base that has one beside a tokenizer.json, with base = 'FOLDER', or texts"
             )
         self._tokenizer = tokenizer
         self._prefix_tokens = prefix_tokens

@@ -79,21 +79,6 @@ class DocumentRouter:
         self.router = router
         self.prefix_tokens = prefix_tokens
 
-    def route_tokens(
-        self,
-        documents: Sequence[Sequence[int] | np.ndarray],
-        labels: Sequence[str | None] | None = None,
-    ) -> np.ndarray:
-        """Return the path of each document, int64 [N]. Documents are tokens with their begin.
-
-        `labels` are those of the documents, None for one that has none; only a router of kind
-        "label" looks at them.
-
-        Raises ConfigurationError if the router needs labels and there are none, ValueError for a
-        document without tokens.
-        """
-        return self.nearest_paths(documents, 1, labels)[:, 0]
-
     def nearest_paths(
         self,
         documents: Sequence[Sequence[int] | np.ndarray],
@@ -102,8 +87,12 @@ class DocumentRouter:
     ) -> np.ndarray:
         """Return the `count` best paths of each document, int64 [N, count], the best first.
 
-        More than one is for overlapping training shards (section 2.4.4). Raises as `route_tokens`
-        does.
+        Documents are tokens with their begin. `labels` are those of the documents, None for one
+        that has none; only a router of kind "label" looks at them. More than one path is for
+        overlapping training shards (section 2.4.4).
+
+        Raises ConfigurationError if the router needs labels and there are none, ValueError for a
+        document without tokens.
         """
         if self.router.path_count == count == 1:
             return np.zeros((len(documents), 1), dtype=np.int64)
@@ -114,7 +103,7 @@ class DocumentRouter:
         documents: Sequence[Sequence[int] | np.ndarray],
         labels: Sequence[str | None] | None = None,
     ) -> Prefixes:
-        """Return what the router needs to see of the documents. Raises as `route_tokens` does."""
+        """Return what the router needs to see of the documents. Raises as `nearest_paths` does."""
         if self.router.needs_labels and labels is None:
             raise ConfigurationError(
                 "this run routes documents by their label, and none was given; name the field that "

@@ -72,7 +72,6 @@ def scoring_windows(
     tokens: Sequence[int] | np.ndarray,
     sequence_length: int,
     prefix_tokens: int,
-    pad: int = PAD_TOKEN,
 ) -> np.ndarray:
     """Return the windows of one document as rows, int64 [n, sequence_length].
 
@@ -86,7 +85,7 @@ def scoring_windows(
     stride = window_stride(sequence_length, prefix_tokens)
     document = np.asarray(tokens, dtype=np.int64)
     count = max(0, -(-(len(document) - prefix_tokens) // stride))
-    padded = np.full(prefix_tokens + count * stride, pad, dtype=np.int64)
+    padded = np.full(prefix_tokens + count * stride, PAD_TOKEN, dtype=np.int64)
     padded[: len(document)] = document[: len(padded)]
     rows = np.arange(count)[:, None] * stride + np.arange(sequence_length)[None, :]
     return padded[rows]

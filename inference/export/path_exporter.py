@@ -355,9 +355,14 @@ def check_replaceable(folder: Path, expected: Mapping[str, Any]) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Give a folder to fill that becomes `folder` when the body ends well, and vanishes if not.
 
-    What was there before is replaced.
+    What was there before is replaced. Raises ConfigurationError if that is the present folder.
     """
-    parent = folder.absolute().parent
+    folder = folder.resolve()  # a link to a folder stays, and what it leads to is replaced
+    if folder == Path.cwd():
+        raise ConfigurationError(
+            f"--out {folder} is the present folder, and cannot be replaced; give one in it"
+        )
+    parent = folder.parent
     staging, previous = (parent / f".{folder.name}.{suffix}" for suffix in ("new", "old"))
     with storage_errors(parent):
         for left_over in (staging, previous):

@@ -39,6 +39,30 @@ def router_readme(router: Router, prefix_tokens: int, *, renumbered: bool) -> st
     `renumbered`: tokens have other numbers in the exported tokenizer than in the run.
     """
     needs_features = router.needs_features
+    sees = "the mean of the base model's last hidden states over" if needs_features else "only"
+    return "\n".join(
+        [
+            f"# Routing: a router of kind `{router.kind}`, {router.path_count} paths",
+            "",
+            f"A document goes to one path, for good, by its first {prefix_tokens} tokens (its "
+            f"beginning `<s>` among them). This kind of router sees {sees} these tokens"
+            f"{' and the label of the document' if router.needs_labels else ''}. From the folder "
+            f"above this one, with `dipaco` installed (for the router file alone):",
+            "",
+            "```python",
+            *_routing_program(router, prefix_tokens, renumbered=renumbered),
+            "```",
+            "",
+            "Compute in fp32, as here: everybody who routes must come to the same path. "
+            "`routing.json` says how many training documents and sequences each path got.",
+            "",
+        ]
+    )
+
+
+def _routing_program(router: Router, prefix_tokens: int, *, renumbered: bool) -> list[str]:
+    """Return the lines of a program that finds the path of a text."""
+    needs_features = router.needs_features
     setup = [
         'tokenizer = AutoTokenizer.from_pretrained("router/base")',
         'router = load_router(Path("router/router.safetensors").read_bytes())',
@@ -62,40 +86,24 @@ def router_readme(router: Router, prefix_tokens: int, *, renumbered: bool) -> st
     if router.needs_labels:
         known.append("labels=[label]")
     argument = "text, label" if router.needs_labels else "text"
-    sees = "the mean of the base model's last hidden states over" if needs_features else "only"
-    return "\n".join(
-        [
-            f"# Routing: a router of kind `{router.kind}`, {router.path_count} paths",
-            "",
-            f"A document goes to one path, for good, by its first {prefix_tokens} tokens (its "
-            f"beginning `<s>` among them). This kind of router sees {sees} these tokens"
-            f"{' and the label of the document' if router.needs_labels else ''}. From the folder "
-            f"above this one, with `dipaco` installed (for the router file alone):",
-            "",
-            "```python",
-            "from pathlib import Path",
-            "",
-            *(["import torch"] if needs_features else []),
-            "from dipaco.routing.routers import Prefixes, load_router",
-            *(["from dipaco.routing.tokenizer_json import JsonPieces"] if renumbered else []),
-            f"from transformers import {'AutoModel, ' if needs_features else ''}AutoTokenizer",
-            "",
-            *setup,
-            "",
-            "",
-            f"def path_of({argument}):",
-            *body,
-            f"    return int(router.route(Prefixes({', '.join(known)}))[0])",
-            "",
-            "",
-            *([] if router.needs_labels else ["print(f\"paths/{path_of('The city lies'):05d}\")"]),
-            "```",
-            "",
-            "Compute in fp32, as here: everybody who routes must come to the same path. "
-            "`routing.json` says how many training documents and sequences each path got.",
-            "",
-        ]
-    )
+    return [
+        "from pathlib import Path",
+        "",
+        *(["import torch"] if needs_features else []),
+        "from dipaco.routing.routers import Prefixes, load_router",
+        *(["from dipaco.routing.tokenizer_json import JsonPieces"] if renumbered else []),
+        f"from transformers import {'AutoModel, ' if needs_features else ''}AutoTokenizer",
+        "",
+        *setup,
+        "",
+        "",
+        f"def path_of({argument}):",
+        *body,
+        f"    return int(router.route(Prefixes({', '.join(known)}))[0])",
+        "",
+        "",
+        *([] if router.needs_labels else ["print(f\"paths/{path_of('The city lies'):05d}\")"]),
+    ]
 
 
 def adapter_router_readme(router: Router, prefix_tokens: int, stands_alone: bool) -> str:

@@ -18,7 +18,8 @@ from dipaco.peer.exchange.contact.diagnosis import Finding, examine
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.contact.reachability import probe
 from dipaco.peer.node.entrance import Listening
-from dipaco.peer.node.node import Node, join_run
+from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.node import Node
 from dipaco.peer.settings import PeerSettings
 
 

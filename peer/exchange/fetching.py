@@ -62,7 +62,7 @@ class ContentFetcher:
         self._given_peers = tuple(given_peers)
         self.say: Callable[[str], None] = logger.info
         """Hears how far downloads are that take longer than some seconds."""
-        self._greatest = max_core_bytes(plan, grid)
+        self._max_bytes = max_core_bytes(plan, grid)
         """The most bytes of each blob of the run, by hash; replaced as a whole."""
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
@@ -71,17 +71,17 @@ class ContentFetcher:
 
     def use_shards(self, index: ShardIndex) -> None:
         """Learn the shard files, which are blobs too."""
-        self._greatest = self._greatest | shard_bytes(index, self._plan.model)
+        self._max_bytes = self._max_bytes | shard_bytes(index, self._plan.model)
 
     def use_genesis(self, digests: Mapping[str, str]) -> None:
         """Learn the states that a successor run begins with, which are blobs too."""
         layout = self._grid.layout
         sizes = {d: max_state_bytes(layout(module), 0) for module, d in digests.items()}
-        self._greatest = self._greatest | sizes
+        self._max_bytes = self._max_bytes | sizes
 
     def all_blobs(self) -> tuple[str, ...]:
         """Return the hashes that the run consists of."""
-        return tuple(self._greatest)
+        return tuple(self._max_bytes)
 
     def blob(self, sha256: str, what: str = "a blob") -> Path:
         """Return the file of a blob, fetched if needed; its size is bounded.
@@ -100,7 +100,7 @@ class ContentFetcher:
                             sha256,
                             self._blob_sources(sha256),
                             self.blobs,
-                            max_bytes=self._greatest.get(sha256, MAX_OTHER_BYTES),
+                            max_bytes=self._max_bytes.get(sha256, MAX_OTHER_BYTES),
                             timeout_s=FETCH_TIMEOUT_S,
                             mirrors=self._plan.mirrors,
                             on_progress=self._progress(what),

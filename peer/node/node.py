@@ -1,9 +1,7 @@
 """What every process of the swarm has, training or not: identity, DHT, exchange, clock, run.
 
-`join_run` does the steps of joining in order and stops at the first that fails with one clear
-line. Peers (`peer/app.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and readers
-(`peer/reader.py`) stand on it. A `Membership` is a place in the swarm, a `Node` one with a run;
-`Node.open_successor` puts the next run on the same place, so nobody leaves the swarm to move.
+A `Membership` is a place in the swarm, a `Node` one with a run. `Node.open_successor`
+puts the next run on the same place, so nobody leaves the swarm to move.
 """
 
 from __future__ import annotations
@@ -11,58 +9,43 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore, SharedContent
-from dipaco.base.errors import (
-    DipacoError,
-    ProtocolVersionError,
-    StorageError,
-)
+from dipaco.base.errors import ProtocolVersionError, StorageError
 from dipaco.base.files import atomic_write, remove_stale_temporaries, set_by
-from dipaco.dht.addresses import split_operator
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.node import select_run
 from dipaco.modules.grid import Grid
 from dipaco.modules.outer import OuterRule, max_contribution_bytes
 from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contact.clock import Clock, measure_clock
+from dipaco.peer.exchange.contact.clock import Clock
 from dipaco.peer.exchange.contact.contributors import Contributors
 from dipaco.peer.exchange.contact.hello import SOFTWARE
-from dipaco.peer.exchange.contact.known_peers import KnownPeers, peer_of
+from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
-from dipaco.peer.exchange.streams.transport import HivemindTransport
 from dipaco.peer.exchange.verify import RowCheck
-from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import MARK_BYTES, Step
-from dipaco.protocol.identity import Identity, let_go, load_or_create_identity, take_lock
-from dipaco.protocol.manifest import SignedManifest, verify_manifest
+from dipaco.protocol.identity import Identity, let_go, take_lock
+from dipaco.protocol.manifest import SignedManifest
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.record_errors import RecordError
 from dipaco.routing.run_folder import RunFolder
 
-from .entrance import Entrance, Listening
 from .guests import admit, open_gate
 from .states import States
 
 logger = logging.getLogger("dipaco.peer.node.node")
 
-MANIFEST_WAIT_S = 20.0
 # Of a chain on the disk, the steps whose peers are known from the start.
 REMEMBERED_STEPS = 3
-# Of the addresses given, when there are several runs to choose from.
-MAX_ASKED = 4
 
 
 @dataclass
@@ -171,7 +154,7 @@ class Node(Membership):
         process uses the run's folder, `StorageError` when the disk is full. `release` undoes it.
         """
         path = self.cache_folder / manifest.plan.run_id
-        node = _open_run(
+        node = open_run(
             self,
             manifest,
             path,
@@ -232,76 +215,7 @@ class Node(Membership):
             node = node.earlier
 
 
-def join_run(
-    *,
-    initial_peers: tuple[str, ...],
-    run: str | None,
-    cache_folder: Path,
-    identity_path: Path | None = None,
-    listening: Listening | None = None,
-    run_folder: Path | None = None,
-    content_folder: Path | None = None,
-    uplink: Uplink | None = None,
-    say: Callable[[str], None] = logger.info,
-) -> Node:
-    """Join a swarm and a run of it, and return the joined node.
-
-    `Entrance` says which peers it goes through. A bootstrap node gives the `run_folder` with its
-    manifest instead of looking a run up. In `content_folder` peers of this machine have blobs and
-    states in common. With an operator's fingerprint in `initial_peers` only runs of that operator
-    count.
-    Raises the `DipacoError` of the step that failed; what was started is stopped again.
-    """
-    given, operator = split_operator(initial_peers)
-    listening = listening or Listening()
-    own_manifest = RunFolder(run_folder).manifest_path.read_bytes() if run_folder else None
-    make_folder(cache_folder)
-    key_file = identity_path or cache_folder / "identity.key"
-    # One that is made here is nobody else's.
-    may_be_a_copy = key_file.exists()
-    identity = load_or_create_identity(key_file, say)
-    if not may_be_a_copy and not listening.client_mode:
-        say(
-            f"made {key_file}, by which others know this peer: back it up, and use it on one "
-            "machine at a time"
-        )
-    known = KnownPeers(cache_folder)
-    entrance = Entrance(identity, given, known, listening, say, may_be_a_copy=may_be_a_copy)
-    try:
-        entered = entrance.come_in(
-            lambda: own_manifest or _remembered_run(known, given, run, operator)
-        )
-    except BaseException:
-        identity.release()
-        raise
-    exchange = Exchange(HivemindTransport(entered.dht, uplink))
-    membership = Membership(identity, entered.dht, exchange, Clock(), entered.through)
-    try:
-        exchange.start()
-        if entered.through:
-            membership.clock = measure_clock(exchange, entered.through)
-            if abs(membership.clock.offset_s) > 0.5:
-                say(f"clock: {membership.clock.offset_s:+.2f} s against the swarm, corrected")
-        manifest = _find_manifest(membership, run, operator, entered.manifest or own_manifest)
-        path = run_folder or cache_folder / manifest.plan.run_id
-        node = _open_run(
-            membership,
-            manifest,
-            path,
-            cache_folder,
-            shared=None if content_folder is None else SharedContent(content_folder),
-            write_manifest=run_folder is None,
-            only_reads=listening.client_mode,
-        )
-        node.fetcher.say = say
-        node.serve_run()
-        return node
-    except BaseException:
-        membership.close()
-        raise
-
-
-def _open_run(
+def open_run(
     membership: Membership,
     manifest: SignedManifest,
     path: Path,
@@ -314,11 +228,7 @@ def _open_run(
 ) -> Node:
     """Open a run's folder and what stands on it. Raises a `DipacoError`; nothing stays open."""
     plan = manifest.plan
-    if plan.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolVersionError(
-            f"run '{plan.name}' speaks protocol {plan.protocol_version}, this is "
-            f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; {protocol_remedy(plan.protocol_version)}"
-        )
+    _check_protocol(plan)
     make_folder(path)
     lock_file = take_lock(path / ".lock", str(path), "--cache-dir")
     try:
@@ -335,13 +245,8 @@ def _open_run(
         given = map(peer_of, membership.initial_peers)
         fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming, plan, grid, given)
         chains = ChainStore(plan.run_id, grid.modules(), None if only_reads else path / "chains")
-        check = RowCheck(
-            plan,
-            grid,
-            gate,
-            max_bytes=functools.cache(functools.partial(max_row_bytes, plan, grid)),
-            now=membership.clock.now,
-        )
+        max_bytes = functools.cache(functools.partial(max_row_bytes, plan, grid))
+        check = RowCheck(plan, grid, gate, max_bytes=max_bytes, now=membership.clock.now)
         contributors = _follow_contributors(directory, chains, membership)
         return Node(
             identity=membership.identity,
@@ -370,6 +275,15 @@ def _open_run(
     except BaseException:
         let_go(lock_file)
         raise
+
+
+def _check_protocol(plan: RunPlan) -> None:
+    """Raise ProtocolVersionError when the run speaks another protocol than this program."""
+    if plan.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolVersionError(
+            f"run '{plan.name}' speaks protocol {plan.protocol_version}, this is "
+            f"{SOFTWARE} with protocol {PROTOCOL_VERSION}; {protocol_remedy(plan.protocol_version)}"
+        )
 
 
 def _follow_contributors(
@@ -407,47 +321,6 @@ def max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
     """Return the most bytes that a contribution to a module may have."""
     codec = OuterRule.of(plan, None).codec_of(module)
     return MARK_BYTES + max_contribution_bytes(codec, grid.layout(module))
-
-
-def _find_manifest(
-    membership: Membership, run: str | None, operator: str | None, own_manifest: bytes | None
-) -> SignedManifest:
-    """Return the manifest given, or the one of the run asked for, waiting a bounded time."""
-    if own_manifest is not None:
-        return verify_manifest(own_manifest)
-    directory = Directory(membership.dht, membership.identity, None)
-
-    def served() -> set[str]:
-        """Return the runs of those whose addresses were given, as far as they answer."""
-        runs = set()
-        for address in membership.initial_peers[:MAX_ASKED]:
-            with contextlib.suppress(DipacoError):
-                runs.add(membership.exchange.hello(peer_of(address)).run or "")
-        return runs
-
-    deadline = time.monotonic() + MANIFEST_WAIT_S
-    while True:
-        try:
-            return select_run(directory.list_manifests(), run, operator=operator, served=served)
-        except DipacoError:
-            # A bootstrap node that has just started publishes its manifest within seconds.
-            if directory.list_manifests() or time.monotonic() > deadline:
-                raise
-            threading.Event().wait(1.0)
-
-
-def _remembered_run(
-    known: KnownPeers, given: tuple[str, ...], run: str | None, operator: str | None
-) -> bytes | None:
-    """Return the manifest of the run that this peer was in with those at these addresses, if any.
-
-    Raises as `select_run` does when they are several.
-    """
-    manifests = []
-    for file in known.manifests(given):
-        with contextlib.suppress(OSError, DipacoError):
-            manifests.append(verify_manifest(file.read_bytes()))
-    return select_run(manifests, run, operator=operator).envelope if manifests else None
 
 
 def make_folder(path: Path) -> None:

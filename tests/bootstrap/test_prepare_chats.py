@@ -91,7 +91,7 @@ def test_routing_reads_the_question_not_the_template(run: tuple[RunFolder, str])
     beginnings = {tuple(tokenizer.document_tokens(text)[:-1][:8]) for text in questions}
     found = [corpus.beginning(index, 8) for index in range(len(corpus))]
     assert {tuple(beginning.tolist()) for beginning in found} <= beginnings
-    paths = router.route_tokens(found)
+    paths = router.nearest_paths(found, 1)[:, 0]
     documents = [shard.train_documents for shard in folder.shard_index(plan).paths]
     assert np.bincount(paths, minlength=4).tolist() == documents
 

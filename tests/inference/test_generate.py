@@ -193,7 +193,7 @@ def test_the_command_routes_the_prompt_and_loads_one_path(
     prompt = tiny_documents(4, 1, 5)[2][:40]
     source = DiskSource(out)
     router = source.document_router(torch.device("cpu"))
-    path = int(router.route_tokens([prompt_tokens(router.tokenizer, prompt)])[0])
+    path = int(router.nearest_paths([prompt_tokens(router.tokenizer, prompt)], 1)[0, 0])
     arguments = ["--state-dir", str(out), prompt, "--max-tokens", "12", "--threads", "1"]
     assert generate_cli.main(arguments) == 0
     first = capsys.readouterr()

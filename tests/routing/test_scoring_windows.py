@@ -31,7 +31,7 @@ def test_every_token_behind_the_prefix_is_scored_once(
 def test_short_documents_and_padding() -> None:
     assert scoring_windows([1, 2], 8, 2).shape == (0, 8)
     assert scoring_windows([], 8, 2).shape == (0, 8)
-    assert scoring_windows([5, 6, 7], 6, 2, pad=9).tolist() == [[5, 6, 7, 9, 9, 9]]
+    assert scoring_windows([5, 6, 7], 6, 2).tolist() == [[5, 6, 7, *3 * [PAD_TOKEN]]]
 
 
 @pytest.mark.parametrize("prefix", [0, 8, 9])

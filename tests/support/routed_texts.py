@@ -13,4 +13,4 @@ def route_texts(
     router: DocumentRouter, texts: Sequence[str], labels: Sequence[str | None] | None = None
 ) -> np.ndarray:
     documents = [router.tokenizer.document_tokens(text) for text in texts]
-    return router.route_tokens(documents, labels)
+    return router.nearest_paths(documents, 1, labels)[:, 0]

@@ -228,3 +228,23 @@ def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(
         asked = [*where, TEXT, "--max-tokens", "4", "--temperature", "0", *more]
         assert generate_cli.main(asked) == 0
         assert capsys.readouterr().out.startswith(TEXT)
+
+
+def test_a_link_to_a_folder_is_filled_where_it_leads(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "large-disk").mkdir()
+    (tmp_path / "path-0").symlink_to("large-disk")
+    assert run("--state-dir", folder / "out", "--path", 0, "--out", tmp_path / "path-0") == 0
+    assert (tmp_path / "large-disk" / "adapter_model.safetensors").is_file()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["large-disk", "path-0"]
+
+
+def test_the_present_folder_is_not_replaced(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("--state-dir", folder / "out", "--path", 0, "--out", ".") == 3
+    assert "is the present folder, and cannot be replaced" in capsys.readouterr().err
+    assert Path.cwd() == tmp_path

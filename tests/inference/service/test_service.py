@@ -70,7 +70,7 @@ def generated(out: Path, prompt: str, path: int | None, sampling: Sampling) -> t
     tokenizer = source.tokenizer()
     tokens = prompt_tokens(tokenizer, prompt)
     if path is None:
-        path = int(source.document_router(torch.device("cpu")).route_tokens([tokens])[0])
+        path = int(source.document_router(torch.device("cpu")).nearest_paths([tokens], 1)[0, 0])
     model = assemble_path(source, path)
     return path, "".join(stream_text(tokenizer, generate_tokens(model, tokens, sampling)))
 

@@ -75,7 +75,7 @@ def test_a_text_is_generated(browser: Browser, engine: Engine, out: Path) -> Non
     source = DiskSource(out)
     tokenizer = source.tokenizer()
     tokens = prompt_tokens(tokenizer, PROMPT)
-    path = int(source.document_router(torch.device("cpu")).route_tokens([tokens])[0])
+    path = int(source.document_router(torch.device("cpu")).nearest_paths([tokens], 1)[0, 0])
     sampling = Sampling(max_tokens=30, temperature=0)
     made = generate_tokens(assemble_path(source, path), tokens, sampling)
     text = "".join(stream_text(tokenizer, made))

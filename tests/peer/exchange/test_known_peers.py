@@ -14,9 +14,9 @@ from dipaco.base.errors import RunSelectionError, UnreachableError
 from dipaco.dht import node as dht_node
 from dipaco.dht.node import note_port, take_port
 from dipaco.peer.exchange.contact.known_peers import MAX_KNOWN, MAX_RUNS, MAX_TRIED, KnownPeers
-from dipaco.peer.node import node as peer_node
+from dipaco.peer.node import joining
 from dipaco.peer.node.entrance import Listening
-from dipaco.peer.node.node import join_run
+from dipaco.peer.node.joining import join_run
 from dipaco.protocol.view import SwarmView
 
 RUN = "0123456789abcdef"
@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path: Path, content: 
 def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_node, "MANIFEST_WAIT_S", 0.0)
+    monkeypatch.setattr(joining, "MANIFEST_WAIT_S", 0.0)
     nodes.serving()
     gone = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     said: list[str] = []

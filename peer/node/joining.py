@@ -1,0 +1,163 @@
+"""Joining a run: the steps in their order, until the first that fails, which says so in one line.
+
+Peers (`peer/app.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and readers
+(`peer/reader.py`) begin with `join_run`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dipaco.base.blobs import SharedContent
+from dipaco.base.errors import DipacoError
+from dipaco.dht.addresses import split_operator
+from dipaco.dht.directory import Directory
+from dipaco.dht.node import select_run
+from dipaco.peer.exchange.contact.clock import Clock, measure_clock
+from dipaco.peer.exchange.contact.known_peers import KnownPeers, peer_of
+from dipaco.peer.exchange.exchange import Exchange
+from dipaco.peer.exchange.streams.transport import HivemindTransport
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.identity import Identity, load_or_create_identity
+from dipaco.protocol.manifest import SignedManifest, verify_manifest
+from dipaco.routing.run_folder import RunFolder
+
+from .entrance import Entrance, Listening
+from .node import Membership, Node, make_folder, open_run
+
+logger = logging.getLogger("dipaco.peer.node.joining")
+
+MANIFEST_WAIT_S = 20.0
+# Of the addresses given, when there are several runs to choose from.
+MAX_ASKED = 4
+
+
+def join_run(
+    *,
+    initial_peers: tuple[str, ...],
+    run: str | None,
+    cache_folder: Path,
+    identity_path: Path | None = None,
+    listening: Listening | None = None,
+    run_folder: Path | None = None,
+    content_folder: Path | None = None,
+    uplink: Uplink | None = None,
+    say: Callable[[str], None] = logger.info,
+) -> Node:
+    """Join a swarm and a run of it, and return the joined node.
+
+    `Entrance` says which peers it goes through. A bootstrap node gives the `run_folder` with its
+    manifest instead of looking a run up. In `content_folder` peers of this machine have blobs and
+    states in common. With an operator's fingerprint in `initial_peers` only runs of that operator
+    count.
+    Raises the `DipacoError` of the step that failed; what was started is stopped again.
+    """
+    given, operator = split_operator(initial_peers)
+    listening = listening or Listening()
+    own_manifest = RunFolder(run_folder).manifest_path.read_bytes() if run_folder else None
+    make_folder(cache_folder)
+    key_file = identity_path or cache_folder / "identity.key"
+    identity, may_be_a_copy = _identity(key_file, listening, say)
+    known = KnownPeers(cache_folder)
+    entrance = Entrance(identity, given, known, listening, say, may_be_a_copy=may_be_a_copy)
+    try:
+        entered = entrance.come_in(
+            lambda: own_manifest or _remembered_run(known, given, run, operator)
+        )
+    except BaseException:
+        identity.release()
+        raise
+    exchange = Exchange(HivemindTransport(entered.dht, uplink))
+    membership = Membership(identity, entered.dht, exchange, Clock(), entered.through)
+    try:
+        exchange.start()
+        if entered.through:
+            membership.clock = _swarm_clock(exchange, entered.through, say)
+        manifest = _find_manifest(membership, run, operator, entered.manifest or own_manifest)
+        path = run_folder or cache_folder / manifest.plan.run_id
+        node = open_run(
+            membership,
+            manifest,
+            path,
+            cache_folder,
+            shared=None if content_folder is None else SharedContent(content_folder),
+            write_manifest=run_folder is None,
+            only_reads=listening.client_mode,
+        )
+        node.fetcher.say = say
+        node.serve_run()
+        return node
+    except BaseException:
+        membership.close()
+        raise
+
+
+def _identity(
+    key_file: Path, listening: Listening, say: Callable[[str], None]
+) -> tuple[Identity, bool]:
+    """Return this process's identity, and whether another machine may have it too.
+
+    One that is made here is nobody else's; its owner is told to keep the key.
+    """
+    may_be_a_copy = key_file.exists()
+    identity = load_or_create_identity(key_file, say)
+    if not may_be_a_copy and not listening.client_mode:
+        say(
+            f"made {key_file}, by which others know this peer: back it up, and use it on one "
+            "machine at a time"
+        )
+    return identity, may_be_a_copy
+
+
+def _swarm_clock(exchange: Exchange, through: tuple[str, ...], say: Callable[[str], None]) -> Clock:
+    """Return the swarm's time, and say by how much this machine's clock is off, if it matters."""
+    clock = measure_clock(exchange, through)
+    if abs(clock.offset_s) > 0.5:
+        say(f"clock: {clock.offset_s:+.2f} s against the swarm, corrected")
+    return clock
+
+
+def _find_manifest(
+    membership: Membership, run: str | None, operator: str | None, own_manifest: bytes | None
+) -> SignedManifest:
+    """Return the manifest given, or the one of the run asked for, waiting a bounded time."""
+    if own_manifest is not None:
+        return verify_manifest(own_manifest)
+    directory = Directory(membership.dht, membership.identity, None)
+
+    def served() -> set[str]:
+        """Return the runs of those whose addresses were given, as far as they answer."""
+        runs = set()
+        for address in membership.initial_peers[:MAX_ASKED]:
+            with contextlib.suppress(DipacoError):
+                runs.add(membership.exchange.hello(peer_of(address)).run or "")
+        return runs
+
+    deadline = time.monotonic() + MANIFEST_WAIT_S
+    while True:
+        try:
+            return select_run(directory.list_manifests(), run, operator=operator, served=served)
+        except DipacoError:
+            # A bootstrap node that has just started publishes its manifest within seconds.
+            if directory.list_manifests() or time.monotonic() > deadline:
+                raise
+            threading.Event().wait(1.0)
+
+
+def _remembered_run(
+    known: KnownPeers, given: tuple[str, ...], run: str | None, operator: str | None
+) -> bytes | None:
+    """Return the manifest of the run that this peer was in with those at these addresses, if any.
+
+    Raises as `select_run` does when they are several.
+    """
+    manifests = []
+    for file in known.manifests(given):
+        with contextlib.suppress(OSError, DipacoError):
+            manifests.append(verify_manifest(file.read_bytes()))
+    return select_run(manifests, run, operator=operator).envelope if manifests else None
