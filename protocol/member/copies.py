@@ -2,7 +2,8 @@
 
 One peer looks after the copies of a module: its trainer with the oldest claim, or, where nobody
 trains it, the holder that rendezvous hashing names. It asks the next peers in rendezvous order to
-keep a copy until enough announce one. A keeper follows the steps that it is told of.
+keep a copy until enough announce one. A keeper follows the steps that it is told of. Where copies
+are missing for a round, the next one looks after them too: the first may only say that it is there.
 """
 
 from __future__ import annotations
@@ -34,25 +35,30 @@ class Copies:
     def __init__(self, known: Knowledge, modules: dict[str, FollowedModule]) -> None:
         self._known, self._modules = known, modules
         self._asked: dict[tuple[str, str], float] = {}
+        self._short_s: dict[str, float] = {}
+        """By module: since when copies are missing."""
 
     def on_view(self) -> None:
         """See whether enough copies are announced."""
         held = [of for _, of in sorted(self._modules.items()) if of.head is not None]
         for followed in held:
-            if self._is_mine_to_care_for(followed):
-                self._look_after(followed)
+            place = self._place(followed)
+            if place is not None:
+                self._look_after(followed, place)
         self._drop_one([followed for followed in held if followed.role is Role.KEEPER])
 
-    def _is_mine_to_care_for(self, followed: FollowedModule) -> bool:
+    def _place(self, followed: FollowedModule) -> int | None:
+        """Return this peer's place among those who look after the copies of a module, if any."""
         known, view = self._known, self._known.view
         if followed.link.version == 0 or not view.covers_module(followed.module):
-            return False
+            return None
         trainers = known.trainers(followed.module)
         if trainers:
-            first = min(trainers, key=lambda peer: seniority(view, known.me, peer))
-            return first == known.me
-        here = {*known.holders(followed.module), known.me}
-        return keepers(followed.module, filter(known.is_callable, here), 1) == (known.me,)
+            order = sorted(trainers, key=lambda peer: seniority(view, known.me, peer))
+        else:
+            here = {*known.holders(followed.module), known.me}
+            order = list(keepers(followed.module, filter(known.is_callable, here), len(here)))
+        return order.index(known.me) if known.me in order else None
 
     def _copies(self, followed: FollowedModule) -> set[str]:
         """Return who announces a state that is hardly older and can be called, or trains; nobody
@@ -73,11 +79,15 @@ class Copies:
         others = [(h.peer_id, h.head) for h in held if own is not None and h.head.step == own.step]
         return {peer for peer, head in others if own is not None and head.digest != own.digest}
 
-    def _look_after(self, followed: FollowedModule) -> None:
+    def _look_after(self, followed: FollowedModule, place: int) -> None:
         known = self._known
         has = self._copies(followed)
         missing = known.plan.rounds.copies - len(has)
         if missing <= 0:
+            self._short_s.pop(followed.module, None)
+            return
+        short_s = self._short_s.setdefault(followed.module, known.now_s)
+        if known.now_s - short_s < place * known.schedule.duration_s:
             return
         patience_s = ASKED_PERIODS * refresh_period_s(known.plan.rounds)
         self._asked = {k: s for k, s in self._asked.items() if known.now_s - s < patience_s}

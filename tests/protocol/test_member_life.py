@@ -278,6 +278,16 @@ def test_as_many_are_asked_to_keep_a_copy_as_are_missing() -> None:
     assert asked() == ()
 
 
+def test_who_says_that_it_is_the_oldest_and_does_nothing_keeps_nobody_from_copying() -> None:
+    life = Life(holds=True, pinned=0).begun()
+    life.others = {"B": 0, **dict.fromkeys("CDEFG")}
+    life.see()
+    assert not [tell for tell in life.take(a.Tell) if tell.keep], "it is the turn of B"
+    life.now_s += 1.1 * DURATION_S
+    life.see()
+    assert [len(tell.peers) for tell in life.take(a.Tell) if tell.keep] == [2]
+
+
 def test_a_peer_keeps_so_many_copies_for_others_and_no_more() -> None:
     life = Life(paths=70, trains=False)
     life.silent, life.others = {a.FetchState}, {"B": None}
