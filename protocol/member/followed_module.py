@@ -22,7 +22,7 @@ A round of a module, as it goes when nothing is wrong:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import MAX_REPLAY, RECENT_STEPS, Link
@@ -268,12 +268,7 @@ class FollowedModule:
 
     def hear_rows(self, rows: Iterable[Row], teller: str) -> None:
         """Rows of others are here, unasked or as an answer: get their files."""
-        recent, trainers = self.chain.recent(), self.known.trainers(self.module)
-
-        def has_room_first(peer: str) -> bool:
-            return peer in recent or peer in trainers
-
-        wanted: list[Row] = []
+        has_room_first, wanted = self._room_first(), list[Row]()
         for row in sorted(rows, key=lambda row: (row.round_index, row.path, row.peer)):
             self._contributors.heard(row.peer)
             is_old = row.round_index < self.link.round_index
@@ -286,6 +281,11 @@ class FollowedModule:
         self.last_told_s = self.known.now_s
         self._open_as_heard()
         self._gather(wanted, (teller,) if teller else ())
+
+    def _room_first(self) -> Callable[[str], bool]:
+        """Return what tells whose rows have room before those of others."""
+        recent, trainers = self.chain.recent(), self.known.trainers(self.module)
+        return lambda peer: peer in recent or peer in trainers
 
     def _open_as_heard(self) -> None:
         """Begin the round that rows here are of, where this peer trains nothing and so has no
@@ -375,14 +375,22 @@ class FollowedModule:
             self._note_teller(step.name, teller)
             # A newcomer hears of the first steps of the run too: their files are gone anywhere.
             is_old = step.round_index + MAX_REPLAY <= steps[-1].round_index
-            is_next = is_new and not is_old and step.parent == self.stand
-            if is_next and (missing := self._rows.missing(step)):
-                self._gather_for_step(missing, step.name)
+            if is_new and not is_old and step.parent == self.stand:
+                self._hear_rows_of_next(step)
         self.last_told_s = self.known.now_s
         ready = self.ready.step if self.ready is not None else ""
         if self.chain.trim({name for name in (self._taking.target, ready) if name}):
             self._forget_gone()
         self.consider()
+
+    def _hear_rows_of_next(self, step: Step) -> None:
+        """The rows of a step on the own one are known by it: who keeps its row back until it tells
+        a step of it shuts out nobody whose step has both."""
+        has_room_first = self._room_first()
+        for row in step.rows:
+            self._rows.note(row, has_room_first)
+        if missing := self._rows.missing(step):
+            self._gather_for_step(missing, step.name)
 
     def _note_teller(self, step: str, peer: str) -> None:
         tellers = self._tellers.setdefault(step, {})

@@ -115,6 +115,19 @@ def test_it_is_remembered_of_so_many_peers_that_they_were_asked() -> None:
     assert len(member.module._asked_s) < 1500
 
 
+def test_who_tells_a_step_of_its_own_row_alone_shuts_nobody_out() -> None:
+    """Of two trainers, one keeps its row back, and so the other may propose no step."""
+    member = Trainer("A", "AB")
+    member.publish()
+    member.take(a.Tell)
+    alone = Step.of([member.row("B")])
+    member.module.hear_steps([alone], "B")
+    member.gathered(*alone.rows)
+    member.wait(GATHER_S - GRACE_S / 2)
+    (step,) = member.proposed()
+    assert step.peers == {"A", "B"}
+
+
 def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
     member = Trainer("A", "ABCDE")
     heads = [
