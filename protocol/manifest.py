@@ -243,7 +243,7 @@ def chain_of_runs(
 def _succeeds(new: SignedManifest, old: SignedManifest) -> bool:
     return (
         new.plan.successor_of == old.plan.run_id
-        and new.operator_fingerprint == old.operator_fingerprint
+        and new.operator_key == old.operator_key
         and new.plan.start_s > old.plan.start_s
     )
 

@@ -93,6 +93,8 @@ class Exchange:
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
         """By row: files that are on their way, with the peers that may have them."""
+        self._named: dict[str, set[str]] = {}
+        """By row: those of these peers that were named since its sources were asked last."""
         self._arrivals: dict[str, tuple[str, asyncio.Event]] = {}
         """By row: the hash of a file that is waited for."""
 
@@ -333,6 +335,7 @@ class Exchange:
                 peers = {row.peer, *others} - {self.peer_id}
                 if row.name in self._gathering:
                     self._gathering[row.name] |= peers
+                    self._named.setdefault(row.name, set()).update(peers)
                     continue
                 self._gathering[row.name] = peers
                 self._thread.spawn(self._gather_one(row, check, on_done, timeout_s))
@@ -357,6 +360,7 @@ class Exchange:
             reason = str(error) or type(error).__name__
         finally:
             self._gathering.pop(row.name, None)
+            self._named.pop(row.name, None)
             self._arrivals.pop(row.name, None)
         on_done(row, reason, is_refused)
 
@@ -379,6 +383,10 @@ class Exchange:
         if files is None:
             raise NetworkError("this process takes no contributions")
         until_s, wait_s = time.monotonic() + timeout_s, RETRY_S
+
+        def named() -> list[Source]:
+            return self._sources(spread(row.file, self._named.pop(row.name, ()), self.peer_id))
+
         while True:
             found = await run_blocking(files.find, row.file)
             if found is not None:
@@ -395,6 +403,7 @@ class Exchange:
                     max_bytes=row.bytes,
                     timeout_s=max(1.0, left_s),
                     slots=self._urgent_slots,
+                    more=named,
                 )
             except IntegrityError as error:
                 # Another file under this name says nothing of the row.

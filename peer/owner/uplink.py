@@ -29,6 +29,8 @@ class Uplink:
         self._free_s = 0.0
         self.sent_bytes = 0
         """Since the start."""
+        self.counted_bytes = 0
+        """Those that were sent and are in an upload budget."""
         self.received_bytes = 0
         """Since the start."""
         self.serves = True

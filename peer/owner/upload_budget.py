@@ -35,7 +35,6 @@ class UploadBudget:
         self._file = folder / "upload.json"
         self._limits_gb = {"month": gb_month, "hour": gb_hour}
         self._uplink, self._now = uplink, now
-        self._counted = uplink.sent_bytes
         self._bytes = self._load()
 
     def reason(self) -> str:
@@ -54,15 +53,16 @@ class UploadBudget:
     def count(self) -> None:
         """Write down what was sent; another month or hour begins at nothing."""
         sent, now = self._uplink.sent_bytes, self._now()
+        new = sent - self._uplink.counted_bytes
         for span, (begun, before) in self._bytes.items():
             at = f"{now:{UPLOAD_SPANS[span]}}"
-            self._bytes[span] = (at, (before if at == begun else 0) + sent - self._counted)
-        if sent != self._counted or not self._file.exists():
+            self._bytes[span] = (at, (before if at == begun else 0) + new)
+        if new or not self._file.exists():
             (month, month_bytes), (hour, hour_bytes) = self._bytes["month"], self._bytes["hour"]
             kept = {"month": month, "bytes": month_bytes, "hour": hour, "hour_bytes": hour_bytes}
             with contextlib.suppress(OSError, StorageError):
                 atomic_write(self._file, f"{json.dumps(kept)}\n".encode())
-        self._counted = sent
+        self._uplink.counted_bytes = sent
 
     def _load(self) -> dict[str, tuple[str, int]]:
         """Return for month and hour which one it was, and the bytes of it."""

@@ -40,6 +40,8 @@ from .taking import Stage, Taking
 FIRST_ASK_OF_CLOSED, ASKS_OF_CLOSED = 0.45, 0.65
 # A parent that is not known is asked for once in so many seconds.
 ASK_AGAIN_S = 2.0
+# Peers of which it is remembered when they were asked last.
+MAX_ASKED = 1024
 # Peers that are remembered to have told of a step: they may have its state.
 TELLERS = 8
 # A newcomer asks so many holders what their chain is, and waits so long.
@@ -216,12 +218,14 @@ class FollowedModule:
 
     def _open_round(self, index: int, boundary_s: float, *, is_again: bool = False) -> None:
         """A round that is newer than the last one begins here, or with fixed steps the last one
-        once more, because it brought no step; or one long before, as the clock was set back."""
+        once more, because it brought no step; or one long before, as the clock was set back; or one
+        whose boundary has come before that of the last one, which was told of too early."""
         round_ = self.round
         is_set_back = self.role is Role.TRAINER and index + 1 < round_.index
-        if index <= round_.index - is_again and not is_set_back:
+        is_early = max(boundary_s, self.known.now_s) < round_.boundary_s
+        if index <= round_.index - is_again and not is_set_back and not is_early:
             return
-        if round_.index >= 0:
+        if round_.index >= 0 and not is_early:
             round_.in_vain = 0 if self.link.round_index >= round_.index else round_.in_vain + 1
         round_.index, round_.boundary_s, self._asks = index, boundary_s, 0
         self._sure_s = math.inf
@@ -490,7 +494,10 @@ class FollowedModule:
         is_just_asked = 0 <= now_s - self._asked_s.get(peer, -math.inf) < again_s
         if peer == self.known.me or is_just_asked:
             return
+        self._asked_s.pop(peer, None)
         self._asked_s[peer] = now_s
+        if len(self._asked_s) > MAX_ASKED:
+            del self._asked_s[next(iter(self._asked_s))]
         self._unanswered.add(peer)
         locator = self.chain.book.locator(self.chain.heaviest().name)
         self.known.do(a.Ask(peer, self.module, locator))

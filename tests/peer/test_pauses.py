@@ -261,8 +261,10 @@ def test_what_was_sent_is_a_reason_until_the_next_month_or_hour(tmp_path: Path) 
     now[0] = datetime(2026, 1, 31, 23, 0)
     assert kept.reason() == ""
     assert uplink.serves
-    # Another peer with the same folder, after a restart: it goes on counting.
-    uplink.sent_bytes = 0
+    # Another peer with the same folder, after a restart: it goes on counting, also what it serves
+    # before it has joined.
+    uplink = Uplink()
+    uplink.sent_bytes = 900_000_000
     again = budget()
     uplink.sent_bytes = 1_600_000_000
     assert "3 GB were sent this month" in again.reason()

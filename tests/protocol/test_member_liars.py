@@ -69,6 +69,27 @@ def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
     assert (step.round_index, step.peers) == (0, {"B", "C"})
 
 
+def test_a_row_of_the_round_after_the_next_takes_no_round_from_the_others() -> None:
+    """It is told once the last round has its step, and before the next one's boundary comes."""
+    member = Trainer("N", "ABC", closed="ABC")
+    module, known = member.module, member.known
+    module.follow(Role.MAILBOX)
+    known.path = None
+    member.hear("A", "B", "C")
+    member.wait(GATHER_S + 0.1)
+    assert [step.round_index for step in member.proposed()] == [0]
+    member.wait(DURATION_S / 2)
+    module.hear_rows([member.row("A", round_index=2)], "A")
+    member.gathered(member.row("A", round_index=2))
+    member.wait(BOUNDARY_S + DURATION_S + 0.1 - known.now_s)
+    rows = [member.row(peer, round_index=1) for peer in "BC"]
+    for row in rows:
+        module.hear_rows([row], row.peer)
+        member.gathered(row)
+    member.wait(GATHER_S)
+    assert [(step.round_index, step.peers) for step in member.proposed()] == [(1, {"B", "C"})]
+
+
 def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution() -> None:
     """Nobody who trains can be called: it alone makes steps, from rows that stand where it does."""
     member = Trainer("N", "ABC", closed="ABC")
@@ -82,6 +103,16 @@ def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution() -> No
     member.module.hear_steps([honest], "M")
     member.module.hear_steps([bad], "A")
     assert member.module.stand == honest.name
+
+
+def test_it_is_remembered_of_so_many_peers_that_they_were_asked() -> None:
+    """An open run gives places to one key after the other."""
+    member = Trainer("A", "ABC")
+    for number in range(3000):
+        row = member.row(f"{number}", parent=name(f"invented {number}"))
+        member.module.hear_rows([row], row.peer)
+        member.module.handle(e.Failed(a.Ask(row.peer, MODULE, ()), "it is silent"))
+    assert len(member.module._asked_s) < 1500
 
 
 def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:

@@ -80,6 +80,15 @@ def no_progress(done: int, total: int) -> None:
     """Tell nobody."""
 
 
+MoreSources = Callable[[], Iterable["Source"]]
+"""Returns the sources that were named since it was asked last."""
+
+
+def no_more() -> Iterable[Source]:
+    """Return that nobody is named meanwhile."""
+    return ()
+
+
 class ContentStream(Protocol):
     """Bytes on their way from a source."""
 
@@ -128,12 +137,13 @@ async def download(
     timeout_s: float,
     slots: DownloadSlots,
     on_progress: OnProgress = no_progress,
+    more: MoreSources = no_more,
 ) -> Path:
     """Fetch content into `destination` and return its file; at once when it is there.
 
-    `sources` are asked in their order. Content larger than `max_bytes` is refused before it is
-    sent. One of the `slots` is taken while a source sends, not while all are busy. A slow source
-    gives it up when others wait.
+    `sources` are asked in their order, and those that `more` names while it lasts. Content larger
+    than `max_bytes` is refused before it is sent. One of the `slots` is taken while a source sends,
+    not while all are busy. A slow source gives it up when others wait, or can be asked.
     Raises `NetworkError` when no source can give the content within `timeout_s`, however fast it
     sends, `IntegrityError` when those that could gave another, and `StorageError` when it cannot
     be written. What has arrived is kept for the next attempt.
@@ -146,7 +156,7 @@ async def download(
                     break  # another download ended before the file was opened
                 holders = [_Holder(source) for source in sources]
                 attempt = _Download(
-                    sha256, holders, partial, max_bytes, deadline, slots, on_progress
+                    sha256, holders, partial, max_bytes, deadline, slots, on_progress, more
                 )
                 return await attempt.run()
             if time.monotonic() > deadline:
@@ -163,6 +173,8 @@ class _Holder:
     reason: str = "it was not asked"
     failures: int = 0
     gone: bool = False
+    absent: bool = False
+    """It did not hold it when it was asked last."""
     refused: bool = False
     """It sent something that is not the content asked for."""
     retry_at: float = 0.0
@@ -184,10 +196,11 @@ class _Download:
         deadline: float,
         slots: DownloadSlots,
         on_progress: OnProgress,
+        more: MoreSources,
     ) -> None:
         self._sha256, self._holders, self._partial = sha256, holders, partial
         self._max_bytes, self._deadline = max_bytes, deadline
-        self._slots, self._on_progress = slots, on_progress
+        self._slots, self._on_progress, self._more = slots, on_progress, more
         self._whole = False
         """Each holder has to send everything, because a mixed file was wrong."""
         self._senders = {_EARLIER} if partial.size_bytes else set[str]()
@@ -195,6 +208,7 @@ class _Download:
     async def run(self) -> Path:
         """Ask one holder after the other until the content is here."""
         while True:
+            self._hear_of_more()
             for holder in sorted(self._holders, key=self._reluctance):
                 if holder.gone or holder.retry_at > time.monotonic():
                     continue
@@ -211,6 +225,15 @@ class _Download:
                 if time.monotonic() > self._deadline:
                     raise self._failure("in time")
             await self._pause()
+
+    def _hear_of_more(self) -> None:
+        """Also ask who was named meanwhile; who did not hold it then may hold it now."""
+        for source in self._more():
+            known = next((h for h in self._holders if h.source.name == source.name), None)
+            if known is None:
+                self._holders.append(_Holder(source))
+            elif known.absent:
+                known.gone = known.absent = False
 
     def _reluctance(self, holder: _Holder) -> tuple[int, bool]:
         """Those that were slow come last, then those that have all of their slots already."""
@@ -260,7 +283,8 @@ class _Download:
                 stream.close()
             return await self._commit(holder)
         except ContentAbsent:
-            holder.gone, holder.reason = True, "it does not hold it"
+            holder.gone = holder.absent = True
+            holder.reason = "it does not hold it"
         except SourceBusy as busy:
             self._note_busy(holder, busy)
         except _StartedOver:
@@ -368,6 +392,7 @@ class _Download:
         return self._slots.is_wanted(holder.source.name) or self._can_ask_others(holder)
 
     def _can_ask_others(self, holder: _Holder) -> bool:
+        self._hear_of_more()
         now = time.monotonic()
         return any(
             not other.gone and other.retry_at <= now

@@ -35,7 +35,8 @@ from support.peers import RUN, key, peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
-from dipaco.peer.exchange import responder
+from dipaco.peer.exchange import exchange, responder
+from dipaco.peer.exchange.files import transfer
 from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.streams.messages import (
     AskRequest,
@@ -372,6 +373,33 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers: Peers) ->
 
 
 # -- hostile ones
+
+
+def test_an_owner_that_is_silent_to_one_peer_does_not_keep_its_file_from_it(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is in a step has its files, and is named while the owner is still waited for."""
+    monkeypatch.setattr(exchange, "CALL_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(transfer, "OPEN_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.2)
+    owner, other, one = peers(), peers(), peers()
+    is_asked, ends = threading.Event(), threading.Event()
+
+    class Silent:
+        def lookup(self, sha256: str) -> None:
+            is_asked.set()
+            ends.wait(LIMIT_S)
+
+    owner.exchange.serve_run(dataclasses.replace(owner.run, content=Silent()))
+    row = row_of(0, data=CONTENT)
+    other.files.add(row, (row.mark, CONTENT))
+    done = gather(one, row, others=[])
+    try:
+        assert is_asked.wait(LIMIT_S)
+        gather(one, row, others=[other.peer])
+        wait_for(lambda: done.calls == [(row, "", False)])
+    finally:
+        ends.set()
 
 
 def raw(node: Node, to: Node, data: bytes, limit_s: float = LIMIT_S) -> bytes:

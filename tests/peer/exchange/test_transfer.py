@@ -272,6 +272,27 @@ def test_a_holder_that_drips_is_left_when_others_can_be_asked(
     assert honest.sent > len(CONTENT) // 2
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_silent_holder_is_left_for_one_that_is_named_meanwhile(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """Of a file that its owner keeps from one peer, others come to have it a little later."""
+    monkeypatch.setattr(transfer, "BLOCK_TIMEOUT_S", 3600.0)
+    monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.2)
+    drips, other = FakeHolder("drips", drips=True), FakeHolder("other", absent=True)
+    given = [drips] if is_new else [other, drips]
+    begun_s, named = time.monotonic(), [other]
+
+    def more() -> list[Source]:
+        if time.monotonic() < begun_s + 0.5 or not named:
+            return []
+        other.absent = False
+        return [named.pop()]
+
+    assert fetch(blobs, *given, more=more).read_bytes() == CONTENT
+    assert other.sent > len(CONTENT) // 2
+
+
 def test_a_slow_holder_is_good_enough_when_there_is_no_other(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
