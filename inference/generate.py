@@ -126,20 +126,31 @@ class TextOfTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []
+        """Tokens of which the last ends within a character, and each before it, too."""
+        self._given = 0
+        """Characters of these that were returned."""
+        self._waiting = 0
+        """How many tokens the character at the end has."""
 
     def add(self, token: int) -> str:
         """Return the text that is complete with this token, often of several tokens or of none."""
         self._pending.append(token)
+        self._waiting += 1
         text = self._tokenizer.decode(self._pending)
-        if text.endswith(_BROKEN_CHARACTER) and len(self._pending) < _MAX_PENDING_TOKENS:
-            return ""
-        self._pending.clear()
-        return text
+        whole = len(text.rstrip(_BROKEN_CHARACTER))
+        is_broken = whole <= self._given and self._waiting >= _MAX_PENDING_TOKENS
+        if whole == len(text) or is_broken:
+            return self.rest()
+        piece = text[self._given : whole]
+        if piece:
+            self._given, self._waiting = whole, 1
+        return piece
 
     def rest(self) -> str:
         """Return what is held back, however incomplete."""
-        text = self._tokenizer.decode(self._pending) if self._pending else ""
+        text = self._tokenizer.decode(self._pending)[self._given :] if self._pending else ""
         self._pending.clear()
+        self._given = self._waiting = 0
         return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_no_half_characters_are_streamed(tokenizer: Tokenizer) -> None:
     cut_off = list(stream_text(tokenizer, tokenizer.encode("\U0001f642")[:2]))
     assert cut_off
     assert set("".join(cut_off)) == {"\ufffd"}
+
+
+class BytePieces:
+    """A tokenizer whose pieces are any bytes of a text, as those of byte-level BPE are."""
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.pieces = pieces
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.pieces[token] for token in tokens).decode("utf-8", "replace")
+
+
+@settings(max_examples=60)
+@given(text=st.text(st.characters(exclude_characters="\ufffd", codec="utf-8")), data=st.data())
+def test_pieces_that_end_within_characters_are_streamed_as_their_text(
+    text: str, data: st.DataObject
+) -> None:
+    text += "\uc548\ub155\ud558\uc138\uc694."
+    rest, pieces = text.encode(), list[bytes]()
+    while rest:
+        size = data.draw(st.integers(1, 5))
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    tokenizer: Any = BytePieces(pieces)
+    assert "".join(stream_text(tokenizer, range(len(pieces)))) == text
 
 
 def test_a_prompt_is_the_beginning_of_a_document(tokenizer: Tokenizer) -> None:
