@@ -14,6 +14,9 @@ The gaps are fitted by `gap = factor * tokens ** -exponent`, tokens of all peers
 above 0 the gap shrinks. Brackets have the 5th and 95th percentile when held-out sequences are
 drawn anew, the same ones for all lengths. The second bracket and that of --at, the tokens after
 which the gap would be so small, also have every point scattered as the points lie about the law.
+No power law reaches a gap of nothing. Where paths are ahead in the end, what is told instead is
+after how many tokens the gap was closed, on a line between the two nearest points in the logarithm
+of tokens.
 """
 
 from __future__ import annotations
@@ -149,8 +152,38 @@ def curve(lines: Sequence[worth.Figures], chosen: argparse.Namespace) -> dict[st
         }
         for n, ((a, b), gap) in enumerate(zip(found, gaps, strict=True))
     ]
-    law = law_of(lengths, gaps, drawn, chosen.at) if len(found) > 2 else None
-    return {"run": chosen.run, "equal": chosen.equal, "points": points, "law": law}
+    is_closed = bool(gaps[-1] <= 0)
+    law = law_of(lengths, gaps, drawn, chosen.at) if len(found) > 2 and not is_closed else None
+    closed = closed_after(lengths, gaps, drawn) if is_closed else None
+    figures = {"run": chosen.run, "equal": chosen.equal, "points": points}
+    return {**figures, "law": law, "closed_after": closed}
+
+
+def closed_after(lengths: np.ndarray, gaps: np.ndarray, drawn: np.ndarray) -> dict[str, Any]:
+    """Return after how many tokens the gap was closed for good, and the interval.
+
+    A length is None where the gap was never open, and where it is open at the end.
+    """
+    low, high = np.percentile(
+        [_closed(lengths, each) for each in drawn], INTERVAL, method="higher"
+    ).tolist()
+    return {
+        "length": _finite(_closed(lengths, gaps)),
+        "length_interval": [_finite(low), _finite(high)],
+    }
+
+
+def _closed(lengths: np.ndarray, gaps: np.ndarray) -> float:
+    """Return the length at which a curve falls to 0 for the last time: minus infinity if it never
+    was above, infinity if it is above at the end."""
+    above = np.flatnonzero(gaps > 0)
+    if not len(above):
+        return -np.inf
+    last = above[-1]
+    if last == len(gaps) - 1:
+        return np.inf
+    share = gaps[last] / (gaps[last] - gaps[last + 1])
+    return float(lengths[last] * (lengths[last + 1] / lengths[last]) ** share)
 
 
 def told(figures: Mapping[str, Any]) -> str:
@@ -165,7 +198,9 @@ def told(figures: Mapping[str, Any]) -> str:
             f"| {point['tokens'] / 1e6:.2f} M | {point['steps']} | {point['one_machine']:.3f} | "
             f"{point['paths']:.3f} | {point['gap']:.1%} ({low:.1%} to {high:.1%}) |"
         )
-    law = figures["law"]
+    law, closed = figures["law"], figures["closed_after"]
+    if closed is not None:
+        return "\n".join([*lines, "", _told_closed(closed)])
     if law is None:
         return "\n".join([*lines, "", "A law needs three lengths."])
     low, high = law["exponent_interval"]
@@ -179,6 +214,13 @@ def told(figures: Mapping[str, Any]) -> str:
         f"points lie {law['scatter']:.1%} about the law",
         _told_end(law),
     ])  # fmt: skip
+
+
+def _told_closed(closed: Mapping[str, Any]) -> str:
+    if closed["length"] is None:
+        return "there is no gap at any length"
+    low, high = (f"{end / 1e6:.1f} M" if end else "no end" for end in closed["length_interval"])
+    return f"the gap is closed after {closed['length'] / 1e6:.1f} M tokens ({low} to {high})"
 
 
 def _told_end(law: Mapping[str, Any]) -> str:

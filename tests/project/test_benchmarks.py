@@ -329,6 +329,19 @@ def test_a_gap_that_may_not_shrink_has_no_length_within_reach() -> None:
     assert "not within reach" in worth_curve.told(curve_of(curve_lines([0.2, 0.3, 0.4], 0.0)))
 
 
+def test_a_gap_that_is_closed_is_told_with_the_length_at_which_it_was() -> None:
+    figures = curve_of(curve_lines([0.2, 0.3, 0.1, -0.1], spread=0.1))
+    assert figures["law"] is None
+    closed = figures["closed_after"]
+    assert closed["length"] == pytest.approx(4e6 * 2**0.5)
+    shortest, longest = closed["length_interval"]
+    assert 5e6 < shortest < closed["length"] < longest < 6.5e6
+    assert "closed after 5.7 M tokens" in worth_curve.told(figures)
+    never = curve_of(curve_lines([-0.2, -0.1], spread=0.0))
+    assert never["closed_after"]["length"] is None
+    assert "no gap" in worth_curve.told(never)
+
+
 def test_at_equal_steps_the_gap_is_what_one_machine_lacks() -> None:
     lines = curve_lines([0.4, 0.3, 0.2, 0.1, 0.05], spread=0.0)
     for line in lines:
