@@ -60,8 +60,9 @@ def invite(
 def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | None = None) -> str:
     """Sign a list with some more invitations in it, and return a line for the operator.
 
-    Peers that have the list take in no more rows by them. Steps of others count up to the round in
-    which everybody has it: one that counts for some and not for others would part these for good.
+    A peer that has the list takes in no more rows by them. Steps in which others took such rows in
+    count up to the round by which everybody can have the list: a step that counts for some peers
+    and not for others would divide them for good.
     Raises ConfigurationError for what is no id of an invitation.
     """
     manifest, gate, key = _open(folder, operator_key)
@@ -83,8 +84,9 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
     atomic_write(file, [envelope])
     count = "1 invitation is" if len(revoked) == 1 else f"{len(revoked)} invitations are"
     return (
-        f"{count} revoked (version {version} of the list); let a node serve {folder}, which hands "
-        f"the list on, within {known_s:.0f} s, or steps that are made before are refused later"
+        f"{count} revoked (version {version} of the list); let a node serve {folder} within "
+        f"{known_s:.0f} s, so that the list reaches all peers; later, those that have it refuse "
+        f"steps of those that lack it"
     )
 
 

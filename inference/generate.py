@@ -126,11 +126,11 @@ class TextOfTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []
-        """Tokens of which the last ends within a character, and each before it, too."""
+        """Tokens that all end within a character."""
         self._given = 0
         """Characters of these that were returned."""
         self._waiting = 0
-        """How many tokens the character at the end has."""
+        """How many tokens the unfinished character at the end has so far."""
 
     def add(self, token: int) -> str:
         """Return the text that is complete with this token, often of several tokens or of none."""

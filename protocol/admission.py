@@ -215,8 +215,8 @@ class Gate:
     def check(self, peer: str, data: Any, *, is_here: bool = True) -> Admission:
         """Return what the admission of a peer says, which is in now and has a place.
 
-        `is_here`: what came with it shows that the peer is there at present. What outlasts it keeps
-        no place from others. Raises `RecordError`.
+        `is_here`: what came with it shows that the peer is there at present. A record that
+        outlasts its peer keeps no place from others. Raises `RecordError`.
         """
         admission = self.verify(peer, data)
         self._check_present(admission)

@@ -284,7 +284,8 @@ class Engine:
                     work.routed, work.ranking = ranking[0], ranking
                     if work.path is not None:  # that one first, then the best others
                         work.ranking = [work.path, *(p for p in ranking if p != work.path)]
-        for work in works:  # whose client may have left meanwhile: its answers are counted
+        # Also a work whose client has left meanwhile, because its answers are counted.
+        for work in works:
             self._begin(work)
 
     def _begin(self, work: Work) -> None:
@@ -378,7 +379,7 @@ class Engine:
         """Let every path read a few prompts, and give its answers a token each."""
         batches = [*self._resident.values(), *self._retiring]
         # Paths over one base take each other's room: who has waited longest comes first.
-        # One that waits for several places is not overtaken by those that want a single one.
+        # A mixture that waits for several places is not overtaken by paths that need one.
         batches.sort(key=self._waiting_since)
         at_work, may_begin = {}, True
         for batch in batches:

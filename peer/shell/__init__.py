@@ -1,1 +1,1 @@
-"""Who carries out what a member decides?"""
+"""How is what a member decides carried out?"""

@@ -35,7 +35,7 @@ class Copies:
     def __init__(self, known: Knowledge, modules: dict[str, FollowedModule]) -> None:
         self._known, self._modules = known, modules
         self._asked: dict[tuple[str, str], float] = {}
-        self._short_s: dict[str, float] = {}
+        self._short_since_s: dict[str, float] = {}
         """By module: since when copies are missing."""
 
     def on_view(self) -> None:
@@ -84,10 +84,10 @@ class Copies:
         has = self._copies(followed)
         missing = known.plan.rounds.copies - len(has)
         if missing <= 0:
-            self._short_s.pop(followed.module, None)
+            self._short_since_s.pop(followed.module, None)
             return
-        short_s = self._short_s.setdefault(followed.module, known.now_s)
-        if known.now_s - short_s < place * known.schedule.duration_s:
+        since_s = self._short_since_s.setdefault(followed.module, known.now_s)
+        if known.now_s - since_s < place * known.schedule.duration_s:
             return
         patience_s = ASKED_PERIODS * refresh_period_s(known.plan.rounds)
         self._asked = {k: s for k, s in self._asked.items() if known.now_s - s < patience_s}

@@ -384,8 +384,11 @@ class FollowedModule:
         self.consider()
 
     def _hear_rows_of_next(self, step: Step) -> None:
-        """The rows of a step on the own one are known by it: who keeps its row back until it tells
-        a step of it shuts out nobody whose step has both."""
+        """Note the rows of a step that stands on the own one.
+
+        So a peer that keeps its row back until it tells a step with it shuts nobody out: the fuller
+        step has its row too.
+        """
         has_room_first = self._room_first()
         for row in step.rows:
             self._rows.note(row, has_room_first)

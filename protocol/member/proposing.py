@@ -1,11 +1,11 @@
-"""Who makes the step of a round, when that is, and when it is taken (design 4.3, gather).
+"""When the step of a round is proposed and taken, and by whom (design 4.3, gather).
 
     from the boundary    the first mailbox, once it has the files of all who are awaited
     shortly before G     anybody who has more rows than what was proposed
     from G on            the first mailbox with what it has; the next one after each `grace_s`
 
-G is `gather_s` after the boundary. A step that lacks somebody is taken at G: so nobody who is first
-decides who counts. With fixed steps G is half of the longest round.
+G is `gather_s` after the boundary. A step that lacks somebody is taken at G, so the first
+proposer does not decide whose rows count. With fixed steps G is half of the longest round.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who trains what and who keeps what: rules and, by simulation, their promises."""
+"""The rules of what peers train and keep, and their promises, by simulation."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def test_a_copied_identity_is_refused_while_the_other_trains(tmp_path: Path) -> 
         assert "identity.key is in use by another machine, at /ip4/127.0.0.1/tcp/" in said
         assert "--identity-path" in said
         swarm.wait([peer], "outer_step", lambda e, now=time.time(): e["time_s"] > now)
-        # Who is gone can come back.
+        # A peer that is gone can come back.
         peer.kill()
         again = swarm.start_peer(bootstrap, name="peer")
         swarm.wait([again], "outer_step")

@@ -85,7 +85,7 @@ MoreSources = Callable[[], Iterable["Source"]]
 
 
 def no_more() -> Iterable[Source]:
-    """Return that nobody is named meanwhile."""
+    """Name no source."""
     return ()
 
 
@@ -227,7 +227,8 @@ class _Download:
             await self._pause()
 
     def _hear_of_more(self) -> None:
-        """Also ask who was named meanwhile; who did not hold it then may hold it now."""
+        """Add the sources that were named meanwhile. One that was without the content before may
+        hold it now."""
         for source in self._more():
             known = next((h for h in self._holders if h.source.name == source.name), None)
             if known is None:

@@ -248,7 +248,7 @@ def test_a_file_that_is_put_is_served_to_who_gathers(peers: Peers) -> None:
     waiting = gather(mailbox, row)
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
     wait_for(lambda: waiting.calls == [(row, "", False)])
-    # Who is given a file need not be told of its row.
+    # A peer that is given a file need not be told of its row.
     assert mailbox.told == [Told(owner.peer, row.module, (row,))]
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))  # it has it already
     done = gather(other, row, others=(mailbox.peer,))
@@ -378,7 +378,7 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers: Peers) ->
 def test_an_owner_that_is_silent_to_one_peer_does_not_keep_its_file_from_it(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is in a step has its files, and is named while the owner is still waited for."""
+    """The peers of a step have its files. They are named while the owner is still waited for."""
     monkeypatch.setattr(exchange, "CALL_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(transfer, "OPEN_TIMEOUT_S", 3600.0)
     monkeypatch.setattr(transfer, "SLOW_GRACE_S", 0.2)
