@@ -90,10 +90,13 @@ class RoundRows:
         keys = [key for key in self._rows if key[0] == round_index]
         return {peer: row for key in keys for peer, row in self._rows[key].items()}
 
+    def all(self) -> tuple[Row, ...]:
+        """Return all rows, those of the latest rounds last."""
+        return tuple(row for key in sorted(self._rows) for row in self._rows[key].values())
+
     def newest(self, count: int) -> tuple[Row, ...]:
         """Return so many rows at most, those of the latest rounds last."""
-        rows = [row for key in sorted(self._rows) for row in self._rows[key].values()]
-        return tuple(rows[-count:])
+        return self.all()[-count:]
 
     def rounds_behind(self, parent: str) -> list[int]:
         """Return the rounds of which there are rows that stand on a step, the earliest first."""
