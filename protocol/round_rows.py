@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .chain import Row, Step
 
-# Rounds that are remembered; peers behind a step; and rows of a peer, in all and of a round: one can
+# Rounds that are remembered; peers behind a step; rows of a peer, in all and of a round: one can
 # have a row behind each of a few heads, while the chains of a split are compared.
 REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
 # Rounds whose files are remembered: of a step that nobody told a row of before, too.

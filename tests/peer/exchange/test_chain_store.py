@@ -140,7 +140,7 @@ def test_admissions_without_end_push_out_none_of_the_chain(
     monkeypatch.setattr(chain_store, "MAX_KEPT_ADMISSIONS", 20)
     chains, steps = opened(None), chain_of(5, range(3))
     peers = {peer for step in steps for peer in step.peers}
-    chains.note_admissions({peer: b"honest" for peer in peers})
+    chains.note_admissions(dict.fromkeys(peers, b"honest"))
     chains.serve(MODULE, steps[-1].name, steps)
     row = row_of(9, 50)
     chains.note_admissions({row.peer: b"honest"})
