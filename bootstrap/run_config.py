@@ -117,7 +117,7 @@ class _Adapters(Config):
 
 
 class RunConfig(Config):
-    """A RUN.toml. `data` has no default; everything else has one that works."""
+    """A RUN.toml. `name` and `data` have no default; everything else has one that works."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="What people call the run."

@@ -62,7 +62,7 @@ from .pages import Pages
 from .responder import Responder
 from .served_run import ServedRun, peers_of
 
-logger = logging.getLogger("dipaco.peer.exchange")
+logger = logging.getLogger("dipaco.peer.exchange.exchange")
 
 CALL_TIMEOUT_S, TELL_TIMEOUT_S, CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
 STOP_TIMEOUT_S = 1.0
