@@ -123,7 +123,7 @@ class Command(Generic[SettingsT]):
         missing = [a for a in found if a.default is MISSING and a.name not in values]
         if missing:
             # What stands behind the command without a flag is asked for in that way.
-            names = [a.option.loose and a.option.metavar or a.shown for a in missing]
+            names = [(a.option.loose and a.option.metavar) or a.shown for a in missing]
             parsed._parser.error(f"the following arguments are required: {', '.join(names)}")
         try:
             return self.settings(**values)
