@@ -281,7 +281,7 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
 
 
 def _add_specials(writer: Any, special: Sequence[int | None], *, begins: bool) -> None:
-    """Name unknown, begin, end and padding, and say whether a text gets the begin in front."""
+    """Name unknown, begin, end and padding, and say whether a text begins with the begin token."""
     adders = (
         writer.add_unk_token_id, writer.add_bos_token_id, writer.add_eos_token_id,
         writer.add_pad_token_id,

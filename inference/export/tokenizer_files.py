@@ -44,7 +44,7 @@ def tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the tokenizer's files of a checkpoint, by name. `tokenizer` is the blob of the run.
 
-    `as_in_run`: with the special tokens that the run added, and with its begin in front of a text.
+    `as_in_run`: with the special tokens that the run added, and with its begin token before a text.
     Raises ConfigurationError as `tokenizer_json` does, unless `exact` is off.
     """
     if is_json(tokenizer):

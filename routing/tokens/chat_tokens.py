@@ -154,7 +154,7 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
 
 
 def question_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a chat's text up to where the answer begins, with the begin."""
+    """Return the tokens of a chat's text up to where the answer begins, with the begin token."""
     return [BEGIN_TOKEN, *tokenizer.encode_marked(text[len(_begin_written(tokenizer, text)) :])]
 
 
