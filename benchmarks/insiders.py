@@ -1,4 +1,4 @@
-"""Attacks 1 to 6 of the threat model on a swarm of real processes, beside the clean swarm.
+"""Attacks 1 to 6 of docs/results/attacks.md on a swarm of real processes, beside a clean one.
 
     python benchmarks/insiders.py [--json] [--attacks 1,2,3,4,5,6] [--rounds 12] [--out DIR]
 
@@ -31,7 +31,7 @@ from dht_liars import grind, lie
 from hostile import SEEN_S, MixedWorld
 from parts.common import HERE, Report, build_parser, scratch_folder
 from parts.insiders import INSIDERS
-from support.swarm import Member
+from support.swarms.swarm import Member
 
 HONEST, LIARS, TRIES = 4, 20, 400
 CLEAN, BARE_NODES = "clean", "2"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from dipaco.modules.plan import RunPlan
-    from dipaco.routing.corpus import CorpusConfig
+    from dipaco.routing.documents.corpus import CorpusConfig
 
     from .sources import StateSource
 
@@ -74,8 +74,32 @@ class InferenceSettings(ComputeSettings, RunSettings):
             initial_peers=self.initial_peers,
             run=self.run,
             cache_folder=self.cache_folder,
-            settings=SourceSettings(allow_genesis=self.allow_genesis, follow=follow),
+            settings=SourceSettings(
+                allow_genesis=self.allow_genesis, follow=follow, context_length=self._context()
+            ),
         )
+
+    def _context(self) -> int | None:
+        """Return the tokens that a context is to have; None for those of a training sequence."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings(InferenceSettings):
+    """What is read of a prompt and its answer."""
+
+    context: Annotated[
+        int | None,
+        Option(
+            "tokens that prompt and answer may have together, up to what the base of the run is "
+            "made for (default: those of a training sequence)",
+            "N",
+            least=8,
+        ),
+    ] = None
+
+    def _context(self) -> int | None:
+        return self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +121,7 @@ class CorpusSettings(Settings):
     def corpus(self) -> CorpusConfig:
         """Return the documents of `--data`. Raises ConfigurationError and CorpusError."""
         from dipaco.modules.config import parse_config
-        from dipaco.routing.corpus import CorpusConfig
+        from dipaco.routing.documents.corpus import CorpusConfig
 
         for pattern in self.data:
             if not Path(pattern).is_file() and not glob.glob(pattern, recursive=True):
@@ -112,7 +136,7 @@ class CorpusSettings(Settings):
 
     def check_labels(self, plan: RunPlan) -> None:
         """Raise ConfigurationError if the run routes by a label and no field holds it."""
-        from dipaco.routing.routers import ROUTER_KINDS
+        from dipaco.routing.routers.kinds import ROUTER_KINDS
 
         kind = ROUTER_KINDS.get(plan.routing.kind)
         if kind is not None and kind.needs_labels and not self.label_field:

@@ -127,6 +127,10 @@ class ChainBook:
             key=lambda link: link.rank,
         )
 
+    def tips(self, module: str) -> list[Link]:
+        """Return the newest step of each chain of a module, that of the heaviest first."""
+        return sorted((self._links[tip] for tip in self._tips[module]), key=lambda link: link.rank)
+
     def _newest_of(self, tip: str, without: Collection[str], absent: Collection[str]) -> Link:
         """Return the newest link of the chain to `tip` that may be a head."""
         found = self._links[tip]

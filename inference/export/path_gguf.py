@@ -19,8 +19,8 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
 from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
-from dipaco.routing.tokenizer import is_json
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer import is_json
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
 from .tokenizer_files import begins_texts, file_rows, json_pieces
 
@@ -281,7 +281,7 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
 
 
 def _add_specials(writer: Any, special: Sequence[int | None], *, begins: bool) -> None:
-    """Name unknown, begin, end and padding, and say whether a text gets the begin in front."""
+    """Name unknown, begin, end and padding, and say whether a text begins with the begin token."""
     adders = (
         writer.add_unk_token_id, writer.add_bos_token_id, writer.add_eos_token_id,
         writer.add_pad_token_id,

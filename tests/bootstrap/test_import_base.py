@@ -12,13 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from support.prepared_run import on_cpu, write_run
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.prepared_run import on_cpu, write_run
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.bootstrap.import_base import ImportedBase, number_pieces
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export.form import ExportForm
@@ -26,7 +26,7 @@ from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 
 TOML = """
@@ -320,7 +320,11 @@ def test_a_model_file_is_used_as_it_is(
         ({"layer_types": ["sliding_attention"]}, "layer_types is"),
         ({"num_local_experts": 8}, "num_local_experts is 8, and only 0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu'"),
-        ({"model_type": "mistral"}, "model_type is 'mistral', and only 'llama' or 'qwen2'"),
+        ({"model_type": "gemma"}, "model_type is 'gemma', and only 'llama' or 'qwen2'"),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            "sliding_window is 4096, and only null",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
         ({"head_dim": 7}, "must be even"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),

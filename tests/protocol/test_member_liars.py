@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from support.trainer import (
+from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
     GATHER_S,
@@ -35,6 +35,45 @@ def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
     member.wait(GATHER_S + 0.1)
     (step,) = member.proposed()
     assert step.peers == {first, others[1]}
+
+
+def test_one_peer_makes_others_fetch_a_few_of_its_files_alone() -> None:
+    """It signs row after row, on every step that is known, and step after step of them."""
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    module, genesis, liar = member.module, member.module.stand, first
+    parents, gathered = [genesis], set[str]()
+    for number in range(100):
+        row = member.row(liar, tokens=number + 1, parent=genesis, file=name(f"{number}"))
+        step = Step.of([row])
+        parents.append(step.name)
+        module.hear_steps([step], liar)
+        later = [
+            member.row(liar, round_index=index, parent=parent, file=name(f"{number} {index}"))
+            for parent in parents[-2:]
+            for index in (1, 2)
+        ]
+        module.hear_rows(later, liar)
+        gathered |= {row.name for gather in member.take(a.Gather) for row in gather.rows}
+    assert len(gathered) < 20
+    member.publish()
+    member.hear(*set("ABC") - {first, second})
+    member.wait(GATHER_S - GRACE_S / 2)
+    assert any(len(step.peers) == 2 for step in member.proposed())
+
+
+def test_a_mailbox_fetches_a_few_files_of_one_peer_who_tells_steps_without_end() -> None:
+    member = Trainer("N", "ABC", closed="ABC")
+    member.module.follow(Role.MAILBOX)
+    member.known.path = None
+    steps = [Step.of([member.row("A", tokens=n, file=name(f"{n}"))]) for n in range(1, 100)]
+    for step in sorted(steps, key=lambda step: step.name, reverse=True):
+        member.module.hear_steps([step], "A")
+    asked = [row.name for gather in member.take(a.Gather) for row in gather.rows]
+    assert len(set(asked)) < 10
+    member.hear("B", "C")
+    member.wait(GATHER_S + 0.1)
+    assert [step.peers for step in member.proposed()] == [{"B", "C"}]
 
 
 def test_branches_that_one_peer_invents_are_forgotten() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.trainer import MODULE, name
+from support.runs.trainer import MODULE, name
 
 from dipaco.protocol.chain import Row
 from dipaco.protocol.round_rows import REMEMBERED_PEERS, ROWS_OF_A_PEER, RoundRows
@@ -36,6 +36,15 @@ def test_of_a_peer_a_few_rows_are_remembered_and_the_oldest_goes() -> None:
     assert all(note(rows, one) for one in made)
     assert rows.newest(99) == tuple(made[1:])
     assert not note(rows, made[-1])
+
+
+def test_of_a_round_a_peer_has_a_few_rows_also_where_others_made_room_meanwhile() -> None:
+    rows = RoundRows()
+    made = [row("A", number % 3, f"parent {number}") for number in range(60)]
+    assert [note(rows, one) for one in made].count(True) == 3 * ROWS_OF_A_PEER
+    assert note(rows, row("B", 0, "parent 0"))
+    rows.forget_before(3)
+    assert note(rows, row("A", 3))
 
 
 def test_three_rounds_are_remembered() -> None:

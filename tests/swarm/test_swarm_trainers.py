@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.foreign_base import make_foreign_base
-from support.swarm import LIMIT_S, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import LIMIT_S, Swarm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Pat
     assert isinstance(model, Qwen3ForCausalLM)
     norm = "model.layers.0.self_attn.q_norm.weight"
     assert not torch.equal(model.state_dict()[norm], began_with[norm])
-    # Without the begin of a document: a token that the checkpoint does not have.
+    # Without the begin token: the checkpoint does not have it.
     text = "pehe vape, 日本 \U0001f642"
     ids = AutoTokenizer.from_pretrained(out)(text, add_special_tokens=False).input_ids
     assert ids == AutoTokenizer.from_pretrained(folder / "base")(text).input_ids

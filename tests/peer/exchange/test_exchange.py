@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from support.exchanges import (
+from support.wire.exchanges import (
     GENESIS,
     INVITATION,
     LIMIT_S,
@@ -31,7 +31,7 @@ from support.exchanges import (
     rows_in,
     wait_for,
 )
-from support.peers import RUN, key, peer
+from support.wire.peers import RUN, key, peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
@@ -373,6 +373,17 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers: Peers) ->
 
 
 # -- hostile ones
+
+
+def test_what_came_of_files_that_nobody_sends_whole_does_not_pile_up(peers: Peers) -> None:
+    """A peer that sends a part of each of its files, round after round, does not fill a disk."""
+    one = peers()
+    incoming = one.files.incoming
+    for number in range(100):
+        incoming.partial_path(f"{number:064x}").write_bytes(b"a part")
+    done = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)
+    wait_for(lambda: done.calls)
+    assert len(incoming.partial_paths()) < 30
 
 
 def test_an_owner_that_is_silent_to_one_peer_does_not_keep_its_file_from_it(
