@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dipaco.base.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.files import read_toml
 from dipaco.modules.config import (
     AdaptersConfig,
@@ -25,7 +25,7 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.grid import Grid
 from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
-from dipaco.modules.llama import CONFIG_FILE
+from dipaco.modules.llama import CONFIG_FILE, llama_weight_files
 from dipaco.modules.plan import (
     PROTOCOL_VERSION,
     BaseSource,
@@ -303,8 +303,29 @@ def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
                 f"{source}: base '{given}' is neither a folder beside it nor in the cache of the "
                 f"Hugging Face Hub; fetch it with: hf download {given}"
             )
-        place, name = (snapshots[0], given) if snapshots else (place, name)
+        if snapshots:
+            place, name = _whole_snapshot(snapshots, given, source), given
     values["base"] = {"name": name, **table, "checkpoint": str(place)}
+
+
+def _whole_snapshot(snapshots: Sequence[Path], given: str, source: str) -> Path:
+    """Return the newest revision of which the hub's cache has all weights: an interrupted download
+    leaves a part, and so does a program that looks at the configuration alone.
+
+    Raises ConfigurationError if there is none.
+    """
+    reasons = []
+    for folder in snapshots:
+        try:
+            llama_weight_files(folder)
+        except DipacoError as error:
+            reasons.append(str(error))
+        else:
+            return folder
+    raise ConfigurationError(
+        f"{source}: base '{given}' is not whole in the cache of the Hugging Face Hub; fetch it "
+        f"with: hf download {given} ({reasons[0]})"
+    )
 
 
 def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: str) -> None:
