@@ -168,7 +168,7 @@ REVOKE = Command(
     run_revoke,
     summary="end invitations: rows of peers that came in by them stop counting",
     description="Sign a new list of revoked invitations. Nodes that serve the run folder pass it "
-    "on with their next refresh, and every peer keeps it.",
+    "on within a quarter of a round, and every peer keeps it.",
 )
 COMMAND = Program("dipaco-bootstrap", str(__doc__), (PREPARE, PLAN, SERVE, INVITE, REVOKE))
 main = COMMAND.main

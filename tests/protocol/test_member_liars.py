@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
@@ -16,6 +17,7 @@ from support.runs.trainer import (
     view_of,
 )
 
+from dipaco.protocol import chain_book
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -90,6 +92,20 @@ def test_branches_that_one_peer_invents_are_forgotten() -> None:
     for peer in "ABC":
         member.gathered(member.row(peer))
     assert [compute.steps for compute in member.take(a.Compute)][-1] == (step,)
+
+
+def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain_book, "MAX_SIDE_STEPS", 32)
+    member = Trainer("A", "ABC")
+    chain = member.chain
+    for number in range(300):
+        step = Step.of([member.row("B", tokens=number + 1)])
+        member.module.hear_steps([step], "B")
+        for note in (chain.doubt, chain.refuse, chain.leave):
+            note(step.name)
+    assert max(map(len, (chain.doubted, chain.refused, chain.absent))) < 50
 
 
 def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
