@@ -51,7 +51,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file site/mkdocs.yml
 
 pictures: setup
-	PYTHONPATH=tests $(BIN)/python -m support.pictures
+	PYTHONPATH=tests $(BIN)/python -m support.swarms.pictures
 
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(QUICK),--quick)

@@ -50,7 +50,7 @@ from dipaco.modules.contributions import CODECS
 from dipaco.modules.device import autocast_for, training_format
 from dipaco.modules.frozen_file import write_base
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import scoring_windows
+from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 from dipaco.training.scoring import row_losses, scoring_at_once
 

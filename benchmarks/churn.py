@@ -88,8 +88,8 @@ from parts.common import (
 from parts.growth import Growth
 from parts.home_lines import Homes, can_make_homes, homes
 from parts.instruments import clock_off, counts_records, records_counted
-from support.swarm import BIN, LOOPBACK, Event, Member, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, LOOPBACK, Event, Member, Swarm
 
 from dipaco.modules.compose import load_path
 from dipaco.modules.state import read_state

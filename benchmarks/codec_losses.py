@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 from parts.changed_run import ChangedRun, LossyReference
 from parts.common import Report, build_parser, scratch_folder
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
 
 from dipaco.modules.contributions import CODECS
 from dipaco.routing.run_folder import RunFolder

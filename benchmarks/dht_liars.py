@@ -25,7 +25,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import get_dht_time
 from parts.common import Report, build_parser
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.node import join_dht

@@ -82,8 +82,8 @@ def record(folder: Path) -> None:
     os.environ["DIPACO_TAP"] = str((folder / "samples").resolve())
     tap = str(HERE / "parts" / "tap")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (tap, os.environ.get("PYTHONPATH"))))
-    from support.swarm import Swarm
-    from support.tiny_run import make_tiny_run
+    from support.runs.tiny_run import make_tiny_run
+    from support.swarms.swarm import Swarm
 
     run = make_tiny_run(
         folder / "run", private_blocks=(3,), block_count=4, inner_steps=2, duration_s=8.0,

@@ -38,8 +38,8 @@ from typing import Any
 
 from parts.common import Report, build_parser, scratch_folder, steady_peer
 from parts.home_lines import Homes, can_make_homes, homes
-from support.swarm import BIN, Member, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, Member, Swarm
 
 START_S = 240.0
 FIRST_ROUNDS = 3

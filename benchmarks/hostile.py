@@ -44,7 +44,7 @@ from typing import Any
 from churn import START_S, World
 from parts.churn_counts import last_states
 from parts.common import Report, build_parser, ratio, scratch_folder, steady_peer
-from support.swarm import Member
+from support.swarms.swarm import Member
 
 HONEST_OF_A_PATH = 3
 STRANGERS = 3

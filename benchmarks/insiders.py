@@ -31,7 +31,7 @@ from dht_liars import grind, lie
 from hostile import SEEN_S, MixedWorld
 from parts.common import HERE, Report, build_parser, scratch_folder
 from parts.insiders import INSIDERS
-from support.swarm import Member
+from support.swarms.swarm import Member
 
 HONEST, LIARS, TRIES = 4, 20, 400
 CLEAN, BARE_NODES = "clean", "2"

@@ -49,7 +49,7 @@ from parts.common import (
 from parts.home_lines import Homes, can_make_homes, homes
 from parts.outer_memory import BLOCK_MILLIONS, SHAPE, measure_phases
 from parts.synthetic_run import make_synthetic_run
-from support.swarm import BIN, Member, Swarm
+from support.swarms.swarm import BIN, Member, Swarm
 
 from dipaco.modules.config import ModelConfig
 

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from parts.common import Report, scratch_folder
-from support.peers import key, peer
+from support.wire.peers import key, peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.modules.state import ModuleState

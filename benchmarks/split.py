@@ -22,8 +22,8 @@ from typing import Any
 
 from churn import DECAY_HELP, START_S, World, figures_of, run_world
 from parts.common import Report, build_parser, ratio, scratch_folder, steady_peer
-from support.split_network import SplitNetwork, can_split, split_network
-from support.swarm import BIN, Member
+from support.swarms.swarm import BIN, Member
+from support.wire.split_network import SplitNetwork, can_split, split_network
 
 LARGE_SIDE, SMALL_SIDE = 4, 2
 BEFORE_ROUNDS = 3

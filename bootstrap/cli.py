@@ -24,14 +24,14 @@ from .settings import (
 def run_prepare(settings: PrepareSettings) -> int:
     """Run `dipaco-bootstrap prepare`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
+    from dipaco.bootstrap.preparing.add_path import add_paths
+    from dipaco.bootstrap.preparing.predecessor import open_predecessor
+    from dipaco.bootstrap.preparing.prepare import prepare
+    from dipaco.bootstrap.preparing.prepare_options import PrepareOptions
+    from dipaco.bootstrap.preparing.workers import open_workers
     from dipaco.modules.device import choose_device, prepare_process
 
-    from .add_path import add_paths
     from .display import Display
-    from .predecessor import open_predecessor
-    from .prepare import prepare
-    from .prepare_options import PrepareOptions
-    from .workers import open_workers
 
     prepare_process(settings.threads)
     display = Display(peer=settings.initial_peers[0]) if settings.initial_peers else Display()
@@ -69,12 +69,12 @@ def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
     from rich.console import Console
 
+    from dipaco.bootstrap.plan.chat_sample import look_at_chats
+    from dipaco.bootstrap.plan.figures import Expected, look_at_data, plan_figures
+    from dipaco.bootstrap.plan.times import measured_tokens_per_s
     from dipaco.modules.device import choose_device, prepare_process
 
-    from .chat_sample import look_at_chats
     from .display import show_figures
-    from .plan_figures import Expected, look_at_data, plan_figures
-    from .plan_times import measured_tokens_per_s
     from .run_config import load_run_config
 
     tokens = None if settings.corpus_tokens is None else int(settings.corpus_tokens)

@@ -20,8 +20,8 @@ from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 
 if TYPE_CHECKING:
-    from .plan_figures import PlanFigures
-    from .plan_times import Times
+    from dipaco.bootstrap.plan.figures import PlanFigures
+    from dipaco.bootstrap.plan.times import Times
 
 
 class Display:

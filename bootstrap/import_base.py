@@ -40,8 +40,8 @@ from dipaco.modules.llama import (
 )
 from dipaco.modules.plan import BaseFile, BaseSource
 from dipaco.modules.transformer import EMBEDDING, HEAD
-from dipaco.routing.tokenizer import is_json
-from dipaco.routing.tokenizer_json import (
+from dipaco.routing.tokens.tokenizer import is_json
+from dipaco.routing.tokens.tokenizer_json import (
     SPLITS_SPECIAL,
     GenerationSettings,
     JsonPieces,

@@ -34,9 +34,9 @@ from dipaco.modules.plan import (
     RunBlobs,
     RunPlan,
 )
-from dipaco.routing.corpus import CorpusConfig
-from dipaco.routing.routers import ROUTER_KINDS, RouterConfig
-from dipaco.routing.token_files import window_stride
+from dipaco.routing.documents.corpus import CorpusConfig
+from dipaco.routing.routers.kinds import ROUTER_KINDS, RouterConfig
+from dipaco.routing.tokens.token_files import window_stride
 
 from .import_base import ImportedBase
 

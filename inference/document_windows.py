@@ -17,10 +17,10 @@ import numpy as np
 
 from dipaco.base.files import storage_errors
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.chat_tokens import ChatEncoder, UnusableChatError
-from dipaco.routing.corpus import Document
-from dipaco.routing.document_routing import DocumentRouter
-from dipaco.routing.token_files import scoring_windows, token_dtype, window_stride
+from dipaco.routing.documents.corpus import Document
+from dipaco.routing.routers.document_routing import DocumentRouter
+from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError
+from dipaco.routing.tokens.token_files import scoring_windows, token_dtype, window_stride
 
 # Documents that are routed at once.
 _DOCUMENTS_AT_ONCE = 256

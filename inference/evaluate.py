@@ -23,7 +23,7 @@ import torch
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.base.progress import each
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.corpus import Document
+from dipaco.routing.documents.corpus import Document
 from dipaco.training.scoring import LossSum
 
 from .decoding.mixing import mixed_losses

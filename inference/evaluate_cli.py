@@ -91,7 +91,7 @@ def run(settings: EvaluationSettings) -> int:
     from rich.console import Console
 
     from dipaco.base.progress import seldom
-    from dipaco.routing.corpus import iterate_documents
+    from dipaco.routing.documents.corpus import iterate_documents
 
     from .evaluate import Rerouting, evaluate, load_baseline
     from .rerouter import read_rerouter
@@ -135,7 +135,7 @@ def _fit(
 ) -> int:
     """Fit a rerouter to the documents and write it."""
     from dipaco.base.files import atomic_write
-    from dipaco.routing.corpus import iterate_documents
+    from dipaco.routing.documents.corpus import iterate_documents
 
     from .fit_rerouter import fit_to_documents
     from .rerouter import rerouter_bytes

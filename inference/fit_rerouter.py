@@ -17,7 +17,7 @@ from torch import nn
 from dipaco.base.errors import CorpusError
 from dipaco.modules.config import InnerConfig
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.corpus import Document
+from dipaco.routing.documents.corpus import Document
 from dipaco.training.inner import learning_rate_at
 
 from .document_windows import DocumentWindows, collect_windows, tokenised

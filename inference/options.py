@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from dipaco.modules.plan import RunPlan
-    from dipaco.routing.corpus import CorpusConfig
+    from dipaco.routing.documents.corpus import CorpusConfig
 
     from .sources import StateSource
 
@@ -97,7 +97,7 @@ class CorpusSettings(Settings):
     def corpus(self) -> CorpusConfig:
         """Return the documents of `--data`. Raises ConfigurationError and CorpusError."""
         from dipaco.modules.config import parse_config
-        from dipaco.routing.corpus import CorpusConfig
+        from dipaco.routing.documents.corpus import CorpusConfig
 
         for pattern in self.data:
             if not Path(pattern).is_file() and not glob.glob(pattern, recursive=True):
@@ -112,7 +112,7 @@ class CorpusSettings(Settings):
 
     def check_labels(self, plan: RunPlan) -> None:
         """Raise ConfigurationError if the run routes by a label and no field holds it."""
-        from dipaco.routing.routers import ROUTER_KINDS
+        from dipaco.routing.routers.kinds import ROUTER_KINDS
 
         kind = ROUTER_KINDS.get(plan.routing.kind)
         if kind is not None and kind.needs_labels and not self.label_field:

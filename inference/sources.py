@@ -29,9 +29,9 @@ from dipaco.modules.compose import load_path
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.document_routing import DocumentRouter
+from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.training.scoring import LossSum
 
 if TYPE_CHECKING:

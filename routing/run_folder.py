@@ -39,11 +39,10 @@ from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, genesis_state, read_state
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
-
-from .document_routing import DocumentRouter
-from .routers import Router, load_router
-from .token_files import open_tokens
-from .tokenizer import Tokenizer
+from dipaco.routing.routers.document_routing import DocumentRouter
+from dipaco.routing.routers.kinds import Router, load_router
+from dipaco.routing.tokens.token_files import open_tokens
+from dipaco.routing.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

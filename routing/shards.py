@@ -16,9 +16,13 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.files import append, atomic_write, canonical_json, storage_errors
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.plan import PathShard, ShardIndex
-
-from .token_corpus import Mapped, TokenCorpus
-from .token_files import pack_documents, scoring_windows, token_dtype, window_stride
+from dipaco.routing.tokens.token_corpus import Mapped, TokenCorpus
+from dipaco.routing.tokens.token_files import (
+    pack_documents,
+    scoring_windows,
+    token_dtype,
+    window_stride,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.batches import batch_indices
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import even_sample
+from dipaco.routing.tokens.token_files import even_sample
 from dipaco.training.dense import train_steps
 from dipaco.training.inner import InnerLoop
 from dipaco.training.scoring import LossSum, sum_losses

@@ -19,7 +19,7 @@ from dipaco.modules.compose import load_path
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import even_sample
+from dipaco.routing.tokens.token_files import even_sample
 from dipaco.training.scoring import LossSum, sum_losses
 from dipaco.training.trainer import PathTrainer
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
-    from support.exchange_nodes import Nodes
+    from support.wire.exchange_nodes import Nodes
 
     from dipaco.routing.run_folder import RunFolder
 
@@ -63,7 +63,7 @@ def fresh_futures() -> None:
 @pytest.fixture(scope="module")
 def joined_nodes() -> Iterator[Nodes]:
     """Give a module a DHT node."""
-    from support.exchange_nodes import Nodes  # it imports Hivemind, which few tests need
+    from support.wire.exchange_nodes import Nodes  # it imports Hivemind, which few tests need
 
     joined = Nodes()
     yield joined
@@ -88,7 +88,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="module")
 def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Give a module a tiny prepared run of 2x2 paths without path-specific modules."""
-    from support.tiny_run import make_tiny_run
+    from support.runs.tiny_run import make_tiny_run
 
     return make_tiny_run(tmp_path_factory.mktemp("shared") / "run")
 
@@ -96,7 +96,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture(scope="module")
 def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """Give a module the same with path-specific blocks and embedding."""
-    from support.tiny_run import PRIVATE, make_tiny_run
+    from support.runs.tiny_run import PRIVATE, make_tiny_run
 
     return make_tiny_run(tmp_path_factory.mktemp("private") / "run", **PRIVATE)
 
@@ -107,7 +107,7 @@ def browser() -> Iterator[Browser]:
 
     It ends with the module: while it is there, an event loop runs on this thread.
     """
-    from support.browser import NoBrowserError, chromium
+    from support.programs.browser import NoBrowserError, chromium
 
     try:
         with chromium() as found:

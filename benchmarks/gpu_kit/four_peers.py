@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from parts.common import HERE, one_thread, scratch_folder
 from parts.synthetic_run import make_synthetic_run
-from support.swarm import Member, Swarm
+from support.swarms.swarm import Member, Swarm
 
 from dipaco.routing.run_folder import RunFolder
 from gpu_kit.common import Part, begin

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from parts.common import one_thread, scratch_folder
-from support.swarm import BIN, Swarm
+from support.swarms.swarm import BIN, Swarm
 
 from dipaco.peer.owner.gpu_heat import thermometer_of
 from gpu_kit.common import Part, begin

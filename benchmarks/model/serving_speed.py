@@ -31,7 +31,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import torch
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.inference.export import cli as export_cli
 from dipaco.modules.device import number_format

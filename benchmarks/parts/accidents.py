@@ -28,8 +28,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from support.swarm import BIN, Event, Member, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, Event, Member, Swarm
 
 from .common import Report, process_tree, scratch_folder
 from .home_lines import Homes, can_make_homes, homes

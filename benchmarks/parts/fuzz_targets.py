@@ -32,10 +32,10 @@ from dipaco.protocol.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import parse_record, parse_subkey
 from dipaco.protocol.records import HeldState
-from dipaco.routing.routers import load_router
+from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import check_tokens, open_tokens
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.token_files import check_tokens, open_tokens
+from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .mutations import MAX_BYTES, Spelling
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from support.swarm import Member
+from support.swarms.swarm import Member
 
 from .common import process_tree
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from support.outer_peer import Peer
+from support.wire.outer_peer import Peer
 
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.contributions import Codec

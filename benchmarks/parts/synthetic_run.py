@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
-from support.tiny_run import (
+from support.runs.tiny_run import (
     TINY_VOCABULARY,
     sign_tiny_run,
     tiny_parameters,
@@ -30,7 +30,7 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.routing.routers import KMeansRouter
+from dipaco.routing.routers.kinds import KMeansRouter
 from dipaco.routing.run_folder import RunFolder
 
 FIRST_ORDINARY_TOKEN = 4

@@ -21,7 +21,7 @@ from parts.common import Report, process_tree, scratch_folder, steady_peer
 from parts.home_lines import Homes, homes
 from parts.outer_memory import BLOCK_MILLIONS, SHAPE
 from parts.synthetic_run import make_synthetic_run
-from support.swarm import Event, Member, Swarm
+from support.swarms.swarm import Event, Member, Swarm
 
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid

@@ -27,14 +27,14 @@ import torch
 from parts.changed_run import ChangedRun
 from parts.churn_counts import Fault
 from parts.common import Report, scratch_folder
-from support.tiny_run import sign_tiny_run, tiny_shard
+from support.runs.tiny_run import sign_tiny_run, tiny_shard
 
 from dipaco.base.files import canonical_json
 from dipaco.modules.config import InnerConfig
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.routers import KMeansRouter
+from dipaco.routing.routers.kinds import KMeansRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.inner import learning_rate_at
 from dipaco.training.scoring import LossSum, sum_losses

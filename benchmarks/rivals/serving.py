@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from model.serving_speed import PAPER, SHAPE, serving
 from parts.common import Report
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.inference.export import cli as export_cli
 from rivals.packages import installed

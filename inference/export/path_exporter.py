@@ -26,7 +26,7 @@ from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_co
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .adapter_peft import Rounding, RoundingMeter
 from .form import ExportForm, name_of

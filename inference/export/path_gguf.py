@@ -19,8 +19,8 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
 from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
-from dipaco.routing.tokenizer import is_json
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer import is_json
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
 from .tokenizer_files import file_rows, json_pieces
 

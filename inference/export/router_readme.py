@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dipaco.modules.plan import ShardIndex
-from dipaco.routing.router import Router
+from dipaco.routing.routers.router import Router
 
 # A tokenizer whose numbers in the files are not those of the run: routers see those of the run.
 RUN_TOKENIZER = "tokenizer.dipaco"
@@ -90,8 +90,8 @@ def _routing_program(router: Router, prefix_tokens: int, *, renumbered: bool) ->
         "from pathlib import Path",
         "",
         *(["import torch"] if needs_features else []),
-        "from dipaco.routing.routers import Prefixes, load_router",
-        *(["from dipaco.routing.tokenizer_json import JsonPieces"] if renumbered else []),
+        "from dipaco.routing.routers.kinds import Prefixes, load_router",
+        *(["from dipaco.routing.tokens.tokenizer_json import JsonPieces"] if renumbered else []),
         f"from transformers import {'AutoModel, ' if needs_features else ''}AutoTokenizer",
         "",
         *setup,
@@ -112,7 +112,8 @@ def adapter_router_readme(router: Router, prefix_tokens: int, stands_alone: bool
     if not stands_alone:
         return (
             f"{head}This kind of router does not look at what a text says. `dipaco` reads "
-            f"`router.safetensors` (`dipaco.routing.routers.load_router`); see docs/export.md.\n"
+            "`router.safetensors` (`dipaco.routing.routers.kinds.load_router`); see "
+            "docs/export.md.\n"
         )
     return (
         f"{head}A text goes to one adapter by its first {prefix_tokens} tokens; a chat goes by "

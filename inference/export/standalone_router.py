@@ -16,7 +16,7 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.router import FeatureRouter, Prefixes, Router
+from dipaco.routing.routers.router import FeatureRouter, Prefixes, Router
 
 from .tokenizer_files import json_bytes
 

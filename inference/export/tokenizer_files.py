@@ -6,9 +6,9 @@ look as in the run, it stays.
 
 A SentencePiece model is written as one. The plain conversion of `transformers` changes ids: it adds
 a space in front, parses `<s>` where a text has it, and takes U+2581 for a space. Here a space stays
-a space, so U+2581 is spelled in bytes as in `dipaco.routing.tokenizer`, and every text has the same
-ids in both. Both algorithms, BPE and unigram, can be written; what a foreign model may do besides
-is refused by name.
+a space, so U+2581 is spelled in bytes as in `dipaco.routing.tokens.tokenizer`, and every text has
+the same ids in both. Both algorithms, BPE and unigram, can be written; what a foreign model may do
+besides is refused by name.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from sentencepiece import sentencepiece_model_pb2
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
-from dipaco.routing.tokenizer import is_json
-from dipaco.routing.tokenizer_json import SPLITS_SPECIAL, JsonPieces
+from dipaco.routing.tokens.tokenizer import is_json
+from dipaco.routing.tokens.tokenizer_json import SPLITS_SPECIAL, JsonPieces
 
 _SPACE_MARK = "\u2581"
 # Its classes are made at import, where no type checker sees them.

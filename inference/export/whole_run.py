@@ -25,8 +25,8 @@ from dipaco.base.progress import each
 from dipaco.inference.sources import StateSource
 from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.grid import Grid
-from dipaco.routing.routers import load_router
-from dipaco.routing.tokenizer import is_json
+from dipaco.routing.routers.kinds import load_router
+from dipaco.routing.tokens.tokenizer import is_json
 
 from .adapter_exporter import AdapterExporter, open_exporter
 from .form import ExportForm

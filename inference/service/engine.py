@@ -20,7 +20,7 @@ from dipaco.inference.decoding.engines import TORCH, DecodingEngine
 from dipaco.inference.sources import StateSource
 from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.frozen_file import base_parameter_count
-from dipaco.routing.document_routing import DocumentRouter
+from dipaco.routing.routers.document_routing import DocumentRouter
 
 from .errors import ApiError
 from .loader import Loaded, Loader, Looked, News, NotLoaded

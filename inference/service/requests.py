@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.sampling import Sampling
-from dipaco.routing.chat_template import ChatTemplate, TemplateError
-from dipaco.routing.chat_tokens import question_tokens, routed_tokens, special_names
+from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
+from dipaco.routing.tokens.chat_tokens import question_tokens, routed_tokens, special_names
 
 from .engine import Engine
 from .errors import ApiError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from dipaco.inference.generate import TextOfTokens
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 
 _SPECIAL = {UNKNOWN_TOKEN: "<unk>", BEGIN_TOKEN: "<s>", END_TOKEN: "</s>", PAD_TOKEN: "<pad>"}
 

@@ -22,7 +22,7 @@ from dipaco.modules.state import ModuleState, max_state_bytes, read_state
 from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.partial_file import prune_partial_files
 from dipaco.protocol.chain import Head, Row
-from dipaco.routing.token_files import token_dtype
+from dipaco.routing.tokens.token_files import token_dtype
 
 from .exchange import Exchange
 

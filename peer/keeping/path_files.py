@@ -18,7 +18,7 @@ from dipaco.modules.store import StateStore
 from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
 from dipaco.routing.batches import BatchStream
-from dipaco.routing.token_files import check_tokens, even_sample
+from dipaco.routing.tokens.token_files import check_tokens, even_sample
 from dipaco.training.trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.keeping.path_files")

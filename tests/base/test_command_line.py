@@ -19,8 +19,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from support.commands import SCRIPTS as COMMANDS
-from support.commands import commands, parsers
+from support.programs.commands import SCRIPTS as COMMANDS
+from support.programs.commands import commands, parsers
 
 from dipaco.base.command_line import Command
 from dipaco.base.settings import Argument, Settings, arguments_of

@@ -44,10 +44,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.dht_pair import wait_until
-from support.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
-from support.swarm import command as run_command
-from support.tiny_run import make_tiny_run, sign_tiny_run
+from support.runs.tiny_run import make_tiny_run, sign_tiny_run
+from support.swarms.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
+from support.swarms.swarm import command as run_command
+from support.wire.dht_pair import wait_until
 
 from dipaco.base.files import canonical_json
 from dipaco.modules.plan import PROTOCOL_VERSION, ShardIndex

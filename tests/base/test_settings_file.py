@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
-from support.commands import commands, parsers
+from support.programs.commands import commands, parsers
 
 from dipaco.base.command_line import Command, Program
 from dipaco.base.errors import ConfigurationError

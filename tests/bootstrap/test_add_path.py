@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.prepared_run import write_run
-from support.routed_texts import route_texts
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.prepared_run import write_run
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import ConfigurationError, CorpusError, DipacoError, IntegrityError
 from dipaco.bootstrap import cli
-from dipaco.bootstrap.predecessor import open_predecessor
+from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.router import Prefixes
+from dipaco.routing.routers.router import Prefixes
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from dipaco.training.scoring import LossSum, sum_losses

@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.swarm import BIN, ENVIRONMENT, LIMIT_S
+from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S
 
 from dipaco.routing.run_folder import RunFolder
 

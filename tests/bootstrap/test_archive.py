@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
 
 from dipaco.base.errors import NetworkError
 from dipaco.bootstrap.archive import LATEST, Archive

@@ -74,7 +74,10 @@ def test_what_is_missing_is_named(
             ["torch", "hivemind", "datasets", "numpy", "pydantic"],
         ),
         # Preparing and planning are no business of the network, texts one of reading alone.
-        (["bootstrap.prepare", "bootstrap.plan_figures"], ["hivemind", "datasets", "distributed"]),
+        (
+            ["bootstrap.preparing.prepare", "bootstrap.plan.figures"],
+            ["hivemind", "datasets", "distributed"],
+        ),
     ],
 )  # fmt: skip
 def test_what_is_not_needed_is_not_loaded(modules: list[str], unwanted: list[str]) -> None:

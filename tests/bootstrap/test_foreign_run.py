@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from support.foreign_base import HARD_TEXTS, make_foreign_base
-from support.prepared_run import CPU, on_cpu, write_run
-from support.routed_texts import route_texts
+from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
+from support.runs.prepared_run import CPU, on_cpu, write_run
+from support.runs.routed_texts import route_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.bootstrap.display import Display, show_figures
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.bootstrap.plan_figures import plan_figures
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.plan.figures import plan_figures
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from dipaco.simulator import cli as simulator_cli
 
 TOML = """

@@ -12,13 +12,13 @@ import pytest
 import safetensors.torch
 import torch
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from support.prepared_run import on_cpu, write_run
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.prepared_run import on_cpu, write_run
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.bootstrap.import_base import ImportedBase, number_pieces
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export.form import ExportForm
@@ -26,7 +26,7 @@ from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 
 TOML = """

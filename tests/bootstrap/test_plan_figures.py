@@ -14,8 +14,8 @@ from rich.console import Console
 from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap.cli import main
 from dipaco.bootstrap.display import show_figures
-from dipaco.bootstrap.plan_figures import Expected, PlanFigures, plan_figures
-from dipaco.bootstrap.plan_traffic import (
+from dipaco.bootstrap.plan.figures import Expected, PlanFigures, plan_figures
+from dipaco.bootstrap.plan.traffic import (
     BOOTSTRAP_NODE,
     CLOSED_VOLUNTEER,
     KEEPER,

@@ -15,17 +15,18 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
-from support.prepared_run import CPU, RUN_TOML, on_cpu, quiet_display, write_run
-from support.routed_texts import route_texts
+from support.runs.prepared_run import CPU, RUN_TOML, on_cpu, quiet_display, write_run
+from support.runs.routed_texts import route_texts
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.base.progress import StageProgress
-from dipaco.bootstrap import cli, token_stage
-from dipaco.bootstrap import prepare as prepare_module
+from dipaco.bootstrap import cli
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.invite import LIST_FILE
-from dipaco.bootstrap.prepare import check_shards, prepare
-from dipaco.bootstrap.pretrain import base_model_bytes, pretrain
+from dipaco.bootstrap.preparing import prepare as prepare_module
+from dipaco.bootstrap.preparing import token_stage
+from dipaco.bootstrap.preparing.prepare import check_shards, prepare
+from dipaco.bootstrap.preparing.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.plan import RunPlan
@@ -35,7 +36,7 @@ from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.records import RecordError
-from dipaco.routing.corpus import CorpusConfig, corpus_files
+from dipaco.routing.documents.corpus import CorpusConfig, corpus_files
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from support.foreign_base import make_foreign_base
-from support.prepared_run import on_cpu, write_run
+from support.runs.foreign_base import make_foreign_base
+from support.runs.prepared_run import on_cpu, write_run
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.bootstrap.plan_figures import plan_figures
-from dipaco.bootstrap.predecessor import open_predecessor
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.plan.figures import plan_figures
+from dipaco.bootstrap.preparing.predecessor import open_predecessor
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.base_source import take_base_from_hub_cache
 from dipaco.modules.grid import parameter_shapes

@@ -10,18 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.chat_runs import TOML, chat_rows, write_chats
-from support.chat_templates import CHATML, INSTRUCT
-from support.prepared_run import CPU, on_cpu, quiet_display
+from support.runs.chat_runs import TOML, chat_rows, write_chats
+from support.runs.chat_templates import CHATML, INSTRUCT
+from support.runs.prepared_run import CPU, on_cpu, quiet_display
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap import cli
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_corpus import TokenCorpus
+from dipaco.routing.tokens.token_corpus import TokenCorpus
 from dipaco.training.inner import InnerLoop
 
 

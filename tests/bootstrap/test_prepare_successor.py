@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from support.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
-from dipaco.bootstrap import cli, local_scores
+from dipaco.bootstrap import cli
 from dipaco.bootstrap.display import Display
-from dipaco.bootstrap.predecessor import open_predecessor
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.preparing import local_scores
+from dipaco.bootstrap.preparing.predecessor import open_predecessor
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.modules.compose import load_path
 from dipaco.modules.grow import Growth, path_parameters
 from dipaco.modules.plan import RunPlan

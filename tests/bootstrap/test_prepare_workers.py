@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError, NetworkError, StorageError
-from dipaco.bootstrap import cli, token_stage
-from dipaco.bootstrap import prepare as prepare_module
-from dipaco.bootstrap.predecessor import open_predecessor
-from dipaco.bootstrap.prepare import prepare
-from dipaco.bootstrap.workers import Workers, open_workers
+from dipaco.bootstrap import cli
+from dipaco.bootstrap.preparing import prepare as prepare_module
+from dipaco.bootstrap.preparing import token_stage
+from dipaco.bootstrap.preparing.predecessor import open_predecessor
+from dipaco.bootstrap.preparing.prepare import prepare
+from dipaco.bootstrap.preparing.workers import Workers, open_workers
 from dipaco.modules.plan import RunBlobs
 from dipaco.simulator import cli as simulate
 
@@ -123,7 +124,7 @@ def test_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed")
-    monkeypatch.setattr("dipaco.bootstrap.workers._DASK_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("dipaco.bootstrap.preparing.workers._DASK_TIMEOUT_S", 1.0)
     with (
         pytest.raises(NetworkError, match="no Dask scheduler answers"),
         open_workers(dask="tcp://127.0.0.1:1"),

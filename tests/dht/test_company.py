@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from hivemind.p2p import PeerID
-from support.dht_pair import GRID, TestNode, paths_of, peer_record, start_node, wait_until
-from support.peers import RUN, key, peer
+from support.wire.dht_pair import GRID, TestNode, paths_of, peer_record, start_node, wait_until
+from support.wire.peers import RUN, key, peer
 
 from dipaco.dht import bounded_protocol
 from dipaco.dht.company import REMEMBERED_STRANGERS, Company, node_id_of, wants_to_be_asked

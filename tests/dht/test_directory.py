@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import dht_pair
-from support.dht_pair import (
+from support.runs.make_plan import make_plan
+from support.wire import dht_pair
+from support.wire.dht_pair import (
     GRID,
     LOOPBACK,
     PLAN,
@@ -26,7 +27,6 @@ from support.dht_pair import (
     view_by,
     wait_until,
 )
-from support.make_plan import make_plan
 
 from dipaco.base.errors import (
     AddressError,

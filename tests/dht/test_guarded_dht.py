@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import pytest
 from hivemind import DHT
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
-from support.dht_pair import LOOPBACK, wait_until
+from support.wire.dht_pair import LOOPBACK, wait_until
 
 from dipaco.base.errors import NetworkError
 from dipaco.dht import bounded_protocol, guarded_dht

@@ -22,7 +22,7 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
-from support.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
+from support.wire.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
 
 from dipaco.dht import bounded_protocol
 from dipaco.dht.company import Company

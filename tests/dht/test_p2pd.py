@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from hivemind import DHT
-from support.dht_pair import LOOPBACK, TestNode, start_node
+from support.wire.dht_pair import LOOPBACK, TestNode, start_node
 
 from dipaco.base.errors import AddressError
 from dipaco.dht.addresses import check_listen_address, check_peer_address

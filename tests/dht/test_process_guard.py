@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.dht_pair import LOOPBACK, wait_until
+from support.wire.dht_pair import LOOPBACK, wait_until
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux ends children with their parent"

@@ -16,9 +16,9 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
-from support.dht_pair import RUN_ID, peer_record
-from support.make_plan import make_plan
-from support.peers import OpenGate
+from support.runs.make_plan import make_plan
+from support.wire.dht_pair import RUN_ID, peer_record
+from support.wire.peers import OpenGate
 
 from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.dht import bounded_protocol, quotas

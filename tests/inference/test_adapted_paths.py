@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.foreign_base import make_foreign_base
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import StorageError
 from dipaco.bootstrap.import_base import ImportedBase

@@ -13,9 +13,9 @@ import pytest
 import safetensors.torch
 import torch
 from rich.console import Console
-from support.fake_reader import FakeReader
-from support.routed_texts import route_texts
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.fake_reader import FakeReader
 
 from dipaco.base.errors import (
     AddressError,
@@ -45,10 +45,10 @@ from dipaco.inference.sources import (
 )
 from dipaco.modules.compose import gather_module
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.routing.corpus import Document
-from dipaco.routing.document_routing import DocumentRouter
+from dipaco.routing.documents.corpus import Document
+from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import scoring_windows
+from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator import cli as simulator_cli
 from dipaco.training.scoring import LossSum
 

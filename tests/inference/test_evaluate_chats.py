@@ -8,21 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.chat_runs import chat_rows, write_chats
-from support.chat_templates import CHATML
-from support.prepared_run import CPU, on_cpu
+from support.runs.chat_runs import chat_rows, write_chats
+from support.runs.chat_templates import CHATML
+from support.runs.prepared_run import CPU, on_cpu
 
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.inference import evaluate_cli, generate_cli
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.modules.transformer import token_losses
-from dipaco.routing.chat_tokens import ChatEncoder, routed_tokens
-from dipaco.routing.chats import read_chat
+from dipaco.routing.documents.chats import read_chat
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.token_files import scoring_windows
+from dipaco.routing.tokens.chat_tokens import ChatEncoder, routed_tokens
+from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator import cli as simulator_cli
 from dipaco.training.scoring import sum_losses
 

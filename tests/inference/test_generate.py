@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate, generate_cli
@@ -27,7 +27,7 @@ from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
 
 GREEDY = Sampling(temperature=0, max_tokens=20)

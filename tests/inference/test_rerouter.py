@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.inference.document_windows import DocumentWindows

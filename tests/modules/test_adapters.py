@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.foreign_base import make_foreign_base
+from support.runs.foreign_base import make_foreign_base
 
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import sha256_of_file

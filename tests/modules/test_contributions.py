@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.contribution_files import BITS, BLOCKS, made_file
+from support.runs.contribution_files import BITS, BLOCKS, made_file
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.config import CodecName, ContributionsConfig, parse_config

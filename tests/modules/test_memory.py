@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inner_loops import CPU, MODEL, batch_of, flat, loop_of
+from support.runs.inner_loops import CPU, MODEL, batch_of, flat, loop_of
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounter
 

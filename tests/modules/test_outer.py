@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from support.contribution_files import made_file
-from support.exact_numbers import square_roots
+from support.runs.contribution_files import made_file
+from support.runs.exact_numbers import square_roots
 
 from dipaco.base.errors import IntegrityError
 from dipaco.modules.config import ContributionsConfig, OuterConfig

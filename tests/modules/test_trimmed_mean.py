@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.exact_numbers import square_roots
+from support.runs.exact_numbers import square_roots
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import ContributionsConfig, parse_config

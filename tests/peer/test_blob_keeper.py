@@ -7,14 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_swarm import (
+from support.runs.make_plan import make_plan
+from support.swarms.fake_swarm import (
     ME,
     FakeFetcher,
     FakeSwarm,
     peer_id,
     peer_record,
 )
-from support.make_plan import make_plan
 
 from dipaco.modules.config import RoundsConfig
 from dipaco.peer.background import Background, BackgroundError

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
 from dipaco.base.errors import AddressError, ConfigurationError, StorageError, UnreachableError
 from dipaco.modules import device

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 import pytest
 from rich.console import Console
-from support.fake_swarm import FakeRun, FakeSwarm, FakeTime
-from support.make_plan import make_plan
-from support.swarm_views import record
+from support.runs.make_plan import make_plan
+from support.swarms.fake_swarm import FakeRun, FakeSwarm, FakeTime
+from support.swarms.swarm_views import record
 
 from dipaco.base import running
 from dipaco.base.errors import NetworkError

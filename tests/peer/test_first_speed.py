@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.modules import device as devices
 from dipaco.modules.cards import flops_per_token

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.exchanges import rows_in
-from support.fake_swarm import ME, FakeSwarm, peer_id
+from support.swarms.fake_swarm import ME, FakeSwarm, peer_id
+from support.wire.exchanges import rows_in
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.chain_store import ChainStore

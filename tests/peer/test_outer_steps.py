@@ -14,8 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.outer_peer import MODULE, Peer
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.wire.outer_peer import MODULE, Peer
 
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore

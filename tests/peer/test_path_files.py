@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
 
 from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.base.files import canonical_json

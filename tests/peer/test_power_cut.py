@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.exchanges import GRID, MODULE, OPERATOR, chain_of, file_of, row_of
-from support.make_plan import make_plan
-from support.peers import RUN, identity, peer
-from support.power_cut import CUTS, Disk, cut
-from support.tiny_run import make_tiny_run
+from support.programs.power_cut import CUTS, Disk, cut
+from support.runs.make_plan import make_plan
+from support.runs.tiny_run import make_tiny_run
+from support.wire.exchanges import GRID, MODULE, OPERATOR, chain_of, file_of, row_of
+from support.wire.peers import RUN, identity, peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import AdmissionError, ConfigurationError, StorageError

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.fake_swarm import (
+from support.runs.make_plan import make_plan
+from support.swarms.fake_swarm import (
     ME,
     FakeDirectory,
     FakeEvents,
@@ -21,7 +22,6 @@ from support.fake_swarm import (
     peer_id,
     peer_record,
 )
-from support.make_plan import make_plan
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ClockError, NetworkError

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_swarm import FakeSwarm, peer_id
-from support.outer_peer import MODULE, Peer
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.fake_swarm import FakeSwarm, peer_id
+from support.wire.outer_peer import MODULE, Peer
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.background import Background

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from support.operators import KEY, STRANGER, manifest
+from support.runs.operators import KEY, STRANGER, manifest
 
 from dipaco.base.errors import NetworkError
 from dipaco.modules.plan import PROTOCOL_VERSION

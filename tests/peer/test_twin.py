@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.peers import peer
+from support.wire.peers import peer
 
 from dipaco.peer.presence.twin import TwinWatch
 from dipaco.protocol.records import PeerRecord

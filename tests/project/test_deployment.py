@@ -21,7 +21,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.commands import ROOT, options_of, parsers
+from support.programs.commands import ROOT, options_of, parsers
 
 from dipaco.base.command_line import Command, Program
 from dipaco.base.settings_file import CONFIG_VARIABLE

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from support.commands import options_of, parsers
+from support.programs.commands import options_of, parsers
 
 from dipaco.base import errors, exit_codes
 from dipaco.base.files import canonical_json

@@ -6,7 +6,7 @@ import torch
 
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.routing.document_routing import prefix_features
+from dipaco.routing.routers.document_routing import prefix_features
 
 CONFIG = ModelConfig(
     vocabulary_size=50, block_count=2, hidden_size=16, head_count=2, sequence_length=32

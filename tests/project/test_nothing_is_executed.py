@@ -79,14 +79,14 @@ EXCEPTIONS = {
         "writes to the DHT process that this peer forked, over a pipe that nobody else has"
     ),
     ("dht/guarded_dht.py", "imports multiprocessing.reduction.ForkingPickler"): "the same",
-    ("routing/chat_template.py", "imports jinja2"): (
+    ("routing/documents/chat_template.py", "imports jinja2"): (
         "fills in the chat template of a checkpoint, in a sandbox and never in a peer"
     ),
     **{
-        ("routing/chat_template.py", f"imports jinja2.{part}"): "the sandbox"
+        ("routing/documents/chat_template.py", f"imports jinja2.{part}"): "the sandbox"
         for part in ("sandbox", "ext", "nodes", "parser")
     },
-    ("routing/chat_template.py", "imports subprocess"): (
+    ("routing/documents/chat_template.py", "imports subprocess"): (
         "starts this file with this Python: a template has a process with a limit of memory"
     ),
     ("peer/reporting/event_command.py", "imports subprocess"): (

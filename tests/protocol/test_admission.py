@@ -15,8 +15,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer
-from support.make_plan import make_plan
-from support.peers import RUN, identity, key, peer
+from support.runs.make_plan import make_plan
+from support.wire.peers import RUN, identity, key, peer
 
 from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
 from dipaco.bootstrap.invite import invite, keep_revocations, revoke

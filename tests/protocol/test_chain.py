@@ -12,8 +12,8 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.make_plan import make_plan
-from support.peers import RUN, key, peer
+from support.runs.make_plan import make_plan
+from support.wire.peers import RUN, key, peer
 
 from dipaco.modules.grid import Grid
 from dipaco.protocol import chain_book

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from support.swarm_views import peer_name, plan_of
+from support.swarms.swarm_views import peer_name, plan_of
 
 from dipaco.protocol.coverage import (
     BUCKET_PATHS,

@@ -60,7 +60,7 @@ def test_p2pd_takes_the_identity_and_hivemind_makes_no_key_of_its_own(tmp_path: 
     program = (
         "import sys; from pathlib import Path\n"
         "from hivemind.utils.crypto import RSAPrivateKey\n"
-        "from support.dht_pair import start_node\n"
+        "from support.wire.dht_pair import start_node\n"
         "node = start_node(Path(sys.argv[1]))\n"
         "assert str(node.dht.peer_id) == node.peer_id, (node.dht.peer_id, node.peer_id)\n"
         "assert RSAPrivateKey._process_wide_key is None\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.trainer import GRID, MODULE, PLAN, view_of
+from support.runs.trainer import GRID, MODULE, PLAN, view_of
 
 from dipaco.protocol.member.contributors import Contributors
 from dipaco.protocol.member.knowledge import Knowledge, MemberSettings

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from support.trainer import BOUNDARY_S, DURATION_S, MODULE, Trainer, name
+from support.runs.trainer import BOUNDARY_S, DURATION_S, MODULE, Trainer, name
 
 from dipaco.protocol.chain import Step
 from dipaco.protocol.chain_book import ChainBook

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from support.hostile_mirrors import HOSTILE_MIRRORS
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
+from support.wire.hostile_mirrors import HOSTILE_MIRRORS
 
 from dipaco.base.errors import ManifestError, ProtocolVersionError, StorageError
 from dipaco.base.files import canonical_json
-from dipaco.bootstrap.predecessor import open_predecessor
+from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.protocol.manifest import (
     MAX_MANIFEST_BYTES,

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from support.trainer import (
+from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
     GATHER_S,

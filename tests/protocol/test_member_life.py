@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.modules.config import GridConfig
 from dipaco.modules.grid import Grid

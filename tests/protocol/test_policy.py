@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.trainer import (
+from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
     GATHER_S,

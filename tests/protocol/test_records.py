@@ -16,7 +16,7 @@ from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.base.repetition import Complaints
 from dipaco.dht.record_validator import (

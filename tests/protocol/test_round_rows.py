@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.trainer import MODULE, name
+from support.runs.trainer import MODULE, name
 
 from dipaco.protocol.chain import Row
 from dipaco.protocol.round_rows import REMEMBERED_PEERS, ROWS_OF_A_PEER, RoundRows

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.modules.config import RoundsConfig
 from dipaco.modules.grid import Grid

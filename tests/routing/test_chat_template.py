@@ -10,7 +10,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.routing.chat_template import ChatTemplate, TemplateError
+from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
 
 MESSAGES = [{"role": "user", "content": "Zoë & Ann's <b>"}]
 SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

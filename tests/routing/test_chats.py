@@ -12,16 +12,21 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support.chat_templates import CHATML, INSTRUCT, THINKING
-from support.foreign_base import foreign_tokenizer
+from support.runs.chat_templates import CHATML, INSTRUCT, THINKING
+from support.runs.foreign_base import foreign_tokenizer
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
-from dipaco.routing.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
-from dipaco.routing.chats import Chat, Message
-from dipaco.routing.corpus import CorpusConfig, corpus_documents, holds_chats, iterate_documents
-from dipaco.routing.tokenizer import Tokenizer
-from dipaco.routing.tokenizer_json import pack_tokenizer
+from dipaco.routing.documents.chats import Chat, Message
+from dipaco.routing.documents.corpus import (
+    CorpusConfig,
+    corpus_documents,
+    holds_chats,
+    iterate_documents,
+)
+from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
+from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer_json import pack_tokenizer
 
 MESSAGES = [
     {"role": "user", "content": "Where is it?"},

@@ -12,7 +12,7 @@ import pytest
 import zstandard
 
 from dipaco.base.errors import CorpusError
-from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
+from dipaco.routing.documents.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 
 
 def _jsonl(path: Path, rows: list[dict], compress: bool = False) -> Path:

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
-from support.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap.display import Display
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.modules.config import parse_config
-from dipaco.routing.corpus import CorpusConfig, corpus_documents, corpus_files
+from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, corpus_files
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from dipaco.base.errors import CorpusError
-from dipaco.routing.corpus import CorpusConfig, Document, corpus_documents, iterate_documents
+from dipaco.routing.documents.corpus import (
+    CorpusConfig,
+    Document,
+    corpus_documents,
+    iterate_documents,
+)
 
 HUB_README = """---
 configs:

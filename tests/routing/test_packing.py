@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dipaco.routing.token_files import check_tokens, pack_documents, token_dtype
+from dipaco.routing.tokens.token_files import check_tokens, pack_documents, token_dtype
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from pydantic import ValidationError
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.inference.options import CorpusSettings
 from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RoutingPlan
-from dipaco.routing.balancing import balance_biases
-from dipaco.routing.discriminative import fit_discriminative, label_targets, preferred_paths
-from dipaco.routing.product_kmeans import ProductKMeansRouter
-from dipaco.routing.routers import (
+from dipaco.routing.routers.balancing import balance_biases
+from dipaco.routing.routers.discriminative import fit_discriminative, label_targets, preferred_paths
+from dipaco.routing.routers.kinds import (
     ROUTER_KINDS,
     Prefixes,
     RouterConfig,
@@ -26,7 +25,8 @@ from dipaco.routing.routers import (
     fit_router,
     load_router,
 )
-from dipaco.routing.simple_routers import LabelRouter, RandomRouter
+from dipaco.routing.routers.product_kmeans import ProductKMeansRouter
+from dipaco.routing.routers.simple_routers import LabelRouter, RandomRouter
 
 DOCUMENTS, WIDTH = 600, 9
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.routing.balancing import balance_biases, nearest_centroids, squared_distances
-from dipaco.routing.routers import KMeansRouter, Prefixes, load_router
+from dipaco.routing.routers.balancing import balance_biases, nearest_centroids, squared_distances
+from dipaco.routing.routers.kinds import KMeansRouter, Prefixes, load_router
 
 
 def _blobs(counts: list[int], width: int = 6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.modules.config import GridConfig, InnerConfig
 from dipaco.modules.plan import PathShard, RoutingPlan, ShardIndex

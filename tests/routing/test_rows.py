@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from dipaco.base.errors import CorpusError
-from dipaco.routing.corpus import CorpusConfig, Document, iterate_documents
+from dipaco.routing.documents.corpus import CorpusConfig, Document, iterate_documents
 
 
 def read(file: Path | str, **fields: object) -> list[Document]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.config import PAD_TOKEN
-from dipaco.routing.token_files import scoring_windows
+from dipaco.routing.tokens.token_files import scoring_windows
 
 
 @given(st.integers(0, 300), st.integers(2, 40), st.data())

@@ -8,22 +8,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.power_cut import Disk
+from support.programs.power_cut import Disk
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.plan import ShardIndex
-from dipaco.routing.corpus import Document
+from dipaco.routing.documents.corpus import Document
 from dipaco.routing.shards import Beginnings, RowShape, ShardBuilder
-from dipaco.routing.token_corpus import (
+from dipaco.routing.tokens.token_corpus import (
     TokenCorpus,
     TokenCorpusWriter,
     encoded,
     write_token_corpora,
 )
-from dipaco.routing.token_files import check_tokens, open_tokens, scoring_windows
-from dipaco.routing.tokenizer import Tokenizer
+from dipaco.routing.tokens.token_files import check_tokens, open_tokens, scoring_windows
+from dipaco.routing.tokens.tokenizer import Tokenizer
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
 ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY)

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.bootstrap.prepare import prepare
+from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.modules.plan import RunPlan
-from dipaco.routing.corpus import CorpusConfig, Document, is_held_out, iterate_documents
-from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
+from dipaco.routing.documents.corpus import CorpusConfig, Document, is_held_out, iterate_documents
+from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")

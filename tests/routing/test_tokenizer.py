@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
-from dipaco.routing.tokenizer import Tokenizer, _sample, train_tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer, _sample, train_tokenizer
 
 PYTHON = """def f(x):
 \tif x:

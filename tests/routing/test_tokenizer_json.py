@@ -13,7 +13,7 @@ import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.foreign_base import (
+from support.runs.foreign_base import (
     CHAT_TEMPLATE,
     HARD_TEXTS,
     SPECIAL_TEXTS,
@@ -28,8 +28,8 @@ from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.tokenizer_files import tokenizer_files
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.tokenizer import Tokenizer
-from dipaco.routing.tokenizer_json import JsonPieces, pack_tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer_json import JsonPieces, pack_tokenizer
 
 FAMILIES = ("llama", "smollm2", "qwen2", "qwen3")
 

@@ -17,7 +17,7 @@ from parts.churn_counts import (
     schedule,
 )
 from parts.churn_rates import Clock, Join, greatest_wait_s, joins, rounds_without_step, speed
-from support.swarm import LIMIT_S, Swarm
+from support.swarms.swarm import LIMIT_S, Swarm
 
 from dipaco.routing.run_folder import RunFolder
 

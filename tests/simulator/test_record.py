@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.power_cut import CUTS, cut
+from support.programs.power_cut import CUTS, cut
 
 from dipaco.simulator.record import RoundRecord
 from dipaco.simulator.report import RoundReport

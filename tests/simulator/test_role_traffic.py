@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dipaco.bootstrap.plan_traffic import (
+from dipaco.bootstrap.plan.traffic import (
     BOOTSTRAP_NODE,
     CLOSED_VOLUNTEER,
     KEEPER,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.simulation import simulate
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.simulation import simulate
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.routing.run_folder import RunFolder

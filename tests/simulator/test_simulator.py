@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
+from support.runs.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json

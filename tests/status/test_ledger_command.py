@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
 
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.keeping.credit import own_tokens

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_record
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
+from support.swarms.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_record
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.metrics import Metric, text_of

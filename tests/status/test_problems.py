@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.swarm_views import Records, digest_of, healthy_swarm, peer_name, plan_of
+from support.swarms.swarm_views import Records, digest_of, healthy_swarm, peer_name, plan_of
 
 from dipaco.protocol.records import Holding
 from dipaco.status.problems import MAX_ALIKE, Problem, forked_modules, problems

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.dht_pair import start_node
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
+from support.wire.dht_pair import start_node
 
 from dipaco.dht.directory import Directory
 from dipaco.modules.grid import Grid

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.browser import PHONE, is_wider_than_screen, served, visited
-from support.proxy import behind_proxy
-from support.shown_swarm import (
+from support.programs.browser import PHONE, is_wider_than_screen, served, visited
+from support.swarms.shown_swarm import (
     FORKED,
     NAME,
     ROUND,
@@ -22,7 +21,8 @@ from support.shown_swarm import (
     then,
     well,
 )
-from support.swarm_views import peer_name
+from support.swarms.swarm_views import peer_name
+from support.wire.proxy import behind_proxy
 
 from dipaco.status.service import PageContent, StatusService
 

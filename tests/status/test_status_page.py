@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from support.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
-from support.swarm_views import plan_of
+from support.swarms.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
+from support.swarms.swarm_views import plan_of
 
 from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.base.http_server import listen

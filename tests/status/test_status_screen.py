@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from support.swarm_views import Records, healthy_swarm, peer_name, plan_of
+from support.swarms.swarm_views import Records, healthy_swarm, peer_name, plan_of
 
 from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.protocol.admission import Gate

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.split_network import can_split, closed_homes
-from support.swarm import BIN, LIMIT_S, LOOPBACK, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, LIMIT_S, LOOPBACK, Swarm
+from support.wire.split_network import can_split, closed_homes
 
 HOMES, ROUND_S, ROUNDS = 3, 12.0, 3
 SHARED = "L0.E0"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.foreign_base import make_foreign_base
-from support.swarm import BIN, Member, Swarm, command
-from support.tiny_run import invited_tiny_run, make_tiny_run
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import invited_tiny_run, make_tiny_run
+from support.swarms.swarm import BIN, Member, Swarm, command
 
 from dipaco.base.errors import AdmissionError
 from dipaco.bootstrap.import_base import ImportedBase

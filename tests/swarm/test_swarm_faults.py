@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.dht_pair import wait_until
-from support.faults import (
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.faults import (
     assert_gone,
     boundaries,
     first_after,
@@ -26,8 +26,8 @@ from support.faults import (
     next_boundary,
     partial_anchors,
 )
-from support.swarm import LIMIT_S, Event, Member, Swarm, command
-from support.tiny_run import make_tiny_run
+from support.swarms.swarm import LIMIT_S, Event, Member, Swarm, command
+from support.wire.dht_pair import wait_until
 
 from dipaco.protocol.records import LIFE_PERIODS, refresh_period_s
 

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.swarm import LIMIT_S, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import LIMIT_S, Swarm
 
 pytestmark = pytest.mark.slow
 

@@ -6,8 +6,8 @@ import shutil
 import time
 from pathlib import Path
 
-from support.swarm import LIMIT_S, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import LIMIT_S, Swarm
 
 
 def test_a_copied_identity_is_refused_while_the_other_trains(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.swarm import LIMIT_S, Member, Swarm
-from support.tiny_run import make_tiny_run, sign_tiny_run
+from support.runs.tiny_run import make_tiny_run, sign_tiny_run
+from support.swarms.swarm import LIMIT_S, Member, Swarm
 
 from dipaco.base.errors import AdmissionError
 from dipaco.base.files import canonical_json

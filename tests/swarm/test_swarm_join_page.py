@@ -6,8 +6,8 @@ import re
 import time
 from pathlib import Path
 
-from support.swarm import LIMIT_S, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import LIMIT_S, Swarm
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "join.md"
 

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.swarm import Member, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import Member, Swarm
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.browser import visited
-from support.swarm import BIN, ENVIRONMENT, LIMIT_S, Member, Swarm
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.programs.browser import visited
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Member, Swarm
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.swarm import LIMIT_S, Swarm, command
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.swarm import LIMIT_S, Swarm, command
 
 from dipaco.routing.run_folder import RunFolder
 

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.exchange_nodes import NOBODY
-from support.swarm import Member, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import Member, Swarm
+from support.wire.exchange_nodes import NOBODY
 
 PATHS = 2
 

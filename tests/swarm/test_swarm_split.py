@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.split_network import SplitNetwork, can_split, split_network
-from support.swarm import BIN, LIMIT_S, Member, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, LIMIT_S, Member, Swarm
+from support.wire.split_network import SplitNetwork, can_split, split_network
 
 pytestmark = pytest.mark.slow
 

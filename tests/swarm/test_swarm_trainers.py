@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.foreign_base import make_foreign_base
-from support.swarm import LIMIT_S, Swarm
-from support.tiny_run import make_tiny_run
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import LIMIT_S, Swarm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.inner_loops import MODEL, batch_of, loop_of, model_of
+from support.runs.inner_loops import MODEL, batch_of, loop_of, model_of
 from torch._dynamo.testing import CompileCounter
 
 from dipaco.modules import transformer

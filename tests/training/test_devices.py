@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inner_loops import CPU, MODEL, batch_of, config_of, model_of
+from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, model_of
 
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.config import GridConfig

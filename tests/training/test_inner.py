@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.inner_loops import CPU, MODEL, batch_of, config_of, flat, loop_of, model_of
+from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, flat, loop_of, model_of
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device, transformer

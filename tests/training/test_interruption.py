@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.inner_loops import MODEL, batch_of, flat, loop_of, model_of
+from support.runs.inner_loops import MODEL, batch_of, flat, loop_of, model_of
 
 from dipaco.training.interruption import PassInterrupted, end_passes_when
 

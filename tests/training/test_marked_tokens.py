@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.inner_loops import batch_of, loop_of, model_of
+from support.runs.inner_loops import batch_of, loop_of, model_of
 
 from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.marked_tokens import are_marked, plain_tokens

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.inner_loops import CPU, batch_of, flat
-from support.tiny_run import PRIVATE, make_tiny_run
+from support.runs.inner_loops import CPU, batch_of, flat
+from support.runs.tiny_run import PRIVATE, make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.bootstrap.pretrain import pretrain
+from dipaco.bootstrap.preparing.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
 from dipaco.modules.state import ModuleState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.small_paths import logits_of
+from support.runs.small_paths import logits_of
 
 from dipaco.inference.decoding.adapter_decoder import AdapterDecoder, SharedDecoder, step_together
 from dipaco.inference.decoding.decoder import Decoder

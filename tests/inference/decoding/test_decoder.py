@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.small_paths import KINDS, logits_of, small_path
+from support.runs.small_paths import KINDS, logits_of, small_path
 
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.mixing import decoder_of, mixed_losses

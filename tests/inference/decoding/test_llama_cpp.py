@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.service import run_with_adapters
-from support.small_paths import KINDS, logits_of, small_path
-from support.tiny_run import make_tiny_run
+from support.programs.service import run_with_adapters
+from support.runs.small_paths import KINDS, logits_of, small_path
+from support.runs.tiny_run import make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.decoding.engines import TORCH, chosen_engine, llama_cpp_obstacle

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from support.fake_reader import FakeReader
-from support.routed_texts import route_texts
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.fake_reader import FakeReader
 from transformers import AutoModelForCausalLM
 
 from dipaco.base.errors import ConfigurationError, StorageError

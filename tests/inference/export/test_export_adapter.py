@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from support.routed_texts import route_texts
-from support.service import run_with_adapters
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.programs.service import run_with_adapters
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM
 
 from dipaco.inference import evaluate_cli, generate_cli
@@ -23,11 +23,11 @@ from dipaco.inference.export.adapter_peft import Rounding, RoundingMeter, writte
 from dipaco.inference.export.standalone_router import begin_row, linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.config import AdaptersConfig
-from dipaco.routing.discriminative import DiscriminativeRouter
-from dipaco.routing.kmeans import KMeansRouter
-from dipaco.routing.product_kmeans import ProductKMeansRouter
-from dipaco.routing.router import FeatureRouter, Prefixes
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.routers.discriminative import DiscriminativeRouter
+from dipaco.routing.routers.kmeans import KMeansRouter
+from dipaco.routing.routers.product_kmeans import ProductKMeansRouter
+from dipaco.routing.routers.router import FeatureRouter, Prefixes
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
 TEXT = "The city lies by the river."
 

@@ -10,8 +10,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from support.foreign_base import make_foreign_base
-from support.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.import_base import ImportedBase
@@ -19,8 +19,8 @@ from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export.path_gguf import check_gguf, gguf_name, write_gguf
 from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
-from dipaco.routing.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
 CUTS = {"llama": "llama-bpe", "smollm2": "smollm", "qwen3": "llama-bpe"}
 

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
-from support.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoTokenizer
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.export.path_exporter import checkpoint_files
 from dipaco.inference.export.tokenizer_files import tokenizer_config, tokenizer_json
 from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
-from dipaco.routing.tokenizer import Tokenizer, train_tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 
 CORPUS = Path(__file__).parents[3] / "examples" / "tiny" / "data"
 

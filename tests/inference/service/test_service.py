@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from starlette.testclient import TestClient
-from support.service import trained_run, wait_until
-from support.tiny_run import tiny_documents
+from support.programs.service import trained_run, wait_until
+from support.runs.tiny_run import tiny_documents
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.decoding.decoder import Decoder

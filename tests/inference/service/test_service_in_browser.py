@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.browser import PHONE, is_wider_than_screen, served, visited
-from support.proxy import behind_proxy
-from support.service import trained_run, wait_until
-from support.tiny_run import tiny_documents
+from support.programs.browser import PHONE, is_wider_than_screen, served, visited
+from support.programs.service import trained_run, wait_until
+from support.runs.tiny_run import tiny_documents
+from support.wire.proxy import behind_proxy
 
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.sampling import Sampling

@@ -23,9 +23,9 @@ import openai
 import pytest
 import torch
 from starlette.testclient import TestClient
-from support.fake_reader import FakeReader
-from support.service import run_with_adapters, trained_run, wait_until
-from support.tiny_run import tiny_documents
+from support.programs.service import run_with_adapters, trained_run, wait_until
+from support.runs.tiny_run import tiny_documents
+from support.swarms.fake_reader import FakeReader
 from transformers import AutoTokenizer
 
 from dipaco.base.errors import (
@@ -58,7 +58,7 @@ from dipaco.inference.sources import (
 from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.document_routing import DocumentRouter
+from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 
 CPU = torch.device("cpu")

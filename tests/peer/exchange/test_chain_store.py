@@ -8,8 +8,8 @@ import resource
 from pathlib import Path
 
 import pytest
-from support.exchanges import GENESIS, GRID, MODULE, admission, chain_of, row_of, rows_in
-from support.peers import RUN, peer
+from support.wire.exchanges import GENESIS, GRID, MODULE, admission, chain_of, row_of, rows_in
+from support.wire.peers import RUN, peer
 
 from dipaco.base.errors import StorageError
 from dipaco.peer.exchange import chain_store

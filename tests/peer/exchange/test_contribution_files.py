@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.exchanges import MODULE, file_of, row_of
+from support.wire.exchanges import MODULE, file_of, row_of
 
 from dipaco.base.errors import IntegrityError
 from dipaco.peer.exchange.files import contribution_files

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from support.exchanges import MODULE, chain_of
-from support.peers import peer
+from support.wire.exchanges import MODULE, chain_of
+from support.wire.peers import peer
 
 from dipaco.peer.exchange.contact.contributors import (
     APART_S,

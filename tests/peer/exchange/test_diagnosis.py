@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from support.exchange_nodes import NOBODY, Nodes, set_ahead
+from support.wire.exchange_nodes import NOBODY, Nodes, set_ahead
 
 from dipaco.base.errors import ClockError, ProtocolVersionError, UnreachableError
 from dipaco.modules.plan import PROTOCOL_VERSION

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from support.exchanges import (
+from support.wire.exchanges import (
     GENESIS,
     INVITATION,
     LIMIT_S,
@@ -31,7 +31,7 @@ from support.exchanges import (
     rows_in,
     wait_for,
 )
-from support.peers import RUN, key, peer
+from support.wire.peers import RUN, key, peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError

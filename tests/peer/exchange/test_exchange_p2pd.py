@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.exchanges import (
+from support.wire.exchanges import (
     GENESIS,
     INVITATION,
     LIMIT_S,
@@ -22,8 +22,8 @@ from support.exchanges import (
     file_of,
     wait_for,
 )
-from support.exchanges import row_of as made_row
-from support.peers import peer
+from support.wire.exchanges import row_of as made_row
+from support.wire.peers import peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import NetworkError

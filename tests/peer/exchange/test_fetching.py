@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.make_plan import make_plan
+from support.runs.make_plan import make_plan
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
@@ -16,7 +16,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.plan import PathShard, ShardIndex
 from dipaco.peer.exchange import fetching
 from dipaco.peer.exchange.fetching import ContentFetcher, shard_bytes
-from dipaco.routing.token_files import token_dtype
+from dipaco.routing.tokens.token_files import token_dtype
 
 SHA = "a" * 64
 

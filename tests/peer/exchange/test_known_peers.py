@@ -7,8 +7,8 @@ import socket
 from pathlib import Path
 
 import pytest
-from support.exchange_nodes import NOBODY, Nodes
-from support.swarm_views import record
+from support.swarms.swarm_views import record
+from support.wire.exchange_nodes import NOBODY, Nodes
 
 from dipaco.base.errors import RunSelectionError, UnreachableError
 from dipaco.dht import node as dht_node

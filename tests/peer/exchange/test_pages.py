@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.exchanges import MODULE, chain_of
-from support.peers import peer
+from support.wire.exchanges import MODULE, chain_of
+from support.wire.peers import peer
 
 from dipaco.peer.exchange import pages
 from dipaco.peer.exchange.pages import REMEMBERED_PAGES, Pages

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from support.swarm_views import record
+from support.swarms.swarm_views import record
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.contact import reachability

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from support.exchanges import (
+from support.wire.exchanges import (
     GENESIS,
     GRID,
     INVITATION,
@@ -18,7 +18,7 @@ from support.exchanges import (
     new_gate,
     row_of,
 )
-from support.peers import RUN, key, peer
+from support.wire.peers import RUN, key, peer
 
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import AWAY_S, Gate

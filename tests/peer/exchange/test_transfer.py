@@ -19,7 +19,7 @@ import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.hostile_mirrors import HOSTILE_MIRRORS
+from support.wire.hostile_mirrors import HOSTILE_MIRRORS
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError

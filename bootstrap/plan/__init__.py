@@ -1,0 +1,1 @@
+"""What would a run be, before anything is made?"""

@@ -1,0 +1,1 @@
+"""How is a run made, from nothing or from another run?"""

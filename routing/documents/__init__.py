@@ -1,0 +1,1 @@
+"""What are the documents of a run, and how are they read?"""

@@ -1,0 +1,1 @@
+"""Which path has a document?"""

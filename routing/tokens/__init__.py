@@ -1,0 +1,1 @@
+"""Which tokens are they, and which of these are learned?"""

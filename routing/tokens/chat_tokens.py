@@ -1,0 +1,173 @@
+"""From a chat to tokens, of which those are marked to be learned that the assistant says.
+
+What the assistant says is the difference that an answer makes: the template is filled in with the
+messages before it, and with the answer too. Marks that some templates have of their own are not
+relied on. Each side's text is tokenised by itself, as it is when the model is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from dipaco.base.errors import ConfigurationError
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
+from dipaco.routing.documents.chats import Chat, first_question
+
+from .tokenizer import Tokenizer
+
+SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
+# What a template writes in front of an answer without thoughts (Qwen3). It teaches not to think.
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+
+
+class Filled(Protocol):
+    """Fills in a template: `ChatTemplate.render` without the names of special tokens."""
+
+    def __call__(self, chat: Chat, *, answer_follows: bool) -> str: ...
+
+
+class UnusableChatError(Exception):
+    """A chat in which nothing is to be learned; the message says why, for many alike."""
+
+
+class ChatTokens(NamedTuple):
+    """A chat as a document of a shard."""
+
+    tokens: np.ndarray
+    """int64 [N], marked (`dipaco.modules.marked_tokens`)."""
+    beginning: np.ndarray
+    """int64 [at most `prefix_tokens`]: what routing sees of it."""
+
+
+class ChatEncoder:
+    """Makes tokens of chats with the tokenizer and the chat template of a run's base.
+
+    Raises ConfigurationError if there is no template, or one that is no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prefix_tokens: int) -> None:
+        if tokenizer.chat_template is None:
+            raise ConfigurationError(
+                "[data] holds chats, and the tokenizer of this run has no chat template; give a "
+                "base that has one beside a tokenizer.json, with base = 'FOLDER', or texts"
+            )
+        self._tokenizer = tokenizer
+        self._prefix_tokens = prefix_tokens
+        self._template = ChatTemplate(tokenizer.chat_template)
+        self._special = special_names(tokenizer)
+
+    def encode(self, chat: Chat) -> ChatTokens:
+        """Return a chat as tokens. Raises UnusableChatError."""
+        if not any(message.role == "assistant" for message in chat):
+            raise UnusableChatError("the assistant says nothing")
+        if not any(m.content.strip() for m in chat if m.role == "assistant"):
+            raise UnusableChatError("the answer is empty")
+        try:
+            text, answers = answer_spans(chat, self._filled)
+        except TemplateError as error:
+            raise UnusableChatError(f"the chat template refuses it: {error}") from None
+        if not answers:
+            raise UnusableChatError("there is no answer that follows a question")
+        return ChatTokens(
+            marked_chat(self._tokenizer, text, answers),
+            np.asarray(routed_tokens(self._tokenizer, [m.plain() for m in chat]))[
+                : self._prefix_tokens
+            ],
+        )
+
+    def close(self) -> None:
+        """End the process that fills in the template."""
+        self._template.close()
+
+    def _filled(self, chat: Chat, *, answer_follows: bool) -> str:
+        messages = [message.plain() for message in chat]
+        return self._template.render(messages, self._special, answer_follows=answer_follows)
+
+
+def answer_spans(chat: Chat, filled: Filled) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat and where in it the answers lie, as (start, end).
+
+    An answer that the whole text shows otherwise than it was given (as some templates leave earlier
+    thoughts out) is not among them, nor an empty one, nor one that nothing comes before.
+    """
+    whole = filled(chat, answer_follows=False)
+    spans = []
+    for number, message in enumerate(chat):
+        if number == 0 or message.role != "assistant" or not message.content.strip():
+            continue
+        is_last = number == len(chat) - 1
+        with_answer = whole if is_last else filled(chat[: number + 1], answer_follows=False)
+        before = filled(chat[:number], answer_follows=True)
+        start = _alike(before, with_answer)
+        if not whole.startswith(with_answer[:start]):
+            continue
+        answer = with_answer[start:]
+        thought = _EMPTY_THOUGHT.match(answer)
+        said = answer[thought.end() :] if thought else answer
+        for written in (answer, said):
+            if said and whole.startswith(written, start):
+                end = start + len(written)
+                spans.append((end - len(said), end))
+                break
+    return whole, spans
+
+
+def _alike(one: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
+    if other.startswith(one):
+        return len(one)
+    pairs = zip(one, other, strict=False)
+    return next(
+        (place for place, (a, b) in enumerate(pairs) if a != b), min(map(len, (one, other)))
+    )
+
+
+def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return the marked tokens of a chat's text, int64 [N], with the answers to be learned.
+
+    An answer is learned up to the token that ends a text, not what a template writes behind it. If
+    the last one has no such token, it gets one: an answer ends.
+    """
+    # Whether the template writes it or not: a text begins once.
+    position = len(_begin_written(tokenizer, text))
+    tokens = [~BEGIN_TOKEN]
+    for start, end in answers:
+        tokens += [~token for token in tokenizer.encode_marked(text[position:start])]
+        said = tokenizer.encode_marked(text[start:end])
+        has_end = END_TOKEN in said
+        learned = len(said) - said[::-1].index(END_TOKEN) if has_end else len(said)
+        # Padding stands between documents, and so is never learned.
+        tokens += [token if token != PAD_TOKEN else ~token for token in said[:learned]]
+        tokens += [~token for token in said[learned:]]
+        position = end
+    rest = text[position:]
+    if not rest.strip() and not has_end:
+        tokens.append(END_TOKEN)
+    else:
+        tokens += [~token for token in tokenizer.encode_marked(rest)]
+    return np.asarray(tokens, dtype=np.int64)
+
+
+def question_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a chat's text up to where the answer begins, with the begin."""
+    return [BEGIN_TOKEN, *tokenizer.encode_marked(text[len(_begin_written(tokenizer, text)) :])]
+
+
+def routed_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return what a chat is routed by: the begin, and the first turn of the user."""
+    return [BEGIN_TOKEN, *tokenizer.encode(first_question(messages))]
+
+
+def special_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what a chat template is told of special tokens: `bos_token` and so on."""
+    return dict(zip(SPECIAL_NAMES, tokenizer.special_names(), strict=True))
+
+
+def _begin_written(tokenizer: Tokenizer, text: str) -> str:
+    begin = special_names(tokenizer)["bos_token"]
+    return begin if text.startswith(begin) else ""

@@ -1,0 +1,403 @@
+"""The whole corpus as tokens on the operator's disk, made once and read by every later stage.
+
+    tokens.bin    all documents one after another, little-endian integers
+    ends.bin      for each document the position after its last token, uint64
+    labels.bin    for each document the number of its label, uint16
+
+Of chats, tokens are marked (`dipaco.modules.marked_tokens`), and there is what routing sees:
+
+    beginnings.bin    for each document its row of tokens, padded
+
+A corpus is written in chunks. What a chunk adds is counted only when the progress file says so, so
+a writer that is killed at any instant goes on after its last whole chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+
+from dipaco.base.errors import CorpusError, IntegrityError
+from dipaco.base.files import append, atomic_write, canonical_json
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.routing.documents.corpus import Document
+
+from .chat_tokens import ChatEncoder, UnusableChatError
+from .token_files import token_dtype
+from .tokenizer import Tokenizer
+
+# Labels are stored as 16-bit numbers; the greatest one says that a document has none.
+_NO_LABEL = 2**16 - 1
+_COUNTS = {"documents", "tokens", "dropped", "labels"}
+PieceT = TypeVar("PieceT")
+DoneT = TypeVar("DoneT")
+
+
+class Mapped(Protocol):
+    """How pieces of work are done: like the builtin `map`, here or elsewhere, in their order."""
+
+    def __call__(
+        self, function: Callable[[PieceT], DoneT], pieces: Iterable[PieceT], /
+    ) -> Iterable[DoneT]: ...
+
+
+class EncodedDocument(NamedTuple):
+    """A document of a corpus as tokens, begin and end included."""
+
+    tokens: np.ndarray
+    label: str | None
+    held_out: bool
+    dropped: int
+    """Characters of its text that the tokenizer lacks."""
+    beginning: np.ndarray | None = None
+    """What routing sees of a chat."""
+    left_out: str | None = None
+    """Why nothing is to be learned in a chat, which then has no tokens."""
+    place: str = ""
+
+
+class LeftOut(NamedTuple):
+    """Chats in which nothing is to be learned, for one reason."""
+
+    chats: int
+    first: str
+    """Where the first of them stands, as file:line."""
+
+
+class TokenCorpus:
+    """Reads a finished token corpus through memory maps."""
+
+    def __init__(self, folder: Path, vocabulary_size: int) -> None:
+        self.folder = folder
+        self.vocabulary_size = vocabulary_size
+        progress = _read_progress(folder)
+        chats: dict[str, Any] | None = progress.get("chats")
+        self.is_marked = chats is not None
+        """Whether it is one of chats, of whose tokens some are only read."""
+        self._dtype = token_dtype(vocabulary_size, marked=self.is_marked)
+        self.label_names: tuple[str, ...] = tuple(progress["labels"])
+        self.ends = _mapped(folder / "ends.bin", np.dtype("<u8"), progress["documents"])
+        self.labels = _mapped(folder / "labels.bin", np.dtype("<u2"), progress["documents"])
+        self.tokens = _mapped(folder / "tokens.bin", self._dtype, progress["tokens"])
+        self.left_out: dict[str, LeftOut] = {}
+        """Chats that are not in it, by the reason."""
+        self._beginnings: np.ndarray | None = None
+        if chats is not None:
+            width: int = chats["prefix_tokens"]
+            self.left_out = {name: LeftOut(*found) for name, found in chats["left_out"].items()}
+            rows = _mapped(
+                folder / "beginnings.bin",
+                token_dtype(vocabulary_size),
+                progress["documents"] * width,
+            )
+            self._beginnings = rows.reshape(-1, width)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def document(self, index: int) -> np.ndarray:
+        """Return the tokens of a document, begin and end included."""
+        start = int(self.ends[index - 1]) if index else 0
+        return self.tokens[start : int(self.ends[index])]
+
+    def beginning(self, index: int, prefix_tokens: int) -> np.ndarray:
+        """Return what routing sees of a document: its first tokens; of a chat, those of the first
+        turn of the user."""
+        if self._beginnings is None:
+            return self.document(index)[:prefix_tokens]
+        row = self._beginnings[index]
+        return row[row != PAD_TOKEN]
+
+    def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each document, int64 [N]."""
+        return np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
+
+    def sample(self, count: int, seed: int, longer_than_tokens: int = 0) -> np.ndarray:
+        """Return the indices of at most `count` documents drawn at random, int64, ascending."""
+        eligible = np.flatnonzero(self.lengths() > longer_than_tokens)
+        generator = np.random.default_rng(seed)
+        size = min(count, len(eligible))
+        return np.sort(eligible[generator.choice(len(eligible), size=size, replace=False)])
+
+    def label_name(self, index: int) -> str | None:
+        """Return the label of a document, if it has one."""
+        number = int(self.labels[index])
+        return self.label_names[number] if number < len(self.label_names) else None
+
+    def rows(self, sequence_length: int) -> np.ndarray:
+        """Return all documents packed into rows, [N, sequence_length]; no incomplete row.
+
+        Raises CorpusError if the corpus is shorter than one row.
+        """
+        count = len(self.tokens) // sequence_length
+        if not count:
+            raise CorpusError(
+                f"the whole corpus has {len(self.tokens)} tokens, less than one sequence of "
+                f"{sequence_length}; give more data or a smaller sequence_length under [model]"
+            )
+        return self.tokens[: count * sequence_length].reshape(count, sequence_length)
+
+
+class TokenCorpusWriter:
+    """Adds chunks of documents to a token corpus, after the last chunk that was finished.
+
+    `inputs` is a hash of everything that the tokens depend on; a half-made corpus of other inputs
+    is thrown away. Of chats, `chat_prefix_tokens` are kept for routing.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocabulary_size: int,
+        inputs: str,
+        *,
+        chat_prefix_tokens: int | None = None,
+    ) -> None:
+        self._folder = folder
+        self._prefix_tokens = chat_prefix_tokens
+        self._dtype = token_dtype(vocabulary_size, marked=chat_prefix_tokens is not None)
+        self._beginning_dtype = token_dtype(vocabulary_size)
+        self._progress_path = folder / "progress.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        progress: dict[str, Any] = {
+            "inputs": inputs,
+            "documents": 0,
+            "tokens": 0,
+            "dropped": 0,
+            "labels": [],
+        }
+        if self._progress_path.exists():
+            found = _read_progress(folder)
+            if found["inputs"] == inputs and self._has(found):
+                progress = found
+        self.left_out = {
+            name: LeftOut(*found)
+            for name, found in progress.get("chats", {}).get("left_out", {}).items()
+        }
+        self.documents: int = progress["documents"]
+        self.tokens: int = progress["tokens"]
+        self.dropped: int = progress["dropped"]
+        """Characters of the texts that the tokenizer lacks."""
+        self._inputs = inputs
+        self._labels: dict[str, int] = {name: i for i, name in enumerate(progress["labels"])}
+        self._truncate()
+        self._save()
+
+    @property
+    def read(self) -> int:
+        """Documents that were read for it, also those that were left out."""
+        return self.documents + sum(left_out.chats for left_out in self.left_out.values())
+
+    def add(self, documents: Sequence[EncodedDocument]) -> None:
+        """Append a chunk of documents."""
+        kept = [document for document in documents if document.left_out is None]
+        for document in documents:
+            if document.left_out is not None:
+                chats, first = self.left_out.get(document.left_out, (0, document.place))
+                self.left_out[document.left_out] = LeftOut(chats + 1, first)
+        if kept:
+            self._append(kept)
+        self.dropped += sum(document.dropped for document in kept)
+        self._save()
+
+    def _append(self, documents: Sequence[EncodedDocument]) -> None:
+        lengths = np.array([len(document.tokens) for document in documents], dtype=np.uint64)
+        flat = np.concatenate([np.asarray(d.tokens, self._dtype) for d in documents])
+        labels = np.array([self._label(document.label) for document in documents], dtype="<u2")
+        ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(self.tokens)
+        _append(self._folder / "tokens.bin", flat)
+        _append(self._folder / "ends.bin", ends.astype("<u8"))
+        _append(self._folder / "labels.bin", labels)
+        if self._prefix_tokens is not None:
+            shape = (len(documents), self._prefix_tokens)
+            rows = np.full(shape, PAD_TOKEN, self._beginning_dtype)
+            for row, document in zip(rows, documents, strict=True):
+                assert document.beginning is not None  # those of chats have one
+                row[: len(document.beginning)] = document.beginning
+            _append(self._folder / "beginnings.bin", rows)
+        self.documents += len(documents)
+        self.tokens += len(flat)
+
+    def _label(self, label: str | None) -> int:
+        if label is None:
+            return _NO_LABEL
+        if label not in self._labels and len(self._labels) >= _NO_LABEL:
+            return _NO_LABEL
+        return self._labels.setdefault(label, len(self._labels))
+
+    def _files(self, documents: int, tokens: int) -> dict[str, int]:
+        files = {
+            "tokens.bin": tokens * self._dtype.itemsize,
+            "ends.bin": documents * 8,
+            "labels.bin": documents * 2,
+        }
+        if self._prefix_tokens is not None:
+            row_bytes = self._prefix_tokens * self._beginning_dtype.itemsize
+            files["beginnings.bin"] = documents * row_bytes
+        return files
+
+    def _has(self, progress: dict[str, Any]) -> bool:
+        """Tell whether the files hold at least what the progress file says (a crash of the whole
+        machine may have lost their ends)."""
+        files = self._files(progress["documents"], progress["tokens"])
+        return all(
+            (self._folder / name).exists() and (self._folder / name).stat().st_size >= size
+            for name, size in files.items()
+        )
+
+    def _truncate(self) -> None:
+        for name, size in self._files(self.documents, self.tokens).items():
+            with open(self._folder / name, "ab") as file:
+                file.truncate(size)
+
+    def _save(self) -> None:
+        values = {
+            "inputs": self._inputs,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "dropped": self.dropped,
+            "labels": list(self._labels),
+        }
+        if self._prefix_tokens is not None:
+            values["chats"] = {"prefix_tokens": self._prefix_tokens, "left_out": self.left_out}
+        atomic_write(self._progress_path, canonical_json(values))
+
+
+def write_token_corpora(
+    documents: Iterable[tuple[Document, bool]],
+    encode: Callable[[Sequence[tuple[Document, bool]]], Sequence[EncodedDocument]],
+    train: TokenCorpusWriter,
+    validation: TokenCorpusWriter,
+    *,
+    mapped: Mapped = map,
+    chunk_documents: int = 1024,
+    chunk_characters: int = 4_000_000,
+) -> Iterator[tuple[int, int]]:
+    """Tokenise a stream of (document, held out?) into two corpora, in bounded memory.
+
+    Goes on where the writers stopped: documents that they hold are read but not tokenised again.
+    `encode` makes tokens of a chunk (`encoded`), and `mapped` has it done. Yields (documents done,
+    tokens done) after each chunk. The order of the stream must be the same every time.
+    """
+    fresh = _skip(documents, {False: train.read, True: validation.read})
+    chunks = iter(lambda: list(_take(fresh, chunk_documents, chunk_characters)), [])
+    for chunk in mapped(encode, chunks):
+        for held_out, writer in ((False, train), (True, validation)):
+            part = [document for document in chunk if document.held_out == held_out]
+            if part:
+                writer.add(part)
+        yield train.documents + validation.documents, train.tokens + validation.tokens
+
+
+def encoded(
+    chunk: Sequence[tuple[Document, bool]],
+    tokenizer: Tokenizer,
+    threads: int = 1,
+    chats: ChatEncoder | None = None,
+) -> list[EncodedDocument]:
+    """Return the tokens of documents, each with whether it is held out, as it was given.
+
+    `chats` makes those of chats. Raises CorpusError for tokens of another tokenizer.
+    """
+    if chats is not None:
+        return [_encoded_chat(document, held_out, chats, tokenizer) for document, held_out in chunk]
+    documents = [document for document, _ in chunk]
+    if documents[0].tokens is None:
+        dtype = token_dtype(tokenizer.vocabulary_size)
+        texts = tokenizer.tokens_of_documents([d.text for d in documents], threads)
+        tokens = [np.asarray(one, dtype) for one in texts]
+    else:
+        tokens = [_given_tokens(document, tokenizer) for document in documents]
+    return [
+        EncodedDocument(
+            one, document.label, held_out, tokenizer.unwritable_characters(document.text)
+        )
+        for one, (document, held_out) in zip(tokens, chunk, strict=True)
+    ]
+
+
+def _encoded_chat(
+    document: Document, held_out: bool, chats: ChatEncoder, tokenizer: Tokenizer
+) -> EncodedDocument:
+    assert document.chat is not None  # a corpus is of chats or of texts
+    label, place = document.label, document.place
+    try:
+        tokens, beginning = chats.encode(document.chat)
+    except UnusableChatError as error:
+        nothing = np.empty(0, np.int64)
+        return EncodedDocument(nothing, label, held_out, 0, left_out=str(error), place=place)
+    text = "".join(message.content for message in document.chat)
+    return EncodedDocument(
+        tokens, label, held_out, tokenizer.unwritable_characters(text), beginning
+    )
+
+
+def _given_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
+    numbers = document.tokens
+    assert numbers is not None  # a corpus is of texts or of tokens
+    if int(numbers.max()) >= tokenizer.vocabulary_size:
+        raise CorpusError(
+            f"a document of [data] holds the token {int(numbers.max())}, but the tokenizer has "
+            f"only {tokenizer.vocabulary_size} pieces; were the tokens made with another one?"
+        )
+    tokens = tokenizer.tokens_of_numbers(numbers.tolist())
+    begin = [] if tokens[0] == BEGIN_TOKEN else [BEGIN_TOKEN]
+    end = [] if tokens[-1] == END_TOKEN else [END_TOKEN]
+    return np.concatenate([begin, tokens, end]).astype(np.int64)
+
+
+def _skip(
+    documents: Iterable[tuple[Document, bool]], done: dict[bool, int]
+) -> Iterator[tuple[Document, bool]]:
+    """Yield the documents after the first `done` of each kind.
+
+    Counted for each kind by itself: a kill may come after one corpus got its part of a chunk and
+    before the other got its own.
+    """
+    seen = {False: 0, True: 0}
+    for document, held_out in documents:
+        seen[held_out] += 1
+        if seen[held_out] > done[held_out]:
+            yield document, held_out
+
+
+def _take(
+    documents: Iterator[tuple[Document, bool]], count: int, characters: int
+) -> Iterator[tuple[Document, bool]]:
+    total = 0
+    for document, held_out in islice(documents, count):
+        yield document, held_out
+        total += document.size
+        if total >= characters:
+            return
+
+
+def _append(path: Path, values: np.ndarray) -> None:
+    # Before it is counted: what a disk loses behind that would be taken for tokens.
+    append(path, values.tobytes())
+
+
+def _read_progress(folder: Path) -> dict[str, Any]:
+    try:
+        values = json.loads((folder / "progress.json").read_bytes())
+        if not isinstance(values, dict) or not values.keys() >= _COUNTS:
+            raise ValueError("it lacks a count")
+    except (OSError, ValueError) as error:
+        raise IntegrityError(
+            f"{folder / 'progress.json'} cannot be read ({error}); remove {folder} and "
+            f"prepare again"
+        ) from None
+    return values
+
+
+def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    if not count:
+        return np.empty(0, dtype)
+    if path.stat().st_size < count * dtype.itemsize:
+        raise IntegrityError(f"{path} is shorter than its progress.json says; remove its folder")
+    return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

@@ -1,0 +1,475 @@
+"""A `tokenizer.json`, as checkpoints of others have it, as the tokenizer of a run.
+
+A run's tokens 0 to 3 are unknown, begin, end and padding, whatever numbers they have in the file.
+So every token has two numbers: that of the run, and that of the file, which exports have again.
+
+The blob of such a tokenizer is JSON: the file as it is (with the special tokens that it lacked),
+the numbers of the four in it, the chat template of its checkpoint, and what an export needs to say
+again of it (`Origin`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tokenizers
+from pydantic import Field, JsonValue, ValidationError
+
+from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
+from dipaco.base.files import canonical_json
+from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, Config
+
+FORMAT = "dipaco-tokenizer/1"
+SPLITS_SPECIAL = "split_special_tokens"
+# Names of special tokens that a checkpoint lacks: unknown, begin, end, padding.
+NEW_NAMES = ("<|unknown|>", "<|begin_of_document|>", "<|end_of_document|>", "<|padding|>")
+_FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
+_MAX_BYTES = 2**27
+_MAX_TOKENS = 2**20
+_MAX_PATTERN = 4096
+_MAX_TEMPLATE = 2**18
+# What a tokenizer may lack: control characters, and what stands after the planes of Unicode that
+# are in use, a range for each first byte of UTF-8 there. No more is known to be missing anywhere.
+_DISPENSABLE = (
+    *((code, code) for code in (*range(9), 11, 12, *range(14, 32), 127)),
+    *((start, min(start + 0x3FFFF, 0x10FFFF)) for start in range(0x40000, 0x110000, 0x40000)),
+)
+# What reads a tokenizer does nothing but look up and replace; kinds with tables of their own in
+# other formats, or that draw, are not among these.
+_KINDS = {
+    "model": {"BPE", "Unigram"},
+    "normalizer": {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Replace"},
+    "pre_tokenizer": {"Sequence", "Split", "ByteLevel", "Digits", "Whitespace", "Punctuation"},
+    "decoder": {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Replace"},
+}
+_POST_PROCESSORS = {"Sequence", "TemplateProcessing", "ByteLevel"}
+
+
+class SpecialNumbers(Config):
+    """What `config.json` and `generation_config.json` call the special tokens."""
+
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | list[int] | None = None
+
+
+class GenerationSettings(SpecialNumbers):
+    """What a `generation_config.json` may say; what else it says is left out."""
+
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+
+
+class Origin(Config):
+    """What a checkpoint says of itself that a run does not need, and its exports say again."""
+
+    names: tuple[str | None, str | None, str | None, str | None] = Field(
+        description="What it calls unknown, begin, end and padding; two may be the same."
+    )
+    rows: int = Field(ge=1, le=_MAX_TOKENS, description="Of its embedding.")
+    numbers: SpecialNumbers = SpecialNumbers()
+    generation: GenerationSettings | None = None
+    post_processor: dict[str, JsonValue] | None = Field(
+        None, description="Of its tokenizer.json: what is put around a text."
+    )
+
+
+class JsonPieces:
+    """The tokenizer of a blob of `pack_tokenizer`; used through `dipaco.routing.tokens.tokenizer`.
+
+    Raises IntegrityError if the bytes are no such blob or are larger than any tokenizer,
+    ConfigurationError if texts do not come back from their tokens.
+    """
+
+    def __init__(self, data: bytes, source: str) -> None:
+        content = _content(data, source)
+        self.tokenizer: dict[str, Any] = content["tokenizer"]
+        self.chat_template: str | None = content["chat_template"]
+        self.special: tuple[int, ...] = tuple(content["special"])
+        self.origin: Origin = content["origin"]
+        self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
+        """Names of special tokens are text even in a chat."""
+        # Names of special tokens in a text stay text in `_plain`; `_marked` reads them as tokens.
+        self._marked = _load(self.tokenizer, source)
+        self._marked.encode_special_tokens = self.splits_special
+        with _panics(source):
+            self.for_texts = _without_stripping(self.tokenizer)
+        """The `tokenizer.json` as documents are read with it: they come back whole, with all white
+        space, whatever added tokens are named in them."""
+        self._plain = _load_for_texts(self.for_texts, source)
+        numbers = set(self._marked.get_vocab(with_added_tokens=True).values())
+        self.vocabulary_size = max(numbers, default=0) + 1
+        if self.vocabulary_size > _MAX_TOKENS or not set(self.special) <= numbers:
+            raise IntegrityError(
+                f"{source} lacks its special tokens, or has a token {self.vocabulary_size - 1}"
+            )
+        self._to_file = self.file_order(max(self.vocabulary_size, self.origin.rows))
+        self._to_run = np.argsort(self._to_file)
+        self._unwritable: re.Pattern[str] | None = None
+        with _panics(source):
+            self._unwritable = _unwritable(self)
+            lost = _lost_added_tokens(self)
+            if lost:
+                self.for_texts = _as_text(self.for_texts, lost)
+                self._plain = _load_for_texts(self.for_texts, source)
+            _check_round_trip(self, source)
+
+    def file_order(self, rows: int) -> np.ndarray:
+        """Return for each of the run's tokens, up to `rows`, its number in the file."""
+        rest = np.setdiff1d(np.arange(rows), self.special)
+        return np.concatenate([np.array(self.special, dtype=np.int64), rest])
+
+    def special_names(self) -> list[str]:
+        """Return unknown, begin, end and padding as they stand in the file."""
+        return [str(self._marked.id_to_token(number)) for number in self.special]
+
+    def own_tokenizer(self) -> dict[str, Any]:
+        """Return the `tokenizer.json` of the checkpoint, without what was added for the run."""
+        named = zip(self.special, self.special_names(), self.origin.names, strict=True)
+        new = {number for number, name, own in named if name != own}
+        added = [token for token in self.tokenizer["added_tokens"] if token["id"] not in new]
+        post_processor = self.origin.post_processor
+        return {**self.tokenizer, "added_tokens": added, "post_processor": post_processor}
+
+    def run_tokens(self, numbers: Sequence[int]) -> list[int]:
+        """Return the run's tokens for the numbers of the file."""
+        tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
+        return tokens
+
+    def file_number(self, token: int) -> int:
+        """Return the number in the file of one of the run's tokens."""
+        return int(self._to_file[token])
+
+    def writable(self, text: str) -> str:
+        """Return the text without the characters that the tokenizer lacks."""
+        return self._unwritable.sub("", text) if self._unwritable else text
+
+    def encode(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+        """Return the run's tokens of each text; names of special tokens are text, and what the
+        tokenizer lacks is left out."""
+        texts = [self.writable(text) for text in texts]
+        if threads == 1:
+            found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
+        else:
+            encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+            found = [encoding.ids for encoding in encoded]
+        return [self.run_tokens(ids) for ids in found]
+
+    def encode_marked(self, text: str) -> list[int]:
+        """Return the run's tokens of a text in which names of special tokens are these."""
+        written = self.writable(text)
+        return self.run_tokens(self._marked.encode(written, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of the run's tokens; special ones vanish."""
+        known = [token for token in tokens if 0 <= token < self.vocabulary_size]
+        numbers = self._to_file[np.asarray(known, dtype=np.int64)].tolist()
+        return str(self._marked.decode(numbers, skip_special_tokens=True))
+
+
+def with_added_tokens(
+    tokenizer: Mapping[str, Any], tokens: Sequence[Mapping[str, Any]], source: str
+) -> dict[str, Any]:
+    """Return a `tokenizer.json` to which more tokens were added, as AutoTokenizer adds those of the
+    files beside it: a known one gets the new flags, an unknown one the next number.
+
+    Raises ConfigurationError for one that is said to have another number than it gets.
+    """
+    content = {**tokenizer, "truncation": None, "padding": None}
+    known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
+    after = max(known.values(), default=-1) + 1
+    added = {str(token["content"]): dict(token) for token in content.get("added_tokens") or ()}
+    for token in tokens:
+        name, said = str(token["content"]), token["id"]
+        number = known.setdefault(name, after)
+        after += number == after
+        if said not in (None, number):
+            raise ConfigurationError(
+                f"{source} gives the token {name!r} the number {number}, and the files beside it "
+                f"say {said}; save the tokenizer again with save_pretrained"
+            )
+        if said is not None or name not in added:
+            added[name] = {**token, "id": number}
+    return {**content, "added_tokens": sorted(added.values(), key=lambda token: int(token["id"]))}
+
+
+def pack_tokenizer(
+    tokenizer: Mapping[str, Any],
+    special: Sequence[str | None],
+    chat_template: str | None,
+    source: str,
+    *,
+    rows: int,
+    stated: SpecialNumbers | None = None,
+    generation: GenerationSettings | None = None,
+    splits_special: bool = False,
+) -> tuple[bytes, frozenset[int]]:
+    """Return the blob of a `tokenizer.json` whose unknown, begin, end and padding are `special`,
+    and the numbers that are new in the file.
+
+    Where one is None, unknown to the file, or the same as another, the file gets a new token
+    behind its last. `rows`, `stated` and `generation` are for the `Origin`. Called when a base is
+    imported. Raises as `JsonPieces` does.
+    """
+    content = {**tokenizer, "truncation": None, "padding": None}
+    known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
+    if special[END_TOKEN] not in known:
+        raise ConfigurationError(
+            f"{source} has no token {special[END_TOKEN]!r}, which shall end a text; write another "
+            f"eos_token in the tokenizer_config.json beside it"
+        )
+    chosen = _chosen_special(special, known)
+    content["added_tokens"] = _with_special(tokenizer.get("added_tokens") or (), chosen)
+    origin = Origin(
+        names=(special[0], special[1], special[2], special[3]),
+        rows=rows,
+        numbers=stated or SpecialNumbers(),
+        generation=generation,
+        post_processor=_known_post_processor(tokenizer.get("post_processor")),
+    )
+    content["post_processor"] = _begin_in_front(list(chosen)[BEGIN_TOKEN], chosen)
+    blob = canonical_json(
+        {
+            "format": FORMAT,
+            "special": list(chosen.values()),
+            "chat_template": chat_template,
+            "tokenizer": content,
+            "origin": origin.model_dump(mode="json"),
+            **({SPLITS_SPECIAL: True} if splits_special else {}),
+        }
+    )
+    found = JsonPieces(blob, source).special_names()
+    if found != list(chosen):
+        raise ConfigurationError(
+            f"{source} numbers its tokens with gaps: {', '.join(NEW_NAMES)} would be {found}; "
+            f"save it again with save_pretrained"
+        )
+    return blob, frozenset(chosen.values()) - frozenset(known.values())
+
+
+def _chosen_special(special: Sequence[str | None], known: Mapping[str, int]) -> dict[str, int]:
+    """Return the names and numbers of unknown, begin, end and padding, in this order; `known` are
+    the tokens of the file, behind which new ones are numbered."""
+    names: list[str | None] = [None] * 4
+    # The end first: it is what a model says by itself.
+    for place in (END_TOKEN, BEGIN_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN):
+        if special[place] in known and special[place] not in names:
+            names[place] = special[place]
+    after = max(known.values(), default=-1) + 1
+    numbers = dict(known)
+    for place, name in enumerate(names):
+        if name is None:
+            names[place] = new = _new_name(place, numbers)
+            numbers[new], after = after, after + 1
+    return {str(name): numbers[str(name)] for name in names}
+
+
+def _with_special(
+    added: Iterable[Mapping[str, Any]], chosen: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return the added tokens of a file, the chosen special ones among them, by their numbers."""
+    # A text must not be able to say where a document begins or ends.
+    tokens = [
+        {**token, "special": token.get("special", False) or token["content"] in chosen}
+        for token in added
+    ]
+    there = {token["content"] for token in tokens}
+    tokens += [_added_token(chosen[name], name) for name in chosen if name not in there]
+    return sorted(tokens, key=lambda token: int(token["id"]))
+
+
+def _known_post_processor(part: Any) -> dict[str, JsonValue] | None:
+    """Return what puts tokens around a text, if it does no more than that."""
+    kinds = {found.get("type") for found in _parts(part)}
+    return dict(part) if part and kinds <= _POST_PROCESSORS else None
+
+
+def _new_name(place: int, known: Mapping[str, int]) -> str:
+    name = NEW_NAMES[place]
+    while name in known:
+        name = f"{name[:-2]}_|>"
+    return name
+
+
+def _added_token(number: int, name: str) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": name, **flags, "special": True}
+
+
+def _begin_in_front(name: str, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Every document of a run begins with this token, so a text does for other tools too."""
+    begin = {"SpecialToken": {"id": name, "type_id": 0}}
+    sequences = [{"Sequence": {"id": key, "type_id": index}} for index, key in enumerate("AB")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [begin, sequences[0]],
+        "pair": [begin, *sequences],
+        "special_tokens": {name: {"id": name, "ids": [numbers[name]], "tokens": [name]}},
+    }
+
+
+def _content(data: bytes, source: str) -> dict[str, Any]:
+    """Return the fields of a blob, their types checked."""
+    if len(data) > _MAX_BYTES:
+        raise IntegrityError(f"{source} has {len(data)} bytes; no tokenizer is so large")
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        raise IntegrityError(f"{source} is not JSON") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise IntegrityError(f"{source} is no tokenizer of format {FORMAT}")
+    special, template = content.get("special"), content.get("chat_template")
+    if (
+        set(content) - {SPLITS_SPECIAL} != _FIELDS
+        or not isinstance(content.get(SPLITS_SPECIAL, False), bool)
+        or not isinstance(special, list)
+        or not all(type(token) is int and 0 <= token < _MAX_TOKENS for token in special)
+        or len(set(special)) != 4
+        or len(special) != 4
+        or not (template is None or isinstance(template, str))
+        or len(template or "") > _MAX_TEMPLATE
+    ):
+        raise IntegrityError(f"{source} is a broken tokenizer: wrong special tokens or template")
+    try:
+        origin = Origin.model_validate(content["origin"])
+    except (ValidationError, RecursionError):
+        raise IntegrityError(f"{source} is a broken tokenizer: no such origin") from None
+    if origin.post_processor is not None and not _known_post_processor(origin.post_processor):
+        raise IntegrityError(f"{source} is a broken tokenizer: another kind of post_processor")
+    return {**content, "origin": origin}
+
+
+def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
+    """Return a tokenizer of allowed parts. Raises IntegrityError or ConfigurationError."""
+    if not isinstance(tokenizer, Mapping):
+        raise IntegrityError(f"{source} is no tokenizer.json")
+    for part, kinds in _KINDS.items():
+        for found in _listed_parts(tokenizer.get(part), source):
+            kind = found.get("type", "BPE" if part == "model" and "merges" in found else None)
+            if kind not in kinds:
+                raise ConfigurationError(
+                    f"{source}: {part} is {str(kind)[:40]!r}, and a run can have "
+                    f"{', '.join(sorted(kinds))}; give a checkpoint with another tokenizer"
+                )
+            pattern = found.get("pattern")
+            if isinstance(pattern, Mapping) and any(
+                len(str(text)) > _MAX_PATTERN for text in pattern.values()
+            ):
+                raise IntegrityError(f"{source} has a pattern of over {_MAX_PATTERN} letters")
+    if (tokenizer.get("model") or {}).get("dropout"):
+        raise ConfigurationError(f"{source}: model.dropout is not 0, so a text has no one encoding")
+    with _panics(source):
+        return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+
+def _load_for_texts(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
+    loaded = _load(tokenizer, source)
+    loaded.encode_special_tokens = True
+    return loaded
+
+
+@contextmanager
+def _panics(source: str) -> Iterator[None]:
+    """Turn what the library raises at broken input into an IntegrityError: a panic in Rust is a
+    BaseException of no public class."""
+    try:
+        yield
+    except (DipacoError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise IntegrityError(f"{source} is no tokenizer.json: {str(error)[:200]}") from None
+
+
+def _listed_parts(part: Any, source: str) -> list[Mapping[str, Any]]:
+    try:
+        return list(_parts(part))
+    except RecursionError:
+        raise IntegrityError(f"{source} has parts within parts without end") from None
+
+
+def _parts(part: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield a part of a tokenizer and, in a sequence, what it consists of."""
+    if part is None:
+        return
+    if not isinstance(part, Mapping):
+        yield {"type": type(part).__name__}
+        return
+    yield part
+    if part.get("type") == "Sequence":
+        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
+            listed = part.get(key)
+            for inner in listed if isinstance(listed, list) else ():
+                yield from _parts(inner)
+
+
+def _unwritable(pieces: JsonPieces) -> re.Pattern[str] | None:
+    """Return what finds the dispensable characters that do not come back from their tokens."""
+    lacking = [
+        f"{chr(first)}-{chr(last)}"
+        for first, last in _DISPENSABLE
+        if not _comes_back(pieces, "".join(map(chr, range(first, last + 1, 0x7FF))))
+    ]
+    return re.compile(f"[{''.join(lacking)}]") if lacking else None
+
+
+def _without_stripping(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `tokenizer.json` whose added tokens leave the white space around them in the text.
+
+    Names of special tokens are text in a document, but those of others are tokens in it too.
+    """
+    added = tokenizer.get("added_tokens") or ()
+    return {**tokenizer, "added_tokens": [{**t, "lstrip": False, "rstrip": False} for t in added]}
+
+
+def _lost_added_tokens(pieces: JsonPieces) -> set[str]:
+    """Return the added tokens that a decoder turns into another text than their names."""
+    names = [token["content"] for token in pieces.for_texts["added_tokens"]]
+    texts = {name: f"a \n {name} \n b" for name in names}
+    if _comes_back(pieces, "".join(texts.values())):
+        return set()
+    return {name for name, text in texts.items() if not _comes_back(pieces, text)}
+
+
+def _as_text(tokenizer: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """Return a `tokenizer.json` in which some added tokens are special, so that their names in a
+    document are read letter by letter."""
+    added = [
+        {**token, "special": token["special"] or token["content"] in names}
+        for token in tokenizer["added_tokens"]
+    ]
+    return {**tokenizer, "added_tokens": added}
+
+
+def _comes_back(pieces: JsonPieces, text: str) -> bool:
+    back = pieces.decode(pieces.encode([text], 1)[0])
+    return unicodedata.normalize("NFKC", back) == unicodedata.normalize("NFKC", text)
+
+
+def _check_round_trip(pieces: JsonPieces, source: str) -> None:
+    """Refuse a tokenizer in which texts cannot be written, or that cannot be streamed."""
+    plain = "The city, 1789:\n\n\tlies  there."
+    tokens = pieces.encode([plain], 1)[0]
+    if "".join(pieces.decode([token]) for token in tokens) != plain:
+        raise ConfigurationError(
+            f"{source} does not give a text back piece by piece (it may put a space in front); a "
+            f"run needs byte-level BPE, or pieces with byte fallback and spaces as they are"
+        )
+    # Every byte that UTF-8 has stands in these; what is dispensable may be missing.
+    text = "".join(map(chr, (*range(1, 0x180), *range(0x600, 0x800), *range(0x1000, 0xD800, 911))))
+    text += "".join(map(chr, range(0xE000, 0x110000, 0x7FFF)))
+    if not _comes_back(pieces, pieces.writable(text)):
+        raise ConfigurationError(
+            f"{source} cannot write every text; a run needs byte-level BPE, or byte fallback"
+        )

@@ -1,0 +1,1 @@
+"""Runs, plans, models and texts that tests stand on."""

@@ -1,0 +1,68 @@
+"""A small corpus and its RUN.toml, for tests that prepare a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from dipaco.bootstrap.display import Display
+from dipaco.bootstrap.preparing.prepare_options import PrepareOptions
+
+CPU = torch.device("cpu")
+
+
+RUN_TOML = """
+name = "test"
+seed = 3
+[data]
+train = "train.jsonl"
+label_field = "domain"
+held_out_fraction = 0.1
+[tokenizer]
+training_characters = 100_000
+[model]
+vocabulary_size = 320
+block_count = 2
+hidden_size = 16
+head_count = 2
+sequence_length = 32
+[grid]
+modules_per_level = [2, 2]
+[base]
+steps = 12
+learning_rate = 3e-3
+warmup_steps = 2
+batch_sequences = 4
+[router]
+prefix_tokens = 8
+"""
+
+
+def write_run(folder: Path, toml: str = RUN_TOML) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(0)
+    domains = {"numbers": "12 34 56 78 90 11", "words": "the ship and sea a wind", "code": "if x:"}
+    rows = []
+    for number in range(240):
+        domain = list(domains)[number % 3]
+        words = generator.choices(domains[domain].split(" "), k=generator.randint(5, 50))
+        rows.append(json.dumps({"text": " ".join(words) + f"\n{number}", "domain": domain}))
+    corpus = folder / "train.jsonl"
+    if not corpus.exists():
+        corpus.write_text("\n".join(rows) + "\n")
+    (folder / "RUN.toml").write_text(toml)
+    return folder / "RUN.toml"
+
+
+def quiet_display() -> Display:
+    return Display(Console(file=io.StringIO(), width=120))
+
+
+def on_cpu(display: Display | None = None, **options: Any) -> PrepareOptions:
+    return PrepareOptions(device=CPU, display=display or quiet_display(), **options)

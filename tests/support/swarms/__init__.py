@@ -1,0 +1,1 @@
+"""Swarms: real ones, simulated ones, and such as are only shown."""

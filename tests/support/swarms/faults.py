@@ -1,0 +1,123 @@
+"""What tests of accidents need: aim at a boundary, see what is left over, compare digests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .swarm import LIMIT_S, Event, Member
+
+STATE_EVENTS = ("outer_step", "adopt")
+
+
+def next_boundary(member: Member, module: str, timeout_s: float = LIMIT_S) -> None:
+    """Wait until a member comes to its next boundary of `module`, to aim at."""
+    seen = len(boundaries(member, module))
+    deadline = time.monotonic() + timeout_s
+    while len(boundaries(member, module)) == seen:
+        assert time.monotonic() < deadline, f"no boundary of {module} at {member.name}"
+        time.sleep(0.02)
+
+
+def boundaries(member: Member, module: str) -> list[Event]:
+    """Return the boundaries of `module` that a member has come to."""
+    return [event for event in member.of("outer_round") if event["module"] == module]
+
+
+def processes_of(member: Member) -> list[str]:
+    """Return the command lines of all living processes of a member.
+
+    They are in its session, or (p2pd) name its cache folder or identity.
+    """
+    is_bootstrap = member.name == "bootstrap"
+    mark = str(member.folder / "run/identity.key" if is_bootstrap else member.cache)
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        ours = int(session) == member.popen.pid or mark in line
+        if ours and state != "Z" and int(entry.name) != os.getpid():
+            found.append(f"{entry.name} {line[:120]}")
+    return found
+
+
+def assert_gone(member: Member, within_s: float = 60.0) -> None:
+    """Check that no process of a member that has ended is left."""
+    deadline = time.monotonic() + within_s
+    while left := processes_of(member):
+        assert time.monotonic() < deadline, f"left over of {member.name}: {left}"
+        time.sleep(0.1)
+
+
+def first_after(member: Member, kind: str, position: int) -> Event | None:
+    """Return the first event of a kind behind a position of the member's events."""
+    return next((e for e in member.read()[position:] if e["event"] == kind), None)
+
+
+def digests_by_version(
+    members: Iterable[Member], lost: Iterable[Event] = ()
+) -> dict[tuple[str, int], dict[str, list[str]]]:
+    """Return for each (module, version) the digests that members have had, and who had them.
+
+    `lost` are outer steps of a peer that was killed before anybody else could know of them.
+    """
+    ignored = {id(event) for event in lost}
+    found: dict[tuple[str, int], dict[str, list[str]]] = {}
+    for member in members:
+        for event in member.read():
+            if event["event"] in STATE_EVENTS and id(event) not in ignored:
+                version = found.setdefault((event["module"], event["version"]), {})
+                version.setdefault(event["digest"], []).append(member.name)
+    return found
+
+
+def newest_versions(members: Iterable[Member]) -> dict[str, int]:
+    """Return the newest version of each module that a member has had."""
+    newest: dict[str, int] = {}
+    for module, version in digests_by_version(members):
+        newest[module] = max(version, newest.get(module, 0))
+    return newest
+
+
+def forks(
+    members: Iterable[Member],
+    lost: Iterable[Event] = (),
+    behind: Mapping[str, int] | None = None,
+) -> dict[tuple[str, int], dict[str, list[str]]]:
+    """Return the versions of modules of which there is more than one digest; with `behind` only
+    those later than a version."""
+    return {
+        (module, version): digests
+        for (module, version), digests in digests_by_version(members, lost).items()
+        if len(digests) > 1 and version > (behind or {}).get(module, 0)
+    }
+
+
+def partial_anchors(members: Iterable[Member]) -> list[Event]:
+    """Return where a peer carried on with an anchor that no step ever made."""
+    members = list(members)
+    found = []
+    for member in members:
+        anchors: dict[str, str] = {}
+        for event in member.read():
+            if event["event"] in STATE_EVENTS:
+                anchors[event["module"]] = event["digest"]
+            elif event["event"] == "training":
+                anchors.clear()
+            elif event["event"] == "carry_on" and event["anchor"] != anchors.get(
+                event["module"], event["anchor"]
+            ):
+                found.append(event)
+    return found
+
+
+def last_steps(member: Member, since_s: float) -> list[Event]:
+    """Return a killed peer's own states that nobody else may have: steps after `since_s`."""
+    return [event for event in member.of("outer_step") if event["time_s"] >= since_s]

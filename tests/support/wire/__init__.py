@@ -1,0 +1,1 @@
+"""Peers and what lies between them: keys, nodes, streams, networks."""

@@ -1,0 +1,138 @@
+"""Real DHT nodes on loopback, each with an identity of its own. For tests of `dht/`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from dipaco.dht.directory import Directory
+from dipaco.dht.guarded_dht import GuardedDHT
+from dipaco.dht.node import join_dht
+from dipaco.modules.config import GridConfig
+from dipaco.modules.grid import Grid
+from dipaco.protocol.coverage import Scope, whole_scope
+from dipaco.protocol.identity import Identity, load_or_create_identity
+from dipaco.protocol.invitations import ADMISSION_BYTES
+from dipaco.protocol.records import PeerRecord
+from dipaco.protocol.view import SwarmView
+from support.runs.make_plan import make_plan
+
+from .peers import OpenGate
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+RUN_ID = "0123456789abcdef"
+# Of the run that the views of these tests are of: 64 paths, one bucket.
+PLAN = make_plan(grid=GridConfig(modules_per_level=(8, 8)))
+GRID = Grid(PLAN.model, PLAN.grid)
+
+ADMISSION = bytes(ADMISSION_BYTES)
+
+Found = TypeVar("Found")
+
+
+@dataclass
+class TestNode:
+    """One node: its identity, DHT process and directory of the test's run."""
+
+    __test__ = False
+
+    identity: Identity
+    dht: GuardedDHT
+    directory: Directory
+
+    @property
+    def address(self) -> str:
+        """An address that others can join through."""
+        return str(self.dht.get_visible_maddrs()[0])
+
+    @property
+    def peer_id(self) -> str:
+        return self.identity.peer_id
+
+    def close(self) -> None:
+        self.dht.shutdown()
+        self.identity.release()
+
+
+def start_node(
+    folder: Path,
+    *initial_peers: str,
+    client_mode: bool = False,
+    run_id: str | None = RUN_ID,
+    operator_key: bytes = bytes(32),
+) -> TestNode:
+    """Start a node whose key is kept in `folder`."""
+    identity = load_or_create_identity(folder / "identity.key")
+    dht = join_dht(
+        initial_peers, identity=identity, host_maddrs=(LOOPBACK,), client_mode=client_mode
+    )
+    node = TestNode(identity, dht, Directory(dht, identity, None))
+    if run_id is not None:
+        node.directory = directory_of(node, run_id, operator_key)
+        if not client_mode:
+            node.directory.be_admitted(ADMISSION)
+    return node
+
+
+def directory_of(node: TestNode, run_id: str, operator_key: bytes = bytes(32)) -> Directory:
+    """Return a directory of another run in which everybody is in."""
+    directory = Directory(node.dht, node.identity, run_id, OpenGate(run_id, operator_key))
+    directory.serve(GRID)
+    directory.admission = ADMISSION
+    return directory
+
+
+@contextlib.contextmanager
+def node_pair(folder: Path) -> Iterator[tuple[TestNode, TestNode]]:
+    """Two nodes that know each other."""
+    first = start_node(folder / "first")
+    try:
+        second = start_node(folder / "second", first.address)
+        try:
+            yield first, second
+        finally:
+            second.close()
+    finally:
+        first.close()
+
+
+def wait_until(condition: Callable[[], Found], timeout_s: float = 60.0) -> Found:
+    """Poll a condition until it holds, and return what it found, or fail."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.05)
+    return found
+
+
+def peer_record(peer: str, path: int | None) -> PeerRecord:
+    """Return what a peer says that trains a path."""
+    return PeerRecord(
+        peer_id=peer,
+        protocol=3,
+        software="dipaco/test",
+        device="cpu x1",
+        state="training",
+        path=path,
+        since_s=5.0,
+        tokens_per_s=1.0,
+        round=0,
+        reachable="direct",
+        addresses=("/ip4/203.0.113.5/tcp/31337",),
+        bytes_up=0,
+        bytes_down=0,
+    )
+
+
+def view_by(directory: Directory, scope: Scope | None = None) -> SwarmView:
+    """Return the swarm as a directory shows it, all of it unless `scope` says otherwise."""
+    return directory.read_view(PLAN, GRID, time.time(), scope or whole_scope(GRID))
+
+
+def paths_of(directory: Directory) -> dict[str, int]:
+    """Return who claims which path."""
+    return {peer: claim.path for peer, claim in view_by(directory).claims.items()}
