@@ -1,1 +1,1 @@
-"""What everything stands on: errors, files, blobs by hash, progress, settings."""
+"""What everything stands on: errors, files, blobs by hash, settings, command lines."""

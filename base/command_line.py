@@ -120,9 +120,11 @@ class Command(Generic[SettingsT]):
             table, is_shared = self.table(parsed._program), bool(self.settings_of)
             read = read_settings(file, table, found, commands=parsed._commands, is_shared=is_shared)
         values = read | flags
-        missing = [a.shown for a in found if a.default is MISSING and a.name not in values]
+        missing = [a for a in found if a.default is MISSING and a.name not in values]
         if missing:
-            parsed._parser.error(f"the following arguments are required: {', '.join(missing)}")
+            # What stands behind the command without a flag is asked for in that way.
+            names = [(a.option.loose and a.option.metavar) or a.shown for a in missing]
+            parsed._parser.error(f"the following arguments are required: {', '.join(names)}")
         try:
             return self.settings(**values)
         except ConfigurationError as error:

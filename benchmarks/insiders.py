@@ -1,4 +1,4 @@
-"""Attacks 1 to 6 of the threat model on a swarm of real processes, beside the clean swarm.
+"""Attacks 1 to 6 of docs/results/attacks.md on a swarm of real processes, beside a clean one.
 
     python benchmarks/insiders.py [--json] [--attacks 1,2,3,4,5,6] [--rounds 12] [--out DIR]
 

@@ -1,1 +1,1 @@
-"""Preparing a run and operating a bootstrap node."""
+"""How a run begins: planning and preparing it, inviting peers, and the bootstrap node."""

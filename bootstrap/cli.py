@@ -143,8 +143,8 @@ PLAN = Command(
     run_plan,
     summary="check a RUN.toml and show its parameters, traffic, disk and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
-    "round and has on its disk and in memory. Only the first document of the data is read, and "
-    "nothing is written.",
+    "round, and what it has on disk and in memory. Of the data, only the first document is read, "
+    "or the first 200 chats. Nothing is written.",
 )
 SERVE = Command(
     "serve",
@@ -166,9 +166,9 @@ REVOKE = Command(
     "revoke",
     RevokeSettings,
     run_revoke,
-    summary="end invitations, and the part of the peers that came in by them",
+    summary="end invitations: rows of peers that came in by them stop counting",
     description="Sign a new list of revoked invitations. Nodes that serve the run folder pass it "
-    "on with their next refresh, and every peer keeps it.",
+    "on within a quarter of a round, and every peer keeps it.",
 )
 COMMAND = Program("dipaco-bootstrap", str(__doc__), (PREPARE, PLAN, SERVE, INVITE, REVOKE))
 main = COMMAND.main

@@ -107,7 +107,7 @@ class ImportedBase:
             str(self.folder / CONFIG_FILE),
         )
 
-    def agreed_model(self, given: Any, source: str) -> dict[str, Any]:
+    def agreed_model(self, given: dict[str, Any], source: str) -> dict[str, Any]:
         """Return `[model]` of the run: the checkpoint's. What RUN.toml says of it must agree, but
         sequences may be shorter than the checkpoint's; by themselves they are so if it is made for
         very long ones, which few texts fill and few machines can train.
@@ -116,10 +116,10 @@ class ImportedBase:
         """
         model = self.model
         kept = model.model_dump(mode="json")
-        if model.sequence_length > USUAL_SEQUENCE_LENGTH and isinstance(given, dict):
+        if model.sequence_length > USUAL_SEQUENCE_LENGTH:
             given = {"sequence_length": USUAL_SEQUENCE_LENGTH, **given}
         resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
-        for key, value in given.items() if isinstance(given, dict) else ():
+        for key, value in given.items():
             if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:
                 kept |= {key: value, "context_length": model.sequence_length}
             elif key in kept and value not in (kept[key], resolved.get(key, kept[key])):

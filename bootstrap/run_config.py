@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from dipaco.base.errors import ConfigurationError
+from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.files import read_toml
 from dipaco.modules.config import (
     AdaptersConfig,
@@ -25,7 +25,7 @@ from dipaco.modules.config import (
 )
 from dipaco.modules.grid import Grid
 from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
-from dipaco.modules.llama import CONFIG_FILE
+from dipaco.modules.llama import CONFIG_FILE, llama_weight_files
 from dipaco.modules.plan import (
     PROTOCOL_VERSION,
     BaseSource,
@@ -117,7 +117,7 @@ class _Adapters(Config):
 
 
 class RunConfig(Config):
-    """A RUN.toml. `data` has no default; everything else has one that works."""
+    """A RUN.toml. `name` and `data` have no default; everything else has one that works."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="What people call the run."
@@ -231,15 +231,17 @@ def load_run_config(
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"
         )
-    model = values.get("model")
-    if isinstance(model, dict) and "adapters" in model:
+    model = values.setdefault("model", {})
+    if not isinstance(model, dict):
+        raise ConfigurationError(f"{path}: model is {model!r}; write a table [model], or nothing")
+    if "adapters" in model:
         raise ConfigurationError(f"{path}: model.adapters: write them as a table [adapters]")
     folder = path.absolute().parent
     _place_base(values, folder, str(path))
     if trained is None:
         _import_model(values, str(path))
     else:
-        values["model"] = _trained_model(values.get("model", {}), trained, str(path))
+        values["model"] = _trained_model(model, trained, str(path))
     _use_adapters(values, trained, str(path))
     config = parse_config(RunConfig, values, str(path))
     _check_parts_fit(config, path, goes_on=trained is not None)
@@ -301,8 +303,29 @@ def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
                 f"{source}: base '{given}' is neither a folder beside it nor in the cache of the "
                 f"Hugging Face Hub; fetch it with: hf download {given}"
             )
-        place, name = (snapshots[0], given) if snapshots else (place, name)
+        if snapshots:
+            place, name = _whole_snapshot(snapshots, given, source), given
     values["base"] = {"name": name, **table, "checkpoint": str(place)}
+
+
+def _whole_snapshot(snapshots: Sequence[Path], given: str, source: str) -> Path:
+    """Return the newest revision of which the hub's cache has all weights: an interrupted download
+    leaves a part, and so does a program that looks at the configuration alone.
+
+    Raises ConfigurationError if there is none.
+    """
+    reasons = []
+    for folder in snapshots:
+        try:
+            llama_weight_files(folder)
+        except DipacoError as error:
+            reasons.append(str(error))
+        else:
+            return folder
+    raise ConfigurationError(
+        f"{source}: base '{given}' is not whole in the cache of the Hugging Face Hub; fetch it "
+        f"with: hf download {given} ({reasons[0]})"
+    )
 
 
 def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: str) -> None:
@@ -310,10 +333,10 @@ def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: s
 
     Raises ConfigurationError for adapters without a base, or with one that is trained further.
     """
-    adapters, model = values.get("adapters"), values.get("model")
+    adapters = values.get("adapters")
     if adapters is None and (trained is None or trained.adapters is None):
         return
-    if not isinstance(adapters, dict | None) or not isinstance(model, dict | None):
+    if not isinstance(adapters, dict | None):
         return  # its parser says so
     found = parse_config(_Adapters, {"adapters": adapters}, source).adapters
     base = values.get("base")
@@ -328,7 +351,7 @@ def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: s
                 f"{source}: base.steps is {base['steps']}, but with [adapters] the base does "
                 f"not change; leave it out"
             )
-        values["model"] = {**(model or {}), "adapters": adapters}
+        values["model"] = {**values["model"], "adapters": adapters}
     elif found is not None and found != trained.adapters:
         raise ConfigurationError(
             f"{source}: [adapters] differ from those of the run that this one continues; leave "
@@ -348,14 +371,14 @@ def _import_model(values: dict[str, Any], source: str) -> None:
     tokenizer = values.get("tokenizer", {})
     given = isinstance(tokenizer, dict) and "model_file" in tokenizer
     imported = ImportedBase(Path(checkpoint), own_tokenizer=not given)
-    values["model"] = imported.agreed_model(values.get("model", {}), source)
+    values["model"] = imported.agreed_model(values["model"], source)
 
 
-def _trained_model(given: Any, trained: ModelConfig, source: str) -> dict[str, Any]:
+def _trained_model(given: dict[str, Any], trained: ModelConfig, source: str) -> dict[str, Any]:
     """Return `[model]` of a successor: that of the run before; what RUN.toml says must agree."""
     kept = trained.model_dump(mode="json")
     defaults = {"kv_head_count": trained.kv_heads, "feed_forward_size": trained.feed_forward}
-    for key, value in given.items() if isinstance(given, dict) else ():
+    for key, value in given.items():
         if key in kept and value not in (kept[key], defaults.get(key, kept[key])):
             raise ConfigurationError(
                 f"{source}: model.{key} is {value!r}, but the run that this one continues has "

@@ -211,7 +211,12 @@ class ServeSettings(NodeSettings):
     ] = 31337
     refresh_period_s: Annotated[
         float,
-        Option("seconds between looks at the swarm; a change is told", "S", least=0.1, most=3600),
+        Option(
+            "seconds between looks at the swarm; what has changed is printed",
+            "S",
+            least=0.1,
+            most=3600,
+        ),
     ] = 30.0
     archive: Annotated[
         Path | None,

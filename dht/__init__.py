@@ -1,1 +1,1 @@
-"""How it is published: a node of Hivemind's DHT, the directory over it, and their bounds."""
+"""Where records are published: a node of Hivemind's DHT, the directory over it, their bounds."""

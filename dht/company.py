@@ -1,4 +1,6 @@
-"""Which nodes a node of the DHT deals with: the admitted, and those that it was given (4.8).
+"""Which nodes a node of the DHT deals with: the admitted, and those that it was given.
+
+See design 4.8, the DHT stays small.
 
 Otherwise an attacker could make keys until some are next to a key, swallow what is stored there
 and hide who there is. So:

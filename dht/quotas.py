@@ -67,10 +67,13 @@ class KnownRun:
     gate: Gate
     """The peers that are in."""
 
-    def has(self, address: Address, value: bytes) -> bool:
-        """Tell whether this run has the key of a record, and its owner."""
+    def has(self, address: Address, value: bytes, *, is_signed: bool) -> bool:
+        """Tell whether this run has the key of a record, and its owner.
+
+        `is_signed`: the signature was checked, so the record shows that its owner is there.
+        """
         item, kind = address.item or "", address.kind.name
-        if not self._is_owner_in(address, value):
+        if not self._is_owner_in(address, value, is_signed):
             return False
         if kind == "revocations":
             return self._is_list_of_operator(value)
@@ -80,7 +83,7 @@ class KnownRun:
             return int(item) < self.buckets
         return True
 
-    def _is_owner_in(self, address: Address, value: bytes) -> bool:
+    def _is_owner_in(self, address: Address, value: bytes, is_signed: bool) -> bool:
         """Tell whether the owner of a record may have records here, by what the record carries."""
         if address.public_key is None:
             return True
@@ -90,8 +93,10 @@ class KnownRun:
         content = MSGPackSerializer.loads(value[:-SIGNATURE_BYTES])
         if content is None:  # Withdrawn; who is not known here has nothing to withdraw.
             return self.gate.admission_of(owner) is not None
-        is_here = address.kind.shows_presence
-        self.gate.check(owner, content.get("admission"), is_here=is_here)
+        admission = content.get("admission")
+        if not is_signed:
+            return self.gate.may_be_in(owner, admission)
+        self.gate.check(owner, admission, is_here=address.kind.shows_presence)
         return True
 
     def _is_list_of_operator(self, value: bytes) -> bool:
@@ -227,7 +232,7 @@ class HeldRecords:
 
     def store_subkey(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
         """Store a record that was found valid; False when it is refused."""
-        held = self._admitted(key, subkey, value, expiration_time)
+        held = self._admitted(key, subkey, value, expiration_time, is_signed=True)
         if held is None:
             return False
         for name in self._in_its_place(key, subkey, held) or ():
@@ -252,18 +257,21 @@ class HeldRecords:
 
     def admits(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> bool:
         """Tell whether a record would be stored. It costs little: no signature is checked."""
-        return self._admitted(key, subkey, value, expiration_time) is not None
+        held = self._admitted(key, subkey, value, expiration_time, is_signed=False)
+        return held is not None
 
     # -- inside
 
-    def _admitted(self, key: Any, subkey: Any, value: Any, expiration_time: float) -> _Held | None:
+    def _admitted(
+        self, key: Any, subkey: Any, value: Any, expiration_time: float, *, is_signed: bool
+    ) -> _Held | None:
         """Return what is to be noted of a record, or None when it is refused."""
         self._expire()
         if type(value) is not bytes or not expiration_time >= self._now():
             return None
         try:
             address = parse_subkey(subkey)
-            kind_box = self._box_for(address, value)
+            kind_box = self._box_for(address, value, is_signed=is_signed)
         except Exception:
             # A RecordError, or whatever msgpack raises for what is not msgpack.
             return None
@@ -320,7 +328,7 @@ class HeldRecords:
 
     def _is_unwanted(self, address: Address, value: bytes) -> bool:
         try:
-            return self._box_for(address, value) is None
+            return self._box_for(address, value, is_signed=False) is None
         except Exception:  # As in `_admitted`.
             return True
 
@@ -329,13 +337,15 @@ class HeldRecords:
         kind, owner = address.kind.name, address.public_key
         return owner is None or self._of_owner.get((owner, kind), 0) < QUOTAS[kind].of_owner
 
-    def _box_for(self, address: Address, value: bytes) -> _Box | None:
+    def _box_for(self, address: Address, value: bytes, *, is_signed: bool) -> _Box | None:
         """Return where a record is counted; None when its run, or its key there, is not served."""
         kind = address.kind.name
         if kind == "manifests":
             return self._box_of_manifest(address)
         run = self._runs.get(address.run_id)
-        return self._kinds[kind] if run is not None and run.has(address, value) else None
+        if run is None or not run.has(address, value, is_signed=is_signed):
+            return None
+        return self._kinds[kind]
 
     def _box_of_manifest(self, address: Address) -> _Box | None:
         """Return where a manifest is counted; None when another operator has signed a run that is

@@ -30,7 +30,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class TokenDocument:
-    """A document as tokens, int [n] with its begin, and its label."""
+    """A document as tokens, int [n] with its begin token, and its label."""
 
     tokens: np.ndarray
     """Those of a chat are marked (`dipaco.modules.marked_tokens`): what is learned is scored."""

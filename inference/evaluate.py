@@ -1,9 +1,9 @@
 """How good the swarm's model is: every document is scored by the path that it is routed to.
 
 As in the paper, the tokens that routing saw are not scored, neither for the paths nor for what
-they are compared with, and every other token of a document is scored exactly once (section 2.4,
-4). The comparison, the base model and perhaps a dense one, is made on the same tokens, and so is
-rerouting every W tokens (section 2.4.3).
+they are compared with, and every other token of a document is scored exactly once (sections
+2.4 and 4). The comparison, the base model and perhaps a dense one, is made on the same tokens, and
+so is rerouting every W tokens (section 2.4.3).
 """
 
 from __future__ import annotations

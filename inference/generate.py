@@ -56,7 +56,7 @@ def generate_tokens(
 ) -> Iterator[int]:
     """Yield the tokens with which `model` continues `prompt`, until the document ends.
 
-    The context is at most the run's sequence length: when it is full, generation goes on from its
+    The context is at most the model's sequence length: when it is full, generation goes on from its
     newer half. Other paths may be mixed in.
     """
     generator = torch.Generator().manual_seed(sampling.seed)
@@ -84,7 +84,7 @@ def cheapest_path(
 ) -> int:
     """Return the path to which the end of `prompt` that fits a sequence costs least nats, the first
     of equal ones. One path is in memory at a time."""
-    text = torch.tensor([prompt[-source.plan.model.sequence_length :]], device=device)
+    text = torch.tensor([prompt[-source.model.sequence_length :]], device=device)
     model: PathModel | None = None
     costs: list[float] = []
     for path in paths:

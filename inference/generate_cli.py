@@ -16,11 +16,11 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.running import say
 from dipaco.base.settings import Option
 
-from .options import InferenceSettings, SamplingSettings, check_paths
+from .options import AnswerSettings, SamplingSettings, check_paths
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(SamplingSettings, InferenceSettings):
+class GenerationSettings(SamplingSettings, AnswerSettings):
     """What `dipaco-generate` can be told."""
 
     prompt: Annotated[
@@ -63,7 +63,7 @@ def run(settings: GenerationSettings) -> int:
             tokens, routed_by = chat_tokens(tokenizer, prompt)
         else:
             tokens = routed_by = prompt_tokens(tokenizer, prompt)
-        context = source.plan.model.sequence_length
+        context = source.model.sequence_length
         if len(tokens) > context:
             say(f"the prompt has {len(tokens)} tokens, of which the last {context} are read")
         check_paths("--mix", settings.mix, source)

@@ -74,8 +74,32 @@ class InferenceSettings(ComputeSettings, RunSettings):
             initial_peers=self.initial_peers,
             run=self.run,
             cache_folder=self.cache_folder,
-            settings=SourceSettings(allow_genesis=self.allow_genesis, follow=follow),
+            settings=SourceSettings(
+                allow_genesis=self.allow_genesis, follow=follow, context_length=self._context()
+            ),
         )
+
+    def _context(self) -> int | None:
+        """Return the tokens that a context is to have; None for those of a training sequence."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings(InferenceSettings):
+    """What is read of a prompt and its answer."""
+
+    context: Annotated[
+        int | None,
+        Option(
+            "tokens that prompt and answer may have together, up to what the base of the run is "
+            "made for (default: those of a training sequence)",
+            "N",
+            least=8,
+        ),
+    ] = None
+
+    def _context(self) -> int | None:
+        return self.context
 
 
 @dataclass(frozen=True, kw_only=True)

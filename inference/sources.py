@@ -26,6 +26,7 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.modules.compose import load_path
+from dipaco.modules.config import ModelConfig
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.modules.transformer import PathModel
@@ -51,6 +52,8 @@ class SourceSettings:
     """Where a module has no state, take what the run began with."""
     follow: bool = False
     """The source is looked at again and again: what a swarm gave stays on disk."""
+    context_length: int | None = None
+    """Tokens that a path reads at a time; None for those of a training sequence."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class StateSource(ABC):
         self._states: dict[str, ModuleState | None] = {}
         self._shards: ShardIndex | None = None
         self.plan = plan
+        self.model = with_context(plan, settings.context_length)
+        """As paths are put together, which may read more than a training sequence."""
         self.grid = run.grid(plan)
 
     @abstractmethod
@@ -112,18 +117,21 @@ class StateSource(ABC):
         """Return what finds the path of a document, its base model on `device`."""
         for sha256 in (self.plan.blobs.tokenizer, self.plan.blobs.base, self.plan.blobs.router):
             self._require_blob(sha256)
-        return self._run.document_router(self.plan, device)
+        return self._run.document_router(self._read_plan(), device)
 
     def base_model(self, device: torch.device) -> PathModel:
         """Return the model that the run began with, for comparison."""
         self._require_blob(self.plan.blobs.base)
-        return self._run.base_model(self.plan, device)
+        return self._run.base_model(self._read_plan(), device)
 
     def path_model(self, device: torch.device) -> PathModel:
         """Return a model that `load_path` fills, on the run's base if that is frozen."""
         if self.plan.model.adapters is not None:
             self._require_blob(self.plan.blobs.base)
-        return self._run.path_model(self.plan, device)
+        return self._run.path_model(self._read_plan(), device)
+
+    def _read_plan(self) -> RunPlan:
+        return self.plan.model_copy(update={"model": self.model})
 
     def blob(self, sha256: str) -> bytes:
         """Return the content of a blob of the run, fetched if need be. Raises IntegrityError."""
@@ -382,6 +390,23 @@ def run_folder_in(folder: Path, run: str | None) -> Path:
     known = ", ".join(f"{names[one]} ({one.name[:16]})" for one in runs)
     asked = f"'{run}' is {'several' if chosen else 'none'} of the runs" if run else "the runs are"
     raise RunSelectionError(f"in {folder} {asked} {known}; give one of them with --run NAME")
+
+
+def with_context(plan: RunPlan, context_length: int | None) -> ModelConfig:
+    """Return the model of a run, which reads so many tokens at a time.
+
+    Raises ConfigurationError if neither training nor the run's base is made for so many.
+    """
+    model = plan.model
+    if context_length is None:
+        return model
+    if context_length > model.context:
+        made_for = "its base is made for" if model.context_length else "it was trained on"
+        raise ConfigurationError(
+            f"--context {context_length} is more than the {model.context} tokens that run "
+            f"'{plan.name}' can read: {made_for} no more"
+        )
+    return model.model_copy(update={"sequence_length": context_length})
 
 
 def assemble_path(

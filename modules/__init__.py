@@ -1,1 +1,1 @@
-"""The modular model in pure PyTorch: grid and paths, states and digests, inner and outer steps."""
+"""The modular model in pure PyTorch: plan, grid, paths, states and digests, outer steps."""

@@ -1,11 +1,10 @@
 """The canonical safetensors files of a run: one byte string for one content.
 
-A module's state and a path's best parameters are files that any tool reads, but written in one way
-only, so that equal contents have equal bytes on every machine and the SHA-256 of the bytes names
-them (design 4.3, step). A file is eight bytes of length, a header of canonical JSON filled up with
-spaces, then fp32 numbers in the order of the header. Routers, rerouters, router documents and their
-scores are smaller files, of arrays of any kind behind one metadata entry (`write_arrays`,
-`read_arrays`). `docs/protocol.md` describes the formats.
+A module's state is a file that any tool reads, but it is written in one way only, so that equal
+states have equal bytes on every machine and the SHA-256 of the bytes names them (design 4.3, step).
+A file is eight bytes of length, a header of canonical JSON filled up with spaces, then fp32 numbers
+in the order of the header. Routers and rerouters are smaller files, of arrays of any kind behind
+one metadata entry (`write_arrays`, `read_arrays`). `docs/protocol.md` describes states and routers.
 """
 
 from __future__ import annotations

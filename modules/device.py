@@ -223,7 +223,7 @@ class Fetched:
 def load_bitsandbytes() -> None:
     """Import bitsandbytes without its advice to install more, which would clutter our output.
 
-    Called before its optimizers and codecs are used, and before averagers are forked.
+    Called before its optimizers or its 4-bit matrices are used.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     import bitsandbytes.functional

@@ -1,7 +1,8 @@
 """A path as a checkpoint of Hugging Face (Llama, Qwen2, Qwen3), and such a one as a run's base.
 
-The parameter names and the arithmetic are the same, so only the configuration is translated. Of
-what a `config.json` may ask for, everything that `PathModel` does not do is refused by name.
+The parameter names and the arithmetic are the same, so only the configuration is translated. A
+Mistral without a window has a Llama's. Of what a `config.json` may ask for, everything that
+`PathModel` does not do is refused by name.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ FAMILIES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+# Read as the family of ours whose arithmetic it has, and exported as that.
+_MISTRAL = "mistral"
+_READ_AS = {**{name: name for name in FAMILIES}, _MISTRAL: "llama"}
+_ARCHITECTURES = {**FAMILIES, _MISTRAL: "MistralForCausalLM"}
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -49,13 +54,15 @@ _FIELDS: tuple[tuple[str, str, Any], ...] = (
     ("tied_embedding", "tie_word_embeddings", False),
     ("head_width", "head_dim", None),
 )
-# Where a family has another default.
-_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+# Where a model type has another default.
+_TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
+    _MISTRAL: {"num_key_value_heads": 8, "max_position_embeddings": 131072},
 }
 # What transformers takes where a config.json names none.
+_MISTRAL_WINDOW = 4096
 _DEFAULT_ROPE_THETA = 10_000.0
 # Our name and that in config.json, of what stretches the rotary frequencies.
 _SCALING_FIELDS = {
@@ -174,9 +181,10 @@ def read_config_file(folder: Path) -> dict[str, Any]:
 
 def _model_values(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    family = config["model_type"]
+    model_type = config["model_type"]
+    family = _READ_AS[model_type]
     for ours, theirs, default in _FIELDS:
-        value = config.get(theirs, _FAMILY_DEFAULTS[family].get(theirs, default))
+        value = config.get(theirs, _TYPE_DEFAULTS[model_type].get(theirs, default))
         if value is ...:
             raise ConfigurationError(f"{file} lacks {theirs}; it must say how large the model is")
         values[ours] = value
@@ -187,8 +195,10 @@ def _model_values(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     rope = _rope(config)
     values["family"] = family
     values["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
-    values["attention_bias"] = family != "qwen2" and bool(config.get("attention_bias"))
-    values["feed_forward_bias"] = family == "llama" and bool(config.get("mlp_bias"))
+    # Biases that a type does not have are nothing, whatever its file says of them.
+    may_have = model_type in ("llama", "qwen3")
+    values["attention_bias"] = may_have and bool(config.get("attention_bias"))
+    values["feed_forward_bias"] = model_type == "llama" and bool(config.get("mlp_bias"))
     kind = _rope_kind(rope)
     if kind != "default":
         names = _SCALING_FIELDS[kind]
@@ -199,22 +209,24 @@ def _model_values(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
 
 def _unsupported(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield what a path does not do: the field, its value, and what would be allowed."""
-    family = config.get("model_type")
-    if family not in FAMILIES:
-        yield "model_type", family, " or ".join(f"'{name}'" for name in FAMILIES)
+    model_type = config.get("model_type")
+    if model_type not in _ARCHITECTURES:
+        yield "model_type", model_type, " or ".join(f"'{name}'" for name in _ARCHITECTURES)
         return
-    architectures = config.get("architectures") or [FAMILIES[family]]
-    if architectures != [FAMILIES[family]]:
-        yield "architectures", architectures, f"['{FAMILIES[family]}']"
+    architecture = _ARCHITECTURES[model_type]
+    architectures = config.get("architectures") or [architecture]
+    if architectures != [architecture]:
+        yield "architectures", architectures, f"['{architecture}']"
     for field, allowed in _ONLY.items():
         if config.get(field) not in allowed:
             yield field, config[field], json.dumps(allowed[0]).replace('"', "'")
     layers = set(config.get("layer_types") or ())
     if layers - {"full_attention"}:
         yield "layer_types", sorted(layers), "'full_attention'"
-    # Qwen names a window that use_sliding_window switches off.
-    if config.get("sliding_window") and "use_sliding_window" not in config:
-        yield "sliding_window", config["sliding_window"], "null"
+    # Qwen names a window that use_sliding_window switches off; Mistral has one unless it says no.
+    window = config.get("sliding_window", _MISTRAL_WINDOW if model_type == _MISTRAL else None)
+    if window and "use_sliding_window" not in config:
+        yield "sliding_window", window, "null"
     rope = _rope(config)
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     names = _SCALING_FIELDS.get(_rope_kind(rope), {}).values()

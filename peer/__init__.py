@@ -1,1 +1,1 @@
-"""The running peer: session, outer rounds, refresher, exchange, display, command line."""
+"""How a peer lives: its node, shell, presence, states, exchange, check, owner and reports."""

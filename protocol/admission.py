@@ -156,9 +156,18 @@ class Gate:
         admission = self._verify(peer, data)
         with self._lock:
             self._verified[peer] = data, admission
-            while len(self._verified) > MAX_VERIFIED:
-                self._verified.popitem(last=False)
+            self._forget_some()
         return admission
+
+    def _forget_some(self) -> None:
+        """Forget those that were verified longest ago and have no place: anybody who is invited
+        can admit more keys than are remembered."""
+        for _ in range(len(self._verified)):
+            if len(self._verified) <= MAX_VERIFIED:
+                return
+            peer, known = self._verified.popitem(last=False)
+            if peer in self._places.get(known[1].invitation, ()):
+                self._verified[peer] = known
 
     def data_of(self, peer: str) -> bytes | None:
         """Return the admission of a peer as it was checked last, if it was."""
@@ -227,6 +236,16 @@ class Gate:
                     f"{admission.places} that came before it"
                 )
         return admission
+
+    def may_be_in(self, peer: str, data: Any) -> bool:
+        """Tell whether `check` may pass. Nobody counts as seen by it: for what is not known to be
+        of the peer. Raises `RecordError`."""
+        admission = self.verify(peer, data)
+        self._check_present(admission)
+        with self._lock:
+            places = self._places.get(admission.invitation, {})
+            has_room = len(places) < admission.places or any(map(self._is_away, places.values()))
+            return peer in places or has_room
 
     def check_own(self, peer: str, data: Any) -> Admission:
         """Return what this peer's own admission says, which is in now. Raises `RecordError`.

@@ -9,6 +9,7 @@ own. The caller checks the rows of a step before it adds the step.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -122,21 +123,28 @@ class ChainBook:
         Steps in `without` do not count, nor what stands on them. Steps in `absent` cannot be had:
         one is no head, but what others have built on it may be.
         """
+        known = [self._links[name].version for name in without if name in self._links]
+        oldest = min(known, default=math.inf)
         return min(
-            (self._newest_of(tip, without, absent) for tip in self._tips[module]),
+            (self._newest_of(tip, without, oldest, absent) for tip in self._tips[module]),
             key=lambda link: link.rank,
         )
 
-    def _newest_of(self, tip: str, without: Collection[str], absent: Collection[str]) -> Link:
-        """Return the newest link of the chain to `tip` that may be a head."""
+    def tips(self, module: str) -> list[Link]:
+        """Return the newest step of each chain of a module, that of the heaviest first."""
+        return sorted((self._links[tip] for tip in self._tips[module]), key=lambda link: link.rank)
+
+    def _newest_of(
+        self, tip: str, without: Collection[str], oldest: float, absent: Collection[str]
+    ) -> Link:
+        """Return the newest link of the chain to `tip` that may be a head. `oldest` is the least
+        version of those in `without`."""
         found = self._links[tip]
-        if without:
-            oldest = min((self._links[n].version for n in without if n in self._links), default=0)
-            for link in self.back_from(tip):
-                if link.version < oldest:
-                    break
-                if link.name in without:
-                    found = self._links[link.parent] if link.step is not None else link
+        for link in self.back_from(tip):
+            if link.version < oldest:
+                break
+            if link.name in without:
+                found = self._links[link.parent] if link.step is not None else link
         while found.name in absent and found.step is not None:
             found = self._links[found.parent]
         return found

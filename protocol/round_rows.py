@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .chain import Row, Step
 
-# Rounds that are remembered; peers behind a step, and rows of a peer: one can have a row behind
-# each of a few heads, while the chains of a split are compared.
+# Rounds that are remembered; peers behind a step; rows of a peer, in all and of a round: one can
+# have a row behind each of a few heads, while the chains of a split are compared.
 REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
 # Rounds whose files are remembered: of a step that nobody told a row of before, too.
 REMEMBERED_FILES_ROUNDS = 64
@@ -24,6 +24,8 @@ class RoundRows:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, str], dict[str, Row]] = {}
+        self._fetched: dict[int, dict[str, set[str]]] = {}
+        """Rows whose files were wanted, by round and peer: a file costs its bytes."""
         self.here: set[str] = set()
         """Rows whose files are here, and contributions to the module."""
         self.refused: set[str] = set()
@@ -39,19 +41,34 @@ class RoundRows:
         own = [key for key, others in self._rows.items() if peer in others]
         if key in own:
             return False
-        others = self._rows.get(key, {})
+        others, displaced = self._rows.get(key, {}), None
         if len(others) >= REMEMBERED_PEERS:
-            last = next((p for p in reversed(others) if not has_room_first(p)), None)
-            if last is None or not has_room_first(peer):
+            displaced = next((p for p in reversed(others) if not has_room_first(p)), None)
+            if displaced is None or not has_room_first(peer):
                 return False
-            self._forget(key, last)
+        if not self.may_fetch(row):
+            return False
+        if displaced is not None:
+            self._forget(key, displaced)
         if len(own) >= ROWS_OF_A_PEER:
             self._forget(min(own), peer)
         self._rows.setdefault(key, {})[peer] = row
         return True
 
+    def may_fetch(self, row: Row) -> bool:
+        """Tell whether the file of a row may be fetched before its step is taken, and count it: of
+        a peer and a round a few may, whatever it signs."""
+        names = self._fetched.setdefault(row.round_index, {}).setdefault(row.peer, set())
+        if len(names) < ROWS_OF_A_PEER:
+            names.add(row.name)
+        if len(self._fetched) > REMEMBERED_FILES_ROUNDS:
+            del self._fetched[min(self._fetched)]
+        return row.name in names
+
     def forget_before(self, round_index: int) -> None:
         """Forget the rows of rounds long gone."""
+        for old in [old for old in self._fetched if old <= round_index - REMEMBERED_ROUNDS]:
+            del self._fetched[old]
         for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
             for peer in list(self._rows[key]):
                 self._forget(key, peer)
@@ -90,10 +107,13 @@ class RoundRows:
         keys = [key for key in self._rows if key[0] == round_index]
         return {peer: row for key in keys for peer, row in self._rows[key].items()}
 
+    def all(self) -> tuple[Row, ...]:
+        """Return all rows, those of the latest rounds last."""
+        return tuple(row for key in sorted(self._rows) for row in self._rows[key].values())
+
     def newest(self, count: int) -> tuple[Row, ...]:
         """Return so many rows at most, those of the latest rounds last."""
-        rows = [row for key in sorted(self._rows) for row in self._rows[key].values()]
-        return tuple(rows[-count:])
+        return self.all()[-count:]
 
     def rounds_behind(self, parent: str) -> list[int]:
         """Return the rounds of which there are rows that stand on a step, the earliest first."""

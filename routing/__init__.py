@@ -1,1 +1,1 @@
-"""From text to paths, without a network: tokenizer, corpus, features, routers, shards, batches."""
+"""From text to paths, without a network: documents, tokens, routers, shards, batches."""

@@ -1,1 +1,1 @@
-"""The same algorithm in one process: the reference of the tests and a tool for research."""
+"""What would happen: the reference in one process, and the whole network in one process."""

@@ -2,7 +2,7 @@
 
 `become` is called in that process before it starts. What its member wants to tell goes through the
 insider first, which hears of every row that comes, and answers for the files that it gives away.
-The numbers are those of the threat model; the swarm simulator has the same attacks in
+The swarm simulator has the same attacks under the same numbers, in
 `dipaco.simulator.swarm.attacks`.
 """
 

@@ -1,1 +1,1 @@
-"""How a path gives its next token, fast: here, by llama.cpp, or several paths as one."""
+"""How a path gives its next token fast: in PyTorch, NumPy or llama.cpp, or several as one."""

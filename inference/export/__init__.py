@@ -1,1 +1,1 @@
-"""Writing what a run has learnt as files that other programs open."""
+"""Writing what a run has learned as files that other programs open."""

@@ -19,13 +19,15 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from dipaco.base.errors import ConfigurationError, printable
 from dipaco.base.files import storage_errors
 from dipaco.inference.sources import StateSource
-from dipaco.modules.config import GridConfig
+from dipaco.modules.config import GridConfig, ModelConfig
+from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.plan import RunPlan
 
 from .adapter_peft import Rounding, written_rank
 from .form import ExportForm
 from .path_gguf import gguf_name, ollama_name
 from .standalone_router import begin_row
+from .tokenizer_files import file_rows, text_habits
 
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
 _COMPARED = {
@@ -111,6 +113,7 @@ def model_card(
     ]
     tokens = [row.tokens for row in rows if row.tokens is not None]
     step_tokens = plan.inner.batch_sequences * plan.model.sequence_length
+    tokenizer = source.blob(plan.blobs.tokenizer)
     file = gguf_name(plan.name, path or 0, form.stored) if form.gguf else None
     card = ModelCard.from_template(
         _metadata(plan, notes, report, library=_library(form)),
@@ -121,6 +124,8 @@ def model_card(
         written_rank=written_rank(plan.model.adapters.rank) if plan.model.adapters else 0,
         base=base_name(plan, notes),
         begin=begin_row(plan) if form.adapters_alone else None,
+        habits=text_habits(tokenizer),
+        whole_path=_exported_parameters(plan.model, tokenizer),
         rounding=rounding,
         family=f"{plan.model.family.capitalize()}-shaped",
         path=path,
@@ -146,6 +151,14 @@ def model_card(
         shown=lambda value: "-" if value is None else f"{value:.2f}",
     )
     return f"{card.content}\n"
+
+
+def _exported_parameters(model: ModelConfig, tokenizer: bytes) -> int:
+    """Return how many parameters a whole path has, without rows that the run added to its base."""
+    rows = file_rows(tokenizer, model.vocabulary_size)
+    added = 0 if rows is None else model.vocabulary_size - len(rows)
+    tables = 1 if model.tied_embedding else 2
+    return base_parameter_count(model) - tables * added * model.hidden_size
 
 
 def _cell(label: str) -> str:

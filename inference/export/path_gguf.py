@@ -22,7 +22,7 @@ from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
-from .tokenizer_files import file_rows, json_pieces
+from .tokenizer_files import begins_texts, file_rows, json_pieces
 
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2
@@ -275,13 +275,13 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
     writer.add_add_space_prefix(False)
     numbers = {token: number for number, token in enumerate(tokens)}
     special = [None if name is None else numbers[name] for name in pieces.origin.names]
-    _add_specials(writer, special, begins=_begins(content["post_processor"]))
+    _add_specials(writer, special, begins=begins_texts(content))
     if pieces.chat_template is not None:
         writer.add_chat_template(pieces.chat_template)
 
 
 def _add_specials(writer: Any, special: Sequence[int | None], *, begins: bool) -> None:
-    """Name unknown, begin, end and padding, and say whether a text gets the begin in front."""
+    """Name unknown, begin, end and padding, and say whether a text begins with the begin token."""
     adders = (
         writer.add_unk_token_id, writer.add_bos_token_id, writer.add_eos_token_id,
         writer.add_pad_token_id,
@@ -291,13 +291,6 @@ def _add_specials(writer: Any, special: Sequence[int | None], *, begins: bool) -
             add(number)
     writer.add_add_bos_token(begins)
     writer.add_add_eos_token(False)
-
-
-def _begins(post_processor: Any) -> bool:
-    """Return whether a tokenizer.json puts a token in front of a text."""
-    part = post_processor or {}
-    parts = part.get("processors", [part])
-    return any("SpecialToken" in (part.get("single") or [{}])[0] for part in parts)
 
 
 def _cut_name(tokenizer: Mapping[str, Any]) -> str:

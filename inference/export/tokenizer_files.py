@@ -17,6 +17,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def tokenizer_files(
 ) -> dict[str, bytes]:
     """Return the tokenizer's files of a checkpoint, by name. `tokenizer` is the blob of the run.
 
-    `as_in_run`: with the special tokens that the run added, and with its begin in front of a text.
+    `as_in_run`: with the special tokens that the run added, and with its begin token before a text.
     Raises ConfigurationError as `tokenizer_json` does, unless `exact` is off.
     """
     if is_json(tokenizer):
@@ -102,6 +103,36 @@ def generation_settings(tokenizer: bytes, *, as_in_run: bool = False) -> dict[st
         # As in dipaco-generate: pieces that are never part of a text are never chosen.
         "suppress_tokens": [unknown, special["bos_token_id"], special["pad_token_id"]],
     }
+
+
+def begins_texts(content: Mapping[str, Any]) -> bool:
+    """Return whether a `tokenizer.json` puts a token in front of a text."""
+    part = content["post_processor"] or {}
+    parts = part.get("processors", [part])
+    return any("SpecialToken" in (part.get("single") or [{}])[0] for part in parts)
+
+
+@dataclass(frozen=True)
+class TextHabits:
+    """How the tokenizer of an exported path treats a text, for who reads the model card."""
+
+    begin: int | None
+    """The number of the token that stood in front of a text in training, if the user has to put it
+    there: the tokenizer does not."""
+    names_are_text: bool
+    """Whether names of special tokens in a text are text, as in training."""
+
+
+def text_habits(tokenizer: bytes) -> TextHabits:
+    """Return what the tokenizer of an exported path does; `tokenizer` is the blob of the run."""
+    if not is_json(tokenizer):
+        return TextHabits(begin=None, names_are_text=True)
+    pieces = json_pieces(tokenizer)
+    begin, end = (pieces.special[place] for place in (BEGIN_TOKEN, END_TOKEN))
+    # A begin that the run added behind the last row has the row of the end.
+    given = begin if begin < pieces.origin.rows else end
+    puts_it = begins_texts(pieces.own_tokenizer())
+    return TextHabits(None if puts_it else given, names_are_text=pieces.splits_special)
 
 
 def _json_settings(pieces: JsonPieces, names: Sequence[str | None], context: int) -> dict[str, Any]:

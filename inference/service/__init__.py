@@ -1,1 +1,1 @@
-"""The service: one process that everything which speaks OpenAI's interface can use."""
+"""The service: one process for every program that speaks OpenAI's interface, and a page."""

@@ -181,7 +181,7 @@ class Service:
             "object": "model",
             "created": self._started,
             "owned_by": plan.name,
-            "max_model_len": plan.model.sequence_length,
+            "max_model_len": self._engine.model.sequence_length,
         }
 
     async def completions(self, request: HttpRequest) -> Response:

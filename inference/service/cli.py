@@ -19,7 +19,7 @@ from dipaco.base.files import decoded, tidy
 from dipaco.base.running import say
 from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
-from dipaco.inference.options import InferenceSettings
+from dipaco.inference.options import AnswerSettings
 
 if TYPE_CHECKING:
     from dipaco.inference.decoding.engines import DecodingEngine
@@ -29,7 +29,7 @@ _KEY_VARIABLE = "DIPACO_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(InferenceSettings):
+class ServeSettings(AnswerSettings):
     """What `dipaco-serve` can be told."""
 
     group = "the service"
@@ -170,7 +170,7 @@ def run(settings: ServeSettings) -> int:
         source.close()
         raise
     paths = engine.grid.path_count
-    company = "a path" if engine.plan.model.adapters is None else "all paths"
+    company = "a path" if engine.model.adapters is None else "all paths"
     say(f"run '{engine.plan.name}' ({engine.plan.run_id[:16]}), {paths} paths")
     say(
         f"memory: {settings.memory_gb:g} GB hold {min(engine.capacity, paths)} paths of "

@@ -68,15 +68,15 @@ class Engine:
         limits: EngineLimits,
         engine: DecodingEngine = TORCH,
     ) -> None:
-        self.plan = source.plan
+        self.plan, self.model = source.plan, source.model
         self.grid = source.grid
         self.tokenizer = source.tokenizer()
         self.limits = limits
         self._engine = engine
         self._router: DocumentRouter = source.document_router(device)
         shared = None
-        if self.plan.model.adapters is not None:
-            shared = shared_decoder(self._router.base_model, self.plan.model.adapters, limits.slots)
+        if self.model.adapters is not None:
+            shared = shared_decoder(self._router.base_model, self.model.adapters, limits.slots)
         self.base_bytes = shared.size_bytes if shared is not None else 0
         """Of a run with adapters, what its base and the caches of texts take."""
         self.path_bytes, self.capacity = self._room()
@@ -108,7 +108,7 @@ class Engine:
 
     def _room(self) -> tuple[int, int]:
         """Return the bytes of a path in memory, and how many paths there is room for."""
-        model, memory_bytes = self.plan.model, self.limits.memory_bytes
+        model, memory_bytes = self.model, self.limits.memory_bytes
         if model.adapters is None:
             parameters = base_parameter_count(model)
             path_bytes = self._engine.size_bytes(model, parameters, self.limits.slots)
@@ -135,7 +135,7 @@ class Engine:
     def max_mixed(self) -> int:
         """How many paths an answer can mix."""
         most = min(self.grid.path_count, self.capacity)
-        return most if self.plan.model.adapters is None else min(most, self.limits.slots)
+        return most if self.model.adapters is None else min(most, self.limits.slots)
 
     @property
     def is_alive(self) -> bool:
@@ -290,7 +290,7 @@ class Engine:
 
     def _begin(self, work: Work) -> None:
         """Let the answers to a routed prompt wait for its path."""
-        model = self.plan.model
+        model = self.model
         context = work.tokens[-model.sequence_length :]
         first = work.path if work.path is not None else work.ranking[0]
         for index in range(work.answers):
@@ -385,7 +385,7 @@ class Engine:
         for batch in batches:
             before = len(batch.answers())
             at_work[batch] = before + self._guarded(batch, partial(self._read, batch, may_begin))
-            if self.plan.model.adapters is not None and self._takes_more(batch):
+            if self.model.adapters is not None and self._takes_more(batch):
                 may_begin = may_begin and batch.has_room
         together = [batch for batch in batches if isinstance(batch.decoder, AdapterDecoder)]
         self._step_together(together)

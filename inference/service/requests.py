@@ -282,7 +282,7 @@ class RequestReader:
             prompts = [given]  # type: ignore[list-item]
         else:
             prompts = list(given)  # type: ignore[arg-type]
-        tokenizer, vocabulary = self._engine.tokenizer, self._engine.plan.model.vocabulary_size
+        tokenizer, vocabulary = self._engine.tokenizer, self._engine.model.vocabulary_size
         for numbers in prompts:
             if not isinstance(numbers, str) and (greatest := max(numbers)) >= vocabulary:
                 raise ApiError(
@@ -360,7 +360,7 @@ class RequestReader:
         """Return the work on some prompts; `usual` tokens are made where nothing is said."""
         path = self.path_of(body.model)
         self._check_mix(body)
-        context, slide = self._engine.plan.model.sequence_length, bool(body.context_shift)
+        context, slide = self._engine.model.sequence_length, bool(body.context_shift)
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         works = []
         for number, tokens in enumerate(prompts):

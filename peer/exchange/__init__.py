@@ -1,1 +1,1 @@
-"""Serving content and fetching it by hash; greeting peers, their clocks and reachability."""
+"""The wire: rows and steps told and asked for, files by hash, hellos, clocks, reachability."""

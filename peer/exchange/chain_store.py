@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -30,6 +30,7 @@ logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 
 # Of an answer: rows in its steps, of which one step always goes, and rows beside them.
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
+# Admissions beside those of peers in the chains and rows that are told.
 MAX_KEPT_ADMISSIONS = 50_000
 KEPT_HEADS = 8
 _HEAD_BYTES = 8
@@ -66,6 +67,11 @@ class _Module:
     """Steps and peers that are in the log."""
     log_bytes: int = 0
     """Of whole entries in the log."""
+
+    def peers(self) -> set[str]:
+        """Return whose rows are in what is told."""
+        steps = (step.peers for step in self.steps.values())
+        return {row.peer for row in self.rows.all()}.union(*steps)
 
     def check(self, name: str) -> None:
         """Raise KeyError for a step that was never served."""
@@ -128,7 +134,9 @@ class ChainStore:
         self._folder, self._only_reads = folder, only_reads
         names = {name: genesis_name(run_id, name) for name in modules}
         self._modules = {name: _Module(genesis, genesis) for name, genesis in names.items()}
-        self._admissions: OrderedDict[str, bytes] = OrderedDict()
+        self._admissions: dict[str, bytes] = {}
+        self._enough_admissions = MAX_KEPT_ADMISSIONS
+        """With more of them some are forgotten."""
         self.on_served: Callable[[Step], None] = lambda step: None
         """Hears which step stands at the end of a served chain, each time that another does."""
         self.has_contributed: Callable[[str], bool] = lambda peer: False
@@ -160,8 +168,17 @@ class ChainStore:
         """Keep checked admissions of peers whose rows are here: they travel with the rows."""
         with self._lock:
             self._admissions.update(admissions)
-            while len(self._admissions) > MAX_KEPT_ADMISSIONS:
-                self._admissions.popitem(last=False)
+            if len(self._admissions) > self._enough_admissions:
+                self._forget_admissions()
+
+    def _forget_admissions(self) -> None:
+        """Forget the older half of those of which nothing is told here: what others invent leaves
+        the chain its own."""
+        told = set[str]().union(*(kept.peers() for kept in self._modules.values()))
+        others = [peer for peer in self._admissions if peer not in told]
+        for peer in others[: -(-len(others) // 2)]:
+            del self._admissions[peer]
+        self._enough_admissions = MAX_KEPT_ADMISSIONS + len(told)
 
     # -- what is served
 

@@ -24,6 +24,7 @@ from dipaco.peer.exchange.contact.hello import Greeting, Hello, clock_samples, s
 from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.download_slots import DownloadSlots
 from dipaco.peer.exchange.files.mirrors import MirrorSource
+from dipaco.peer.exchange.files.partial_file import prune_partial_files
 from dipaco.peer.exchange.files.transfer import (
     ContentAbsent,
     ContentStream,
@@ -61,7 +62,7 @@ from .pages import Pages
 from .responder import Responder
 from .served_run import ServedRun, peers_of
 
-logger = logging.getLogger("dipaco.peer.exchange")
+logger = logging.getLogger("dipaco.peer.exchange.exchange")
 
 CALL_TIMEOUT_S, TELL_TIMEOUT_S, CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
 STOP_TIMEOUT_S = 1.0
@@ -71,6 +72,8 @@ URGENT_AT_ONCE, AT_ONCE = 8, 6
 URGENT_FROM_ONE, FROM_ONE = 2, 4
 TELLS_AT_ONCE = 64
 CHUNK_BYTES = 2**17
+# Parts of files that nobody sent whole, which are kept for another attempt.
+MAX_UNFINISHED = 16
 # A contribution that nobody has yet is asked for again so soon, and then less and less often.
 RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 
@@ -362,6 +365,10 @@ class Exchange:
             self._gathering.pop(row.name, None)
             self._named.pop(row.name, None)
             self._arrivals.pop(row.name, None)
+        if reason and self._run.contributions is not None:
+            incoming = self._run.contributions.incoming
+            with contextlib.suppress(StorageError):
+                await run_blocking(prune_partial_files, incoming, MAX_UNFINISHED)
         on_done(row, reason, is_refused)
 
     def _check_file(self, row: Row, path: Path, check: Callable[[Row, Path], None]) -> None:

@@ -7,6 +7,7 @@ computed here, from their files. A step that cannot be had is passed over.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,17 +17,18 @@ from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.files.transfer import spread
 from dipaco.peer.node.node import Node
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step
-from dipaco.protocol.chain_book import ChainBook, Vouched
+from dipaco.protocol.chain_book import ChainBook, Link, Vouched
 from dipaco.protocol.view import SwarmView
 
 from .path_files import PathFiles
 
 logger = logging.getLogger("dipaco.peer.keeping.winning_states")
 
-# Of a module: heads whose holders are asked for their chains, holders of each, and pages of one.
-HEADS_READ, HOLDERS_ASKED, MAX_PAGES = 4, 3, 1000
-# Steps that cannot be had, of which one after the other is passed over.
-MAX_PASSED_OVER = 8
+# Of a module: heads of which a chain is read, heads whose holders are asked until then, holders of
+# each, and pages of one.
+HEADS_READ, HEADS_TRIED, HOLDERS_ASKED, MAX_PAGES = 4, 16, 3, 1000
+# Chains that are tried, the heaviest first, and states of each that cannot be had.
+CHAINS_TRIED, STATES_TRIED = 8, 4
 
 
 class WinningStates:
@@ -38,12 +40,15 @@ class WinningStates:
     def chains(self, module: str, view: SwarmView) -> ChainBook:
         """Return the chains of a module as those who announce states of it tell, checked.
 
-        A holder's word for its weight is not taken: its steps are asked for from the genesis.
+        A holder's word for its weight is not taken: its steps are asked for from the genesis. A
+        head that nobody tells the chain of hides no other.
         """
         book = ChainBook(self._node.run_id, [module])
         announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
         ranked = sorted(announced.values(), key=lambda head: head.rank)
-        for head in ranked[:HEADS_READ]:
+        for head in ranked[:HEADS_TRIED]:
+            if sum(other.step in book for other in ranked) >= HEADS_READ:
+                break
             for peer in spread(head.step, view.holders(module, head.step), "")[:HOLDERS_ASKED]:
                 if head.step in book:
                     break
@@ -51,20 +56,25 @@ class WinningStates:
         return book
 
     def _read_chain(self, book: ChainBook, module: str, peer: str) -> None:
-        """Ask one peer for its chain, page by page."""
+        """Ask one peer for its chain, page by page. What it tells beside that is not taken in."""
         locator = book.locator(book.heaviest(module).name)
+        before = ""
         for _ in range(MAX_PAGES):
             answer = self._node.exchange.ask(peer, module, locator)
             if answer is None:
                 return
-            try:
-                if not all(book.add(step) for step in answer.steps):
+            for step in answer.steps:
+                if before and step.parent != before:
                     return
-            except ValueError:
-                return
+                try:
+                    if not book.add(step):
+                        return
+                except ValueError:
+                    return
+                before = step.name
             if not answer.has_more or not answer.steps:
                 return
-            locator = book.locator(answer.steps[-1].name)
+            locator = book.locator(before)
 
     def state(
         self,
@@ -75,23 +85,40 @@ class WinningStates:
     ) -> ModuleState | None:
         """Return the newest state of the heaviest chain that can be had.
 
-        What `stored` has is not fetched. None: nothing was trained yet, or no state can be had.
+        What `stored` has is not fetched. None: nothing was trained yet, or no state can be had. The
+        last states of a chain are tried, then those of the next one: what somebody alone has made
+        for many rounds, and gives to nobody, hides no other chain.
         """
-        book, passed_over = self.chains(module, view), set[str]()
-        while len(passed_over) < MAX_PASSED_OVER:
-            link = book.heaviest(module, absent=passed_over)
-            if link.step is None:
-                return None
-            reason = ""
-            for way in book.vouched(link.name):
-                try:
-                    return self._state_by(way, view, stored)
-                except (IntegrityError, NetworkError, ValueError) as error:
-                    # A state of some steps ago is often gone; there is another way.
-                    logger.debug("version %d of %s: %s", link.version, module, error)
-                    reason = str(error)
-            logger.warning("version %d of %s is passed over: %s", link.version, module, reason)
-            passed_over.add(link.name)
+        book, in_vain = self.chains(module, view), set[str]()
+        for tip in book.tips(module)[:CHAINS_TRIED]:
+            for link in itertools.islice(book.back_from(tip.name), STATES_TRIED):
+                if link.step is None:
+                    break
+                if link.name in in_vain:
+                    continue
+                state = self._state_after(book, link, view, stored)
+                if state is not None:
+                    return state
+                in_vain.add(link.name)
+        return None
+
+    def _state_after(
+        self,
+        book: ChainBook,
+        link: Link,
+        view: SwarmView,
+        stored: Callable[[Head], ModuleState | None],
+    ) -> ModuleState | None:
+        """Return the state after a step, if it can be had in one of the ways that there are."""
+        reason = ""
+        for way in book.vouched(link.name):
+            try:
+                return self._state_by(way, view, stored)
+            except (IntegrityError, NetworkError, ValueError) as error:
+                # A state of some steps ago is often gone; there is another way.
+                logger.debug("version %d of %s: %s", link.version, link.module, error)
+                reason = str(error)
+        logger.warning("version %d of %s is passed over: %s", link.version, link.module, reason)
         return None
 
     def _state_by(

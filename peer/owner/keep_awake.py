@@ -24,8 +24,10 @@ END_LIMIT_S = 1.0
 
 
 class KeepAwake:
-    """A lock of systemd-logind against sleep, from the begin of training to a pause or the end. A
-    listener of events. Where there is none, the machine sleeps when it wants to."""
+    """A lock of systemd-logind against sleep, from the beginning of training to a pause or the end.
+
+    A listener of events. Without such a lock the machine sleeps when it wants to.
+    """
 
     def __init__(self) -> None:
         self._holder: subprocess.Popen[bytes] | None = None

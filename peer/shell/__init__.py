@@ -1,1 +1,1 @@
-"""How is what a member decides carried out?"""
+"""What carries out the decisions of a member?"""

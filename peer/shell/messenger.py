@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from dipaco.base.errors import DipacoError, NetworkError
+from dipaco.base.repetition import Complaints
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
@@ -27,6 +28,8 @@ logger = logging.getLogger("dipaco.peer.shell.messenger")
 
 # Peers that are asked, or given a file, at the same time.
 AT_ONCE = 16
+# What others do again and again is said once in this time, and so many things are.
+COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 20
 
 
 class Messenger:
@@ -44,6 +47,7 @@ class Messenger:
         self._refresher, self._others = refresher, others
         self._chains, self._files = chains, files
         self._status, self._report = status, report
+        self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
         self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="messenger")
 
     def stop(self) -> None:
@@ -89,7 +93,7 @@ class Messenger:
         self._refresher.announce()
 
     def _warn(self, action: a.Warn) -> None:
-        logger.warning("%s", action.text)
+        logger.log(self._complaints.level(action.text), "%s", action.text)
 
     def _watch(self, action: a.Watch) -> None:
         self._refresher.watch(action.scope)

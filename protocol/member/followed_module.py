@@ -392,8 +392,13 @@ class FollowedModule:
         has_room_first = self._room_first()
         for row in step.rows:
             self._rows.note(row, has_room_first)
-        if missing := self._rows.missing(step):
-            self._gather_for_step(missing, step.name)
+        self._gather_early(self._rows.missing(step), step.name)
+
+    def _gather_early(self, rows: Iterable[Row], step: str) -> None:
+        """Have files fetched of a step that is not being taken: of somebody who tells steps without
+        end those of a few."""
+        if may := tuple(filter(self._rows.may_fetch, rows)):
+            self._gather_for_step(may, step)
 
     def _note_teller(self, step: str, peer: str) -> None:
         tellers = self._tellers.setdefault(step, {})
@@ -458,7 +463,7 @@ class FollowedModule:
                 self.chain.refuse(best.name)
             elif missing:
                 self.chain.leave(best.name)
-                self._gather_for_step(missing, best.name)
+                self._gather_early(missing, best.name)
             else:
                 return best
 

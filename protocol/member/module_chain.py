@@ -147,5 +147,6 @@ class ModuleChain:
 
     def forget_gone(self) -> None:
         """Forget what was noted of steps that are not in the book any more."""
-        self.refused &= {name for name in self.refused if name in self.book}
+        self.refused = {name for name in self.refused if name in self.book}
+        self.doubted = {name for name in self.doubted if name in self.book}
         self.absent = {name: s for name, s in self.absent.items() if name in self.book}

@@ -5,7 +5,7 @@
     from G on            the first mailbox with what it has; the next one after each `grace_s`
 
 G is `gather_s` after the boundary. A step that lacks somebody is taken at G, so the first
-proposer does not decide whose rows count. With fixed steps G is half of the longest round.
+proposer does not decide whose rows count. With fixed steps G comes half of `duration_s` later.
 """
 
 from __future__ import annotations

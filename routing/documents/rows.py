@@ -44,9 +44,9 @@ def rows_of(
 ) -> Iterator[Row]:
     """Yield the rows of a file, of which `fields` are read; of a plain text one for each `unit`.
 
-    `open_file` returns it from its begin, seekable. A row of a table has the names of all columns.
-    Raises CorpusError, which names the file and where possible the line, and what the libraries
-    raise that read Parquet, Arrow and compressed files.
+    `open_file` returns it, seekable, at its beginning. A row of a table has the names of all
+    columns. Raises CorpusError, which names the file and where possible the line, and what the
+    libraries raise that read Parquet, Arrow and compressed files.
     """
     with open_file() as file:
         begin = file.read(8)

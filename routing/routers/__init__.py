@@ -1,1 +1,1 @@
-"""Which path has a document?"""
+"""Which path does a document go to?"""

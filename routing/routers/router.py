@@ -28,8 +28,8 @@ _CHUNK = 8192
 class Prefixes:
     """What routing may see of N documents; what the router does not need may be left out.
 
-    `features` is float32 [N, H] (`prefix_features`), `tokens` the first tokens of each document
-    with its begin, `labels` a label of the data for each document, None where it has none.
+    `features` is float32 [N, H] (`prefix_features`), `tokens` the first tokens of each document,
+    its begin token included, `labels` a label of each document, None where it has none.
     """
 
     features: np.ndarray | None = None

@@ -1,1 +1,1 @@
-"""Which tokens are they, and which of these are learned?"""
+"""Which tokens do documents become, and which of these are learned?"""

@@ -72,6 +72,10 @@ class ChatEncoder:
         except TemplateError as error:
             raise UnusableChatError(f"the chat template refuses it: {error}") from None
         if not answers:
+            if any(m.role == "assistant" and m.content.strip() for m in chat[1:]):
+                raise UnusableChatError(
+                    "the chat template shows no answer behind its question as it is asked"
+                )
             raise UnusableChatError("there is no answer that follows a question")
         return ChatTokens(
             marked_chat(self._tokenizer, text, answers),
@@ -93,7 +97,8 @@ def answer_spans(chat: Chat, filled: Filled) -> tuple[str, list[tuple[int, int]]
     """Return the text of a chat and where in it the answers lie, as (start, end).
 
     An answer that the whole text shows otherwise than it was given (as some templates leave earlier
-    thoughts out) is not among them, nor an empty one, nor one that nothing comes before.
+    thoughts out) is not among them, nor one whose question is shown otherwise once it is answered,
+    nor an empty one, nor one that nothing comes before.
     """
     whole = filled(chat, answer_follows=False)
     spans = []
@@ -104,6 +109,11 @@ def answer_spans(chat: Chat, filled: Filled) -> tuple[str, list[tuple[int, int]]
         with_answer = whole if is_last else filled(chat[: number + 1], answer_follows=False)
         before = filled(chat[:number], answer_follows=True)
         start = _alike(before, with_answer)
+        if start < len(before):
+            # What asks for an answer may end otherwise than what stands in front of one.
+            question = filled(chat[:number], answer_follows=False)
+            if start < _alike(question, before):
+                continue
         if not whole.startswith(with_answer[:start]):
             continue
         answer = with_answer[start:]
@@ -154,7 +164,7 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
 
 
 def question_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a chat's text up to where the answer begins, with the begin."""
+    """Return the tokens of a chat's text up to where the answer begins, with the begin token."""
     return [BEGIN_TOKEN, *tokenizer.encode_marked(text[len(_begin_written(tokenizer, text)) :])]
 
 

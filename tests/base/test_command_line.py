@@ -25,6 +25,7 @@ from support.programs.commands import commands, parsers
 from dipaco.base.command_line import Command
 from dipaco.base.settings import Argument, Settings, arguments_of
 from dipaco.peer import cli
+from dipaco.status import cli as status_cli
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden" / "command_line.txt"
@@ -209,6 +210,14 @@ def test_an_address_needs_no_flag() -> None:
     assert cli.COMMAND.read(both).initial_peers == (ADDRESS, other)
     twice = cli.COMMAND.parse(["--initial-peers", ADDRESS, "--initial-peers", other])
     assert cli.COMMAND.read(twice).initial_peers == (ADDRESS, other)
+
+
+def test_an_address_that_is_missing_is_asked_for_as_it_is_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        status_cli.COMMAND.read(status_cli.COMMAND.parse([]), {})
+    assert "required: ADDR" in capsys.readouterr().err
 
 
 def test_a_terminal_that_lacks_a_character_gets_its_number() -> None:

@@ -320,7 +320,11 @@ def test_a_model_file_is_used_as_it_is(
         ({"layer_types": ["sliding_attention"]}, "layer_types is"),
         ({"num_local_experts": 8}, "num_local_experts is 8, and only 0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu'"),
-        ({"model_type": "mistral"}, "model_type is 'mistral', and only 'llama' or 'qwen2'"),
+        ({"model_type": "gemma"}, "model_type is 'gemma', and only 'llama' or 'qwen2'"),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            "sliding_window is 4096, and only null",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
         ({"head_dim": 7}, "must be even"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),

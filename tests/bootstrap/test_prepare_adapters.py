@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -78,6 +79,23 @@ def test_a_run_with_adapters_over_a_base_of_the_hub(hub: Path, tmp_path: Path) -
     assert prepared(tmp_path)[1] == plan
 
 
+def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(
+    hub: Path, tmp_path: Path
+) -> None:
+    # As AutoConfig leaves it behind when a newer revision is there.
+    newer = hub.with_name("2")
+    newer.mkdir()
+    shutil.copy(hub / "config.json", newer)
+    os.utime(hub, (0, 0))
+    config = load_run_config(write_run(tmp_path, TOML))
+    assert config.base.checkpoint == hub
+    for file in hub.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigurationError, match="not whole .* hf download OWNER/tiny") as found:
+        load_run_config(write_run(tmp_path, TOML))
+    assert "\n" not in str(found.value)
+
+
 def test_whoever_has_the_checkpoint_makes_the_base(hub: Path, tmp_path: Path) -> None:
     _, plan = prepared(tmp_path)
     said: list[str] = []
@@ -116,6 +134,7 @@ def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
         ("rank = 4", 'base_format = "int3"', "adapters.base_format"),
         ('base = "OWNER/tiny"', "", r"\[adapters\] need a base"),
         ('base = "OWNER/tiny"', 'base = "OWNER/other"', "fetch it with: hf download OWNER/other"),
+        ("[model]", "[[model]]", r"model is \[.*; write a table \[model\]"),
         ("[adapters]", "[model.adapters]", r"model.adapters: write them as a table \[adapters\]"),
         ("[router]", "[grid]\nprivate_head = true\n[router]", "grid.private_head is not for"),
         ("[router]", '[inner]\noptimizer = "muon"\n[router]', "'muon' is not for adapters"),

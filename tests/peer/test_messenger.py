@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,6 +74,18 @@ def peer() -> Iterator[Peer]:
     made = Peer()
     yield made
     made.messenger.stop()
+
+
+def test_what_others_do_again_and_again_is_said_now_and_then(
+    peer: Peer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Somebody who tells one bad step after the other does not fill the log."""
+    for number in range(1000):
+        peer.do(a.Warn(f"{MODULE}: a state is refused"))
+        peer.do(a.Warn(f"{MODULE}: the held-out loss is {number}"))
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.count(f"{MODULE}: a state is refused") == 1
+    assert len(said) < 50
 
 
 def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer: Peer) -> None:

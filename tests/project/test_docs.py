@@ -220,6 +220,36 @@ def test_references_to_the_design_name_what_stands_there() -> None:
     assert not found, f"each needs a word of the title that it means: {found}"
 
 
+def is_there(name: str) -> bool:
+    """Tell whether a dotted name is one of our modules, or of something in one of them."""
+    parts = name.split(".")[1:]
+    for count in range(len(parts), 0, -1):
+        folder = ROOT.joinpath(*parts[:count])
+        file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if file.exists():
+            rest = parts[count:]
+            return not rest or re.search(rf"\b{rest[0]}\b", file.read_text("utf-8")) is not None
+    return False
+
+
+def test_the_modules_that_are_named_exist() -> None:
+    assert is_there("dipaco.modules.grid.Grid")
+    assert not is_there("dipaco.modules.grid.Lattice")
+    assert not is_there("dipaco.modules.lattice")
+    for file in [*sources(), *PAGES]:
+        text = file.read_text(encoding="utf-8")
+        named = set(re.findall(rf"\bdipaco\.(?:{'|'.join(PACKAGES)})\b(?:\.\w+)*", text))
+        wrong = sorted(name for name in named if not is_there(name))
+        assert not wrong or file == Path(__file__), f"{file.relative_to(ROOT)} names {wrong}"
+
+
+def test_a_logger_is_named_after_its_file() -> None:
+    for file in sources():
+        name = ".".join(("dipaco", *file.relative_to(ROOT).with_suffix("").parts))
+        for said in re.findall(r'getLogger\("(dipaco\.[\w.]+)"\)', file.read_text("utf-8")):
+            assert said == name or file.parts[len(ROOT.parts)] not in PACKAGES, f"{file}: {said}"
+
+
 def test_the_tests_that_are_named_exist() -> None:
     files = sorted((ROOT / "tests").rglob("*.py"))
     known = {file.stem for file in files}

@@ -210,6 +210,25 @@ def test_what_outlasts_a_peer_keeps_no_place_for_it() -> None:
     assert gate.admitted().keys() == {new[0]}
 
 
+def test_a_record_that_nobody_has_signed_keeps_no_place_for_who_has_gone() -> None:
+    """Admissions are public: before its signature is checked, a record may be of anybody."""
+    clock = Time()
+    single = make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    gate = gate_at(clock)
+    held = HeldRecords(clock)
+    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
+    gate.check(peer(0), admission(0, single))
+    name = DHTID.generate(record_key("peers", RUN, "0"))
+    subkey = record_subkey("peers", RUN, "0", public(0))
+    value = MSGPackSerializer.dumps({"admission": admission(0, single)}) + bytes(64)
+    for _ in range(10):
+        clock.s += AWAY_S / 4
+        assert held.admits(name, subkey, value, clock.s + 60)
+    assert gate.check(peer(1), admission(1, single))
+    assert not held.admits(name, subkey, value, clock.s + 60)
+    assert gate.admitted().keys() == {peer(1)}
+
+
 def test_rows_in_the_chain_come_before_who_was_seen_first(gate: Gate) -> None:
     assert let_in(gate, 0, 1) == [0, 1]
     for number in (2, 3, 4):
@@ -247,6 +266,20 @@ def test_memory_for_admissions_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(gate._verified) == 8
     assert gate.data_of(peer(19)) == admission(19)
     assert gate.data_of(peer(0)) is None
+
+
+def test_identities_without_a_place_make_nobody_forgotten_who_has_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one invitation somebody can admit as many keys as there are."""
+    monkeypatch.setattr(admission_module, "MAX_VERIFIED", 8)
+    gate = gate_at(Time())
+    assert let_in(gate, 0, 1) == [0, 1]
+    for number in range(2, 50):
+        gate.verify(peer(number), admission(number))
+    assert gate.admitted().keys() == {peer(0), peer(1)}
+    assert gate.data_of(peer(0)) == admission(0)
+    assert len(gate._verified) == 8
 
 
 def test_rows_count_up_to_the_round_in_which_an_invitation_ended() -> None:

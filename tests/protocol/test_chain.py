@@ -341,6 +341,25 @@ def test_branches_that_nobody_went_on_from_are_forgotten() -> None:
     assert all(made.add(one) for one in old)
 
 
+class Names(set[str]):
+    """Counts how often all names in it are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Any:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_steps_that_are_passed_over_are_looked_at_once_however_many_branches_there_are() -> None:
+    """Somebody can tell a thousand steps that are refused."""
+    trunk = chain(3, 0)
+    refused = [step(number, on=trunk[-1]) for number in range(1, 40)]
+    made, names = book(*trunk, *refused), Names(one.name for one in refused)
+    assert made.heaviest(MODULE, names).name == trunk[-1].name
+    assert names.looks == 1
+
+
 def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
@@ -16,6 +17,7 @@ from support.runs.trainer import (
     view_of,
 )
 
+from dipaco.protocol import chain_book
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -37,6 +39,45 @@ def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
     assert step.peers == {first, others[1]}
 
 
+def test_one_peer_makes_others_fetch_a_few_of_its_files_alone() -> None:
+    """It signs row after row, on every step that is known, and step after step of them."""
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    module, genesis, liar = member.module, member.module.stand, first
+    parents, gathered = [genesis], set[str]()
+    for number in range(100):
+        row = member.row(liar, tokens=number + 1, parent=genesis, file=name(f"{number}"))
+        step = Step.of([row])
+        parents.append(step.name)
+        module.hear_steps([step], liar)
+        later = [
+            member.row(liar, round_index=index, parent=parent, file=name(f"{number} {index}"))
+            for parent in parents[-2:]
+            for index in (1, 2)
+        ]
+        module.hear_rows(later, liar)
+        gathered |= {row.name for gather in member.take(a.Gather) for row in gather.rows}
+    assert len(gathered) < 20
+    member.publish()
+    member.hear(*set("ABC") - {first, second})
+    member.wait(GATHER_S - GRACE_S / 2)
+    assert any(len(step.peers) == 2 for step in member.proposed())
+
+
+def test_a_mailbox_fetches_a_few_files_of_one_peer_who_tells_steps_without_end() -> None:
+    member = Trainer("N", "ABC", closed="ABC")
+    member.module.follow(Role.MAILBOX)
+    member.known.path = None
+    steps = [Step.of([member.row("A", tokens=n, file=name(f"{n}"))]) for n in range(1, 100)]
+    for step in sorted(steps, key=lambda step: step.name, reverse=True):
+        member.module.hear_steps([step], "A")
+    asked = [row.name for gather in member.take(a.Gather) for row in gather.rows]
+    assert len(set(asked)) < 10
+    member.hear("B", "C")
+    member.wait(GATHER_S + 0.1)
+    assert [step.peers for step in member.proposed()] == [{"B", "C"}]
+
+
 def test_branches_that_one_peer_invents_are_forgotten() -> None:
     first, second = first_and_second()
     member = Trainer(second, "ABC")
@@ -51,6 +92,20 @@ def test_branches_that_one_peer_invents_are_forgotten() -> None:
     for peer in "ABC":
         member.gathered(member.row(peer))
     assert [compute.steps for compute in member.take(a.Compute)][-1] == (step,)
+
+
+def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chain_book, "MAX_SIDE_STEPS", 32)
+    member = Trainer("A", "ABC")
+    chain = member.chain
+    for number in range(300):
+        step = Step.of([member.row("B", tokens=number + 1)])
+        member.module.hear_steps([step], "B")
+        for note in (chain.doubt, chain.refuse, chain.leave):
+            note(step.name)
+    assert max(map(len, (chain.doubted, chain.refused, chain.absent))) < 50
 
 
 def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:

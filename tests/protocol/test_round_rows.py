@@ -38,6 +38,15 @@ def test_of_a_peer_a_few_rows_are_remembered_and_the_oldest_goes() -> None:
     assert not note(rows, made[-1])
 
 
+def test_of_a_round_a_peer_has_a_few_rows_also_where_others_made_room_meanwhile() -> None:
+    rows = RoundRows()
+    made = [row("A", number % 3, f"parent {number}") for number in range(60)]
+    assert [note(rows, one) for one in made].count(True) == 3 * ROWS_OF_A_PEER
+    assert note(rows, row("B", 0, "parent 0"))
+    rows.forget_before(3)
+    assert note(rows, row("A", 3))
+
+
 def test_three_rounds_are_remembered() -> None:
     rows = RoundRows()
     made = [row("A", number) for number in range(4)]

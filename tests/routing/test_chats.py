@@ -141,6 +141,17 @@ def encoders() -> Iterator[Callable[[str], tuple[ChatEncoder, Tokenizer]]]:
         one.close()
 
 
+# As Mistral 7B v0.3: the system's words stand in front of the last message, if that is a question.
+SYSTEM_LAST = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] "
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    "{{ m.content }}[/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+    "{% endif %}{% endfor %}"
+)
+THOUGHT_OPENED = (
+    "{% for m in messages %}{{ m.content }}{{ '|' if m.role == 'user' else eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+)
 QUESTION = "<|im_start|>user\nWhere?<|im_end|>\n<|im_start|>assistant\n"
 SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
 
@@ -175,6 +186,10 @@ SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
             [QUESTION, "Here.<|im_end|>", "\n" + QUESTION + "There.<|im_end|>\n" + QUESTION
              + "<think>\n\n</think>\n\n", "Where?<|im_end|>", "\n"],
         ),
+        # What is said in front of the last question alone is gone when an answer stands behind it.
+        (SYSTEM_LAST, said("Where?", "Here."), ["[INST] Where?[/INST]", " Here.<|im_end|>"]),
+        # The model is asked with the begin of a thought, which is not shown with an answer.
+        (THOUGHT_OPENED, said("Where?", "Here."), ["Where?|", "Here.<|im_end|>"]),
         # No token ends an answer there, so it gets one.
         ("{% for m in messages %}({{ m.content }}){% endfor %}", said("Where?", "Here."),
          ["(Where?)", "(Here.)<|im_end|>"]),
@@ -214,7 +229,12 @@ def test_a_chat_is_routed_by_the_first_turn_of_the_user(
         (CHATML, said("Where?", "\n"), "the answer is empty"),
         (CHATML, (Message("assistant", "Here."),), "there is no answer that follows a question"),
         (INSTRUCT, (Message("system", "Be kind."), *CHAT), "refuses it: roles must alternate user"),
-        ("{{ messages[0].content }}", CHAT, "there is no answer that follows a question"),
+        ("{{ messages[0].content }}", CHAT, "shows no answer behind its question"),
+        (
+            SYSTEM_LAST,
+            (Message("system", "Be kind."), *CHAT),
+            "shows no answer behind its question",
+        ),
     ],
 )
 def test_a_chat_without_anything_to_learn(

@@ -1,1 +1,1 @@
-"""What several tests and benchmarks need: runs, nodes, swarms, faults, an all-reduce in memory."""
+"""What several tests and benchmarks need: runs, nodes, swarms, faults, a transport in memory."""

@@ -86,7 +86,7 @@ def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Pat
     assert isinstance(model, Qwen3ForCausalLM)
     norm = "model.layers.0.self_attn.q_norm.weight"
     assert not torch.equal(model.state_dict()[norm], began_with[norm])
-    # Without the begin of a document: a token that the checkpoint does not have.
+    # Without the begin token: the checkpoint does not have it.
     text = "pehe vape, 日本 \U0001f642"
     ids = AutoTokenizer.from_pretrained(out)(text, add_special_tokens=False).input_ids
     assert ids == AutoTokenizer.from_pretrained(folder / "base")(text).input_ids

@@ -1,7 +1,7 @@
 """Why joining failed: a plain libp2p client looks at each address and says it in one line.
 
 Hivemind's join fails with the same words for a wrong clock, a closed port and a mistyped peer id.
-This asks each address itself, without a DHT. Also behind `--debug` of the commands.
+This asks each address itself, without a DHT. `dipaco-peer --check` begins with the same questions.
 """
 
 from __future__ import annotations

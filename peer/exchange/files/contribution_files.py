@@ -28,6 +28,8 @@ from dipaco.protocol.chain import MARK_BYTES, Row
 
 KEPT_ROUNDS = 3
 MAX_CONTRIBUTIONS_BYTES = 2**33
+# What one peer puts here: a file of each module of its path, for a few rounds.
+MAIL_FILES_OF_A_PEER = 128
 # Of files in the folder whose bytes are still coming.
 PUT_PREFIX = ".put-"
 _NAME = re.compile(r"(?P<round>\d+)\.(?P<peer>\w+)\.(?P<sha256>[0-9a-f]{64})")
@@ -62,7 +64,7 @@ class ContributionFiles:
     """`folder/<module>/<round>.<peer>.<sha256>`; kept for three rounds. Thread-safe.
 
     :param max_bytes: of all files; the oldest rounds go first. Half of it is for what others put
-        here, and a sixteenth for what one of them does.
+        here, and a sixteenth, in at most `MAIL_FILES_OF_A_PEER` files, for what one of them does.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int = MAX_CONTRIBUTIONS_BYTES) -> None:
@@ -222,8 +224,11 @@ class ContributionFiles:
             waiting = list(self._promised.values())
             if row.name in self._promised:
                 return False
-            own = sum(f.size_bytes for f in mail if f.peer == row.peer)
-            own += sum(other.bytes for other in waiting if other.peer == row.peer)
+            sizes = [f.size_bytes for f in mail if f.peer == row.peer]
+            sizes += [other.bytes for other in waiting if other.peer == row.peer]
+            own = sum(sizes)
+            if len(sizes) >= MAIL_FILES_OF_A_PEER:
+                return False
             total = sum(f.size_bytes for f in mail) + sum(other.bytes for other in waiting)
             if own + row.bytes > self.max_bytes // 16 or total + row.bytes > self.max_bytes // 2:
                 return False

@@ -1,7 +1,7 @@
 """The one interface to the network: streams between peers, named by their ids.
 
 Everything that peers say to each other goes over these. Hivemind's p2pd stands behind it; another
-library would need the same six methods (design 4.10, wire). Tests have one in memory.
+library would need the methods of `Transport` (design 4.10, wire). Tests have one in memory.
 """
 
 from __future__ import annotations

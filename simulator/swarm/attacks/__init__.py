@@ -1,7 +1,7 @@
 """Attacks by insiders, one idea a file: admitted peers that want to steer or to stop the others.
 
-Nobody can sign for another or make bytes that have a given hash. The numbers are those of the
-threat model.
+Nobody can sign for another or make bytes that have a given hash. docs/results/attacks.md has
+the attacks by their numbers.
 """
 
 from __future__ import annotations

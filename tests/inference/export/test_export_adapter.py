@@ -15,7 +15,7 @@ import torch
 from support.programs.service import run_with_adapters
 from support.runs.routed_texts import route_texts
 from support.runs.tiny_run import make_tiny_run, tiny_documents
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.inference import evaluate_cli, generate_cli
 from dipaco.inference.export import cli as export_cli
@@ -128,6 +128,24 @@ def test_merged_it_is_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
     rows = found.shape[1]
     torch.testing.assert_close(found, expected[:, :rows], atol=1e-4, rtol=1e-4)
     assert "merged into the base" in (out / "README.md").read_text()
+
+
+def test_the_card_of_a_merged_path_describes_the_whole_model_and_its_tokenizer(
+    folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "merged"
+    arguments = ["--state-dir", folder / "out", "--path", 3, "--format", "llama", "--out", out]
+    assert run(*arguments) == 0
+    card = (out / "README.md").read_text()
+    numbers = sum(
+        t.numel() for t in safetensors.torch.load_file(out / "model.safetensors").values()
+    )
+    assert f"model of {numbers:,} parameters" in card
+    # As SmolLM2's, this tokenizer puts nothing in front of a text, and reads names of tokens.
+    begin = begin_row(DiskSource(folder / "out").plan)
+    assert begin not in AutoTokenizer.from_pretrained(out)("a").input_ids
+    assert f"token {begin} stood in front of every text" in card
+    assert "are read as text, as in training" not in card
 
 
 def test_what_rounding_loses_is_measured() -> None:

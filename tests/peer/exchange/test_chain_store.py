@@ -133,6 +133,25 @@ def test_many_forks_leave_little_behind_and_a_forgotten_branch_can_come_back(
         assert found.answer(MODULE, []).steps == (*steps, *branches[0])
 
 
+def test_admissions_without_end_push_out_none_of_the_chain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one invitation somebody can admit as many keys as there are, and make steps of them."""
+    monkeypatch.setattr(chain_store, "MAX_KEPT_ADMISSIONS", 20)
+    chains, steps = opened(None), chain_of(5, range(3))
+    peers = {peer for step in steps for peer in step.peers}
+    chains.note_admissions(dict.fromkeys(peers, b"honest"))
+    chains.serve(MODULE, steps[-1].name, steps)
+    row = row_of(9, 50)
+    chains.note_admissions({row.peer: b"honest"})
+    chains.note_rows([row])
+    for number in range(500):
+        chains.note_admissions({f"invented {number}": b"junk"})
+    assert chains.admissions_of({*peers, row.peer}).keys() == {*peers, row.peer}
+    assert chains.admissions_of(["invented 499"])
+    assert len(chains.admissions_of(f"invented {number}" for number in range(500))) < 30
+
+
 def test_an_answer_has_no_more_than_fits_and_says_so() -> None:
     chains, steps = opened(None), chain_of(40, range(20))
     chains.serve(MODULE, steps[-1].name, steps)

@@ -102,6 +102,16 @@ def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path: Path) -> Non
     assert files.add(own, (own.mark, bytes(5000))).exists()
 
 
+def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path: Path) -> None:
+    files = ContributionFiles(tmp_path / "files")
+    rows = [row_of(1, n, data=b"%d" % n) for n in range(200)]
+    stored = [put(files, row, b"%d" % row.round_index, tmp_path) for row in rows]
+    assert sum(path is not None for path in stored) == contribution_files.MAIL_FILES_OF_A_PEER
+    assert put(files, row_of(2, data=b"another"), b"another", tmp_path)
+    files.prune(MODULE, 300)
+    assert put(files, rows[-1], b"199", tmp_path)
+
+
 def test_what_others_put_leaves_the_disk_its_reserve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -375,6 +375,17 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers: Peers) ->
 # -- hostile ones
 
 
+def test_what_came_of_files_that_nobody_sends_whole_does_not_pile_up(peers: Peers) -> None:
+    """A peer that sends a part of each of its files, round after round, does not fill a disk."""
+    one = peers()
+    incoming = one.files.incoming
+    for number in range(100):
+        incoming.partial_path(f"{number:064x}").write_bytes(b"a part")
+    done = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)
+    wait_for(lambda: done.calls)
+    assert len(incoming.partial_paths()) < 30
+
+
 def test_an_owner_that_is_silent_to_one_peer_does_not_keep_its_file_from_it(
     peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

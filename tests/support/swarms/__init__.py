@@ -1,1 +1,1 @@
-"""Swarms: real ones, simulated ones, and such as are only shown."""
+"""Swarms: real ones, simulated ones, and some that are only shown."""

@@ -42,6 +42,9 @@ class OpenGate(Gate):
     def check(self, peer: str, data: Any, *, is_here: bool = True) -> Admission:
         return Admission("everybody", 10_000)
 
+    def may_be_in(self, peer: str, data: Any) -> bool:
+        return True
+
     def admission_of(self, peer: str) -> Admission | None:
         return Admission("everybody", 10_000)
 

@@ -1,0 +1,96 @@
+"""Paths over a base read as many tokens as their base is made for, not only as in training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from starlette.testclient import TestClient
+from support.programs.service import run_with_adapters
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+
+from dipaco.base.errors import ConfigurationError
+from dipaco.inference import generate_cli
+from dipaco.inference.generate import prompt_tokens
+from dipaco.inference.service.app import Service
+from dipaco.inference.service.engine import Engine, EngineLimits
+from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
+from dipaco.modules.config import END_TOKEN, AdaptersConfig
+from dipaco.routing.run_folder import RunFolder
+
+CPU = torch.device("cpu")
+TRAINED, LONGER = 32, 64
+GREEDY = {"temperature": 0, "max_tokens": 8, "model": "path-1"}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_with_adapters(tmp_path_factory.mktemp("longer"), AdaptersConfig(rank=4))
+
+
+@pytest.fixture(scope="module")
+def prompt(out: Path) -> str:
+    """A text of more tokens than a training sequence has, and of fewer than the base reads."""
+    tokenizer, words = DiskSource(out).tokenizer(), " ".join(tiny_documents(4, 2, 9)).split()
+    text = ""
+    while len(prompt_tokens(tokenizer, f"{text} {words[0]}")) <= LONGER - 10:
+        text = f"{text} {words.pop(0)}"
+    assert len(prompt_tokens(tokenizer, text)) > TRAINED + 4
+    return text
+
+
+@torch.no_grad()
+def likeliest(source: DiskSource, tokens: list[int], count: int) -> list[int]:
+    """Continue without a cache: the whole text is read for each token."""
+    model, made = assemble_path(source, 1), list(tokens)
+    for _ in range(count):
+        logits = model(torch.tensor([made]))[0, -1]
+        logits[[0, 1, 3]] = -torch.inf
+        made.append(int(logits.argmax()))
+        if made[-1] == END_TOKEN:
+            break
+    return [token for token in made[len(tokens) :] if token != END_TOKEN]
+
+
+def test_the_service_reads_a_longer_text_as_a_whole(out: Path, prompt: str) -> None:
+    source = DiskSource(out, SourceSettings(context_length=LONGER))
+    tokens = prompt_tokens(source.tokenizer(), prompt)
+    expected = source.tokenizer().decode(likeliest(source, tokens, 8))
+    said = {}
+    for length in (None, LONGER):
+        read = DiskSource(out, SourceSettings(context_length=length))
+        limits = EngineLimits(memory_bytes=10**9, slots=2, queue=4, refresh_s=0)
+        engine = Engine(read, CPU, limits)
+        engine.start()
+        try:
+            with TestClient(Service(engine).application()) as client:
+                (card, *_) = client.get("/v1/models").json()["data"]
+                assert card["max_model_len"] == (length or TRAINED)
+                said[length] = client.post("/v1/completions", json={"prompt": prompt, **GREEDY})
+        finally:
+            engine.close()
+    assert said[None].json()["error"]["code"] == "context_length_exceeded"
+    assert said[LONGER].json()["choices"][0]["text"] == expected
+
+
+def test_generate_reads_it_too(out: Path, prompt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    source = DiskSource(out, SourceSettings(context_length=LONGER))
+    tokens = prompt_tokens(source.tokenizer(), prompt)
+    expected = source.tokenizer().decode(likeliest(source, tokens, 8))
+    words = ["--state-dir", str(out), "--path", "1", "--temperature", "0", "--max-tokens", "8"]
+    assert generate_cli.main([*words, "--context", str(LONGER), prompt]) == 0
+    assert capsys.readouterr().out == f"{prompt}{expected}\n"
+
+
+def test_more_than_can_be_read_is_refused(out: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="--context 65 is more than the 64 .* base"):
+        DiskSource(out, SourceSettings(context_length=65))
+    make_tiny_run(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match="--context 33 is more than the 32 .* trained on"):
+        DiskSource(tmp_path / "run", SourceSettings(context_length=33))
+
+
+def test_the_run_stays_the_same(out: Path) -> None:
+    source = DiskSource(out, SourceSettings(context_length=LONGER))
+    assert source.plan.run_id == RunFolder(out).plan().run_id
