@@ -63,9 +63,15 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
     A peer that has the list takes in no more rows by them. Steps in which others took such rows in
     count up to the round by which everybody can have the list: a step that counts for some peers
     and not for others would divide them for good.
-    Raises ConfigurationError for what is no id of an invitation.
+    Raises ConfigurationError for what is no id of an invitation, and for that of an open run.
     """
     manifest, gate, key = _open(folder, operator_key)
+    invitations = tuple(invitations)
+    if gate.everybody is not None and gate.everybody in invitations:
+        raise ConfigurationError(
+            f"run '{manifest.plan.name}' is open: everybody is in by {gate.everybody}, which "
+            "cannot be revoked; prepare a successor by invitation"
+        )
     file, version = folder / REVOCATIONS, 1
     known_s = max(KNOWN_S, KNOWN_ROUNDS * manifest.plan.rounds.duration_s)
     revoked = dict.fromkeys(invitations, int(time.time() + known_s))

@@ -92,22 +92,27 @@ class BaseConfig(Config):
         return values
 
 
-# What adapters have as defaults, by table: see docs/configuration.md, "adapters".
-ADAPTER_DEFAULTS: dict[str, dict[str, Any]] = {
-    "grid": {"modules_per_level": [2, 2]},
-    "inner": {
-        "optimizer": "adamw",
-        "learning_rate": 1e-3,
-        "weight_decay": 0.0,
-        "fresh_state_warmup_steps": 5,
-    },
-    "outer": {
-        "learning_rate": 1.0,
-        "momentum": 0.0,
-        "private_learning_rate": 1.0,
-        "sqrt_paths_rescaling": False,
-    },
-}
+def adapter_defaults(adapters: AdaptersConfig) -> dict[str, dict[str, Any]]:
+    """Return what adapters have as defaults, by table: see docs/configuration.md, "adapters".
+
+    AdamW moves every number by the rate, so what is added to the base moves by the rate times
+    alpha: a larger alpha than that of rank 16 gets a smaller rate.
+    """
+    return {
+        "grid": {"modules_per_level": [2, 2]},
+        "inner": {
+            "optimizer": "adamw",
+            "learning_rate": 1e-3 * min(1.0, 32 / (adapters.scale * adapters.rank)),
+            "weight_decay": 0.0,
+            "fresh_state_warmup_steps": 5,
+        },
+        "outer": {
+            "learning_rate": 1.0,
+            "momentum": 0.0,
+            "private_learning_rate": 1.0,
+            "sqrt_paths_rescaling": False,
+        },
+    }
 
 
 class _Adapters(Config):
@@ -357,7 +362,9 @@ def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: s
             f"{source}: [adapters] differ from those of the run that this one continues; leave "
             f"the table out"
         )
-    for table, defaults in ADAPTER_DEFAULTS.items():
+    used = found if trained is None else trained.adapters
+    assert used is not None
+    for table, defaults in adapter_defaults(used).items():
         given = values.get(table, {})
         values[table] = {**defaults, **given} if isinstance(given, dict) else given
 

@@ -207,8 +207,9 @@ class DiskSource(StateSource):
     def _newest_state(self, module: str) -> ModuleState | None:
         states, layout = self._run.states, self.grid.layout(module)
         for _ in range(_MAX_READS):
+            newest = states.newest_digest(module)
             state = states.load_latest(module, layout, set_aside=False)
-            if state is not None or states.newest_digest(module) is None:
+            if state is not None or states.newest_digest(module) in (None, newest):
                 return state
             # A running peer may have put newer files in the place of those that were listed.
         return None
@@ -257,9 +258,9 @@ class DiskSource(StateSource):
     @property
     def advice(self) -> str:
         return (
-            f"{self._run.path / 'states'} holds none; give the folder of a peer that keeps it, "
-            f"or --initial-peers for a live swarm, or --allow-genesis to take what the run began "
-            f"with"
+            f"{self._run.path / 'states'} holds none of this run; give the folder of a peer that "
+            f"keeps it, or --initial-peers for a live swarm, or --allow-genesis to take what the "
+            f"run began with"
         )
 
 

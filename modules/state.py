@@ -261,5 +261,6 @@ def _check_header(header: bytes, summary: StateSummary, layout: ModuleLayout) ->
         detail = f"lacks '{missing[0]}'" if missing else f"has an unknown '{unknown[0][:80]}'"
     else:
         name = next((name for name in wanted if found[name] != wanted[name]), None)
-        detail = f"describes '{name}' otherwise" if name else "is not in canonical form"
+        otherwise = f"describes '{name}' otherwise, as that of another model does"
+        detail = otherwise if name else "is not in canonical form"
     raise IntegrityError(f"the header of a state of {summary.module} {detail}")

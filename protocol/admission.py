@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dipaco.base.errors import AdmissionError
+from dipaco.modules.plan import RunPlan
 
 from .identity import PUBLIC_KEY_BYTES, is_signed, public_key_of_peer_id
 from .invitations import (
@@ -37,6 +38,7 @@ from .invitations import (
     Terms,
     invitation_of,
     pack_terms,
+    read_invitation,
     unpack_terms,
 )
 from .manifest import SignedManifest, fingerprint_of
@@ -77,6 +79,14 @@ class _Place:
         return self.first_round, self.came
 
 
+def _everybody_of(plan: RunPlan) -> str | None:
+    """Return the invitation by which everybody is in an open run; of other runs there is none."""
+    try:
+        return None if plan.admission is None else read_invitation(plan.admission).id
+    except AdmissionError:
+        return None  # Nobody can come in by what stands there.
+
+
 class Gate:
     """The peers that are in, in one run. Thread-safe; can be sent to another process.
 
@@ -85,6 +95,8 @@ class Gate:
     :param envelope: the operator's list of what is revoked, if there is one
     :param start_s: Unix second of round 0
     :param round_s: seconds of a round; with fixed steps of the shortest
+    :param everybody: of an open run, the id of the invitation in its plan; it cannot be revoked, or
+        the operator could end the run
     """
 
     def __init__(
@@ -95,11 +107,14 @@ class Gate:
         *,
         start_s: float = 0.0,
         round_s: float = 1.0,
+        everybody: str | None = None,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.run_id, self._operator_key = run_id, operator_key
         self.operator_fingerprint = fingerprint_of(operator_key)
         self._start_s, self._round_s, self._now = start_s, round_s, now
+        self.everybody = everybody
+        """The invitation in the plan of an open run, if it is one."""
         self.envelope: bytes | None = None
         """The newest list of the operator, to be stored again."""
         self._version = 0
@@ -123,14 +138,16 @@ class Gate:
             manifest.operator_key,
             start_s=plan.start_s,
             round_s=least_round_s(plan),
+            everybody=_everybody_of(plan),
         )
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.run_id, self._operator_key, self.envelope, self._start_s, self._round_s
+        first = self.run_id, self._operator_key, self.envelope
+        return *first, self._start_s, self._round_s, self.everybody
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        *first, start_s, round_s = state
-        Gate.__init__(self, *first, start_s=start_s, round_s=round_s)
+        *first, start_s, round_s, everybody = state
+        Gate.__init__(self, *first, start_s=start_s, round_s=round_s, everybody=everybody)
 
     def learn_from(self, other: Gate) -> None:
         """Take over what another gate of the same run has checked."""
@@ -390,7 +407,8 @@ class Gate:
         with self._lock:
             if found.version <= self._version:
                 return False
-            self._version, self._revoked = found.version, found.revoked
+            ended = {name: s for name, s in found.revoked.items() if name != self.everybody}
+            self._version, self._revoked = found.version, ended
             self.envelope = envelope
         return True
 

@@ -138,7 +138,7 @@ class Reply:
         if self._is_chat:
             kind = "chat.completion.chunk" if stream else "chat.completion"
         began = [self._began[prompt] for prompt in sorted(self._began)]
-        spoke = sorted({(one.paths[0], one.states.short) for one in began})
+        spoke = sorted({(one.path, one.states.short) for one in began})
         shown = spoke[0] if len(spoke) == 1 else None
         fingerprint = f"dipaco-{self._run[:8]}"
         if shown is not None:
@@ -152,7 +152,7 @@ class Reply:
             "dipaco": {
                 "prompts": [
                     {
-                        "path": one.paths[0],
+                        "path": one.path,
                         **({"mixed": list(one.paths)} if len(one.paths) > 1 else {}),
                         "routed": one.routed,
                         "modules": list(one.states.modules),

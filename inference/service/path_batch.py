@@ -58,7 +58,8 @@ class PathBatch:
         if first:
             answer.started = True
             if answer.index == 0:
-                work.emit(Began(self.paths, self.states, work.routed))
+                best = next((p for p in work.ranking if p in self.paths), self.paths[0])
+                work.emit(Began(best, self.paths, self.states, work.routed))
         slot = self._rows.index(None)
         self._rows[slot] = answer
         return self._read_in(slot, answer, first)

@@ -19,6 +19,8 @@ from .texts import AnswerText
 class Began:
     """A path, or several that are mixed, reads the prompt."""
 
+    path: int
+    """The path that it is called by; of several the one asked for, or the router's best."""
     paths: tuple[int, ...]
     states: PathStates
     routed: int | None

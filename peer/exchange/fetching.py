@@ -32,7 +32,7 @@ ReadT = TypeVar("ReadT")
 
 # Of blobs that the run does not name.
 MAX_OTHER_BYTES = 2**30
-FETCH_TIMEOUT_S = 600.0
+FETCH_TIMEOUT_S, LEAST_FILE_TIMEOUT_S = 600.0, 30.0
 ASK_AGAIN = "start again; then other holders are asked too"
 # A program that cannot do without a blob looks for holders again and again, for so long.
 NEEDED_LIMIT_S, NEEDED_AGAIN_S = 30.0, 2.0
@@ -160,13 +160,18 @@ class ContentFetcher:
 
     def contribution(self, row: Row, holders: Sequence[str]) -> Path:
         """Fetch the file of a row; the caller removes it. Raises `NetworkError`, and
-        `IntegrityError` when it was not made for this row."""
+        `IntegrityError` when it was not made for this row.
+
+        It may take the share of the time for a state that it has of a state's bytes: the line of
+        this machine can do both, and somebody may send a file very slowly.
+        """
+        share = row.bytes / (8 * self._grid.layout(row.module).size)
         path = self._exchange.get(
             row.file,
             tuple(holders),
             self._scratch,
             max_bytes=row.bytes,
-            timeout_s=FETCH_TIMEOUT_S,
+            timeout_s=max(LEAST_FILE_TIMEOUT_S, min(share, 1.0) * FETCH_TIMEOUT_S),
         )
         try:
             check_is_of(row, path)

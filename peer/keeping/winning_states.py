@@ -36,6 +36,8 @@ class WinningStates:
 
     def __init__(self, node: Node, files: PathFiles) -> None:
         self._node, self._files = node, files
+        self._not_given: set[str] = set()
+        """Rows whose files nobody gave for the state that is looked for: they may take long."""
 
     def chains(self, module: str, view: SwarmView) -> ChainBook:
         """Return the chains of a module as those who announce states of it tell, checked.
@@ -90,6 +92,7 @@ class WinningStates:
         for many rounds, and gives to nobody, hides no other chain.
         """
         book, in_vain = self.chains(module, view), set[str]()
+        self._not_given.clear()
         for tip in book.tips(module)[:CHAINS_TRIED]:
             for link in itertools.islice(book.back_from(tip.name), STATES_TRIED):
                 if link.step is None:
@@ -150,7 +153,11 @@ class WinningStates:
 
     def _file(self, row: Row, sources: Iterable[str]) -> bytes:
         node = self._node
+        if row.name in self._not_given:
+            raise NetworkError(f"nobody gives the file of {row.peer}")
+        self._not_given.add(row.name)
         path: Path = node.fetcher.contribution(row, tuple(dict.fromkeys((row.peer, *sources))))
+        self._not_given.discard(row.name)
         try:
             data = path.read_bytes()[MARK_BYTES:]
         finally:

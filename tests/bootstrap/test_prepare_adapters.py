@@ -125,6 +125,25 @@ def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("adapters", "rate"),
+    [
+        ("rank = 4", 1e-3),
+        ("rank = 16", 1e-3),
+        ("rank = 64", 2.5e-4),
+        ("rank = 64\nalpha = 16", 1e-3),
+    ],
+)
+def test_a_large_alpha_has_a_smaller_rate(
+    hub: Path, tmp_path: Path, adapters: str, rate: float
+) -> None:
+    """What is added to the base moves by the rate times alpha."""
+    toml = TOML.replace("rank = 4", adapters)
+    assert load_run_config(write_run(tmp_path, toml)).inner.learning_rate == pytest.approx(rate)
+    chosen = f"{toml}\n[inner]\nlearning_rate = 0.002\n"
+    assert load_run_config(write_run(tmp_path, chosen)).inner.learning_rate == 0.002
+
+
+@pytest.mark.parametrize(
     ("old", "new", "words"),
     [
         ("rank = 4", "rank = 0", "adapters.rank: Input should be greater than or equal to 1"),

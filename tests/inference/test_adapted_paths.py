@@ -88,3 +88,7 @@ def test_states_of_another_model_are_refused(
         assemble_path(DiskSource(folder, SourceSettings()), 0)
     name = "model.layers.0.mlp.down_proj.lora_A.weight"
     assert f"describes 'momentum/{name}' otherwise" in caplog.text
+    assert "another model" in caplog.text
+    # Each module is complained of once, though a folder that a peer writes is read again.
+    modules = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
+    assert len(modules) == len(set(modules))

@@ -29,6 +29,8 @@ class Swarm:
         self._told = {peer(number): steps for number, steps in liars.items()}
         self._told |= {peer(number): STEPS for number in honest}
         self.asked: list[str] = []
+        self.files: list[str] = []
+        """Which were asked for."""
         heads = [(n, STEPS[-1].name, 6) for n in honest]
         heads += [(n, s[-1].name if s else f"{n:064x}", 300 + n) for n, s in liars.items()]
         self.view = SwarmView(
@@ -54,6 +56,7 @@ class Swarm:
         raise NetworkError("nobody gives it")
 
     def contribution(self, row: Row, sources: Any) -> Path:
+        self.files.append(row.name)
         if row not in STEPS[-1].rows:
             raise NetworkError("nobody gives it")
         path = self._folder / row.peer
@@ -102,3 +105,11 @@ def test_many_steps_beside_each_other_that_nobody_can_have_hide_no_other(tmp_pat
     rows = [row_of(9, 3, STEPS[-1].name, data=b"%d" % number) for number in range(100)]
     swarm = Swarm(tmp_path, {9: [*STEPS, *(Step.of([row]) for row in rows)]})
     assert swarm.newest_round() == 2
+
+
+def test_a_file_that_nobody_gives_is_asked_for_once(tmp_path: Path) -> None:
+    """It may take as long as it can."""
+    step = Step.of([row_of(9, 3, STEPS[-1].name, state=STEPS[-1].name)])
+    swarm = Swarm(tmp_path, {9: [*STEPS, step]})
+    assert swarm.newest_round() == 2
+    assert swarm.files.count(step.rows[0].name) == 1

@@ -483,6 +483,28 @@ def test_the_operator_invites_and_revokes(tmp_path: Path) -> None:
         invite(tmp_path, 1, operator_key=tmp_path / "other.pem")
 
 
+def test_nobody_ends_an_open_run_by_a_list_of_what_is_revoked(tmp_path: Path) -> None:
+    """Everybody is in by the invitation that stands in its plan (promise 12)."""
+    operator = load_or_create_operator_key(tmp_path / "operator.pem")
+    plan = opened(make_plan(), operator)
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(plan, operator))
+    gate = Gate.of(verify_manifest(sign_manifest(plan, operator)))
+    everybody = read_invitation(plan.admission or "")
+    mine = everybody.admit(public(0), NOW_S)
+    with pytest.raises(ConfigurationError, match="everybody"):
+        revoke(tmp_path, [everybody.id])
+    ended = {everybody.id: 0, "a" * 16: 0}
+    gate.revoke(sign_revocations(plan.admission_scope, 1, ended, operator))
+    for one in (gate, pickle.loads(pickle.dumps(gate))):
+        assert one.check(peer(0), mine)
+        assert one.counts(peer(0), mine, 10**6)
+        assert one.counted_of((), (peer(0), mine)) == {peer(0)}
+        one.check_invitation(everybody)
+        assert one.revoked == {"a" * 16}
+    junk = plan.model_copy(update={"admission": "no invitation"})
+    assert Gate.of(verify_manifest(sign_manifest(junk, operator))).everybody is None
+
+
 def test_a_revocation_ends_no_round_whose_steps_can_be_made_before_it_is_known(
     tmp_path: Path,
 ) -> None:

@@ -313,7 +313,11 @@ def test_a_mixture_says_what_generate_says(out: Path, decoding: DecodingEngine) 
         assert said["choices"][0]["dipaco"]["paths"] == paths
         assert said["dipaco"]["prompts"][0]["mixed"] == paths
         scored = {"max_tokens": 0, "echo": True, "logprobs": 0, "model": "path-3", "mix": 4}
-        listed = ask(client, prompt=prompt, **scored)["choices"][0]["logprobs"]["token_logprobs"]
+        answered = ask(client, prompt=prompt, **scored)
+        # It is called by the path that was asked for, and otherwise by the router's choice.
+        assert (answered["model"], answered["dipaco"]["prompts"][0]["path"]) == ("path-3", 3)
+        assert said["dipaco"]["prompts"][0]["path"] == said["dipaco"]["prompts"][0]["routed"]
+        listed = answered["choices"][0]["logprobs"]["token_logprobs"]
         with torch.no_grad():
             row, targets = torch.tensor([tokens]), torch.tensor(tokens[1:])[:, None]
             models = [assemble_path(source, path) for path in range(4)]

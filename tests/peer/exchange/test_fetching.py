@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.runs.make_plan import make_plan
+from support.wire.exchanges import GRID, row_of
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
@@ -31,7 +32,7 @@ class _Swarm:
         return ("a peer",)
 
     def get(self, sha256: str, sources: tuple[str, ...], *given: Any, **options: Any) -> Path:
-        self.asked, self.sources = self.asked + 1, sources
+        self.asked, self.sources, self.options = self.asked + 1, sources, options
         if self.errors:
             raise self.errors.pop(0)
         return Path("here")
@@ -65,6 +66,21 @@ def test_the_search_is_bounded_and_says_what_to_do(
     with pytest.raises(type(error), match=f"the tokenizer: {error}; start again"):
         fetcher.needed_blob(SHA, "the tokenizer")
     assert swarm.asked == 1
+
+
+def test_a_contribution_is_waited_for_as_long_as_a_state_by_its_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody who sends a file very slowly would else hold up a reader for long."""
+    swarm = _Swarm(*[NetworkError("it is slow")] * 2)
+    fetcher = _fetcher(swarm, tmp_path, monkeypatch)
+    limits_s = []
+    for size in (1000, 8 * GRID.layout("L0.E0").size):
+        row = row_of(0, module="L0.E0", path=0, bytes=size)
+        with pytest.raises(NetworkError):
+            fetcher.contribution(row, ("a peer",))
+        limits_s.append(swarm.options["timeout_s"])
+    assert limits_s == [fetching.LEAST_FILE_TIMEOUT_S, pytest.approx(fetching.FETCH_TIMEOUT_S)]
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["texts", "chats"])

@@ -24,7 +24,7 @@ import safetensors.torch
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.invite import invite, note_admission
-from dipaco.bootstrap.run_config import ADAPTER_DEFAULTS
+from dipaco.bootstrap.run_config import adapter_defaults
 from dipaco.modules.config import (
     AdaptersConfig,
     ContributionsConfig,
@@ -112,6 +112,7 @@ def make_tiny_run(
     router = KMeansRouter.fit(features, path_count, seed=seed, balanced=True)
 
     index = _write_shards(run, model_config, base, router, train_tokens, held_out_tokens)
+    defaults = adapter_defaults(adapters) if adapters is not None else {}
     plan = RunPlan(
         name=name,
         seed=seed,
@@ -123,10 +124,8 @@ def make_tiny_run(
             private_embedding=private_embedding,
             private_head=private_head,
         ),
-        inner=InnerConfig(
-            **{**_TINY_INNER, **(ADAPTER_DEFAULTS["inner"] if adapters else {}), **(inner or {})}
-        ),
-        outer=OuterConfig(**(ADAPTER_DEFAULTS["outer"] if adapters else {}), **(outer or {})),
+        inner=InnerConfig(**{**_TINY_INNER, **defaults.get("inner", {}), **(inner or {})}),
+        outer=OuterConfig(**defaults.get("outer", {}), **(outer or {})),
         rounds=RoundsConfig(
             **{
                 "duration_s": duration_s,
