@@ -131,6 +131,7 @@ def tasks(runs: Sequence[str], steps: int) -> list[Task]:
     of_machine: list[dict[str, Any]] = [
         *({"model.adapters": {"rank": rank}} for rank in (4, 64)),
         *({"inner.learning_rate": rate} for rate in (3e-4, 3e-3)),
+        {"model.adapters": {"rank": 64}, "inner.learning_rate": 3e-4},
         {"model.adapters": {"rank": 16, "base_format": "nf4"}},
     ]
     ordered += [replace(machine, changes={**exactly, **change}) for change in of_machine]
