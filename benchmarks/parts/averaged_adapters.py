@@ -146,7 +146,8 @@ def averaged_product(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A [r, in] and B [out, r] whose product is the nearest to the average of the products.
 
-    Of all such A it is the one nearest to the anchor's: AdamW knows the directions of that one.
+    Of all such A with rows of one length that are at right angles it is the one nearest to the
+    anchor's, whose directions AdamW knows. So neither grows at the other's cost.
     """
     a = torch.cat([pair[0] for pair in pairs])
     b = torch.cat([weight * pair[1] for weight, pair in zip(weights, pairs, strict=True)], dim=1)
@@ -155,6 +156,7 @@ def averaged_product(
     u, s, v = torch.linalg.svd(inner_left @ inner_right.T)
     rank = len(anchor)
     directions = v[:rank] @ right.T
-    turned = anchor @ directions.T
+    w, _, z = torch.linalg.svd(anchor @ directions.T)
+    length = anchor.norm() / rank**0.5
     product = left @ (u[:, :rank] * s[:rank])
-    return turned @ directions, product @ torch.linalg.pinv(turned)
+    return length * w @ z @ directions, product @ (w @ z).T / length
