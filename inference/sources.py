@@ -394,7 +394,7 @@ def run_folder_in(folder: Path, run: str | None) -> Path:
 
 
 def with_context(plan: RunPlan, context_length: int | None) -> ModelConfig:
-    """Return the model of a run, which reads so many tokens at a time.
+    """Return the model of a run, as it reads so many tokens at a time.
 
     Raises ConfigurationError if neither training nor the run's base is made for so many.
     """
@@ -405,7 +405,7 @@ def with_context(plan: RunPlan, context_length: int | None) -> ModelConfig:
         made_for = "its base is made for" if model.context_length else "it was trained on"
         raise ConfigurationError(
             f"--context {context_length} is more than the {model.context} tokens that run "
-            f"'{plan.name}' can read: {made_for} no more"
+            f"'{plan.name}' can read: {made_for} no more; give --context {model.context} or less"
         )
     return model.model_copy(update={"sequence_length": context_length})
 

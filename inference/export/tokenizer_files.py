@@ -114,7 +114,7 @@ def begins_texts(content: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class TextHabits:
-    """How the tokenizer of an exported path treats a text, for who reads the model card."""
+    """How the tokenizer of an exported path treats a text, as the model card says it."""
 
     begin: int | None
     """The number of the token that stood in front of a text in training, if the user has to put it
