@@ -183,6 +183,11 @@ SYSTEM_LAST = (
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
     "{% endif %}{% endfor %}"
 )
+# As Phi 3.
+END_LAST = (
+    "{% for m in messages %}({{ m.role }} {{ m.content }}){% endfor %}"
+    "{% if add_generation_prompt %}(assistant {% else %}{{ eos_token }}{% endif %}"
+)
 THOUGHT_OPENED = (
     "{% for m in messages %}{{ m.content }}{{ '|' if m.role == 'user' else eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
@@ -223,6 +228,10 @@ SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
         ),
         # What is said in front of the last question alone is gone when an answer stands behind it.
         (SYSTEM_LAST, said("Where?", "Here."), ["[INST] Where?[/INST]", " Here.<|im_end|>"]),
+        # The end of a text stands behind the whole chat, and so behind no earlier answer.
+        (END_LAST, said("Where?", "Here.", "Where?", "There."), [
+            "(user Where?)(assistant ", "Here.)", "(user Where?)(assistant ",
+            "There.)<|im_end|>"]),
         # The model is asked with the begin of a thought, which is not shown with an answer.
         (THOUGHT_OPENED, said("Where?", "Here."), ["Where?|", "Here.<|im_end|>"]),
         # No token ends an answer there, so it gets one.
