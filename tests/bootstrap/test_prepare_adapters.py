@@ -23,6 +23,7 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import sha256_of_file
 from dipaco.base.progress import shown_bytes
+from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan.figures import plan_figures
@@ -153,7 +154,9 @@ def test_states_that_need_the_base_at_once_look_for_it_once(
     assert bool(asked) is not is_there
 
 
-def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
+def test_a_changed_base_is_refused(
+    hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, plan = prepared(tmp_path)
     run = RunFolder(shutil.copytree(tmp_path / "out", tmp_path / "copy"))
     file = run.blobs.path(plan.blobs.base)
@@ -162,6 +165,9 @@ def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(IntegrityError, match="is not the base of this run"):
         run.path_model(plan)
+    # Nor is it served: newcomers would fetch it again and again.
+    assert bootstrap_cli.main(["serve", str(tmp_path / "copy")]) == IntegrityError.exit_code
+    assert f"error: {file} is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
