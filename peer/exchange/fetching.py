@@ -55,7 +55,11 @@ class ContentFetcher:
         grid: Grid,
         given_peers: Iterable[str] = (),
     ) -> None:
-        """Peers whose addresses were given, `given_peers`, are asked directly."""
+        """Peers whose addresses were given, `given_peers`, are asked directly.
+
+        States pass through `scratch`, which is of one process.
+        """
+        scratch.clear()
         self._directory, self._exchange = directory, exchange
         self.blobs, self._scratch = blobs, scratch
         self._plan, self._grid = plan, grid
