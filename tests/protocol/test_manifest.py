@@ -195,7 +195,14 @@ def test_a_well_signed_mirror_that_is_no_plain_address_is_refused(
 
 @pytest.mark.parametrize(
     "name",
-    ['x"); import os; os.system("id', "x --trust-remote-code", "x`\n\nRun this:", "../x", "$(id)", ""],
+    [
+        'x"); import os; os.system("id',
+        "x --trust-remote-code",
+        "x`\n\nRun this:",
+        "../x",
+        "$(id)",
+        "",
+    ],
 )
 def test_a_base_is_named_by_no_words_of_a_program(key_path: Path, name: str) -> None:
     """An export's README shows the name inside a program that people copy."""
