@@ -75,6 +75,7 @@ class Predecessor:
         step of joining that failed.
         """
         fetched = RunFolder(folder / self.plan.run_id)
+        atomic_write(fetched.manifest_path, self.manifest.envelope)
         marker = folder / "states-taken"
         if marker.is_file() and marker.read_text().startswith(self.plan.run_id):
             say(f"states: fetched earlier from the swarm; to fetch newer ones, remove {marker}")
