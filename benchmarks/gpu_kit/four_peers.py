@@ -103,11 +103,7 @@ def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
         counts.append(len(steps))
         idle_s = end_s - begin_s - sum(e["seconds"] for e in steps)
         lost_s.append(idle_s / (last - first))
-    digests: dict[tuple[str, int], list[str]] = {}
-    for peer in peers:
-        for event in peer.of("outer_step"):
-            if len(event["group"]) > 1:
-                digests.setdefault((event["module"], event["round"]), []).append(event["digest"])
+    digests = digests_of(peers)
     return {
         "tokens_per_s": sum(speeds),
         "share_in_inner_steps": sum(shares) / len(shares),
@@ -117,6 +113,16 @@ def figures(peers: list[Member], first: int, last: int) -> dict[str, Any]:
         "outer_steps_in_groups": sum(len(found) for found in digests.values()),
         "digests_equal": bool(digests) and all(len(set(d)) == 1 for d in digests.values()),
     }
+
+
+def digests_of(peers: list[Member]) -> dict[tuple[str, int], list[str]]:
+    """Return the digests that peers computed, by module and round, of steps with several rows."""
+    digests: dict[tuple[str, int], list[str]] = {}
+    for peer in peers:
+        for event in peer.of("outer_step"):
+            if len(event["group"]) > 1:
+                digests.setdefault((event["module"], event["round"]), []).append(event["digest"])
+    return digests
 
 
 def bare_loops(part: Part, run: RunFolder) -> dict[str, Any]:

@@ -15,14 +15,15 @@
 #   adapters       e: adapters over frozen bases of 1 B and 7 B, beside PEFT
 #   serving        f: one stream and eight
 #   owner          h: what an owner sees and sets
+#   public_model   i: four peers specialise a public model, if brought/ has it
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 python=${PYTHON:-python3}
 environment=${GPU_KIT_ENVIRONMENT:-/tmp/gpu-kit-environment}
-all="paper_path unit_tests four_peers out_of_memory adapters less_memory serving owner"
+all="paper_path unit_tests four_peers out_of_memory adapters less_memory serving owner public_model"
 declare -A limit_s=([paper_path]=200 [unit_tests]=90 [four_peers]=210 [out_of_memory]=60
-    [adapters]=180 [less_memory]=120 [serving]=90 [owner]=150)
+    [adapters]=240 [less_memory]=120 [serving]=90 [owner]=150 [public_model]=240)
 seconds=570 out=$here/out rehearse=()
 parts=()
 while [ $# -gt 0 ]; do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -68,6 +69,8 @@ class ContentFetcher:
         """Hears how far downloads are that take longer than some seconds."""
         self._max_bytes = max_core_bytes(plan, grid)
         """The most bytes of each blob of the run, by hash; replaced as a whole."""
+        # The states that a path begins with are fetched at once, and each of them needs the base.
+        self._base_turn, self._hub_cache_lacks_it = threading.Lock(), False
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
         stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
@@ -121,9 +124,16 @@ class ContentFetcher:
             raise type(error)(f"could not fetch {what}: {error}") from None
 
     def _is_in_hub_cache(self, sha256: str) -> bool:
-        """Return whether a blob is the frozen base, and could be made here."""
-        is_base = sha256 == self._plan.blobs.base
-        return is_base and take_base_from_hub_cache(self._plan, self.blobs, self.say)
+        """Return whether a blob is the frozen base, and could be made here. It is tried once."""
+        if sha256 != self._plan.blobs.base:
+            return False
+        with self._base_turn:
+            if self.blobs.has(sha256):
+                return True
+            if not self._hub_cache_lacks_it:
+                found = take_base_from_hub_cache(self._plan, self.blobs, self.say)
+                self._hub_cache_lacks_it = not found
+            return not self._hub_cache_lacks_it
 
     def mended(self, sha256: str, what: str, read: Callable[[], ReadT]) -> ReadT:
         """Return what `read` makes of a blob that is here. One that is damaged is fetched again.
