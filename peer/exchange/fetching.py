@@ -56,7 +56,11 @@ class ContentFetcher:
         grid: Grid,
         given_peers: Iterable[str] = (),
     ) -> None:
-        """Peers whose addresses were given, `given_peers`, are asked directly."""
+        """Peers whose addresses were given, `given_peers`, are asked directly.
+
+        States pass through `scratch`, which is of one process.
+        """
+        scratch.clear()
         self._directory, self._exchange = directory, exchange
         self.blobs, self._scratch = blobs, scratch
         self._plan, self._grid = plan, grid
@@ -152,14 +156,17 @@ class ContentFetcher:
         In a busy swarm a holder may have just gone, so others are looked for during
         `NEEDED_LIMIT_S`. The error says what to do.
         """
-        until_s = time.monotonic() + NEEDED_LIMIT_S
+        until_s, is_said = time.monotonic() + NEEDED_LIMIT_S, False
         while True:
             try:
                 return self.blob(sha256, what)
             except DipacoError as error:
-                if time.monotonic() > until_s or not isinstance(error, NetworkError):
+                left_s = until_s - time.monotonic()
+                if left_s < 0 or not isinstance(error, NetworkError):
                     raise type(error)(f"{error}; {ASK_AGAIN}") from None
-                self.say(f"{error}; tries again for {until_s - time.monotonic():.0f} s at most")
+                if not is_said:
+                    self.say(f"{error}; tries again for {left_s:.0f} s at most")
+                is_said = True
             time.sleep(NEEDED_AGAIN_S)
 
     def _blob_sources(self, sha256: str) -> tuple[str, ...]:

@@ -87,6 +87,13 @@ def test_a_run_with_adapters_over_a_base_of_the_hub(hub: Path, tmp_path: Path) -
     assert prepared(tmp_path)[1] == plan
 
 
+def test_the_name_of_a_folder_is_a_plain_word_in_the_plan(tmp_path: Path) -> None:
+    make_foreign_base(tmp_path / "my base (2)", "smollm2")
+    assert prepared(tmp_path, TOML.replace("OWNER/tiny", "my base (2)"))[1].base_source.name == (
+        "my-base-2"
+    )
+
+
 def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(
     hub: Path, tmp_path: Path
 ) -> None:
@@ -198,6 +205,7 @@ def test_a_large_alpha_has_a_smaller_rate(
         ("rank = 4", "rnk = 4", "unknown key 'adapters.rnk'; did you mean 'rank'"),
         ("rank = 4", 'base_format = "int3"', "adapters.base_format"),
         ('base = "OWNER/tiny"', "", r"\[adapters\] need a base"),
+        ('base = "OWNER/tiny"', 'base = {checkpoint = "OWNER/tiny", name = "a b"}', "base.name"),
         ('base = "OWNER/tiny"', 'base = "OWNER/other"', "fetch it with: hf download OWNER/other"),
         ("[model]", "[[model]]", r"model is \[.*; write a table \[model\]"),
         ("[adapters]", "[model.adapters]", r"model.adapters: write them as a table \[adapters\]"),
