@@ -30,7 +30,7 @@ from dipaco.bootstrap.plan.figures import plan_figures
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.base_source import take_base_from_hub_cache
+from dipaco.modules.base_source import seems_in_hub_cache, take_base_from_hub_cache
 from dipaco.modules.grid import parameter_shapes
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
@@ -117,6 +117,10 @@ def test_whoever_has_the_checkpoint_makes_the_base(hub: Path, tmp_path: Path) ->
     blobs = BlobStore(tmp_path / "here")
     assert take_base_from_hub_cache(plan, blobs, said.append)
     assert blobs.verify(plan.blobs.base)
+    assert plan.base_source is not None
+    assert seems_in_hub_cache(plan.base_source)
+    elsewhere = plan.base_source.model_copy(update={"name": "OWNER/other"})
+    assert not seems_in_hub_cache(elsewhere)
     # Another revision is not used, and said so in a line.
     weights = sorted(hub.glob("*.safetensors"))[0]
     content = bytearray(weights.read_bytes())
