@@ -206,6 +206,14 @@ class BlobStore:
             self.path(sha).unlink(missing_ok=True)
             self.partial_path(sha).unlink(missing_ok=True)
 
+    def clear(self) -> None:
+        """Delete all blobs, not the partial downloads: in a store that files only pass through, a
+        process that was killed leaves what it had just fetched."""
+        with storage_errors(self.folder):
+            for folder in self.folder.iterdir():
+                if folder != self._partials:
+                    shutil.rmtree(folder)
+
     def partial_path(self, sha: str) -> Path:
         """Return where a download of the blob is collected; it survives a restart."""
         self.path(sha)

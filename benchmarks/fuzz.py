@@ -95,7 +95,7 @@ def record(folder: Path) -> None:
         swarm.wait(peers, "training")
         peers.append(swarm.start_peer(peers[0]))
         swarm.wait(peers, "outer_step", lambda event: event["round"] >= RECORD_ROUNDS)
-    keep_files(folder, "states", "states/L0.E0/*")
+    keep_files(folder, "states", "states/*/L0.E0/*")
     keep_files(folder, "contributions", "contributions/L0.E0/*")
 
 

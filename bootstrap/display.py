@@ -176,6 +176,12 @@ def _show_model(figures: PlanFigures, console: Console) -> None:
             f"{_millions(figures.base.parameters)} parameters, "
             + ", ".join(f"{shown_bytes(n)} in {f}" for f, n in figures.base.memory_bytes.items())
         )
+        whole = figures.base.whole
+        console.print(
+            f"Trained whole, it would take {shown_bytes(whole.moved_bytes)} a round in place of "
+            f"{shown_bytes(figures.moved_bytes)}, and {shown_bytes(whole.device_bytes)} of GPU "
+            f"memory in place of {shown_bytes(figures.device_total_bytes)}"
+        )
     if figures.tokens_per_round is not None:
         console.print(
             f"{figures.tokens_per_round:,} tokens a round and path, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from dipaco.modules.grid import Grid
 from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
 from dipaco.modules.llama import CONFIG_FILE, llama_weight_files
 from dipaco.modules.plan import (
+    BASE_NAME_PATTERN,
     PROTOCOL_VERSION,
     BaseSource,
     Mirror,
@@ -66,7 +68,7 @@ class BaseConfig(Config):
     )
     name: str | None = Field(
         None,
-        max_length=200,
+        pattern=BASE_NAME_PATTERN,
         description="What the Hugging Face Hub calls the checkpoint in a folder; peers then look "
         "for it in their cache.",
     )
@@ -300,7 +302,7 @@ def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
     if not isinstance(table, dict) or not isinstance(table.get("checkpoint"), str):
         return
     given = table["checkpoint"]
-    place, name = folder / given, Path(given).name
+    place, name = folder / given, _plain_word(Path(given).name)
     if not (place / CONFIG_FILE).is_file() and is_hub_name(given):
         snapshots = cached_snapshots(given)
         if not snapshots and not place.exists():
@@ -311,6 +313,11 @@ def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
         if snapshots:
             place, name = _whole_snapshot(snapshots, given, source), given
     values["base"] = {"name": name, **table, "checkpoint": str(place)}
+
+
+def _plain_word(name: str) -> str:
+    """Return a folder's name as a plan can have it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("._-")[:64] or "base"
 
 
 def _whole_snapshot(snapshots: Sequence[Path], given: str, source: str) -> Path:

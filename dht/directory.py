@@ -454,7 +454,7 @@ class Directory:
                     raise RecordError(f"a record of {address.key} stands under {key}")
                 record = parse_record(address, value)
                 if self.gate is not None:
-                    is_here = address.kind.shows_presence
+                    is_here = address.kind.shows_presence(value)
                     self.gate.check(record.peer_id, value.get("admission"), is_here=is_here)
             except RecordError as error:
                 self._complain(key, "a record", error)

@@ -96,7 +96,7 @@ class KnownRun:
         admission = content.get("admission")
         if not is_signed:
             return self.gate.may_be_in(owner, admission)
-        self.gate.check(owner, admission, is_here=address.kind.shows_presence)
+        self.gate.check(owner, admission, is_here=address.kind.shows_presence(content))
         return True
 
     def _is_list_of_operator(self, value: bytes) -> bool:

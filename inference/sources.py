@@ -258,9 +258,8 @@ class DiskSource(StateSource):
     @property
     def advice(self) -> str:
         return (
-            f"{self._run.path / 'states'} holds none of this run; give the folder of a peer that "
-            f"keeps it, or --initial-peers for a live swarm, or --allow-genesis to take what the "
-            f"run began with"
+            f"{self._run.states.folder} holds none; give the folder of a peer that keeps it, or "
+            f"--initial-peers for a live swarm, or --allow-genesis to take what the run began with"
         )
 
 

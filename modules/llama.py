@@ -328,6 +328,7 @@ def iterate_llama_parameters(
 
 
 _Reader = tuple[Path, Any]
+_FETCH_AGAIN = "the checkpoint is not whole: fetch or save it again"
 
 
 def _readers(folder: Path, stack: contextlib.ExitStack) -> dict[str, _Reader]:
@@ -346,7 +347,7 @@ def _broken_file(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
-        raise IntegrityError(f"{file} cannot be read: {error}") from None
+        raise IntegrityError(f"{file} cannot be read: {error}; {_FETCH_AGAIN}") from None
 
 
 def _read(name: str, place: _Reader) -> torch.Tensor:
@@ -364,8 +365,12 @@ def _read(name: str, place: _Reader) -> torch.Tensor:
 def _check_names(
     found: Mapping[str, _Reader], wanted: Mapping[str, tuple[int, ...]], folder: Path
 ) -> None:
-    for name in sorted(set(wanted) - set(found)):
-        raise IntegrityError(f"{folder} lacks the parameter '{name}'")
+    if missing := sorted(set(wanted) - set(found)):
+        others = f" and {len(missing) - 1:,} others" if len(missing) > 1 else ""
+        raise IntegrityError(
+            f"{folder} lacks the parameter '{missing[0]}'{others}, which its {CONFIG_FILE} speaks "
+            f"of; {_FETCH_AGAIN}"
+        )
     for name in sorted(set(found) - set(wanted)):
         raise IntegrityError(
             f"{folder} has a parameter '{name}', which its {CONFIG_FILE} gives no place to"

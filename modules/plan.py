@@ -126,6 +126,11 @@ class RunBlobs(Config):
     )
 
 
+# What the Hub calls a checkpoint, or a plain word: the READMEs of exports have it in programs and
+# command lines that people copy.
+BASE_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?$"
+
+
 class BaseFile(Config):
     """A weight file of a public checkpoint."""
 
@@ -139,7 +144,7 @@ class BaseSource(Config):
     `RunBlobs.base` is what it becomes; anybody with the checkpoint can make that and compare.
     """
 
-    name: str = Field(max_length=200, description="What the Hugging Face Hub calls it.")
+    name: str = Field(pattern=BASE_NAME_PATTERN, description="What the Hugging Face Hub calls it.")
     files: tuple[BaseFile, ...] = Field(min_length=1, max_length=256)
     rows: tuple[tuple[int, int], ...] = Field(
         max_length=1024,

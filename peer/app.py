@@ -143,12 +143,13 @@ def run_peer(settings: PeerSettings) -> int:
 def _greet(node: Node, display: Display) -> None:
     plan = node.plan
     counts = node.grid.parameter_counts()
+    over = f" over {plan.base_source.name}" if plan.base_source is not None else ""
     display.say(
         f"run '{plan.name}' ({node.run_id}), manifest {node.manifest.plan.fingerprint}, signed by "
         f"{node.manifest.operator_fingerprint}"
     )
     display.say(
-        f"{node.grid.path_count} paths of {counts['path'] / 1e6:.1f} M parameters, "
+        f"{node.grid.path_count} paths of {counts['path'] / 1e6:.1f} M parameters{over}, "
         f"{counts['total'] / 1e6:.1f} M in all; {_round_text(plan.rounds)}"
     )
     display.say(f"this peer is {node.me}, its files are in {node.folder}")

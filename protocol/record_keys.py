@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,8 +50,13 @@ class Kind:
     """What the items look like that it has several of; empty if it has none."""
     field: str = ""
     """The field that repeats the item."""
-    shows_presence: bool = False
+    is_of_present: bool = False
     """It does not outlast its owner for long."""
+
+    def shows_presence(self, content: Mapping[str, Any]) -> bool:
+        """Tell whether a record with this content shows that its owner is there: one that says
+        goodbye does not, as long as it stands there."""
+        return self.is_of_present and content.get("state") != "leaving"
 
 
 _BUCKET = r"0|[1-9][0-9]{0,8}"
@@ -59,7 +65,7 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("modules", ModuleRecord, 1024, 2400.0, r"[LP][0-9.E]{1,12}", "module", True),
-        Kind("peers", PeerRecord, 2304, 2400.0, _BUCKET, shows_presence=True),
+        Kind("peers", PeerRecord, 2304, 2400.0, _BUCKET, is_of_present=True),
         Kind("progress", ProgressRecord, 24_832, 2 * DAY_S, _BUCKET),
         Kind("blobs", BlobRecord, 640, 6 * 3600.0, _HASH, "sha256"),
         Kind("manifests", None, MAX_MANIFEST_BYTES, 2 * DAY_S),

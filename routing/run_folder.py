@@ -2,7 +2,8 @@
 
     manifest.json   the signed plan
     blobs/          tokenizer, router, base model, shard index, token files, each by its SHA-256
-    states/         the last good states of the modules, as the peers save them
+    states/RUN/     the last good states of the modules, as the peers save them; named by the run's
+                    id, as states of two runs of one shape cannot be told apart by what is in them
 
 `dipaco-bootstrap prepare` writes one; a peer's cache, the simulator's output and the inference
 tools have the same form, so each can read the others'.
@@ -77,8 +78,8 @@ class RunFolder:
 
     @cached_property
     def states(self) -> StateStore:
-        """The last good states of the modules."""
-        return StateStore(self.path / "states", shared=self.shared)
+        """The last good states of the modules. Raises as `plan` does."""
+        return StateStore(self.path / "states" / self.plan().run_id, shared=self.shared)
 
     def plan(self) -> RunPlan:
         """Return the plan inside the manifest, validated. The signature is not checked here.

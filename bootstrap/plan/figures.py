@@ -112,6 +112,15 @@ class StartFigures:
 
 
 @dataclass(frozen=True)
+class WholeFigures:
+    """What a peer would need of the same run if it trained the base, and not adapters."""
+
+    moved_bytes: int
+    """Sent in a round, and as much received."""
+    device_bytes: int
+
+
+@dataclass(frozen=True)
 class BaseFigures:
     """The frozen base of a run with adapters."""
 
@@ -124,6 +133,7 @@ class BaseFigures:
     """By format."""
     greatest: dict[str, dict[int, int]]
     """By format and GiB of a GPU: parameters of the largest base like this one."""
+    whole: WholeFigures
 
 
 @dataclass(frozen=True)
@@ -238,7 +248,7 @@ def plan_figures(
         paths=grid.path_count,
         peers=peers,
         path_parameters=counts["path"],
-        base=_base(config),
+        base=_base(config, peers),
         total_parameters=counts["total"],
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
@@ -289,10 +299,13 @@ def _begins_as(config: RunConfig) -> StartFigures | None:
     )
 
 
-def _base(config: RunConfig) -> BaseFigures | None:
+def _base(config: RunConfig, peers: int) -> BaseFigures | None:
     model = config.model
     if model.adapters is None:
         return None
+    whole = config.model_copy(update={"model": model.without_adapters})
+    grid = grid_of(whole)
+    levels = [_level(whole, grid, level, peers) for level in grid.level_names]
     return BaseFigures(
         name=config.base.name or "the base of the run before",
         rank=model.adapters.rank,
@@ -300,6 +313,10 @@ def _base(config: RunConfig) -> BaseFigures | None:
         file_bytes=base_file_bytes(model),
         memory_bytes={name: frozen_bytes(model, name) for name in FILE_FORMATS},
         greatest=greatest_bases(config),
+        whole=WholeFigures(
+            moved_bytes=sum(level.moved_bytes[level.codec] for level in levels),
+            device_bytes=sum(device_bytes(whole, grid.parameter_counts()["path"]).values()),
+        ),
     )
 
 

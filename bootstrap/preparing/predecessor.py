@@ -74,7 +74,8 @@ class Predecessor:
         A module that nobody serves is copied from the run's own folder. Raises the error of the
         step of joining that failed.
         """
-        fetched = RunFolder(folder / self.plan.run_id).states
+        fetched = RunFolder(folder / self.plan.run_id)
+        atomic_write(fetched.manifest_path, self.manifest.envelope)
         marker = folder / "states-taken"
         if marker.is_file() and marker.read_text().startswith(self.plan.run_id):
             say(f"states: fetched earlier from the swarm; to fetch newer ones, remove {marker}")
@@ -97,10 +98,10 @@ class Predecessor:
                         continue
                     own = self.folder.states.load_latest(module, self.grid.layout(module))
                     if own is not None:
-                        fetched.save(own)
+                        fetched.states.save(own)
             say(f"states: {taken} of {len(modules)} modules were fetched from the swarm")
             atomic_write(marker, run.encode())
-        self.fetched = fetched
+        self.fetched = fetched.states
 
     @cached_property
     def digests(self) -> dict[str, str]:

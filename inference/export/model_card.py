@@ -125,6 +125,7 @@ def model_card(
         base=base_name(plan, notes),
         begin=begin_row(plan) if form.adapters_alone else None,
         habits=text_habits(tokenizer),
+        chats=source.shard_index().marked,
         whole_path=_exported_parameters(plan.model, tokenizer),
         rounding=rounding,
         family=f"{plan.model.family.capitalize()}-shaped",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -55,7 +56,11 @@ class ContentFetcher:
         grid: Grid,
         given_peers: Iterable[str] = (),
     ) -> None:
-        """Peers whose addresses were given, `given_peers`, are asked directly."""
+        """Peers whose addresses were given, `given_peers`, are asked directly.
+
+        States pass through `scratch`, which is of one process.
+        """
+        scratch.clear()
         self._directory, self._exchange = directory, exchange
         self.blobs, self._scratch = blobs, scratch
         self._plan, self._grid = plan, grid
@@ -64,6 +69,8 @@ class ContentFetcher:
         """Hears how far downloads are that take longer than some seconds."""
         self._max_bytes = max_core_bytes(plan, grid)
         """The most bytes of each blob of the run, by hash; replaced as a whole."""
+        # The states that a path begins with are fetched at once, and each of them needs the base.
+        self._base_turn, self._hub_cache_lacks_it = threading.Lock(), False
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
         stage = StageProgress(f"fetching {what}", self.say, shown=lambda n: shown_bytes(int(n)))
@@ -117,9 +124,16 @@ class ContentFetcher:
             raise type(error)(f"could not fetch {what}: {error}") from None
 
     def _is_in_hub_cache(self, sha256: str) -> bool:
-        """Return whether a blob is the frozen base, and could be made here."""
-        is_base = sha256 == self._plan.blobs.base
-        return is_base and take_base_from_hub_cache(self._plan, self.blobs, self.say)
+        """Return whether a blob is the frozen base, and could be made here. It is tried once."""
+        if sha256 != self._plan.blobs.base:
+            return False
+        with self._base_turn:
+            if self.blobs.has(sha256):
+                return True
+            if not self._hub_cache_lacks_it:
+                found = take_base_from_hub_cache(self._plan, self.blobs, self.say)
+                self._hub_cache_lacks_it = not found
+            return not self._hub_cache_lacks_it
 
     def mended(self, sha256: str, what: str, read: Callable[[], ReadT]) -> ReadT:
         """Return what `read` makes of a blob that is here. One that is damaged is fetched again.
@@ -142,14 +156,17 @@ class ContentFetcher:
         In a busy swarm a holder may have just gone, so others are looked for during
         `NEEDED_LIMIT_S`. The error says what to do.
         """
-        until_s = time.monotonic() + NEEDED_LIMIT_S
+        until_s, is_said = time.monotonic() + NEEDED_LIMIT_S, False
         while True:
             try:
                 return self.blob(sha256, what)
             except DipacoError as error:
-                if time.monotonic() > until_s or not isinstance(error, NetworkError):
+                left_s = until_s - time.monotonic()
+                if left_s < 0 or not isinstance(error, NetworkError):
                     raise type(error)(f"{error}; {ASK_AGAIN}") from None
-                self.say(f"{error}; tries again for {until_s - time.monotonic():.0f} s at most")
+                if not is_said:
+                    self.say(f"{error}; tries again for {left_s:.0f} s at most")
+                is_said = True
             time.sleep(NEEDED_AGAIN_S)
 
     def _blob_sources(self, sha256: str) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
-from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from dipaco.peer.exchange.files.contribution_files import KEPT_ROUNDS, ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import Gate
@@ -248,6 +248,9 @@ def open_run(
         max_bytes = functools.cache(functools.partial(max_row_bytes, plan, grid))
         check = RowCheck(plan, grid, gate, max_bytes=max_bytes, now=membership.clock.now)
         contributors = _follow_contributors(directory, chains, membership)
+        kept_s = KEPT_ROUNDS * plan.rounds.duration_s
+        contributions = ContributionFiles(path / "contributions", kept_s=kept_s)
+        contributions.has_contributed = contributors.has_contributed
         return Node(
             identity=membership.identity,
             dht=membership.dht,
@@ -264,7 +267,7 @@ def open_run(
             states=states,
             held=States(grid, states, blobs, chains),
             chains=chains,
-            contributions=ContributionFiles(path / "contributions"),
+            contributions=contributions,
             check=check,
             fetcher=fetcher,
             contributors=contributors,

@@ -125,8 +125,13 @@ class SuccessorWatch:
         node = self._node.open_successor(manifest)
         try:
             node.admit()
+            blobs = node.plan.blobs
+            # Each is asked for once: what is not there yet is tried again, and told of once.
+            node.fetcher.blob(blobs.shards, "the shard index of the successor")
+            if blobs.genesis is not None:
+                node.fetcher.blob(blobs.genesis, "the genesis index of the successor")
             node.load_shard_index()
-            node.fetcher.blob(node.plan.blobs.base, "the base model of the successor")
+            node.fetcher.blob(blobs.base, "the base model of the successor")
         except BaseException:
             node.release()
             raise

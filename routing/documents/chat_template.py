@@ -26,6 +26,9 @@ import jinja2.sandbox
 from dipaco.base.errors import ConfigurationError
 
 _MEMORY_BYTES = 2**30
+# Of what is made of a chat, whose tokens somebody has to find: twice the longest request that
+# `dipaco-serve` takes.
+_MAX_LETTERS = 2**23
 # For starting Python, before a template is read.
 _START_S = 30.0
 # A template that goes through the parts of a content; others are written for texts alone.
@@ -122,7 +125,7 @@ class ChatTemplate:
             line = b""
         finally:
             killer.cancel()
-        if not line:
+        if not line.endswith(b"\n"):  # Nothing, or a part of an answer.
             self.close()
             raise TemplateError(f"it takes more than {limit_s:g} s or too much memory")
         answer = json.loads(line)
@@ -186,7 +189,10 @@ def main() -> None:
                 template = environment().from_string(values["template"])
                 answer = {"text": ""}
             else:
-                answer = {"text": template.render(values)}
+                text = template.render(values)
+                if len(text) > _MAX_LETTERS:
+                    raise ValueError(f"it makes {len(text)} letters of them, over {_MAX_LETTERS}")
+                answer = {"text": text}
         except Exception as error:  # a template may fail in any way
             answer = {"error": f"{error}"[:500] or type(error).__name__}
         with contextlib.suppress(BrokenPipeError):

@@ -18,7 +18,9 @@ from typing import Any
 from dipaco.base.errors import CorpusError, nearest_name
 from dipaco.base.files import canonical_json
 
-_FORMS = (("messages",), ("conversations",), ("prompt", "completion"))
+_PAIR = ("prompt", "completion")
+_FORMS = (("messages",), ("conversations",), _PAIR)
+FORMS_SAID = "messages, conversations, or prompt and completion"
 _KEYS = tuple(key for form in _FORMS for key in form)
 # What would be part of the chat, and is not trained on.
 _REFUSED = ("tools", "functions", "system")
@@ -61,20 +63,31 @@ def first_question(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_chat(row: Mapping[str, Any], text_field: str) -> bool:
-    """Tell whether a row has the keys of a chat, or, without a text, what looks like a slip."""
-    return bool(_forms(row) or (text_field not in row and _slips(row)))
+    """Tell whether a row has the keys of a chat, or, without a text, a part of them or what looks
+    like a slip."""
+    return bool(_forms(row) or (text_field not in row and (_half(row) or _slips(row))))
 
 
-def read_chat(row: Mapping[str, Any], text_field: str, place: str) -> Chat:
+def read_chat(
+    row: Mapping[str, Any], text_field: str, place: str, label_field: str | None = None
+) -> Chat:
     """Return the chat of a row. Raises CorpusError; `place` is where it stands, as file:line."""
     forms = _forms(row)
     if not forms:
         for key, meant in _slips(row):
             raise CorpusError(f"{place} has the key '{key}'; did you mean '{meant}'?")
+        if half := _half(row):
+            there, missing = half
+            others = [key for key in row if key not in (there, label_field)]
+            meant = f"'{others[0]}'" if len(others) == 1 else "the key that is meant to be"
+            to = f"to '{missing}'" if len(others) == 1 else f"'{missing}'"
+            raise CorpusError(
+                f"{place} has the key '{there}' and no '{missing}'; rename {meant} {to}, or write "
+                f"text_field = '{there}' under [data] to train on it as a text"
+            )
         raise CorpusError(
             f"{place} is no chat, as the documents before it are; it has the keys "
-            f"{', '.join(sorted(row)) or 'of nothing'}, and a chat has messages, conversations, or "
-            f"prompt and completion"
+            f"{', '.join(sorted(row)) or 'of nothing'}, and a chat has {FORMS_SAID}"
         )
     named = [" and ".join(form) for form in forms]
     if row.get(text_field) is not None:
@@ -101,6 +114,14 @@ def read_chat(row: Mapping[str, Any], text_field: str, place: str) -> Chat:
 
 def _forms(row: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return [form for form in _FORMS if all(row.get(key) is not None for key in form)]
+
+
+def _half(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the one of prompt and completion that a row has, and the other, which it lacks."""
+    prompt, completion = (row.get(key) is not None for key in _PAIR)
+    if prompt == completion:
+        return None
+    return _PAIR if prompt else (_PAIR[1], _PAIR[0])
 
 
 def _slips(row: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -144,10 +165,11 @@ def _turn(turn: Mapping[str, Any], keys: tuple[str, str], place: str) -> Message
             raise CorpusError(f"{place} has the key '{key}', which is not trained on; leave it out")
     role, content = (turn[key] for key in keys)
     if not isinstance(role, str) or role not in _ROLES:
-        guess = nearest_name(str(role), _ROLES) or "user"
+        guess = nearest_name(str(role), _ROLES)
         raise CorpusError(
-            f"{place} is said by '{str(role)[:40]}'; did you mean '{guess}'? There are "
-            f"{', '.join(_ROLES)}"
+            f"{place} is said by '{str(role)[:40]}'; "
+            + (f"did you mean '{guess}'? There are " if guess else "there are ")
+            + ", ".join(_ROLES)
         )
     return Message(_ROLES[role], _text(content, keys[1], place))
 

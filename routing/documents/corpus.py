@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 from dipaco.base.errors import CorpusError, DipacoError, nearest_name
 from dipaco.modules.config import Config
 
-from .chats import CHAT_KEYS, Chat, chat_content, is_chat, read_chat
+from .chats import CHAT_KEYS, FORMS_SAID, Chat, chat_content, is_chat, read_chat
 from .corpus_files import identity_of, matched_files
 from .hub import hub_rows
 from .rows import Row, form_of, rows_of
@@ -332,7 +332,7 @@ def _document(
         return None
     place = f"{source}:{number}"
     if chats:
-        chat = read_chat(row, config.text_field, place)
+        chat = read_chat(row, config.text_field, place, config.label_field)
         return Document("", _label(row, source, config), chat=chat, place=place)
     if row and _is_chat(row, config):
         raise CorpusError(f"{place} is a chat, and the documents before it are texts")
@@ -381,14 +381,18 @@ def _check_fields(
     if _is_plain_text(source) or not names:
         return
     content = "tokens_field" if config.is_tokenised else "text_field"
-    for option in ("label_field", *([] if chats else [content])):
+    for option in (*([] if chats else [content]), "label_field"):
         field = getattr(config, option)
         if field is None or field in names:
             continue
-        guess = nearest_name(field, names) or next(iter(sorted(names)), "...")
+        guess = nearest_name(field, names) or "..."
+        remedy = f"Write {option} = '{guess}' under [data] (or give --{option.replace('_', '-')})"
+        if option == "text_field":
+            remedy += f"; chats have {FORMS_SAID}"
+        elif option == "label_field":
+            remedy += ", or leave label_field out"
         raise CorpusError(
-            f"{source} has no field '{field}'; it has {', '.join(sorted(names))}. "
-            f"Write {option} = '{guess}' under [data] (or give --{option.replace('_', '-')})"
+            f"{source} has no field '{field}'; it has {', '.join(sorted(names))}. {remedy}"
         )
 
 

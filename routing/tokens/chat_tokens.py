@@ -68,7 +68,7 @@ class ChatEncoder:
         if not any(m.content.strip() for m in chat if m.role == "assistant"):
             raise UnusableChatError("the answer is empty")
         try:
-            text, answers = answer_spans(chat, self._filled)
+            text, answers = answer_spans(chat, self._filled, self._special["eos_token"])
         except TemplateError as error:
             raise UnusableChatError(f"the chat template refuses it: {error}") from None
         if not answers:
@@ -93,8 +93,9 @@ class ChatEncoder:
         return self._template.render(messages, self._special, answer_follows=answer_follows)
 
 
-def answer_spans(chat: Chat, filled: Filled) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of a chat and where in it the answers lie, as (start, end).
+def answer_spans(chat: Chat, filled: Filled, end_name: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return the text of a chat and where in it the answers lie, as (start, end). `end_name` is
+    what the end of a text is called.
 
     An answer that the whole text shows otherwise than it was given (as some templates leave earlier
     thoughts out) is not among them, nor one whose question is shown otherwise once it is answered,
@@ -107,6 +108,9 @@ def answer_spans(chat: Chat, filled: Filled) -> tuple[str, list[tuple[int, int]]
             continue
         is_last = number == len(chat) - 1
         with_answer = whole if is_last else filled(chat[: number + 1], answer_follows=False)
+        if not whole.startswith(with_answer):
+            # Some templates (Phi 3) end the text there, which goes on in the whole.
+            with_answer = with_answer.removesuffix(end_name)
         before = filled(chat[:number], answer_follows=True)
         start = _alike(before, with_answer)
         if start < len(before):

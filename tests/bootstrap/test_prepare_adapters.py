@@ -7,7 +7,11 @@ import io
 import math
 import os
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +21,8 @@ from support.runs.prepared_run import on_cpu, write_run
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
+from dipaco.base.files import sha256_of_file
+from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan.figures import plan_figures
@@ -27,6 +33,7 @@ from dipaco.modules.base_source import take_base_from_hub_cache
 from dipaco.modules.grid import parameter_shapes
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
+from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.routing.run_folder import RunFolder
 
 TOML = """
@@ -79,6 +86,13 @@ def test_a_run_with_adapters_over_a_base_of_the_hub(hub: Path, tmp_path: Path) -
     assert prepared(tmp_path)[1] == plan
 
 
+def test_the_name_of_a_folder_is_a_plain_word_in_the_plan(tmp_path: Path) -> None:
+    make_foreign_base(tmp_path / "my base (2)", "smollm2")
+    assert prepared(tmp_path, TOML.replace("OWNER/tiny", "my base (2)"))[1].base_source.name == (
+        "my-base-2"
+    )
+
+
 def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(
     hub: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +125,39 @@ def test_whoever_has_the_checkpoint_makes_the_base(hub: Path, tmp_path: Path) ->
     assert not take_base_from_hub_cache(plan, other, said.append)
     assert "another revision of OWNER/tiny than this run has: not used" in said[-1]
     assert not other.has(plan.blobs.base)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_states_that_need_the_base_at_once_look_for_it_once(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    run, plan = prepared(tmp_path)
+    base = plan.blobs.base
+    content = run.blobs.read(base)
+    if not is_there:
+        weights = sorted(hub.glob("*.safetensors"))[0]
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+
+    def hash_slowly(path: Path) -> str:
+        time.sleep(0.2)
+        return sha256_of_file(path)
+
+    monkeypatch.setattr("dipaco.modules.base_source.sha256_of_file", hash_slowly)
+    blobs, said, asked = BlobStore(tmp_path / "here"), list[str](), list[str]()
+
+    def get(sha256: str, *_: Any, **__: Any) -> Path:
+        asked.append(sha256)
+        return Path(blobs.path(blobs.add_bytes(content)))
+
+    directory: Any = SimpleNamespace(find_blob_holders=lambda sha256: ())
+    exchange: Any = SimpleNamespace(get=get)
+    fetcher = ContentFetcher(directory, exchange, blobs, blobs, plan, run.grid(plan))
+    fetcher.say = said.append
+    with ThreadPoolExecutor(4) as threads:
+        for path in threads.map(fetcher.blob, [base] * 4):
+            assert path.read_bytes() == content
+    assert len(said) == 1
+    assert bool(asked) is not is_there
 
 
 def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
@@ -152,6 +199,7 @@ def test_a_large_alpha_has_a_smaller_rate(
         ("rank = 4", "rnk = 4", "unknown key 'adapters.rnk'; did you mean 'rank'"),
         ("rank = 4", 'base_format = "int3"', "adapters.base_format"),
         ('base = "OWNER/tiny"', "", r"\[adapters\] need a base"),
+        ('base = "OWNER/tiny"', 'base = {checkpoint = "OWNER/tiny", name = "a b"}', "base.name"),
         ('base = "OWNER/tiny"', 'base = "OWNER/other"', "fetch it with: hf download OWNER/other"),
         ("[model]", "[[model]]", r"model is \[.*; write a table \[model\]"),
         ("[adapters]", "[model.adapters]", r"model.adapters: write them as a table \[adapters\]"),
@@ -194,7 +242,12 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
         assert base.greatest["bf16"][gib] < base.greatest["nf4"][gib]
     console = Console(file=io.StringIO(), width=200)
     show_figures(figures, console)
-    assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in console.file.getvalue()
+    shown = console.file.getvalue()
+    assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in shown
+    # Beside them stands the run that trains all of the model.
+    assert base.whole.moved_bytes > figures.moved_bytes
+    assert base.whole.device_bytes > figures.device_total_bytes
+    assert f"Trained whole, it would take {shown_bytes(base.whole.moved_bytes)} a round" in shown
 
 
 def test_plan_knows_a_pass_over_a_base_in_4_bits(hub: Path, tmp_path: Path) -> None:

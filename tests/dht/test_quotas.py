@@ -18,7 +18,8 @@ from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from support.runs.make_plan import make_plan
 from support.wire.dht_pair import RUN_ID, peer_record
-from support.wire.peers import OpenGate
+from support.wire.exchanges import OPERATOR
+from support.wire.peers import OpenGate, key
 
 from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.dht import bounded_protocol, quotas
@@ -32,8 +33,9 @@ from dipaco.dht.quotas import (
     KnownRun,
 )
 from dipaco.dht.record_validator import RecordValidator
-from dipaco.protocol.admission import Gate
+from dipaco.protocol.admission import AWAY_S, Gate
 from dipaco.protocol.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
+from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.manifest import operator_fingerprint, sign_manifest
 from dipaco.protocol.record_keys import MANIFESTS_KEY, record_key, record_subkey
 from dipaco.protocol.records import BlobRecord, Record
@@ -146,6 +148,31 @@ def test_who_contributed_has_room_also_where_a_kind_is_full(
     assert store(records, "peers", "0", 9)
     assert records.record_count == 4
     assert owners(records, "peers", "0")[0] == 9
+
+
+def test_a_goodbye_keeps_no_place_for_who_has_left() -> None:
+    """It stands there for up to 40 minutes, and everybody reads it again and again."""
+    clock, invitation = Clock(), make_invitation(Terms(RUN_ID, 1, 0), OPERATOR)
+    gate = Gate(RUN_ID, raw_public_key(OPERATOR), now=clock)
+    records = HeldRecords(clock)
+    records.serve(KnownRun(RUN_ID, (2, 3), 4, 2, gate))
+
+    def say(number: int, state: str) -> bool:
+        public_key = raw_public_key(key(number))
+        value = {"admission": invitation.admit(public_key, NOW), "state": state}
+        place, subkey = (
+            record_key("peers", RUN_ID, "0"),
+            record_subkey("peers", RUN_ID, "0", public_key),
+        )
+        data = MSGPackSerializer.dumps(value) + bytes(64)
+        return records.store_subkey(DHTID.generate(place), subkey, data, clock.now + 2000)
+
+    assert say(1, "training")
+    clock.now += AWAY_S - 1
+    assert say(1, "leaving")
+    assert not say(2, "training")
+    clock.now += 2
+    assert say(2, "training")
 
 
 def test_an_owner_has_so_many_records(records: HeldRecords) -> None:

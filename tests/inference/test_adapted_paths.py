@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_paths_are_better_than_the_base(
     assert evaluate_cli.main(arguments) == 0
     trained = json.loads(capsys.readouterr().out)
     for module in ("L0.E0", "L1.E0", "L1.E1", "L1.E2", "L1.E3"):
-        assert (out / "states" / module).is_dir()
+        assert (RunFolder(out).states.folder / module).is_dir()
     begun = RunFolder(out)
     fresh = tmp_path / "fresh"
     fresh.mkdir()
@@ -92,3 +93,16 @@ def test_states_of_another_model_are_refused(
     # Each module is complained of once, though a folder that a peer writes is read again.
     modules = [record.args[0] for record in caplog.records if isinstance(record.args, tuple)]
     assert len(modules) == len(set(modules))
+
+
+def test_states_of_another_run_of_the_same_shape_are_not_used(out: Path, tmp_path: Path) -> None:
+    """Nothing in them tells adapters of one run from those of another."""
+    other = make_tiny_run(
+        tmp_path / "other",
+        modules_per_level=(1, 4),
+        imported=ImportedBase(out.parent / "checkpoint"),
+        adapters=ADAPTERS,
+    )
+    shutil.copytree(out / "states", other.path / "states")
+    with pytest.raises(StorageError, match="no state of its module L0.E0; .*other/states"):
+        assemble_path(DiskSource(other.path, SourceSettings()), 0)

@@ -84,7 +84,7 @@ def damaged(trained: tuple[Path, list[dict]], tmp_path: Path) -> Callable[..., P
         copy = tmp_path / "copy"
         shutil.copytree(trained[0], copy)
         for module in modules:
-            shutil.rmtree(copy / "states" / module)
+            shutil.rmtree(RunFolder(copy).states.folder / module)
         return copy
 
     return make
@@ -434,7 +434,7 @@ def test_fitting_takes_enough_documents_and_every_path(
     source = DiskSource(damaged())
     with pytest.raises(CorpusError, match="16 documents"):
         fit_to_documents(source, held_out(), steps=2, device=CPU)
-    shutil.rmtree(tmp_path / "copy" / "states" / "P2")
+    shutil.rmtree(RunFolder(tmp_path / "copy").states.folder / "P2")
     with pytest.raises(StorageError, match="P2"):
         fit_to_documents(DiskSource(tmp_path / "copy"), held_out(), steps=2, device=CPU)
 

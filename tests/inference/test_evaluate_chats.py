@@ -64,6 +64,10 @@ def test_held_out_chats_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture
     assert export_cli.main([*exported, "--out", str(tmp_path / "exported")]) == 0
     said = (tmp_path / "exported/router/README.md").read_text()
     assert "A chat is routed by the first turn of the user alone" in said
+    card = (tmp_path / "exported/README.md").read_text()
+    # As in training: the words of the template stand around what the user says.
+    assert "apply_chat_template" in card
+    assert 'tokenizer("The city lies"' not in card
 
 
 def test_a_path_is_chosen_by_what_is_read_before_the_first_answer(

@@ -346,3 +346,18 @@ def test_what_was_never_finished_is_removed_at_the_next_start(tmp_path: Path) ->
     assert young.exists(), "another program may be writing it"
     assert not old.exists()
     assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_what_a_killed_peer_had_just_fetched_does_not_stay(tmp_path: Path) -> None:
+    """A state is read and removed as soon as it is here; a peer may be killed in between, often."""
+    scratch = BlobStore(tmp_path / "incoming")
+    contributions = ContributionFiles(tmp_path / "contributions")
+    for store in (scratch, contributions.incoming):
+        store.add_bytes(b"a state")
+        store.partial_path("0" * 64).write_bytes(b"a part")
+    ContentFetcher(
+        SimpleNamespace(), SimpleNamespace(), BlobStore(tmp_path), scratch, make_plan(), GRID
+    )  # type: ignore[arg-type]
+    ContributionFiles(tmp_path / "contributions")
+    for store in (scratch, contributions.incoming):
+        assert store.total_bytes == len(b"a part"), "an unfinished download goes on"

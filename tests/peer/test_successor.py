@@ -32,7 +32,8 @@ class StandIn:
         self.content = content
         self.opened: list[StandIn] = []
         self.released = False
-        self.fetcher = SimpleNamespace(blob=lambda sha256, what: None)
+        self.fetcher = SimpleNamespace(blob=self.blob)
+        self.is_loaded = False
 
     def open_successor(self, signed: SignedManifest) -> StandIn:
         self.opened.append(StandIn(signed, self.content))
@@ -41,9 +42,13 @@ class StandIn:
     def admit(self) -> None:
         """It is an open run."""
 
-    def load_shard_index(self) -> None:
+    def blob(self, sha256: str, what: str) -> None:
         if not self.content["is there"]:
-            raise NetworkError("could not fetch the shard index")
+            raise NetworkError(f"could not fetch {what}")
+
+    def load_shard_index(self) -> None:
+        """Look for it again and again, and say so each time."""
+        self.is_loaded = True
 
     def release(self) -> None:
         self.released = True
@@ -97,7 +102,9 @@ def test_it_goes_straight_to_the_newest_run() -> None:
     assert {event["run"] for event in events} == {THIRD.plan.run_id}
 
 
-def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place() -> None:
+def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     content = {"is there": False}
     node, events = StandIn(FIRST, content), []
     watch = watch_of(node, events)
@@ -105,6 +112,8 @@ def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place() ->
     watch.read(listing)
     until(lambda: len(node.opened) > 3)
     assert watch.take() is None
+    assert not any(other.is_loaded for other in node.opened)
+    assert len(caplog.messages) == 1, "it is tried again without a word"
     listing.manifests.append(THIRD)
     watch.read(listing)
     content["is there"] = True

@@ -193,6 +193,26 @@ def test_a_well_signed_mirror_that_is_no_plain_address_is_refused(
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        'x"); import os; os.system("id',
+        "x --trust-remote-code",
+        "x`\n\nRun this:",
+        "../x",
+        "$(id)",
+        "",
+    ],
+)
+def test_a_base_is_named_by_no_words_of_a_program(key_path: Path, name: str) -> None:
+    """An export's README shows the name inside a program that people copy."""
+    values = make_plan().model_dump(mode="json")
+    files = [{"name": "model.safetensors", "sha256": "0" * 64}]
+    values["base_source"] = {"name": name, "files": files, "rows": []}
+    with pytest.raises(ManifestError, match=r"base_source\.name"):
+        verify_manifest(resigned(key_path, values))
+
+
 def test_a_manifest_has_so_many_mirrors(key_path: Path) -> None:
     values = {**make_plan().model_dump(mode="json"), "mirrors": ["https://a.org/"] * 17}
     with pytest.raises(ManifestError, match="mirrors"):

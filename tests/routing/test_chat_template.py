@@ -91,6 +91,17 @@ def test_one_that_loops_or_grows_is_ended(opened: Callable[..., ChatTemplate], t
     assert time.monotonic() - began_s < 20
 
 
+@pytest.mark.parametrize("times", [3 * 10**6, 2 * 10**7, 5 * 10**7])
+def test_one_that_writes_without_end_is_refused(
+    opened: Callable[..., ChatTemplate], times: int
+) -> None:
+    """Whoever prepares a run writes its template, and all who serve the run fill it in."""
+    template = opened("{{ messages[0].role * (messages[0].content | int) if messages }}")
+    with pytest.raises(TemplateError):
+        template.render([{"role": "user", "content": str(times)}], SPECIAL)
+    assert template.render([{"role": "user", "content": "2"}], SPECIAL) == "useruser"
+
+
 def test_it_goes_on_after_a_refusal(opened: Callable[..., ChatTemplate]) -> None:
     text = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}well"
     template = opened(text)

@@ -85,6 +85,7 @@ def test_every_form_gives_the_same_chat(tmp_path: Path) -> None:
             r"messages\[0\] has no 'content'; is '",
         ),
         ({"messages": [{"role": "asistant", "content": "x"}]}, "'asistant'; did you mean 'assis"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "is said by 'bot'; there are system, us"),
         (
             {"messages": [{**MESSAGES[0], "weight": 1}]},
             r"messages\[0\] has the key 'weight', which",
@@ -101,6 +102,40 @@ def test_what_is_no_chat_is_refused_with_its_line(tmp_path: Path, row: Any, word
     with pytest.raises(CorpusError, match=words) as refused:
         chats_of(tmp_path / "a.jsonl", {"messages": MESSAGES}, row)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "Where?", "response": "Here."}, "rename 'response' to 'completion', or write"),
+        ({"question": "Where?", "completion": "Here."}, "rename 'question' to 'prompt', or write"),
+        ({"prompt": "a", "b": "c", "d": "e"}, "rename the key that is meant to be 'completion'"),
+        ({"instruction": "a", "output": "b"}, "chats have messages, conversations, or prompt and"),
+    ],
+)
+def test_other_names_for_the_parts_of_a_chat(tmp_path: Path, row: Any, words: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({**row, "topic": "x"}) + "\n")
+    config = CorpusConfig(train=str(tmp_path / "a.jsonl"), label_field="topic")
+    with pytest.raises(CorpusError, match=words) as refused:
+        list(iterate_documents(config, "train"))
+    assert "text_field = '" in str(refused.value)
+    named = config.model_copy(update={"text_field": sorted(row)[-1]})
+    assert [document.chat for document in iterate_documents(named, "train")] == [None]
+
+
+def test_the_text_is_missed_before_its_label(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
+    config = CorpusConfig(train=str(tmp_path / "a.jsonl"), label_field="topic")
+    with pytest.raises(CorpusError, match="has no field 'text'; it has body"):
+        list(iterate_documents(config, "train"))
+
+
+def test_a_label_that_no_row_has_may_be_left_out(tmp_path: Path) -> None:
+    row = {"prompt": "Where?", "completion": "Here."}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    config = CorpusConfig(train=str(tmp_path / "a.jsonl"), label_field="topic")
+    with pytest.raises(CorpusError, match="has no field 'topic'.* leave label_field out"):
+        list(iterate_documents(config, "train"))
 
 
 def test_the_examples_are_what_they_say() -> None:
@@ -148,6 +183,11 @@ SYSTEM_LAST = (
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
     "{% endif %}{% endfor %}"
 )
+# As Phi 3.
+END_LAST = (
+    "{% for m in messages %}({{ m.role }} {{ m.content }}){% endfor %}"
+    "{% if add_generation_prompt %}(assistant {% else %}{{ eos_token }}{% endif %}"
+)
 THOUGHT_OPENED = (
     "{% for m in messages %}{{ m.content }}{{ '|' if m.role == 'user' else eos_token }}"
     "{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
@@ -188,6 +228,10 @@ SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
         ),
         # What is said in front of the last question alone is gone when an answer stands behind it.
         (SYSTEM_LAST, said("Where?", "Here."), ["[INST] Where?[/INST]", " Here.<|im_end|>"]),
+        # The end of a text stands behind the whole chat, and so behind no earlier answer.
+        (END_LAST, said("Where?", "Here.", "Where?", "There."), [
+            "(user Where?)(assistant ", "Here.)", "(user Where?)(assistant ",
+            "There.)<|im_end|>"]),
         # The model is asked with the begin of a thought, which is not shown with an answer.
         (THOUGHT_OPENED, said("Where?", "Here."), ["Where?|", "Here.<|im_end|>"]),
         # No token ends an answer there, so it gets one.

@@ -265,7 +265,7 @@ def _kept(member: Member) -> Event:
     """
     begun = member.of("training")[-1]
     stepped = {e["module"] for e in member.of("outer_step")}
-    is_kept = any(member.cache.glob(f"*/states/optimizers/*-path-{begun['path']}.pt"))
+    is_kept = any(member.cache.glob(f"*/states/*/optimizers/*-path-{begun['path']}.pt"))
     return begun if is_kept and begun["modules"].keys() <= stepped else {}
 
 

@@ -66,7 +66,7 @@ def test_three_devices_of_one_machine(tmp_path: Path) -> None:
     common = [blob for blob in blobs if all((other / blob).exists() for other in others)]
     assert len(common) >= 2
     digest = taken[0]["L0.E0", ROUNDS - 1]
-    states = [next((f / "states" / "L0.E0").glob(f"*-{digest}.safetensors")) for f in folders]
+    states = [next(f.glob(f"states/*/L0.E0/*-{digest}.safetensors")) for f in folders]
     for one, *same in (*([f / blob for f in folders] for blob in common), states):
         assert all(one.samefile(other) for other in same)
     check_exported(first, theirs.state_dict(), tmp_path)

@@ -7,10 +7,12 @@ while there is room.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,8 +30,8 @@ from dipaco.protocol.chain import MARK_BYTES, Row
 
 KEPT_ROUNDS = 3
 MAX_CONTRIBUTIONS_BYTES = 2**33
-# What one peer puts here: a file of each module of its path, for a few rounds.
-MAIL_FILES_OF_A_PEER = 128
+# What one peer puts here: a file of each module of its path, for a few rounds; and what all do.
+MAIL_FILES_OF_A_PEER, MAIL_FILES = 128, 8192
 # Of files in the folder whose bytes are still coming.
 PUT_PREFIX = ".put-"
 _NAME = re.compile(r"(?P<round>\d+)\.(?P<peer>\w+)\.(?P<sha256>[0-9a-f]{64})")
@@ -53,6 +55,7 @@ class _File:
     round_index: int
     peer: str
     size_bytes: int
+    came_s: float
     is_mail: bool = False
     is_checked: bool = False
     is_whole: bool = True
@@ -64,18 +67,31 @@ class ContributionFiles:
     """`folder/<module>/<round>.<peer>.<sha256>`; kept for three rounds. Thread-safe.
 
     :param max_bytes: of all files; the oldest rounds go first. Half of it is for what others put
-        here, and a sixteenth, in at most `MAIL_FILES_OF_A_PEER` files, for what one of them does.
+        here, in at most `MAIL_FILES` files, and a sixteenth, in at most `MAIL_FILES_OF_A_PEER`, for
+        what one of them does.
+    :param kept_s: the seconds of three rounds: what was put here longer ago makes room for others
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int = MAX_CONTRIBUTIONS_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int = MAX_CONTRIBUTIONS_BYTES,
+        kept_s: float = math.inf,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Take up what an earlier life left. Raises `StorageError`."""
         self.folder, self.max_bytes = folder, max_bytes
+        self._kept_s, self._monotonic = kept_s, monotonic
+        self.has_contributed: Callable[[str], bool] = lambda peer: False
+        """Tells whose files have room before those of others."""
         self._lock = threading.RLock()
         self._files: dict[str, _File] = {}
         self._promised: dict[str, Row] = {}
         """By the row's name: another's row may name the same file, and takes nothing from it."""
         self._on_arrival: Callable[[str], None] = lambda sha256: None
         self.incoming = BlobStore(folder / "incoming")
+        self.incoming.clear()
         """Where downloads are collected."""
         with storage_errors(folder):
             for unfinished in folder.glob(f"{PUT_PREFIX}*"):
@@ -92,6 +108,8 @@ class ContributionFiles:
                 int(found["round"]),
                 found["peer"],
                 path.stat().st_size,
+                self._monotonic(),
+                is_mail=True,  # Or not: nobody knows any more.
                 is_whole=False,
             )
         elif path.name.endswith(TEMPORARY_SUFFIX):
@@ -148,7 +166,14 @@ class ContributionFiles:
                     goes.unlink(missing_ok=True)
                     path = stays
             self._files[row.file] = _File(
-                path, row.module, round_index, row.peer, row.bytes, is_mail, is_checked
+                path,
+                row.module,
+                round_index,
+                row.peer,
+                row.bytes,
+                self._monotonic(),
+                is_mail,
+                is_checked,
             )
             self._make_room(row.file)
         self._on_arrival(row.file)
@@ -220,22 +245,51 @@ class ContributionFiles:
         """Keep room for a file that somebody wants to put; false if there is none. `release` ends
         it."""
         with self._lock:
-            mail = [file for file in self._files.values() if file.is_mail]
-            waiting = list(self._promised.values())
-            if row.name in self._promised:
+            if row.name in self._promised or row.bytes > spare_bytes(self.folder):
                 return False
-            sizes = [f.size_bytes for f in mail if f.peer == row.peer]
-            sizes += [other.bytes for other in waiting if other.peer == row.peer]
-            own = sum(sizes)
-            if len(sizes) >= MAIL_FILES_OF_A_PEER:
-                return False
-            total = sum(f.size_bytes for f in mail) + sum(other.bytes for other in waiting)
-            if own + row.bytes > self.max_bytes // 16 or total + row.bytes > self.max_bytes // 2:
-                return False
-            if row.bytes > spare_bytes(self.folder):
-                return False
-            self._promised[row.name] = row
+            own = {name: file for name, file in self._mail().items() if file.peer == row.peer}
+            coming = [other for other in self._promised.values() if other.peer == row.peer]
+            has_room = self._make_room_for(
+                row, own, coming, MAIL_FILES_OF_A_PEER, self.max_bytes // 16
+            ) and self._make_room_for(
+                row, self._mail(), [*self._promised.values()], MAIL_FILES, self.max_bytes // 2
+            )
+            if has_room:
+                self._promised[row.name] = row
+            return has_room
+
+    def _mail(self) -> dict[str, _File]:
+        return {name: file for name, file in self._files.items() if file.is_mail}
+
+    def _make_room_for(
+        self,
+        row: Row,
+        mail: Mapping[str, _File],
+        coming: Sequence[Row],
+        most_files: int,
+        most_bytes: int,
+    ) -> bool:
+        """Tell whether a file has room beside `mail` and what is `coming`.
+
+        What has been here for longer than files are kept goes if need be, the oldest first; and,
+        for one who contributed lately, what came last of those who did not.
+        """
+        files = 1 + len(mail) + len(coming) - most_files
+        size = row.bytes + sum(f.size_bytes for f in mail.values()) - most_bytes
+        size += sum(other.bytes for other in coming)
+        if files <= 0 and size <= 0:
             return True
+        oldest_s = self._monotonic() - self._kept_s
+        going = [name for name, file in mail.items() if file.came_s < oldest_s]
+        if self.has_contributed(row.peer):
+            others = [name for name, f in mail.items() if not self.has_contributed(f.peer)]
+            going += [name for name in reversed(others) if name not in going]
+        for name in going:
+            if files <= 0 and size <= 0:
+                break
+            files, size = files - 1, size - mail[name].size_bytes
+            self.remove(name)
+        return files <= 0 and size <= 0
 
     def release(self, row: Row) -> None:
         """The file has come, or will not."""

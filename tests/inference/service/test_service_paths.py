@@ -334,7 +334,7 @@ def cache(out: Path, tmp_path: Path) -> Path:
     """The cache of a peer that trained one path and knows the others by name alone."""
     run = tmp_path / "cache" / RunFolder(out).plan().run_id
     shutil.copytree(out, run)
-    shutil.rmtree(run / "states" / "L0.E1")
+    shutil.rmtree(RunFolder(run).states.folder / "L0.E1")
     return tmp_path / "cache"
 
 
@@ -342,7 +342,7 @@ def test_the_cache_of_a_peer_is_served(cache: Path) -> None:
     def files() -> dict[Path, bytes]:
         return {file: file.read_bytes() for file in cache.rglob("*") if file.is_file()}
 
-    broken = next(cache.glob("*/states/L1.E1/*.safetensors"))
+    broken = next(cache.glob("*/states/*/L1.E1/*.safetensors"))
     broken.write_bytes(broken.read_bytes()[:-1])
     before = files()
     source = open_source(cache_folder=cache)

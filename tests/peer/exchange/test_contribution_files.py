@@ -112,6 +112,57 @@ def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path: Path)
     assert put(files, rows[-1], b"199", tmp_path)
 
 
+def test_who_contributed_lately_has_room_before_others(tmp_path: Path) -> None:
+    """Anybody in an open run can have as many identities as it takes to fill a mailbox."""
+    files = ContributionFiles(tmp_path / "files", max_bytes=16_000)
+    contents = [bytes([n]) * 900 for n in range(20)]
+    rows = [row_of(n, data=content) for n, content in enumerate(contents)]
+    honest = rows[0].peer, rows[1].peer
+    stored = [put(files, row, c, tmp_path) for row, c in zip(rows[2:], contents[2:], strict=True)]
+    assert stored[0] is not None
+    assert stored[-1] is None
+    assert put(files, rows[0], contents[0], tmp_path) is None
+    files.has_contributed = lambda peer: peer in honest
+    assert put(files, rows[0], contents[0], tmp_path) is not None
+    assert put(files, rows[1], contents[1], tmp_path) is not None
+    # Those who came first stay, and who contributed takes nothing from another who did.
+    assert files.find(rows[2].file) is not None
+    files.has_contributed = lambda peer: True
+    assert not files.promise(rows[-1])
+
+
+def test_a_mailbox_has_room_again_after_the_rounds_for_which_files_are_kept(tmp_path: Path) -> None:
+    """Also where nobody follows the module that a file is of, and after a restart."""
+    now = [0.0]
+
+    def opened() -> ContributionFiles:
+        return ContributionFiles(
+            tmp_path / "files", max_bytes=16_000, kept_s=30.0, monotonic=lambda: now[0]
+        )
+
+    files = opened()
+    contents = [bytes([n]) * 900 for n in range(30)]
+    both = [(row_of(n, data=content), content) for n, content in enumerate(contents)]
+    first = [row for row, content in both[:15] if put(files, row, content, tmp_path)]
+    for late in (20, 21):
+        now[0] += 29.0
+        assert put(files, *both[late], tmp_path) is None
+        now[0] += 2.0
+        assert put(files, *both[late], tmp_path) is not None
+        assert files.find(first[-1].file) is not None
+        files = opened()
+
+
+def test_a_mailbox_keeps_so_many_files_however_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contribution_files, "MAIL_FILES", 5)
+    files = ContributionFiles(tmp_path / "files")
+    rows = [row_of(n, data=b"%d" % n) for n in range(9)]
+    stored = [put(files, row, b"%d" % n, tmp_path) for n, row in enumerate(rows)]
+    assert sum(path is not None for path in stored) == 5
+
+
 def test_what_others_put_leaves_the_disk_its_reserve(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,8 +50,11 @@ def test_a_holder_that_has_just_gone_ends_no_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm = _Swarm(NetworkError("its address is not known"), NetworkError("it is busy"))
-    assert _fetcher(swarm, tmp_path, monkeypatch).needed_blob(SHA, "the tokenizer") == Path("here")
+    fetcher, said = _fetcher(swarm, tmp_path, monkeypatch), list[str]()
+    fetcher.say = said.append
+    assert fetcher.needed_blob(SHA, "the tokenizer") == Path("here")
     assert swarm.asked == 3
+    assert len(said) == 1, said
     # Whatever the swarm says, the given addresses are asked too.
     assert swarm.sources == ("a peer", "given")
 
