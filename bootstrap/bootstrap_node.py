@@ -13,11 +13,12 @@ import random
 import threading
 import time
 
-from dipaco.base.errors import DipacoError, ManifestError
+from dipaco.base.errors import DipacoError, IntegrityError, ManifestError
 from dipaco.dht.addresses import OPERATOR_MARK, is_loopback
 from dipaco.dht.node import visible_addresses
 from dipaco.peer.app import install_stop_signals, start_background, write_address_file
 from dipaco.peer.background import Background
+from dipaco.peer.exchange.fetching import max_core_bytes
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.guests import OWN_INVITATION, given_invitation
 from dipaco.peer.node.joining import join_run
@@ -46,6 +47,7 @@ def run(settings: ServeSettings) -> int:
             f"{folder} holds no manifest.json; prepare a run first: "
             f"dipaco-bootstrap prepare RUN.toml --out {folder}"
         )
+    _check_content(RunFolder(folder))
     display = Display(debug=settings.debug)
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
@@ -71,6 +73,17 @@ def run(settings: ServeSettings) -> int:
         node.close()
         process.events.close()
     return 0
+
+
+def _check_content(run: RunFolder) -> None:
+    """Raise IntegrityError if something that all newcomers fetch is damaged: none would take it."""
+    plan = run.plan()
+    for sha256 in max_core_bytes(plan, run.grid(plan)):
+        if run.blobs.has(sha256) and not run.blobs.verify(sha256):
+            raise IntegrityError(
+                f"{run.blobs.path(sha256)} is damaged, so newcomers would refuse it; delete it, "
+                f"and prepare the run again with the same command, or copy it from another node"
+            )
 
 
 def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:

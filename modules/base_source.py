@@ -10,7 +10,16 @@ from dipaco.base.files import sha256_of_file, storage_errors
 
 from .frozen_file import write_base
 from .hub_cache import cached_snapshots
-from .plan import RunPlan
+from .plan import BaseSource, RunPlan
+
+
+def seems_in_hub_cache(source: BaseSource) -> bool:
+    """Return whether the hub's cache has all files of a checkpoint, by their names: no content is
+    read."""
+    return any(
+        all((folder / file.name).is_file() for file in source.files)
+        for folder in cached_snapshots(source.name)
+    )
 
 
 def take_base_from_hub_cache(plan: RunPlan, blobs: BlobStore, say: Callable[[str], None]) -> bool:

@@ -157,7 +157,7 @@ def _mapped(file: Path, sha256: str, model: ModelConfig) -> dict[str, torch.Tens
     if digest != sha256:
         raise IntegrityError(
             f"{file} is not the base of this run: it has the SHA-256 {digest[:16]}..., not "
-            f"{sha256[:16]}...; delete it so that it is fetched again"
+            f"{sha256[:16]}...; delete it so that it is fetched or made again"
         )
     try:
         with safetensors.safe_open(file, framework="pt") as reader:

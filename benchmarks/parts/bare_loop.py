@@ -35,6 +35,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--warmup-steps", type=int, default=3, help="steps before that (3)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    parser.add_argument("--no-compile", action="store_true", help="do not compile the model")
     parser.add_argument("--vram-gb", type=float, help="GPU memory at most, in GiB (all)")
     parser.add_argument("--idle", action="store_true", help="load, say so, wait for end of input")
     return parser.parse_args()
@@ -55,7 +56,7 @@ def main() -> int:
         model,
         plan.inner,
         device,
-        compile_model=device.type == "cuda",
+        compile_model=device.type == "cuda" and not chosen.no_compile,
         exact=bool(plan.rounds.inner_steps),
     )
     stream = BatchStream(

@@ -17,6 +17,7 @@ from dipaco.base.errors import (
     UnreachableError,
 )
 from dipaco.base.progress import shown_bytes
+from dipaco.modules.hub_cache import is_hub_name
 from dipaco.modules.memory import USABLE_SHARE
 
 from .machine import Disk, Gpu, Memory, System, Versions
@@ -206,6 +207,17 @@ def check_reachability(
 def check_line(needed_mbit_per_s: float) -> Check:
     """What the line has to carry."""
     return ok("line", f"a round takes {_shown_mbit(needed_mbit_per_s)} each way on average")
+
+
+def check_base(name: str, size_bytes: int, *, is_in_hub_cache: bool) -> Check:
+    """Where the frozen base of a run with adapters comes from."""
+    if is_in_hub_cache:
+        return ok("base", f"{name} is in the hub's cache, and is taken from there")
+    return ok(
+        "base",
+        f"{shown_bytes(size_bytes)} of {name} are fetched once, from other peers",
+        f"hf download {name} spares them that" if is_hub_name(name) else "",
+    )
 
 
 def check_disk(

@@ -13,7 +13,9 @@ from dataclasses import asdict, replace
 
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
 from dipaco.dht.node import check_shared_memory
+from dipaco.modules.base_source import seems_in_hub_cache
 from dipaco.modules.device import choose_device, limit_memory
+from dipaco.modules.frozen_file import base_file_bytes
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.files.contribution_files import MAX_CONTRIBUTIONS_BYTES
@@ -126,6 +128,12 @@ def _swarm_checks(
     if port_is_free:
         yield c.check_reachability(report.addresses, report.reachable, settings.port or 0, system)
     yield c.check_line(needs.round_mbit_per_s(plan, needs.grid_of(plan)))
+    if plan.base_source is not None:
+        yield c.check_base(
+            plan.base_source.name,
+            base_file_bytes(plan.model),
+            is_in_hub_cache=seems_in_hub_cache(plan.base_source),
+        )
     return report
 
 

@@ -23,13 +23,14 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import sha256_of_file
 from dipaco.base.progress import shown_bytes
+from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.bootstrap.plan.figures import plan_figures
+from dipaco.bootstrap.plan.figures import Expected, plan_figures
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.base_source import take_base_from_hub_cache
+from dipaco.modules.base_source import seems_in_hub_cache, take_base_from_hub_cache
 from dipaco.modules.grid import parameter_shapes
 from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
@@ -116,6 +117,10 @@ def test_whoever_has_the_checkpoint_makes_the_base(hub: Path, tmp_path: Path) ->
     blobs = BlobStore(tmp_path / "here")
     assert take_base_from_hub_cache(plan, blobs, said.append)
     assert blobs.verify(plan.blobs.base)
+    assert plan.base_source is not None
+    assert seems_in_hub_cache(plan.base_source)
+    elsewhere = plan.base_source.model_copy(update={"name": "OWNER/other"})
+    assert not seems_in_hub_cache(elsewhere)
     # Another revision is not used, and said so in a line.
     weights = sorted(hub.glob("*.safetensors"))[0]
     content = bytearray(weights.read_bytes())
@@ -160,7 +165,9 @@ def test_states_that_need_the_base_at_once_look_for_it_once(
     assert bool(asked) is not is_there
 
 
-def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
+def test_a_changed_base_is_refused(
+    hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     _, plan = prepared(tmp_path)
     run = RunFolder(shutil.copytree(tmp_path / "out", tmp_path / "copy"))
     file = run.blobs.path(plan.blobs.base)
@@ -169,6 +176,9 @@ def test_a_changed_base_is_refused(hub: Path, tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(IntegrityError, match="is not the base of this run"):
         run.path_model(plan)
+    # Nor is it served: newcomers would fetch it again and again.
+    assert bootstrap_cli.main(["serve", str(tmp_path / "copy")]) == IntegrityError.exit_code
+    assert f"error: {file} is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -224,7 +234,7 @@ def test_a_base_that_lacks_layers_is_refused(hub: Path, tmp_path: Path) -> None:
 
 def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     config = load_run_config(write_run(tmp_path, TOML))
-    figures = plan_figures(config)
+    figures = plan_figures(config, expected=Expected(tokens_per_s=100.0))
     base = figures.base
     assert base is not None
     imported = ImportedBase(hub)
@@ -244,6 +254,7 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     show_figures(figures, console)
     shown = console.file.getvalue()
     assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in shown
+    assert "At 100 tokens/s a peer: prepare tokenises and routes; a round has" in shown
     # Beside them stands the run that trains all of the model.
     assert base.whole.moved_bytes > figures.moved_bytes
     assert base.whole.device_bytes > figures.device_total_bytes

@@ -171,6 +171,15 @@ def test_reachability() -> None:
     )
 
 
+def test_the_base_of_adapters() -> None:
+    assert not remedy(checks.check_base("OWNER/NAME", 10**9, is_in_hub_cache=True), "ok")
+    fetched = checks.check_base("OWNER/NAME", 10**9, is_in_hub_cache=False)
+    assert "1 GB of OWNER/NAME are fetched once" in fetched.value
+    assert "hf download OWNER/NAME" in remedy(fetched, "ok")
+    # A folder of the operator's has no name that others could fetch.
+    assert not remedy(checks.check_base("checkpoint", 10**9, is_in_hub_cache=False), "ok")
+
+
 def test_disks(tmp_path: Path) -> None:
     disk = Disk(tmp_path, 10 * GIB, "ext4", True)
     assert checks.check_disk(disk, None, 0, LINUX).verdict == "ok"
