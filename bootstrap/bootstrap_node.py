@@ -60,7 +60,6 @@ def run(settings: ServeSettings) -> int:
         listening=Listening(
             host_maddrs=settings.listen_maddrs(),
             announce_maddrs=settings.announce_maddrs,
-            is_relay=True,
         ),
         run_folder=folder,
         uplink=process.uplink,

@@ -223,10 +223,10 @@ def _times(times: Times, peers: int) -> str:
         ("all schedules end", times.schedule_s),
         ("all texts were trained once", times.corpus_s),
     )
+    base = f"trains the base model for about {shown_time(times.base_s)}, and " * bool(times.base_s)
     return (
-        f"At {times.tokens_per_s:,.0f} tokens/s a peer: prepare trains the base model for about "
-        f"{shown_time(times.base_s)}, and tokenises and routes; a round has "
-        f"{times.steps_per_round:,} steps in {shown_time(times.round_s)}"
+        f"At {times.tokens_per_s:,.0f} tokens/s a peer: prepare {base}tokenises and routes; a "
+        f"round has {times.steps_per_round:,} steps in {shown_time(times.round_s)}"
         + "".join(
             f"; {what} after {shown_time(seconds)} of {peers:,} peers"
             for what, seconds in ends

@@ -205,11 +205,14 @@ def change_value(values: dict[str, Any], change: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()  # a word without quotes, which a shell takes away
-    for table in tables:
+    for number, table in enumerate(tables, 1):
         values = values.setdefault(table, {})
         if not isinstance(values, dict):
-            equals = ""
-            break
+            named = ".".join(tables[:number])
+            raise ConfigurationError(
+                f"--set '{change}': {named} is {values!r} in the RUN.toml, and has no keys; write "
+                f"--set {named}={text.strip()}"
+            )
     if not equals or not name:
         raise ConfigurationError(
             f"--set '{change}' is not a key and a value of a RUN.toml; for example --set "

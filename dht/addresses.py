@@ -95,8 +95,7 @@ def is_loopback(address: str) -> bool:
 def check_listen_address(address: str, flag: str) -> str:
     """Return `address` if one can listen there or announce it. Raises `AddressError`."""
     parsed = parse_listen(address)
-    protocols = {protocol.name for protocol in parsed.protocols()}
-    if not protocols & {"tcp", "p2p-circuit"}:
+    if "tcp" not in {protocol.name for protocol in parsed.protocols()}:
         raise AddressError(f"{flag} '{address}' names no port; for example {EXAMPLE_LISTEN}")
     if flag == "--announce-maddrs" and port_of(parsed) == 0:
         raise AddressError(f"{flag} '{address}' announces port 0; give the port that is forwarded")

@@ -37,6 +37,7 @@ from hivemind import DHT
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol
 from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.asyncio import switch_to_uvloop
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
 
@@ -71,16 +72,22 @@ def _detach_from_terminal() -> None:
     die_with_parent()
 
 
-# Of each direction of a connection that p2pd relays. It takes 16 MiB by itself, and one to a peer
-# that was suspended or has gone may stay open for half an hour: a peer that relays grew by hundreds
-# of MiB (benchmarks/churn.py).
-RELAY_BUFFER_BYTES = 2**16
+# By itself p2pd carries for anybody, past all limits of a node's owner: gigabytes a connection if
+# this flag is not there, and 128 KiB if it is, unless somebody else answers who asks for it. Nobody
+# needs that: a peer that cannot be called calls its mailboxes.
+_NO_RELAY = "-relayService=0"
+_RELAYING = "/libp2p/circuit/relay/0.2.0/hop"
 
 
 def _start_p2pd(start: Callable[..., Any], *command: str, **options: Any) -> Any:
     """Start p2pd with `start`, as Hivemind would, apart from what it leaves open."""
-    relay = f"-relayBufferSize={RELAY_BUFFER_BYTES}"
-    return start(*command, relay, preexec_fn=_detach_from_terminal, **options)
+    return start(*command, _NO_RELAY, preexec_fn=_detach_from_terminal, **options)
+
+
+async def _refuse(
+    info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    writer.close()
 
 
 def own_future_locks() -> None:
@@ -418,6 +425,7 @@ class GuardedDHT(DHT):
         # Noise alone: the TLS of p2pd is that of go1.20, with faults that a stranger can reach.
         p2p = await P2P.create(initial_peers=self.initial_peers, tls=False, **of_p2p)
         try:
+            await p2p.add_binary_stream_handler(_RELAYING, _refuse)
             node = await DHTNode.create(
                 p2p=p2p,
                 node_id=node_id_of(p2p.peer_id),

@@ -139,14 +139,11 @@ def join_dht(
     host_maddrs: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
     announce_maddrs: Sequence[str] = (),
     client_mode: bool = False,
-    is_relay: bool = False,
     is_first: bool = False,
 ) -> GuardedDHT:
     """Start this node's DHT process and p2pd, and join through `initial_peers` if there are any.
 
-    A node that its operator has made public relays for others that nobody can call (`is_relay`);
-    one that joins lets the nodes relay for it through which it joins. Which of them need it,
-    libp2p finds out by itself. With `is_first` nobody is called now, and relays are as before.
+    With `is_first` nobody is called now.
 
     Raises `AddressError` for an address that cannot be used, `UnreachableError` when nobody
     answered, `ClockError` when the others refuse this machine's time, and `NetworkError` when
@@ -156,8 +153,6 @@ def join_dht(
     check_shared_memory()
     shorten_sockets()
     _check_addresses(initial_peers, announce_maddrs, host_maddrs, needs_ports=not client_mode)
-    # Nobody calls a client, and the first node of a swarm knows no relay.
-    needs_relay = bool(initial_peers) and not client_mode and not is_relay
     dht = GuardedDHT(
         initial_peers=None if is_first else list(initial_peers) or None,
         start=False,
@@ -172,11 +167,7 @@ def join_dht(
         startup_timeout=STARTUP_TIMEOUT_S,
         # The daemon must not give up while a slow machine still imports.
         idle_timeout=120.0,
-        use_relay=True,
-        use_auto_relay=needs_relay,
-        trusted_relays=list(initial_peers) if needs_relay else None,
-        # libp2p relays only where it knows that it is public, and nobody tells the first node.
-        force_reachability="public" if is_relay else None,
+        use_relay=False,
     )
     try:
         dht.run_in_background(timeout=STARTUP_TIMEOUT_S + 15.0)

@@ -330,7 +330,7 @@ def _watch_reachability(
 
     def tell(addresses: tuple[str, ...], reachable: Reachability) -> None:
         if reachable != status.reachable:
-            be_client(node.dht, reachable in ("relayed", "outgoing"))
+            be_client(node.dht, reachable == "outgoing")
             events.emit("reachable", how=reachable, addresses=list(addresses))
         twin.said(addresses)
         status.addresses, status.reachable = addresses, reachable

@@ -98,9 +98,9 @@ class Record(BaseModel):
     peer_id: PeerId
 
 
-# How others call a peer, as two of them have tried: by an address of its own, through a relay, or
-# not at all, so that it calls them. Unknown until that was tried.
-Reachability = Literal["direct", "relayed", "outgoing", "unknown"]
+# How others call a peer, as two of them have tried: by an address of its own, or not at all, so
+# that it calls them. Unknown until that was tried.
+Reachability = Literal["direct", "outgoing", "unknown"]
 
 
 class Claim(Record):

@@ -203,9 +203,7 @@ class SwarmView:
         if claim is None or record is None or claim.reachable == record.reachable:
             said = claim or record
             return said.reachable if said is not None else "unknown"
-        found = {claim.reachable, record.reachable}
-        ways: tuple[Reachability, ...] = ("outgoing", "relayed", "direct")
-        return next(way for way in ways if way in found)
+        return "outgoing" if "outgoing" in (claim.reachable, record.reachable) else "direct"
 
     def claimants(self, path: int) -> tuple[Claim, ...]:
         """Return the claims on a path by peers that mean to stay, oldest first."""

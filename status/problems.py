@@ -33,8 +33,6 @@ NEWS_S = 10.0
 MAX_ALIKE = 3
 # Of many modules, paths or peers so many are named.
 NAMED = 3
-# How a peer without an address that others can call says so.
-CANNOT_BE_CALLED = ("outgoing", "relayed")
 
 
 @dataclass(frozen=True)
@@ -297,7 +295,7 @@ def _copies(swarm: _Swarm) -> tuple[Problem, ...]:
 
 def _few_copies(swarm: _Swarm, wanted: int) -> Iterator[tuple[str, int, str, str]]:
     able = sum(
-        record.state != "leaving" and record.reachable not in CANNOT_BE_CALLED
+        record.state != "leaving" and record.reachable != "outgoing"
         for record in swarm.view.peers.values()
     )
     patience = COPYING_ROUNDS + swarm.late_rounds
@@ -375,7 +373,7 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
 def _undialable(swarm: _Swarm) -> tuple[Problem, ...]:
     """Say when there is no mailbox: then peers that cannot be called do not find each other."""
     view = swarm.view
-    able = [p for p, r in view.peers.items() if r.reachable not in CANNOT_BE_CALLED]
+    able = [p for p, r in view.peers.items() if r.reachable != "outgoing"]
     closed = sorted(view.peers.keys() - set(able))
     if able or len(closed) < 2:
         return ()

@@ -105,7 +105,10 @@ class Responder:
 
     async def handle(self, stream: Stream) -> None:
         """Answer one stream."""
-        slot = self._streams.take(stream.peer, self._standing(stream.peer), stream.abort)
+        standing = self._standing(stream.peer)
+        # What this peer tells and asks by itself comes first.
+        stream.rank = Standing.CONTRIBUTOR - standing
+        slot = self._streams.take(stream.peer, standing, stream.abort)
         if slot is None:
             stream.abort()
             return

@@ -27,8 +27,6 @@ class Listening:
     """The addresses that others are told instead."""
     client_mode: bool = False
     """It only reads, and nobody calls it."""
-    is_relay: bool = False
-    """It relays for peers that nobody can call."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,5 @@ class Entrance:
             host_maddrs=listening.host_maddrs or listening_everywhere(0),
             announce_maddrs=listening.announce_maddrs,
             client_mode=listening.client_mode,
-            is_relay=listening.is_relay,
             is_first=is_first,
         )

@@ -7,8 +7,11 @@ not counted.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import heapq
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 BITS_IN_MBIT = 1e6
 # A piece takes about so long, so that no stream holds the line up for the others.
@@ -17,7 +20,11 @@ LEAST_PIECE_BYTES = 4096
 
 
 class Uplink:
-    """One line for all that is sent. Used on the exchange's loop; the figures from any thread."""
+    """One line for all that is sent. Used on the exchange's loop; the figures from any thread.
+
+    Who is of a lower rank goes first: else anybody could have so much sent that what this peer
+    tells itself comes too late.
+    """
 
     def __init__(
         self, max_mbit_per_s: float | None = None, monotonic: Callable[[], float] = time.monotonic
@@ -27,6 +34,10 @@ class Uplink:
         self._bytes_per_s = max_mbit_per_s * BITS_IN_MBIT / 8 if max_mbit_per_s else None
         self._monotonic = monotonic
         self._free_s = 0.0
+        self._is_taken = False
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        """A heap: rank, then who came first."""
+        self._came = itertools.count()
         self.sent_bytes = 0
         """Since the start."""
         self.counted_bytes = 0
@@ -42,14 +53,44 @@ class Uplink:
             return most
         return min(most, max(LEAST_PIECE_BYTES, int(PIECE_S * self._bytes_per_s)))
 
-    async def send(self, count: int) -> float:
-        """Wait until all that was promised before, and these bytes, have gone; return for how
-        long, in seconds."""
+    async def send(self, count: int, rank: int = 0) -> float:
+        """Wait until these bytes have gone, after what waits with a lower rank, or with the same
+        one for longer; return for how long, in seconds."""
         self.sent_bytes += count
         if self._bytes_per_s is None:
             return 0.0
-        now_s = self._monotonic()
-        self._free_s = max(now_s, self._free_s) + count / self._bytes_per_s
-        wait_s = self._free_s - now_s
-        await asyncio.sleep(wait_s)
-        return wait_s
+        began_s, was_taken = self._monotonic(), self._is_taken
+        async with self._turn(rank):
+            now_s = self._monotonic()
+            # A timer that comes late takes nothing from who waits.
+            begin_s = self._free_s if was_taken else max(now_s, self._free_s)
+            self._free_s = begin_s + count / self._bytes_per_s
+            await asyncio.sleep(max(0.0, self._free_s - now_s))
+            return self._free_s - began_s
+
+    @contextlib.asynccontextmanager
+    async def _turn(self, rank: int) -> AsyncIterator[None]:
+        """Have the line for oneself."""
+        if self._is_taken:
+            turn = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (rank, next(self._came), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._pass_on()
+                raise
+        self._is_taken = True
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Let the next one have the line."""
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False

@@ -33,7 +33,6 @@ LONG_WAIT_S = 5.0
 _END_WAITS = {"inner", "training", "paused", "leaving"}
 _REACHED = {
     "direct": "they can call this machine",
-    "relayed": "they reach this machine through a relay",
     "outgoing": "they cannot call this machine: it calls them",
     "unknown": "whether they can call this machine is not known yet",
 }
@@ -188,11 +187,10 @@ def _outer_step_line(v: Mapping[str, Any]) -> str:
 
 
 def _reachable_line(v: Mapping[str, Any]) -> str:
-    closed = "other peers cannot call this one: it calls them"
     return {
         "direct": "other peers can call this one",
-        "relayed": f"{closed}, or they go through a relay",
-        "outgoing": f"{closed}; to help more, forward its port (--port, --announce-maddrs)",
+        "outgoing": "other peers cannot call this one: it calls them; to help more, forward its "
+        "port (--port, --announce-maddrs)",
         "unknown": "whether other peers can call this one is not known at its new addresses",
     }[v["how"]]
 

@@ -31,7 +31,7 @@ from dipaco.protocol.round_rows import RoundRows
 from . import actions as a
 from . import events as e
 from .contributors import Contributors
-from .knowledge import CANNOT_BE_CALLED, Knowledge
+from .knowledge import Knowledge
 from .module_chain import REMEMBERED_STEPS, ModuleChain
 from .proposing import MAILBOXES, Proposing, Role, Round
 from .taking import Stage, Taking
@@ -188,7 +188,7 @@ class FollowedModule:
             for holding in view.holdings.get(self.module, ())
             if holding.head.rank < mine
             and holding.peer_id != known.me
-            and view.reachable(holding.peer_id) not in CANNOT_BE_CALLED
+            and view.reachable(holding.peer_id) != "outgoing"
             and holding.head.step not in passed_over
         }
         # The longest unasked first: what some say of their chains may be untrue.

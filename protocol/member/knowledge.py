@@ -9,14 +9,10 @@ from random import Random
 from dipaco.modules.grid import Grid
 from dipaco.modules.plan import RunPlan
 from dipaco.protocol.keeping import keepers
-from dipaco.protocol.records import Reachability
 from dipaco.protocol.view import SwarmView
 
 from .actions import Action
 from .rounds import RoundSchedule
-
-# Ways to reach a peer on which nobody calls it: so much is nothing for a relay.
-CANNOT_BE_CALLED: tuple[Reachability, ...] = ("relayed", "outgoing")
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Knowledge:
     @property
     def can_be_called(self) -> bool:
         """Whether others can call this peer, as far as it knows."""
-        return self.view.reachable(self.me) not in CANNOT_BE_CALLED
+        return self.view.reachable(self.me) != "outgoing"
 
     def is_callable(self, peer: str) -> bool:
         """Tell whether others can call a peer that is in sight."""
@@ -107,7 +103,7 @@ class Knowledge:
         if claim is None and record is None:
             return any(peer in unseen for unseen in self._unseen.values())
         is_here = record.state != "leaving" if record is not None else claim is not None
-        return is_here and self.view.reachable(peer) not in CANNOT_BE_CALLED
+        return is_here and self.view.reachable(peer) != "outgoing"
 
     def trainers(self, module: str) -> frozenset[str]:
         """Return the peers that train a path through a module, this one included if it does."""

@@ -26,7 +26,7 @@ from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.bootstrap.plan.figures import plan_figures
+from dipaco.bootstrap.plan.figures import Expected, plan_figures
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
@@ -234,7 +234,7 @@ def test_a_base_that_lacks_layers_is_refused(hub: Path, tmp_path: Path) -> None:
 
 def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     config = load_run_config(write_run(tmp_path, TOML))
-    figures = plan_figures(config)
+    figures = plan_figures(config, expected=Expected(tokens_per_s=100.0))
     base = figures.base
     assert base is not None
     imported = ImportedBase(hub)
@@ -254,6 +254,7 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     show_figures(figures, console)
     shown = console.file.getvalue()
     assert "Adapters of rank 4 over OWNER/tiny, which is frozen" in shown
+    assert "At 100 tokens/s a peer: prepare tokenises and routes; a round has" in shown
     # Beside them stands the run that trains all of the model.
     assert base.whole.moved_bytes > figures.moved_bytes
     assert base.whole.device_bytes > figures.device_total_bytes

@@ -190,7 +190,7 @@ def test_addresses_of_ipv6_relays_fit_and_device_names_are_cleaned(
         path=None,
         tokens_per_s=0.0,
         round=0,
-        reachable="relayed",
+        reachable="outgoing",
         addresses=(address,) * 4,
         bytes_up=0,
         bytes_down=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from hivemind import DHT
+from hivemind.p2p import P2P, PeerID
 from support.wire.dht_pair import LOOPBACK, TestNode, start_node
 
 from dipaco.base.errors import AddressError
@@ -33,9 +35,21 @@ def words_of_p2pd(node: TestNode) -> list[bytes]:
     return Path(f"/proc/{node.dht.call(_process_id)}/cmdline").read_bytes().split(b"\0")
 
 
-def test_a_relayed_connection_has_small_buffers(node: TestNode) -> None:
-    [size] = [word for word in words_of_p2pd(node) if word.startswith(b"-relayBufferSize=")]
-    assert int(size.partition(b"=")[2]) <= 2**20
+def test_nobody_can_send_anything_through_a_node(node: TestNode) -> None:
+    """libp2p's relay would carry gigabytes for strangers, past all limits of the node's owner."""
+
+    async def ask() -> bytes:
+        stranger = await P2P.create(initial_peers=[node.address], tls=False)
+        try:
+            peer = PeerID.from_base58(node.address.rpartition("/p2p/")[2])
+            protocol = "/libp2p/circuit/relay/0.2.0/hop"
+            _, reader, writer = await stranger.call_binary_stream_handler(peer, protocol)
+            writer.write(b"\x02\x08\x00")  # A place, please: two bytes, of kind 0.
+            return await asyncio.wait_for(reader.read(400), 30.0)
+        finally:
+            await stranger.shutdown()
+
+    assert asyncio.run(ask()) == b""
 
 
 def test_connections_are_by_noise_over_tcp_alone(node: TestNode) -> None:

@@ -131,7 +131,7 @@ def examples(identity: Identity) -> list[tuple[str, str | None, Record]]:
                 since_s=1e11,
                 round=greatest,
                 pinned=True,
-                reachable="relayed",
+                reachable="outgoing",
                 module="L1023.E10239",
                 held=HeldState(
                     step="d" * 64,

@@ -225,7 +225,7 @@ def test_a_claimed_path_that_gets_nowhere() -> None:
 def test_without_anybody_that_can_be_called_there_is_no_mailbox() -> None:
     records = swarm(8)
     for name in records.peers:
-        records.peers[name] = records.peers[name].model_copy(update={"reachable": "relayed"})
+        records.peers[name] = records.peers[name].model_copy(update={"reachable": "outgoing"})
     [problem] = [problem for problem in found(records) if problem.kind == "undialable"]
     assert problem.text.startswith("none of 8 peers can be called, so they hear nothing")
     assert set(problem.subjects) == set(records.peers)

@@ -167,7 +167,7 @@ def test_problems_stand_above_the_tables(sign: Any) -> None:
 
 @pytest.mark.parametrize(
     ("reachable", "said"),
-    [("direct", "direct"), ("relayed", "relayed"), ("outgoing", "outgoing only")],
+    [("direct", "direct"), ("outgoing", "outgoing only")],
 )
 def test_how_peers_are_reached(sign: Any, reachable: str, said: str) -> None:
     records = healthy(6, 2, 2)

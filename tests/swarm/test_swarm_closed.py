@@ -46,7 +46,7 @@ def test_peers_that_nobody_can_call_make_one_chain(tmp_path: Path) -> None:
             for home in range(HOMES)
         ]  # fmt: skip
         swarm.wait(peers, "training")
-        swarm.wait(peers, "reachable", lambda e: e["how"] in ("outgoing", "relayed"))
+        swarm.wait(peers, "reachable", lambda e: e["how"] == "outgoing")
         together = [
             swarm.wait(
                 peers,

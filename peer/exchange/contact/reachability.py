@@ -173,7 +173,7 @@ def probe(
         return "unknown", tuple(answers)
     if can_be_called:
         return "direct", tuple(answers)
-    return "relayed" if len(direct) < len(own) else "outgoing", tuple(answers)
+    return "outgoing", tuple(answers)
 
 
 class ReachabilityWatch:

@@ -37,6 +37,8 @@ class Stream:
         uplink: Uplink,
     ) -> None:
         self.peer = peer
+        self.rank = 0
+        """Of what is sent on it, for the `uplink`: what is lower goes first."""
         self._reader, self._writer, self._uplink = reader, writer, uplink
 
     async def read(self, count: int) -> bytes:
@@ -60,7 +62,7 @@ class Stream:
         left, held_up_s = memoryview(data), 0.0
         while left:
             piece = left[: self._uplink.piece_bytes(len(left))]
-            held_up_s += await self._uplink.send(len(piece))
+            held_up_s += await self._uplink.send(len(piece), self.rank)
             self._writer.write(piece)
             await asyncio.wait_for(self._writer.drain(), timeout_s)
             left = left[len(piece) :]

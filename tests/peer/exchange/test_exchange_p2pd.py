@@ -56,7 +56,6 @@ class RealNode(Node):
             host_maddrs=("/ip4/127.0.0.1/tcp/0",),
             announce_maddrs=(),
             client_mode=False,
-            is_relay=False,
         )
         transport = HivemindTransport(self.dht, uplink)
         super().__init__(transport, folder, 0, is_in=False, held=held)

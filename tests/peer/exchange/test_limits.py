@@ -147,3 +147,36 @@ def test_the_line_of_the_owner_is_shared_in_pieces() -> None:
 
     assert asyncio.run(send()) == pytest.approx([0.001, 0.002, 0.003])
     assert uplink.sent_bytes == 3000
+
+
+def test_what_strangers_are_sent_holds_up_nobody_else() -> None:
+    """They could have so much sent that what a peer tells comes too late: by 64 seconds here."""
+    uplink = Uplink(8.0)
+
+    async def serve(order: list[int], rank: int) -> None:
+        while True:
+            await uplink.send(250_000, rank)
+            order.append(rank)
+
+    async def live() -> tuple[float, list[int]]:
+        order: list[int] = []
+        strangers = [asyncio.ensure_future(serve(order, 2)) for _ in range(256)]
+        await asyncio.sleep(0.1)
+        told_s = await uplink.send(2000, 0)
+        served = asyncio.ensure_future(serve(order, 1))
+        # Who stops waiting holds up nobody either.
+        for one in strangers[::2]:
+            one.cancel()
+        await asyncio.sleep(1.5)
+        for one in (*strangers, served):
+            one.cancel()
+        await asyncio.gather(*strangers, served, return_exceptions=True)
+        again_s = await asyncio.wait_for(uplink.send(2000, 2), 5.0)
+        assert again_s < 1.0
+        return told_s, order
+
+    told_s, order = asyncio.run(live())
+    assert told_s < 5.0
+    # Of two the one that has just been served waits for the other.
+    assert order.count(1) >= 2
+    assert order.count(2) <= order.count(1) + 2

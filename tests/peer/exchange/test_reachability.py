@@ -174,7 +174,7 @@ NEAR, UNTRIED = reply("reached", near=True), reply("untried")
         ([HOME, PUBLIC], [REACHED, REACHED, SILENT], "direct", 2),
         ([HOME, PUBLIC], [SILENT, SILENT, REACHED], "outgoing", 2),
         ([HOME, PUBLIC], [SILENT, REACHED, REACHED], "direct", 3),
-        ([HOME, PUBLIC, RELAY], [SILENT, SILENT], "relayed", 2),
+        ([HOME, PUBLIC, RELAY], [SILENT, SILENT], "outgoing", 2),
         # Nothing that it announces is where it is seen: unless it says that it is elsewhere.
         ([HOME], [ELSEWHERE, ELSEWHERE], "outgoing", 2),
         ([PUBLIC], [ELSEWHERE, ELSEWHERE], "unknown", 2),

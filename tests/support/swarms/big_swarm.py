@@ -15,7 +15,7 @@ from .swarm_views import Records, healthy_swarm, peer_name, plan_of
 DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060", "AMD Radeon 7900", "cpu x16")
 VERSIONS = ("dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.3.2", "dipaco/1.2.0")
 WAYS: tuple[Reachability, ...] = (
-    "direct", "direct", "direct", "direct", "direct", "relayed", "outgoing",
+    "direct", "direct", "direct", "direct", "direct", "outgoing", "outgoing",
 )  # fmt: skip
 HOSTILE_NAME = "<img src=x onerror=alert(1)>"
 
