@@ -25,6 +25,7 @@ from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.download_slots import DownloadSlots
 from dipaco.peer.exchange.files.mirrors import MirrorSource
 from dipaco.peer.exchange.files.partial_file import prune_partial_files
+from dipaco.peer.exchange.files.refused_sources import RefusedSources
 from dipaco.peer.exchange.files.transfer import (
     ContentAbsent,
     ContentStream,
@@ -91,6 +92,7 @@ class Exchange:
         self._thread = LoopThread("exchange", transport.check)
         self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
         self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
+        self._refused = RefusedSources()
         self._pages = Pages()
         self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
@@ -305,6 +307,7 @@ class Exchange:
             max_bytes=max_bytes,
             timeout_s=timeout_s,
             slots=self._slots,
+            refused=self._refused,
             on_progress=on_progress,
         )
         return self._thread.call(getting, timeout_s + 5.0)
@@ -410,6 +413,7 @@ class Exchange:
                     max_bytes=row.bytes,
                     timeout_s=max(1.0, left_s),
                     slots=self._urgent_slots,
+                    refused=self._refused,
                     more=named,
                 )
             except IntegrityError as error:
