@@ -294,15 +294,18 @@ class Exchange:
         max_bytes: int,
         timeout_s: float,
         mirrors: Sequence[str] = (),
+        mirrors_first: bool = False,
         on_progress: OnProgress = no_progress,
     ) -> Path:
         """Fetch content by hash; blocks. Raises `NetworkError`, `IntegrityError`, `StorageError`.
 
-        Peers are asked in an order of each fetcher's own, then mirrors.
+        Peers are asked in an order of each fetcher's own, and mirrors after them or before.
         """
+        asked = self._sources(spread(sha256, peers, self.peer_id))
+        mirrored = [MirrorSource(address) for address in mirrors]
         getting = download(
             sha256,
-            [*self._sources(spread(sha256, peers, self.peer_id)), *map(MirrorSource, mirrors)],
+            [*mirrored, *asked] if mirrors_first else [*asked, *mirrored],
             into,
             max_bytes=max_bytes,
             timeout_s=timeout_s,
