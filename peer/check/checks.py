@@ -215,7 +215,7 @@ def check_base(name: str, size_bytes: int, *, is_in_hub_cache: bool) -> Check:
         return ok("base", f"{name} is in the hub's cache, and is taken from there")
     return ok(
         "base",
-        f"{shown_bytes(size_bytes)} of {name} are fetched once, from other peers",
+        f"{shown_bytes(size_bytes)} of {name} are fetched once, from mirrors or other peers",
         f"hf download {name} spares them that" if is_hub_name(name) else "",
     )
 

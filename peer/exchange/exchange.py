@@ -25,6 +25,7 @@ from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.download_slots import DownloadSlots
 from dipaco.peer.exchange.files.mirrors import MirrorSource
 from dipaco.peer.exchange.files.partial_file import prune_partial_files
+from dipaco.peer.exchange.files.refused_sources import RefusedSources
 from dipaco.peer.exchange.files.transfer import (
     ContentAbsent,
     ContentStream,
@@ -91,6 +92,7 @@ class Exchange:
         self._thread = LoopThread("exchange", transport.check)
         self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
         self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
+        self._refused = RefusedSources()
         self._pages = Pages()
         self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
@@ -292,19 +294,23 @@ class Exchange:
         max_bytes: int,
         timeout_s: float,
         mirrors: Sequence[str] = (),
+        mirrors_first: bool = False,
         on_progress: OnProgress = no_progress,
     ) -> Path:
         """Fetch content by hash; blocks. Raises `NetworkError`, `IntegrityError`, `StorageError`.
 
-        Peers are asked in an order of each fetcher's own, then mirrors.
+        Peers are asked in an order of each fetcher's own, and mirrors after them or before.
         """
+        asked = self._sources(spread(sha256, peers, self.peer_id))
+        mirrored = [MirrorSource(address) for address in mirrors]
         getting = download(
             sha256,
-            [*self._sources(spread(sha256, peers, self.peer_id)), *map(MirrorSource, mirrors)],
+            [*mirrored, *asked] if mirrors_first else [*asked, *mirrored],
             into,
             max_bytes=max_bytes,
             timeout_s=timeout_s,
             slots=self._slots,
+            refused=self._refused,
             on_progress=on_progress,
         )
         return self._thread.call(getting, timeout_s + 5.0)
@@ -410,6 +416,7 @@ class Exchange:
                     max_bytes=row.bytes,
                     timeout_s=max(1.0, left_s),
                     slots=self._urgent_slots,
+                    refused=self._refused,
                     more=named,
                 )
             except IntegrityError as error:

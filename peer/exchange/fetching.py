@@ -110,6 +110,8 @@ class ContentFetcher:
                             max_bytes=self._max_bytes.get(sha256, MAX_OTHER_BYTES),
                             timeout_s=FETCH_TIMEOUT_S,
                             mirrors=self._plan.mirrors,
+                            # By far the largest of them, and volunteers' lines are slow.
+                            mirrors_first=sha256 == self._plan.blobs.base,
                             on_progress=self._progress(what),
                         )
                 if not is_my_turn:

@@ -27,6 +27,7 @@ from dipaco.peer.exchange.streams.reasons import short_reason
 
 from .download_slots import DownloadSlots
 from .partial_file import PartialFile
+from .refused_sources import RefusedSources
 
 logger = logging.getLogger("dipaco.peer.exchange.files.transfer")
 
@@ -136,6 +137,7 @@ async def download(
     max_bytes: int,
     timeout_s: float,
     slots: DownloadSlots,
+    refused: RefusedSources,
     on_progress: OnProgress = no_progress,
     more: MoreSources = no_more,
 ) -> Path:
@@ -143,7 +145,8 @@ async def download(
 
     `sources` are asked in their order, and those that `more` names while it lasts. Content larger
     than `max_bytes` is refused before it is sent. One of the `slots` is taken while a source sends,
-    not while all are busy. A slow source gives it up when others wait, or can be asked.
+    not while all are busy. A slow source gives it up when others wait, or can be asked. Sources
+    that are among the `refused` are not asked.
     Raises `NetworkError` when no source can give the content within `timeout_s`, however fast it
     sends, `IntegrityError` when those that could gave another, and `StorageError` when it cannot
     be written. What has arrived is kept for the next attempt.
@@ -154,11 +157,10 @@ async def download(
             if await run_blocking(partial.try_open):
                 if destination.has(sha256):
                     break  # another download ended before the file was opened
-                holders = [_Holder(source) for source in sources]
                 attempt = _Download(
-                    sha256, holders, partial, max_bytes, deadline, slots, on_progress, more
+                    sha256, partial, max_bytes, deadline, slots, refused, on_progress, more
                 )
-                return await attempt.run()
+                return await attempt.run(sources)
             if time.monotonic() > deadline:
                 raise NetworkError(f"{sha256[:12]} is being fetched by another process, slowly")
             await asyncio.sleep(POLL_S)
@@ -190,23 +192,26 @@ class _Download:
     def __init__(
         self,
         sha256: str,
-        holders: list[_Holder],
         partial: PartialFile,
         max_bytes: int,
         deadline: float,
         slots: DownloadSlots,
+        refused: RefusedSources,
         on_progress: OnProgress,
         more: MoreSources,
     ) -> None:
-        self._sha256, self._holders, self._partial = sha256, holders, partial
+        self._sha256, self._partial = sha256, partial
         self._max_bytes, self._deadline = max_bytes, deadline
-        self._slots, self._on_progress, self._more = slots, on_progress, more
+        self._slots, self._refused = slots, refused
+        self._on_progress, self._more = on_progress, more
+        self._holders: list[_Holder] = []
         self._whole = False
         """Each holder has to send everything, because a mixed file was wrong."""
         self._senders = {_EARLIER} if partial.size_bytes else set[str]()
 
-    async def run(self) -> Path:
+    async def run(self, sources: Sequence[Source]) -> Path:
         """Ask one holder after the other until the content is here."""
+        self._holders = [self._holder(source) for source in sources]
         while True:
             self._hear_of_more()
             for holder in sorted(self._holders, key=self._reluctance):
@@ -226,13 +231,19 @@ class _Download:
                     raise self._failure("in time")
             await self._pause()
 
+    def _holder(self, source: Source) -> _Holder:
+        if self._refused.has(source.name, self._sha256):
+            reason = "it sent something else some minutes ago"
+            return _Holder(source, reason=reason, gone=True, refused=True)
+        return _Holder(source)
+
     def _hear_of_more(self) -> None:
         """Add the sources that were named meanwhile. One that was without the content before may
         hold it now."""
         for source in self._more():
             known = next((h for h in self._holders if h.source.name == source.name), None)
             if known is None:
-                self._holders.append(_Holder(source))
+                self._holders.append(self._holder(source))
             elif known.absent:
                 known.gone = known.absent = False
 
@@ -299,6 +310,7 @@ class _Download:
         except _Refused as refusal:
             holder.gone = holder.refused = True
             holder.reason = str(refusal)
+            self._refused.note(holder.source.name, self._sha256)
             logger.warning("%s: refused %s: %s", holder.source.name, self._sha256[:12], refusal)
         except Exception as error:
             self._note_failure(holder, error, self._partial.size_bytes - before)

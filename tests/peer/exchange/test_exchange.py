@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgpack
 import pytest
@@ -37,6 +37,7 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.peer.exchange import exchange, responder
 from dipaco.peer.exchange.files import transfer
+from dipaco.peer.exchange.files.transfer import ContentAbsent
 from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.streams.messages import (
     AskRequest,
@@ -207,11 +208,35 @@ def test_what_is_wrong_absent_or_too_large_is_refused(peers: Peers, blobs: BlobS
     with pytest.raises(NetworkError, match="does not hold it"):
         get(one, blobs, holder, sha="0" * 64)
     holder.held.contents[SHA] = CONTENT[:-1] + b"?"
-    with pytest.raises(IntegrityError):
-        get(one, blobs, holder)
+    with pytest.raises(IntegrityError, match="hash"):
+        get(peers(), blobs, holder)
     assert not blobs.has(SHA)
     with pytest.raises(NetworkError):
         one.exchange.get(SHA, [peer(77)], blobs, max_bytes=2**30, timeout_s=5.0)
+
+
+def test_mirrors_are_asked_after_peers_or_before(
+    peers: Peers, blobs: BlobStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    class EmptyMirror:
+        name = "mirror"
+
+        def __init__(self, address: str) -> None:
+            self._address = address
+
+        async def open(self, sha256: str, offset: int) -> NoReturn:
+            asked.append(self._address)
+            raise ContentAbsent
+
+    monkeypatch.setattr(exchange, "MirrorSource", EmptyMirror)
+    holder, one = peers(CONTENT), peers()
+    assert get(one, blobs, holder, mirrors=["https://a"]) == CONTENT
+    assert asked == []
+    other = BlobStore(tmp_path / "other")
+    assert get(one, other, holder, mirrors=["https://a"], mirrors_first=True) == CONTENT
+    assert asked == ["https://a"]
 
 
 def test_the_owners_limit_holds_for_all_that_is_sent(peers: Peers, blobs: BlobStore) -> None:

@@ -59,6 +59,14 @@ def test_a_holder_that_has_just_gone_ends_no_program(
     assert swarm.sources == ("a peer", "given")
 
 
+def test_the_base_spares_volunteers_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swarm = _Swarm()
+    fetcher = _fetcher(swarm, tmp_path, monkeypatch)
+    for sha256, expected in ((make_plan().blobs.base, True), (SHA, False)):
+        fetcher.blob(sha256)
+        assert swarm.options["mirrors_first"] is expected
+
+
 @pytest.mark.parametrize("error", [NetworkError("nobody answers"), IntegrityError("wrong bytes")])
 def test_the_search_is_bounded_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

@@ -27,6 +27,7 @@ from dipaco.peer.exchange.files import transfer
 from dipaco.peer.exchange.files.download_slots import DownloadSlots
 from dipaco.peer.exchange.files.mirrors import MirrorSource
 from dipaco.peer.exchange.files.partial_file import PartialFile, prune_partial_files
+from dipaco.peer.exchange.files.refused_sources import FOR_S, RefusedSources
 from dipaco.peer.exchange.files.transfer import (
     BLOCK_BYTES,
     ContentAbsent,
@@ -106,7 +107,7 @@ def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
 def fetch(
     blobs: BlobStore, *holders: Source, sha: str = SHA, slots: int = 2, **options: Any
 ) -> Path:
-    options = {"max_bytes": 2**30, "timeout_s": 120.0, **options}
+    options = {"max_bytes": 2**30, "timeout_s": 120.0, "refused": RefusedSources(), **options}
     free = DownloadSlots(slots, slots)
     return asyncio.run(download(sha, holders, blobs, slots=free, **options))
 
@@ -163,6 +164,22 @@ def test_only_liars_is_an_integrity_error(blobs: BlobStore) -> None:
         fetch(blobs, FakeHolder("peer A", b"x" * 9), FakeHolder("peer B", b"y" * 9), sha=SHA)
     assert not blobs.has(SHA)
     assert not blobs.partial_path(SHA).exists()
+
+
+def test_a_liar_is_not_asked_for_the_same_again_for_some_minutes(blobs: BlobStore) -> None:
+    now_s = [0.0]
+    refused = RefusedSources(monotonic=lambda: now_s[0])
+    liar = FakeHolder("peer Liar", content=b"something else")
+    for _ in range(3):
+        with pytest.raises(IntegrityError, match="peer Liar"):
+            fetch(blobs, liar, refused=refused)
+    assert len(liar.offsets) == 1
+    other = b"other content"
+    mended = FakeHolder("peer Liar", content=other)
+    sha = hashlib.sha256(other).hexdigest()
+    assert fetch(blobs, mended, sha=sha, refused=refused).read_bytes() == other
+    now_s[0] += FOR_S
+    assert fetch(blobs, FakeHolder("peer Liar"), refused=refused).read_bytes() == CONTENT
 
 
 def test_a_mixed_file_is_started_over_and_nobody_wronged(
@@ -316,7 +333,13 @@ def test_files_that_drip_do_not_keep_an_honest_one_waiting(
 
         def fetched(holder: Source, sha256: str) -> Any:
             getting = download(
-                sha256, [holder], blobs, max_bytes=2**30, timeout_s=3600.0, slots=slots
+                sha256,
+                [holder],
+                blobs,
+                max_bytes=2**30,
+                timeout_s=3600.0,
+                slots=slots,
+                refused=RefusedSources(),
             )
             return asyncio.create_task(getting)
 
@@ -354,6 +377,7 @@ def test_who_waits_for_busy_holders_takes_no_slot(blobs: BlobStore, tmp_path: Pa
 
         liar.open = stay_busy  # type: ignore[method-assign]
         options: dict[str, Any] = {"max_bytes": 2**30, "timeout_s": 3600.0, "slots": slots}
+        options["refused"] = RefusedSources()
         other = BlobStore(tmp_path / "other")
         waiting = asyncio.create_task(download(SHA, [liar], other, **options))
         await asyncio.wait_for(told.wait(), 60.0)
@@ -391,6 +415,7 @@ def test_many_at_once_fetch_once(blobs: BlobStore) -> None:
 
     async def all_at_once() -> Sequence[Path]:
         options: dict[str, Any] = {"max_bytes": 2**30, "timeout_s": 120.0}
+        options["refused"] = RefusedSources()
         slots = DownloadSlots(9, 9)
         return await asyncio.gather(
             *(download(SHA, [holder], blobs, slots=slots, **options) for _ in range(5))

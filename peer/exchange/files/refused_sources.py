@@ -1,0 +1,35 @@
+"""Which source sent something else in place of which content.
+
+Whoever needs that content asks again and again, and each time it would come whole, be hashed, and
+be thrown away. So such a source is not asked for the same content for some minutes, after which a
+holder whose disk was damaged may have mended it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+FOR_S = 600.0
+REMEMBERED = 4096
+
+
+class RefusedSources:
+    """Sources and the content that each is not asked for. Used on one event loop."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._until_s: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """The one that was noted last is at the end."""
+
+    def note(self, source: str, sha256: str) -> None:
+        """This source sent something that cannot be the content of this hash."""
+        self._until_s[source, sha256] = self._monotonic() + FOR_S
+        self._until_s.move_to_end((source, sha256))
+        while len(self._until_s) > REMEMBERED:
+            self._until_s.popitem(last=False)
+
+    def has(self, source: str, sha256: str) -> bool:
+        """Tell whether this source is not to be asked for this content."""
+        return self._until_s.get((source, sha256), 0.0) > self._monotonic()
