@@ -385,7 +385,7 @@ def _check_fields(
         field = getattr(config, option)
         if field is None or field in names:
             continue
-        guess = nearest_name(field, names) or "..."
+        guess = nearest_name(field, names) or (next(iter(names)) if len(names) == 1 else "...")
         remedy = f"Write {option} = '{guess}' under [data] (or give --{option.replace('_', '-')})"
         if option == "text_field":
             remedy += f"; chats have {FORMS_SAID}"

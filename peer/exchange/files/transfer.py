@@ -233,7 +233,7 @@ class _Download:
 
     def _holder(self, source: Source) -> _Holder:
         if self._refused.has(source.name, self._sha256):
-            reason = "it sent something else some minutes ago"
+            reason = "it sent a file of another hash some minutes ago"
             return _Holder(source, reason=reason, gone=True, refused=True)
         return _Holder(source)
 

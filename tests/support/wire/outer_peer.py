@@ -14,6 +14,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.base.files import atomic_write
 from dipaco.modules.compose import gather_module
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
@@ -76,6 +77,7 @@ class FakeNode(FakeRun):
         fetch: Callable[[Head, Sequence[str]], ModuleState],
     ) -> None:
         plan, own = run.plan(), RunFolder(folder / "run")
+        atomic_write(own.manifest_path, run.manifest_path.read_bytes())
         me = peer_id_of_public_key(raw_public_key(key))
         super().__init__(plan, FakeTime(plan.start_s + 100.0).clock, me)
         self.identity = SimpleNamespace(key=key)
