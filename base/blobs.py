@@ -207,8 +207,8 @@ class BlobStore:
             self.partial_path(sha).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Delete all blobs, not the partial downloads: in a store that files only pass through, a
-        process that was killed leaves what it had just fetched."""
+        """Delete all blobs, but no partial downloads. A store that files only pass through can
+        hold what a killed process had just fetched."""
         with storage_errors(self.folder):
             for folder in self.folder.iterdir():
                 if folder != self._partials:

@@ -42,13 +42,13 @@ from parts.averaged_adapters import (
     TurnsReference,
 )
 from parts.changed_run import ChangedRun
+from parts.run_base import install_base
 from worth import read_log
 
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.compose import load_path
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.device import autocast_for, training_format
-from dipaco.modules.frozen_file import write_base
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
@@ -281,20 +281,6 @@ def append(log: Path, line: dict[str, Any]) -> None:
             file.write(json.dumps(line).encode() + b"\n")
 
 
-def install_base(folder: Path, base: Path | None) -> None:
-    """Make the run's base of the checkpoint in `base`, if the run lacks it."""
-    run = RunFolder(folder)
-    plan = run.plan()
-    sha256 = plan.blobs.base
-    if run.blobs.has(sha256):
-        return
-    if base is None or plan.base_source is None or plan.model.adapters is None:
-        raise ConfigurationError(f"{folder} lacks its base; name its checkpoint with --base FOLDER")
-    formed = plan.model.adapters.base_format
-    write_base(base, plan.base_source.rows, formed, run.blobs.partial_path(sha256))
-    run.blobs.commit_partial(sha256)
-
-
 def work(chosen: argparse.Namespace) -> int:
     """Let processes do the tasks that the log lacks; return how many failed.
 
@@ -303,7 +289,7 @@ def work(chosen: argparse.Namespace) -> int:
     end_s = time.monotonic() + chosen.seconds
     folders = {folder.name: folder for folder in chosen.runs}
     for folder in folders.values():
-        install_base(folder, chosen.base)
+        install_base(RunFolder(folder), chosen.base)
     done = {(line["run"], line["task"]) for line in read_log(chosen.log) if line["finished"]}
     queue = [task for task in selected(chosen) if (task.run, task.name) not in done]
     print(

@@ -76,7 +76,7 @@ def run(settings: ServeSettings) -> int:
 
 
 def _check_content(run: RunFolder) -> None:
-    """Raise IntegrityError if something that all newcomers fetch is damaged: none would take it."""
+    """Raise IntegrityError if a blob that all newcomers fetch is damaged. None would take it."""
     plan = run.plan()
     for sha256 in max_core_bytes(plan, run.grid(plan)):
         if run.blobs.has(sha256) and not run.blobs.verify(sha256):

@@ -178,9 +178,10 @@ def _show_model(figures: PlanFigures, console: Console) -> None:
         )
         whole = figures.base.whole
         console.print(
-            f"Trained whole, it would take {shown_bytes(whole.moved_bytes)} a round in place of "
-            f"{shown_bytes(figures.moved_bytes)}, and {shown_bytes(whole.device_bytes)} of GPU "
-            f"memory in place of {shown_bytes(figures.device_total_bytes)}"
+            f"A run that trains the whole model moves {shown_bytes(whole.moved_bytes)} a round in "
+            f"place of {shown_bytes(figures.moved_bytes)}, and takes "
+            f"{shown_bytes(whole.device_bytes)} of GPU memory in place of "
+            f"{shown_bytes(figures.device_total_bytes)}"
         )
     if figures.tokens_per_round is not None:
         console.print(

@@ -72,9 +72,9 @@ def _detach_from_terminal() -> None:
     die_with_parent()
 
 
-# By itself p2pd carries for anybody, past all limits of a node's owner: gigabytes a connection if
-# this flag is not there, and 128 KiB if it is, unless somebody else answers who asks for it. Nobody
-# needs that: a peer that cannot be called calls its mailboxes.
+# p2pd relays for anybody, past all limits of the node's owner: 4 GiB a connection, and still 128
+# KiB with this flag. So this node itself answers those who ask for `_RELAYING`, and refuses. Nobody
+# needs a relay: a peer that cannot be called calls its mailboxes.
 _NO_RELAY = "-relayService=0"
 _RELAYING = "/libp2p/circuit/relay/0.2.0/hop"
 

@@ -54,8 +54,8 @@ class Kind:
     """It does not outlast its owner for long."""
 
     def shows_presence(self, content: Mapping[str, Any]) -> bool:
-        """Tell whether a record with this content shows that its owner is there: one that says
-        goodbye does not, as long as it stands there."""
+        """Tell whether a record with this content shows that its owner is there. A goodbye does
+        not, although it can be read until it expires."""
         return self.is_of_present and content.get("state") != "leaving"
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from parts.common import one_thread, scratch_folder
+from parts.run_base import install_base
 from support.swarms.swarm import BIN, Member, Swarm
 
-from dipaco.modules.frozen_file import write_base
 from dipaco.routing.run_folder import RunFolder
 from gpu_kit.common import Part, begin
 from gpu_kit.four_peers import digests_of
@@ -39,26 +39,13 @@ def main() -> int:
         return part.conclude()
     with scratch_folder() as folder, part.measuring("public model"):
         run = RunFolder(BROUGHT / "run")
-        made_s = install_base(run)
+        install_base(run, BROUGHT / "checkpoint")
         trained = train(part, folder, run)
-        part.note("public model", {"base_made_s": made_s, **trained})
+        part.note("public model", trained)
         assert trained["digests_equal"], "peers of one group computed unequal digests"
         assert trained["ended"], "the peers did not end in time"
         part.note("held out, perplexity", scored(part, folder, run))
     return part.conclude()
-
-
-def install_base(run: RunFolder) -> float:
-    """Make the run's base of the checkpoint, unless it is there; returns the seconds it took."""
-    plan, began_s = run.plan(), time.monotonic()
-    sha256 = plan.blobs.base
-    assert plan.base_source is not None
-    assert plan.model.adapters is not None
-    if not run.blobs.has(sha256):
-        made, formed = run.blobs.partial_path(sha256), plan.model.adapters.base_format
-        write_base(BROUGHT / "checkpoint", plan.base_source.rows, formed, made)
-        run.blobs.commit_partial(sha256)
-    return time.monotonic() - began_s
 
 
 def train(part: Part, folder: Path, run: RunFolder) -> dict[str, Any]:

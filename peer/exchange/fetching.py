@@ -69,7 +69,7 @@ class ContentFetcher:
         """Hears how far downloads are that take longer than some seconds."""
         self._max_bytes = max_core_bytes(plan, grid)
         """The most bytes of each blob of the run, by hash; replaced as a whole."""
-        # The states that a path begins with are fetched at once, and each of them needs the base.
+        # A path's first states are fetched at the same time, and each of them needs the base.
         self._base_turn, self._hub_cache_lacks_it = threading.Lock(), False
 
     def _progress(self, what: str) -> Callable[[int, int], None]:
@@ -110,7 +110,7 @@ class ContentFetcher:
                             max_bytes=self._max_bytes.get(sha256, MAX_OTHER_BYTES),
                             timeout_s=FETCH_TIMEOUT_S,
                             mirrors=self._plan.mirrors,
-                            # By far the largest of them, and volunteers' lines are slow.
+                            # The base is the largest blob, and volunteers' lines are slow.
                             mirrors_first=sha256 == self._plan.blobs.base,
                             on_progress=self._progress(what),
                         )
@@ -126,16 +126,17 @@ class ContentFetcher:
             raise type(error)(f"could not fetch {what}: {error}") from None
 
     def _is_in_hub_cache(self, sha256: str) -> bool:
-        """Return whether a blob is the frozen base, and could be made here. It is tried once."""
+        """Return whether a blob is the frozen base and could be made here, which is tried once."""
         if sha256 != self._plan.blobs.base:
             return False
         with self._base_turn:
             if self.blobs.has(sha256):
                 return True
-            if not self._hub_cache_lacks_it:
-                found = take_base_from_hub_cache(self._plan, self.blobs, self.say)
-                self._hub_cache_lacks_it = not found
-            return not self._hub_cache_lacks_it
+            if self._hub_cache_lacks_it:
+                return False
+            found = take_base_from_hub_cache(self._plan, self.blobs, self.say)
+            self._hub_cache_lacks_it = not found
+            return found
 
     def mended(self, sha256: str, what: str, read: Callable[[], ReadT]) -> ReadT:
         """Return what `read` makes of a blob that is here. One that is damaged is fetched again.

@@ -22,8 +22,8 @@ LEAST_PIECE_BYTES = 4096
 class Uplink:
     """One line for all that is sent. Used on the exchange's loop; the figures from any thread.
 
-    Who is of a lower rank goes first: else anybody could have so much sent that what this peer
-    tells itself comes too late.
+    Bytes of a lower rank go first. Otherwise strangers could ask for so much that what this peer
+    tells the others comes too late.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Uplink:
         self._free_s = 0.0
         self._is_taken = False
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        """A heap: rank, then who came first."""
+        """A heap, by rank and then by the order of coming."""
         self._came = itertools.count()
         self.sent_bytes = 0
         """Since the start."""
@@ -54,15 +54,15 @@ class Uplink:
         return min(most, max(LEAST_PIECE_BYTES, int(PIECE_S * self._bytes_per_s)))
 
     async def send(self, count: int, rank: int = 0) -> float:
-        """Wait until these bytes have gone, after what waits with a lower rank, or with the same
-        one for longer; return for how long, in seconds."""
+        """Wait until these bytes have gone; return for how long, in seconds. Bytes of a lower rank
+        go before them, and so do those of the same rank that have waited for longer."""
         self.sent_bytes += count
         if self._bytes_per_s is None:
             return 0.0
         began_s, was_taken = self._monotonic(), self._is_taken
         async with self._turn(rank):
             now_s = self._monotonic()
-            # A timer that comes late takes nothing from who waits.
+            # A timer that fires late must not slow down those who wait.
             begin_s = self._free_s if was_taken else max(now_s, self._free_s)
             self._free_s = begin_s + count / self._bytes_per_s
             await asyncio.sleep(max(0.0, self._free_s - now_s))
@@ -70,7 +70,7 @@ class Uplink:
 
     @contextlib.asynccontextmanager
     async def _turn(self, rank: int) -> AsyncIterator[None]:
-        """Have the line for oneself."""
+        """Hold the line alone for a while."""
         if self._is_taken:
             turn = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (rank, next(self._came), turn))

@@ -126,7 +126,7 @@ class SuccessorWatch:
         try:
             node.admit()
             blobs = node.plan.blobs
-            # Each is asked for once: what is not there yet is tried again, and told of once.
+            # One attempt for each: this watch tries again later, and says once what is missing.
             node.fetcher.blob(blobs.shards, "the shard index of the successor")
             if blobs.genesis is not None:
                 node.fetcher.blob(blobs.genesis, "the genesis index of the successor")

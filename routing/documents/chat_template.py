@@ -26,8 +26,8 @@ import jinja2.sandbox
 from dipaco.base.errors import ConfigurationError
 
 _MEMORY_BYTES = 2**30
-# Of what is made of a chat, whose tokens somebody has to find: twice the longest request that
-# `dipaco-serve` takes.
+# A template may not make a longer text of a chat: twice the longest request that `dipaco-serve`
+# takes.
 _MAX_LETTERS = 2**23
 # For starting Python, before a template is read.
 _START_S = 30.0

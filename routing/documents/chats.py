@@ -63,8 +63,8 @@ def first_question(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def is_chat(row: Mapping[str, Any], text_field: str) -> bool:
-    """Tell whether a row has the keys of a chat, or, without a text, a part of them or what looks
-    like a slip."""
+    """Tell whether a row has the keys of a chat. A row without a text also counts if it has some of
+    these keys, or one that looks like a slip."""
     return bool(_forms(row) or (text_field not in row and (_half(row) or _slips(row))))
 
 

@@ -258,7 +258,7 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     # Beside them stands the run that trains all of the model.
     assert base.whole.moved_bytes > figures.moved_bytes
     assert base.whole.device_bytes > figures.device_total_bytes
-    assert f"Trained whole, it would take {shown_bytes(base.whole.moved_bytes)} a round" in shown
+    assert f"the whole model moves {shown_bytes(base.whole.moved_bytes)} a round" in shown
 
 
 def test_plan_knows_a_pass_over_a_base_in_4_bits(hub: Path, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_one_that_loops_or_grows_is_ended(opened: Callable[..., ChatTemplate], t
 def test_one_that_writes_without_end_is_refused(
     opened: Callable[..., ChatTemplate], times: int
 ) -> None:
-    """Whoever prepares a run writes its template, and all who serve the run fill it in."""
+    """The operator of a run chooses its template, and everybody who serves the run fills it in."""
     template = opened("{{ messages[0].role * (messages[0].content | int) if messages }}")
     with pytest.raises(TemplateError):
         template.render([{"role": "user", "content": str(times)}], SPECIAL)

@@ -84,7 +84,7 @@ class ContributionFiles:
         self.folder, self.max_bytes = folder, max_bytes
         self._kept_s, self._monotonic = kept_s, monotonic
         self.has_contributed: Callable[[str], bool] = lambda peer: False
-        """Tells whose files have room before those of others."""
+        """Tells whether a peer contributed lately; its files have room before those of others."""
         self._lock = threading.RLock()
         self._files: dict[str, _File] = {}
         self._promised: dict[str, Row] = {}
@@ -271,8 +271,9 @@ class ContributionFiles:
     ) -> bool:
         """Tell whether a file has room beside `mail` and what is `coming`.
 
-        What has been here for longer than files are kept goes if need be, the oldest first; and,
-        for one who contributed lately, what came last of those who did not.
+        If there is none, files that have been here for longer than files are kept are removed, the
+        oldest first. For a peer that contributed lately, files of peers that did not are removed
+        too, the newest first.
         """
         files = 1 + len(mail) + len(coming) - most_files
         size = row.bytes + sum(f.size_bytes for f in mail.values()) - most_bytes

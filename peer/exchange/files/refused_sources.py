@@ -1,8 +1,8 @@
-"""Which source sent something else in place of which content.
+"""The sources that sent something else in place of the content that was asked for.
 
-Whoever needs that content asks again and again, and each time it would come whole, be hashed, and
-be thrown away. So such a source is not asked for the same content for some minutes, after which a
-holder whose disk was damaged may have mended it.
+A peer that needs some content asks for it again and again. A source with a wrong copy would send
+all of it each time, for nothing. So that source is not asked for the same content for ten minutes.
+By then the owner of a damaged disk may have mended it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REMEMBERED = 4096
 
 
 class RefusedSources:
-    """Sources and the content that each is not asked for. Used on one event loop."""
+    """Pairs of a source and a content that it is not asked for. Used on one event loop."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic

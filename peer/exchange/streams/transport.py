@@ -38,7 +38,7 @@ class Stream:
     ) -> None:
         self.peer = peer
         self.rank = 0
-        """Of what is sent on it, for the `uplink`: what is lower goes first."""
+        """The rank of what is sent on this stream. The `uplink` sends lower ranks first."""
         self._reader, self._writer, self._uplink = reader, writer, uplink
 
     async def read(self, count: int) -> bytes:
