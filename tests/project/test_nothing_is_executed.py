@@ -15,8 +15,20 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-FOLDERS = ("base", "modules", "routing", "dht", "peer", "bootstrap", "inference", "simulator")
+PACKAGE = Path(__file__).parents[2] / "dipaco"
+FOLDERS = (
+    "base",
+    "protocol",
+    "modules",
+    "routing",
+    "training",
+    "dht",
+    "peer",
+    "status",
+    "bootstrap",
+    "inference",
+    "simulator",
+)
 # Modules that run what the bytes say that they read, or that start programs.
 FORBIDDEN_MODULES = {
     "cPickle",
@@ -160,9 +172,9 @@ def findings(file: Path) -> Iterator[str]:
 
 def _all_findings() -> set[tuple[str, str]]:
     return {
-        (str(file.relative_to(ROOT)), what)
+        (str(file.relative_to(PACKAGE)), what)
         for folder in FOLDERS
-        for file in sorted((ROOT / folder).rglob("*.py"))
+        for file in sorted((PACKAGE / folder).rglob("*.py"))
         for what in findings(file)
     }
 

@@ -1,0 +1,1 @@
+../../../../../dipaco/protocol/member/followed_module.py

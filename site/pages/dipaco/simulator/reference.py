@@ -1,0 +1,1 @@
+../../../../dipaco/simulator/reference.py

@@ -1,1 +1,0 @@
-../../../../protocol/member/followed_module.py

@@ -1,1 +1,0 @@
-../../../simulator/reference.py
