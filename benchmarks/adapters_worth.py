@@ -49,6 +49,7 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.compose import load_path
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.device import autocast_for, training_format
+from dipaco.modules.layout import layout_of
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
@@ -263,7 +264,7 @@ def sent_bytes(swarm: ThreadedReference) -> int:
     for module in grid.modules_of_path(0):
         trainers = sum(peer.path in grid.paths_of_module(module) for peer in swarm.peers)
         holders = max(trainers, min(plan.rounds.copies, len(swarm.peers)))
-        layout = grid.layout(module)
+        layout = layout_of(grid, module)
         told = [
             size
             for name, size in zip(layout.names, layout.sizes, strict=True)

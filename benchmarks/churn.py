@@ -92,6 +92,7 @@ from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import BIN, LOOPBACK, Event, Member, Swarm
 
 from dipaco.modules.compose import load_path
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import read_state
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.run_folder import RunFolder
@@ -432,7 +433,7 @@ class World:
         states = {}
         for module, event in final.items():
             file = next(self.folder.glob(f"*-cache/**/*-{event['digest']}.safetensors"))
-            layout = self.grid.layout(module)
+            layout = layout_of(self.grid, module)
             states[module] = read_state(file, layout, event["digest"], module=module)
         model = PathModel(self.plan.model)
         sums = []

@@ -29,10 +29,10 @@ from support.runs.make_plan import make_plan
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.node import join_dht
-from dipaco.modules.config import GridConfig
-from dipaco.modules.grid import Grid
 from dipaco.protocol.admission import Gate
+from dipaco.protocol.config import GridConfig
 from dipaco.protocol.coverage import scope_of
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import (
     PEER_ID_PREFIX,
     Identity,

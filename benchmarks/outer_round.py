@@ -51,7 +51,8 @@ from parts.outer_memory import BLOCK_MILLIONS, SHAPE, measure_phases
 from parts.synthetic_run import make_synthetic_run
 from support.swarms.swarm import BIN, Member, Swarm
 
-from dipaco.modules.config import ModelConfig
+from dipaco.modules.layout import layout_of
+from dipaco.protocol.config import ModelConfig
 
 TINY = {"hidden_size": 64, "feed_forward_size": 176, "head_count": 2}
 START_S, ROUND_S, FIRST_ROUNDS = 300.0, 120.0, 2
@@ -95,7 +96,7 @@ class Group:
             inner_steps=2,
         )
         plan = self.run.plan()
-        self.parameters = self.run.grid(plan).layout("L0.E0").size
+        self.parameters = layout_of(self.run.grid(plan), "L0.E0").size
         self.members, self.device = members, device
         self.go = folder / "go"
         self.swarm = Swarm(folder, self.run)
@@ -206,7 +207,8 @@ def _traffic(network: Homes, site: int) -> tuple[int, int]:
 
 def alone_s(group: Group) -> dict[str, float]:
     """Return the seconds that one process needs for what one peer of the group computes."""
-    from dipaco.modules.outer import OuterGradient, OuterRow, OuterRule, encode_in_place
+    from dipaco.modules.outer import OuterGradient, OuterRule, encode_in_place
+    from dipaco.protocol.outer_row import OuterRow
 
     plan = group.run.plan()
     rule = OuterRule.of(plan, group.run.shard_index(plan))

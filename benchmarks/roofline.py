@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from dipaco.modules import transformer
 from dipaco.modules.cards import CARDS, Card, flops_per_token, path_parameters
-from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.memory import head_bytes, pass_bytes
 from dipaco.modules.transformer import GPU_BYTES_A_LOGIT, LOGITS_AT_ONCE_ON_GPU, PathModel
+from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.training.inner import InnerLoop
 
 SHOWN = ("H100", "A100", "RTX 4090", "RTX 3060", "T4")

@@ -35,6 +35,7 @@ from parts.common import Report, scratch_folder
 from support.wire.peers import key, peer
 
 from dipaco.base.blobs import BlobStore
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
@@ -145,7 +146,7 @@ class SoakWorld(World):
         """Return the state after a step; its numbers say which one it is."""
         found = self._states.get(head.step)
         if found is None:
-            layout = self.grid.layout(head.module)
+            layout = layout_of(self.grid, head.module)
             number = int(head.step[:6], 16)
             values = torch.full((layout.size,), float(number))
             zeros = torch.zeros(layout.size)

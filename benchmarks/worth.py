@@ -37,7 +37,8 @@ from parts.changed_run import ChangedRun, LossyReference, read_changes
 
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.grid import PRIVATE_LEVEL
+from dipaco.modules.layout import layout_of
+from dipaco.protocol.grid import PRIVATE_LEVEL
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 
 Figures = dict[str, Any]
@@ -140,7 +141,7 @@ def received_bytes(swarm: LossyReference) -> int:
         holders = max(trainers, min(plan.rounds.copies, len(swarm.peers)))
         shared, private = plan.contributions.codecs
         codec = CODECS[private if grid.level_of(module) == PRIVATE_LEVEL else shared]
-        total += (holders - 1) * codec.file_bytes(grid.layout(module).size)
+        total += (holders - 1) * codec.file_bytes(layout_of(grid, module).size)
     return total
 
 

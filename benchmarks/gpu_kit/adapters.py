@@ -18,7 +18,13 @@ from typing import Any
 import torch
 
 from dipaco.modules.adapters import initial_adapters
-from dipaco.modules.config import (
+from dipaco.modules.frozen_base import FrozenBase, Nf4Weight
+from dipaco.modules.frozen_file import base_parameter_count, split_parameter_count
+from dipaco.modules.layout import parameter_shapes
+from dipaco.modules.llama import llama_config
+from dipaco.modules.transformer import PathModel
+from dipaco.peer.check.needs import GPU_GIB, greatest_bases
+from dipaco.protocol.config import (
     AdaptersConfig,
     ContributionsConfig,
     GridConfig,
@@ -26,12 +32,6 @@ from dipaco.modules.config import (
     ModelConfig,
     RoundsConfig,
 )
-from dipaco.modules.frozen_base import FrozenBase, Nf4Weight
-from dipaco.modules.frozen_file import base_parameter_count, split_parameter_count
-from dipaco.modules.grid import parameter_shapes
-from dipaco.modules.llama import llama_config
-from dipaco.modules.transformer import PathModel
-from dipaco.peer.check.needs import GPU_GIB, greatest_bases
 from dipaco.training.inner import InnerLoop
 from gpu_kit.common import Part, begin, random_batch, timed_steps
 from gpu_kit.nano import plain_step

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from parts.cards import PATH_150M, TINY_PATH
 
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import device_name, wait_for
 from dipaco.modules.memory import release_memory
+from dipaco.protocol.config import ModelConfig
 
 # Where steps of a few tokens take no time, so many are timed all the same.
 LEAST_STEPS = 3

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import autocast_for, sent, training_format
+from dipaco.protocol.config import ModelConfig
 
 
 class _Block(nn.Module):

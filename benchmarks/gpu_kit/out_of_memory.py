@@ -17,9 +17,9 @@ import torch
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules import transformer
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.memory import head_bytes, pass_bytes, release_memory
 from dipaco.modules.transformer import PathModel, initialise, logits_at_once
+from dipaco.protocol.config import ModelConfig
 from dipaco.training.inner import InnerLoop
 from dipaco.training.scoring import scoring_at_once, sum_losses
 from gpu_kit.common import Part, begin, random_batch

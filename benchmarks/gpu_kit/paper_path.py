@@ -17,11 +17,11 @@ import torch
 from parts.cards import copy_gb_per_s, product_tflops
 
 from dipaco.modules.cards import card_of, flops_per_token
-from dipaco.modules.config import InnerConfig
 from dipaco.modules.device import device_name
 from dipaco.modules.llama import llama_config
 from dipaco.modules.memory import AtOnce
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import InnerConfig
 from dipaco.training.inner import InnerLoop
 from gpu_kit.common import Part, begin, random_batch, timed_steps
 from gpu_kit.nano import NanoGPT, plain_step

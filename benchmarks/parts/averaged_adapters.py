@@ -14,8 +14,10 @@ import torch
 from dipaco.modules.adapters import LORA_A, LORA_B
 from dipaco.modules.contributions import Data, contribution_norm
 from dipaco.modules.device import own_pages
-from dipaco.modules.outer import OuterRow, OuterRule
+from dipaco.modules.layout import layout_of
+from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
+from dipaco.protocol.outer_row import OuterRow
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.report import RoundNotes
 from dipaco.simulator.settings import SimulatedPeer
@@ -53,7 +55,7 @@ class HalfAdapters(ThreadedReference):
         return LORA_B in name
 
     def _freeze(self, trainer: PathTrainer, module: str) -> None:
-        for name in self.grid.layout(module).names:
+        for name in layout_of(self.grid, module).names:
             trainer.model.get_parameter(name).requires_grad_(self._trained[module] in name)
 
     def _snapshot(self, take: Callable[[str], Snapshot], module: str) -> Snapshot:

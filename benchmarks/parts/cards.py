@@ -8,8 +8,8 @@ import time
 import torch
 
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import number_format, wait_for
+from dipaco.protocol.config import ModelConfig
 from parts.common import HERE
 
 PATH_150M = load_run_config(HERE.parent / "examples" / "paper" / "RUN.toml").model

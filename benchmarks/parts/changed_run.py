@@ -14,11 +14,11 @@ import numpy as np
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import parse_config
-from dipaco.modules.outer import OuterRow
-from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import parse_config
+from dipaco.protocol.outer_row import OuterRow
+from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.training.scoring import row_losses

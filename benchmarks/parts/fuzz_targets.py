@@ -19,16 +19,17 @@ from dipaco.base.errors import DipacoError
 from dipaco.base.files import canonical_json
 from dipaco.dht import record_validator
 from dipaco.dht.addresses import check_peer_address
-from dipaco.modules.config import parse_config
 from dipaco.modules.contributions import CODECS, Codec
-from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis_index
-from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import genesis_state, read_state, state_chunks
 from dipaco.peer.exchange.streams import messages
 from dipaco.protocol import admission, invitations, manifest, revocations
 from dipaco.protocol.chain import Head, unpack_row, unpack_step, verify_row
+from dipaco.protocol.config import parse_config
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import SIGNATURE_BYTES, peer_id_of_public_key, raw_public_key
+from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import parse_record, parse_subkey
 from dipaco.protocol.records import HeldState
@@ -202,7 +203,7 @@ def _of_content(run: RunFolder, folder: Path) -> list[Target]:
     plan = run.plan()
     grid = run.grid(plan)
     module = grid.modules()[0]
-    layout = grid.layout(module)
+    layout = layout_of(grid, module)
     first = b"".join(state_chunks(genesis_state(module, layout, run.base_parameters(plan))))
     states = [first, *recorded(folder, "states")]
     scratch = Path(tempfile.mkdtemp(prefix="dipaco-benchmark-"))

@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from support.wire.outer_peer import Peer
 
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.contributions import Codec
 from dipaco.modules.device import prepare_process, return_freed_memory
+from dipaco.modules.layout import layout_of
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
@@ -32,6 +32,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.keeping.path_files import OptimizerFiles
 from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.config import ModelConfig
 from dipaco.protocol.member import actions as a
 from dipaco.training.inner import InnerLoop
 
@@ -96,7 +97,7 @@ class OneMember:
         plan = self.run.plan()
         grid = self.run.grid(plan)
         self.modules = grid.modules_of_path(0)
-        self.parameters = sum(grid.layout(module).size for module in self.modules)
+        self.parameters = sum(layout_of(grid, module).size for module in self.modules)
         self.members, self.report = members, report
         self.heads: dict[str, Head] = {}
         self.others = ContributionFiles(folder / "others")
@@ -177,7 +178,7 @@ class OneMember:
 
     def _other(self, row: Row, number: int, codec: Codec) -> Row:
         """Make the file of another peer, small numbers, and return its row."""
-        values = self.peer.grid.layout(row.module).size
+        values = layout_of(self.peer.grid, row.module).size
         scales = codec.blocks(values)
         data = bytearray(codec.file_bytes(values))
         data[: 2 * scales] = SMALL_SCALE * scales

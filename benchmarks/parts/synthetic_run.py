@@ -20,7 +20,8 @@ from support.runs.tiny_run import (
 )
 
 from dipaco.base.files import canonical_json
-from dipaco.modules.config import (
+from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import (
     ContributionsConfig,
     GridConfig,
     InnerConfig,
@@ -28,8 +29,7 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex
-from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.plan import RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.routing.routers.kinds import KMeansRouter
 from dipaco.routing.run_folder import RunFolder
 

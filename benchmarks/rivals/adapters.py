@@ -14,11 +14,11 @@ from gpu_kit.nano import plain_step
 from parts.common import Report
 
 from dipaco.modules.adapters import initial_adapters
-from dipaco.modules.config import AdaptersConfig, InnerConfig, ModelConfig, parse_config
 from dipaco.modules.device import prepare_process
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.llama import iterate_llama_parameters, read_llama_config
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import AdaptersConfig, InnerConfig, ModelConfig, parse_config
 from dipaco.training.inner import InnerLoop
 from rivals.packages import installed
 from rivals.turns import Stopwatch, Worker, add_memory, add_speed, side_by_side, take_turns

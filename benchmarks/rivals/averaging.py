@@ -23,13 +23,14 @@ from parts.outer_memory import BLOCK_MILLIONS, SHAPE
 from parts.synthetic_run import make_synthetic_run
 from support.swarms.swarm import Event, Member, Swarm
 
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import parameter_counts
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid
 from rivals.turns import Figures, Turns, Worker, told
 
 MEMBERS, MILLIONS = 4, 20
 MODEL = ModelConfig(**SHAPE, block_count=MILLIONS // BLOCK_MILLIONS)
-SIZE = Grid(MODEL, GridConfig(modules_per_level=(1,))).parameter_counts()["path"]
+SIZE = parameter_counts(Grid(MODEL, GridConfig(modules_per_level=(1,))))["path"]
 COMPRESSIONS = ("none", "float16", "uniform8bit")
 # Those that know how many they are begin when all are there; others at the time they agreed on.
 THEIRS = (*((name, True) for name in COMPRESSIONS), ("float16", False))

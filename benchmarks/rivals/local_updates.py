@@ -30,9 +30,9 @@ from parts.common import Report, scratch_folder
 from support.runs.tiny_run import sign_tiny_run, tiny_shard
 
 from dipaco.base.files import canonical_json
-from dipaco.modules.config import InnerConfig
-from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.protocol.config import InnerConfig
+from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.routers.kinds import KMeansRouter
 from dipaco.routing.run_folder import RunFolder

@@ -13,10 +13,10 @@ from gpu_kit.common import random_batch
 from gpu_kit.nano import NanoGPT, plain_step
 from parts.common import Report
 
-from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.device import prepare_process
 from dipaco.modules.llama import llama_config
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.training.inner import InnerLoop
 from rivals.packages import installed
 from rivals.turns import (

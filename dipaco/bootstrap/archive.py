@@ -21,14 +21,15 @@ from pathlib import Path
 
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, storage_errors, sync_folder
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, read_state
 from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.keeping.winning_states import WinningStates
 from dipaco.peer.node.node import Node
 from dipaco.protocol.chain import Head
 from dipaco.protocol.coverage import whole_scope
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 logger = logging.getLogger("dipaco.bootstrap.archive")
@@ -65,7 +66,7 @@ class Archive:
         if file is None:
             return None
         try:
-            return read_state(file, grid.layout(module), digest, module=module)
+            return read_state(file, layout_of(grid, module), digest, module=module)
         except (IntegrityError, StorageError) as error:
             logger.warning("archived state %s is fetched again: %s", digest[:12], error)
             return None

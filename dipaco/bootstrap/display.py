@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dipaco.base.errors import printable
 from dipaco.base.progress import StageProgress, bar_or_lines, shown_bytes, shown_time
-from dipaco.modules.plan import PathShard, RunPlan
+from dipaco.protocol.plan import PathShard, RunPlan
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 

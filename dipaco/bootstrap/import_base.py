@@ -24,7 +24,6 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import check_content, sha256_of_file, storage_errors
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
 from dipaco.modules.frozen_file import renumbered, row_runs
 from dipaco.modules.llama import (
     CHAT_TEMPLATE,
@@ -38,8 +37,9 @@ from dipaco.modules.llama import (
     read_llama_config,
     read_llama_parameters,
 )
-from dipaco.modules.plan import BaseFile, BaseSource
 from dipaco.modules.transformer import EMBEDDING, HEAD
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
+from dipaco.protocol.plan import BaseFile, BaseSource
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import (
     SPLITS_SPECIAL,

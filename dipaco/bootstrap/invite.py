@@ -15,15 +15,19 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import ConfigurationError, ManifestError
 from dipaco.base.files import append, atomic_write, ends_within_a_line, storage_errors
-from dipaco.modules.plan import RunPlan
 from dipaco.peer.node.guests import OWN_INVITATION, REVOCATIONS
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Invitation, Terms, make_invitation, read_invitation
-from dipaco.protocol.manifest import SignedManifest, load_or_create_operator_key, verify_manifest
+from dipaco.protocol.manifest import (
+    MANIFEST_FILE,
+    SignedManifest,
+    load_or_create_operator_key,
+    verify_manifest,
+)
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import RecordError
 from dipaco.protocol.revocations import read_revocations, sign_revocations
-from dipaco.routing.run_folder import RunFolder
 
 LIST_FILE = "invitations.jsonl"
 DAY_S = 86_400.0
@@ -131,7 +135,7 @@ def note_admission(
 def _open(
     folder: Path, operator_key: Path | None
 ) -> tuple[SignedManifest, Gate, Ed25519PrivateKey]:
-    path = RunFolder(folder).manifest_path
+    path = folder / MANIFEST_FILE
     if not path.is_file():
         raise ManifestError(f"{folder} holds no manifest.json; name the folder of prepare --out")
     with storage_errors(path):

@@ -12,7 +12,9 @@ from pydantic import Field, model_validator
 
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.files import read_toml
-from dipaco.modules.config import (
+from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
+from dipaco.modules.llama import CONFIG_FILE, llama_weight_files
+from dipaco.protocol.config import (
     AdaptersConfig,
     Config,
     ContributionsConfig,
@@ -24,10 +26,8 @@ from dipaco.modules.config import (
     check_adapters,
     parse_config,
 )
-from dipaco.modules.grid import Grid
-from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
-from dipaco.modules.llama import CONFIG_FILE, llama_weight_files
-from dipaco.modules.plan import (
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import (
     BASE_NAME_PATTERN,
     PROTOCOL_VERSION,
     BaseSource,

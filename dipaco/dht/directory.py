@@ -24,10 +24,9 @@ from multiaddr import Multiaddr
 
 from dipaco.base.errors import DipacoError, ProtocolVersionError
 from dipaco.base.repetition import Complaints
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.coverage import Scope, bucket_count
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import (
     SignedManifest,
@@ -35,6 +34,7 @@ from dipaco.protocol.manifest import (
     run_and_operator,
     verify_manifest,
 )
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.record_keys import (
     KINDS,
     MANIFESTS_KEY,

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from dipaco.base.files import storage_errors
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError

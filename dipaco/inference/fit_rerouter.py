@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from dipaco.base.errors import CorpusError
-from dipaco.modules.config import InnerConfig
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import InnerConfig
 from dipaco.routing.documents.corpus import Document
 from dipaco.training.inner import learning_rate_at
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.device import autocast_for
 from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
 from dipaco.routing.tokens.chat_tokens import question_tokens, routed_tokens, special_names
 from dipaco.routing.tokens.tokenizer import Tokenizer

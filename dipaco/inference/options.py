@@ -19,7 +19,7 @@ from .sampling import Sampling
 if TYPE_CHECKING:
     import torch
 
-    from dipaco.modules.plan import RunPlan
+    from dipaco.protocol.plan import RunPlan
     from dipaco.routing.documents.corpus import CorpusConfig
 
     from .sources import StateSource
@@ -120,7 +120,7 @@ class CorpusSettings(Settings):
 
     def corpus(self) -> CorpusConfig:
         """Return the documents of `--data`. Raises ConfigurationError and CorpusError."""
-        from dipaco.modules.config import parse_config
+        from dipaco.protocol.config import parse_config
         from dipaco.routing.documents.corpus import CorpusConfig
 
         for pattern in self.data:

@@ -15,10 +15,10 @@ from torch import nn
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.base.files import storage_errors
 from dipaco.modules.canonical_file import read_arrays, write_arrays
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import autocast_for
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import ModelConfig
+from dipaco.protocol.plan import RunPlan
 
 from .document_windows import DocumentWindows
 from .token_losses import length_batches, row_tensor

@@ -26,10 +26,12 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import ModelConfig
-from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import ModelConfig
+from dipaco.protocol.manifest import MANIFEST_FILE
+from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer
@@ -205,7 +207,7 @@ class DiskSource(StateSource):
         super().__init__(run, run.plan(), settings or SourceSettings())
 
     def _newest_state(self, module: str) -> ModuleState | None:
-        states, layout = self._run.states, self.grid.layout(module)
+        states, layout = self._run.states, layout_of(self.grid, module)
         for _ in range(_MAX_READS):
             newest = states.newest_digest(module)
             state = states.load_latest(module, layout, set_aside=False)
@@ -283,7 +285,7 @@ class SwarmSource(StateSource):
             logger.warning("no state of %s: %s", module, error)
             state = None
         if state is None and self._keeps:
-            layout = self.grid.layout(module)
+            layout = layout_of(self.grid, module)
             state = self._run.states.load_latest(module, layout, set_aside=False)
             if state is not None:
                 self._unserved.add(module)
@@ -378,9 +380,9 @@ def run_folder_in(folder: Path, run: str | None) -> Path:
 
     Raises RunSelectionError when there are several, or none of that name.
     """
-    if (folder / "manifest.json").is_file() or not folder.is_dir():
+    if (folder / MANIFEST_FILE).is_file() or not folder.is_dir():
         return folder
-    runs = sorted(file.parent for file in folder.glob("*/manifest.json"))
+    runs = sorted(file.parent for file in folder.glob(f"*/{MANIFEST_FILE}"))
     if not runs:
         return folder  # its reader says what is missing
     names = {one: RunFolder(one).plan().name for one in runs}

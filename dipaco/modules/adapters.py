@@ -8,8 +8,9 @@ import math
 import numpy as np
 import torch
 
-from .config import ModelConfig
-from .grid import parameter_shapes
+from dipaco.protocol.config import ModelConfig
+
+from .layout import parameter_shapes
 
 LORA_A, LORA_B = "lora_A", "lora_B"
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError
 from dipaco.base.files import sha256_of_file, storage_errors
+from dipaco.protocol.plan import BaseSource, RunPlan
 
 from .frozen_file import write_base
 from .hub_cache import cached_snapshots
-from .plan import BaseSource, RunPlan
 
 
 def seems_in_hub_cache(source: BaseSource) -> bool:

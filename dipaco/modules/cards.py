@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .config import GridConfig, ModelConfig
-from .grid import Grid
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid
+
+from .layout import parameter_counts
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def card_of(name: str) -> Card | None:
 
 def path_parameters(model: ModelConfig) -> int:
     """Return the parameters of a path."""
-    return Grid(model, GridConfig(modules_per_level=(1,))).parameter_counts()["path"]
+    return parameter_counts(Grid(model, GridConfig(modules_per_level=(1,))))["path"]
 
 
 def flops_per_token(model: ModelConfig, parameters: int | None = None) -> float:

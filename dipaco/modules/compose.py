@@ -11,8 +11,10 @@ from contextlib import contextmanager
 
 import torch
 
+from dipaco.protocol.grid import Grid
+
 from .device import own_pages
-from .grid import Grid
+from .layout import layout_of
 from .state import ModuleState
 from .transformer import PathModel
 
@@ -33,7 +35,7 @@ def gather_module(model: PathModel, grid: Grid, module: str) -> torch.Tensor:
     `model` must hold a path through `module`; the model itself does not know which alternative of
     the level it holds.
     """
-    layout = grid.layout(module)
+    layout = layout_of(grid, module)
     flat = own_pages(layout.size)
     with torch.no_grad():
         for name, view in layout.views(flat).items():
@@ -44,7 +46,7 @@ def gather_module(model: PathModel, grid: Grid, module: str) -> torch.Tensor:
 def scatter_module(model: PathModel, grid: Grid, module: str, flat: torch.Tensor) -> None:
     """Overwrite the module's parameters in `model` with `flat` fp32 [size]."""
     with torch.no_grad():
-        for name, view in grid.layout(module).views(flat).items():
+        for name, view in layout_of(grid, module).views(flat).items():
             model.get_parameter(name).copy_(view)
 
 
@@ -60,7 +62,7 @@ def lent_parameters(
     lent = {
         name: view
         for module in grid.modules_of_path(path)
-        for name, view in grid.layout(module).views(states[module].parameters).items()
+        for name, view in layout_of(grid, module).views(states[module].parameters).items()
     }
     own = {name: model.get_parameter(name).data for name in lent}
     try:
@@ -79,7 +81,7 @@ def add_to_module(
 
     Both are flat fp32 [size]. Where local still equals `base` it becomes `anchor` exactly.
     """
-    layout = grid.layout(module)
+    layout = layout_of(grid, module)
     anchors, bases = layout.views(anchor), layout.views(base)
     with torch.no_grad():
         for name in layout.names:

@@ -18,8 +18,7 @@ import numpy as np
 import torch
 
 from dipaco.base.errors import IntegrityError
-
-from .config import CodecName
+from dipaco.protocol.config import CodecName
 
 Data = bytes | bytearray | memoryview
 """Anything with a buffer, such as a mapped file."""

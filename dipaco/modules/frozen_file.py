@@ -19,10 +19,10 @@ import torch
 
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_file, canonical_json, sha256_of_file, storage_errors
+from dipaco.protocol.config import ModelConfig, parse_config
 
-from .config import ModelConfig, parse_config
 from .frozen_base import FILE_FORMATS, NF4_BYTES, FrozenBase
-from .grid import parameter_shapes
+from .layout import parameter_shapes
 from .llama import CONFIG_FILE, iterate_llama_parameters, read_llama_config
 from .transformer import EMBEDDING, HEAD
 

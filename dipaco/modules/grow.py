@@ -25,8 +25,9 @@ import torch
 
 from dipaco.base.blobs import is_sha256
 from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 
-from .grid import PRIVATE_LEVEL, Grid
+from .layout import layout_of
 from .state import ModuleState
 
 LoadState = Callable[[str], ModuleState]
@@ -58,7 +59,7 @@ class Growth:
         self.new = new
         self._of_added = (*range(old.config.combination_count, old.path_count), *copied)
         self._old_level = {
-            name: level for level in old.level_names for name in old.layout(level).names
+            name: level for level in old.level_names for name in layout_of(old, level).names
         }
 
     def origin_path(self, path: int) -> int:
@@ -82,7 +83,7 @@ class Growth:
         old_paths = sorted({self.origin_path(path) for path in paths})
         return {
             name: self._origins_of_parameter(module, self._old_level[name], old_paths)
-            for name in self.new.layout(module).names
+            for name in layout_of(self.new, module).names
         }
 
     def _origins_of_parameter(
@@ -101,7 +102,7 @@ class Growth:
 
     def state(self, module: str, load: LoadState) -> ModuleState:
         """Return the first state of a new module; `load` gives the old states by their module."""
-        layout = self.new.layout(module)
+        layout = layout_of(self.new, module)
         parameters = torch.empty(layout.size, dtype=torch.float32)
         momentum = torch.empty(layout.size, dtype=torch.float32)
         to_parameters, to_momentum = layout.views(parameters), layout.views(momentum)

@@ -19,9 +19,9 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.base.files import check_content
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, ModelConfig
 
-from .config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, ModelConfig
-from .grid import parameter_shapes
+from .layout import parameter_shapes
 from .transformer import EMBEDDING, HEAD
 
 FAMILIES = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import PAD_TOKEN
+from dipaco.protocol.config import PAD_TOKEN
 
 
 def plain_tokens(tokens: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from dipaco.base.errors import ConfigurationError, DipacoError
+from dipaco.protocol.config import ModelConfig
 
-from .config import ModelConfig
 from .device import free_and_total_bytes, permitted_share
 from .frozen_file import unfilled_base
 from .transformer import PathModel

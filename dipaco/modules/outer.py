@@ -15,9 +15,12 @@ from typing import TypeVar
 import torch
 
 from dipaco.base.errors import IntegrityError
+from dipaco.protocol.config import ContributionsConfig, OuterConfig
+from dipaco.protocol.grid import PRIVATE_LEVEL
+from dipaco.protocol.outer_row import OuterRow
+from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from . import trimmed_mean
-from .config import ContributionsConfig, OuterConfig
 from .contributions import (
     CHUNK_VALUES,
     CODECS,
@@ -28,8 +31,7 @@ from .contributions import (
     pieces,
 )
 from .device import all_finite, own_pages
-from .grid import PRIVATE_LEVEL, ModuleLayout
-from .plan import RunPlan, ShardIndex
+from .layout import ModuleLayout
 from .state import ModuleState, PathProgress
 from .trimmed_mean import fp32
 
@@ -44,15 +46,6 @@ LEAST_OF_PARAMETERS = 1 / 32
 PIECE_VALUES = 64 * CHUNK_VALUES
 
 T = TypeVar("T", int, float)
-
-
-@dataclass(frozen=True)
-class OuterRow:
-    """The part of a row that an outer step needs: who contributes how much."""
-
-    path: int
-    peer: str
-    tokens: int
 
 
 def canonical_rows(rows: Iterable[OuterRow]) -> tuple[OuterRow, ...]:

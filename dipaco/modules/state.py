@@ -34,7 +34,7 @@ from .canonical_file import (
     read_header,
 )
 from .device import all_finite, own_pages
-from .grid import ModuleLayout
+from .layout import ModuleLayout
 
 STATE_FORMAT = "dipaco-state/1"
 # Of tokens and rounds: sums of two still fit into 64 bits.

@@ -26,8 +26,9 @@ from dipaco.base.files import (
     remove_stale_temporaries,
     storage_errors,
 )
+from dipaco.protocol.grid import module_name_is_valid
 
-from .grid import ModuleLayout, module_name_is_valid
+from .layout import ModuleLayout
 from .state import (
     ModuleState,
     StateSummary,

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .config import PAD_TOKEN, AdaptersConfig, ModelConfig
+from dipaco.protocol.config import PAD_TOKEN, AdaptersConfig, ModelConfig
+
 from .device import format_of_products, free_and_total_bytes, permitted_share
 from .frozen_base import FrozenBase, Nf4Weight, product
 from .marked_tokens import learned_targets, plain_tokens

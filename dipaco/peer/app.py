@@ -19,7 +19,6 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.base.running import stop_signals
 from dipaco.dht.node import be_client, note_port, visible_addresses
-from dipaco.modules.config import RoundsConfig
 from dipaco.modules.device import (
     be_nice,
     choose_device,
@@ -28,6 +27,7 @@ from dipaco.modules.device import (
     limit_memory,
     prepare_process,
 )
+from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import release_memory
 from dipaco.peer.check.checks import OPEN_FILES, how_to_use_gpu
 from dipaco.peer.check.doctor import contributions_limit, fitting_batch
@@ -64,6 +64,7 @@ from dipaco.peer.reporting.events import EventLog
 from dipaco.peer.reporting.first_speed import FirstSpeed, device_line
 from dipaco.peer.shell.running_node import RunningNode
 from dipaco.peer.shell.session import Session
+from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.records import Reachability
 from dipaco.training.trainer import PathTrainer
 
@@ -142,7 +143,7 @@ def run_peer(settings: PeerSettings) -> int:
 
 def _greet(node: Node, display: Display) -> None:
     plan = node.plan
-    counts = node.grid.parameter_counts()
+    counts = parameter_counts(node.grid)
     over = f" over {plan.base_source.name}" if plan.base_source is not None else ""
     display.say(
         f"run '{plan.name}' ({node.run_id}), manifest {node.manifest.plan.fingerprint}, signed by "

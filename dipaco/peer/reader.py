@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, read_state
 from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.keeping.winning_states import WinningStates
@@ -19,6 +19,7 @@ from dipaco.peer.node.node import Node
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.coverage import whole_scope
 from dipaco.protocol.manifest import newest_run
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.view import SwarmView
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class SwarmReader:
         if file is None:
             return None
         try:
-            layout = self.grid.layout(wanted.module)
+            layout = layout_of(self.grid, wanted.module)
             return read_state(file, layout, wanted.digest, module=wanted.module)
         except (IntegrityError, StorageError) as error:
             logger.warning("state %s on disk is fetched again: %s", wanted.digest[:12], error)

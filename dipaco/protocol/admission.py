@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dipaco.base.errors import AdmissionError
-from dipaco.modules.plan import RunPlan
 
 from .identity import PUBLIC_KEY_BYTES, is_signed, public_key_of_peer_id
 from .invitations import (
@@ -42,6 +41,7 @@ from .invitations import (
     unpack_terms,
 )
 from .manifest import SignedManifest, fingerprint_of
+from .plan import RunPlan
 from .record_errors import RecordError
 from .revocations import read_revocations
 from .view import least_round_s

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dipaco.modules.grid import Grid
-
+from .grid import Grid
 from .view import SwarmView
 
 

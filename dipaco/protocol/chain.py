@@ -20,9 +20,7 @@ from typing import Any
 import msgpack
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.outer import OuterRow
-
+from .grid import Grid
 from .identity import (
     SIGNATURE_BYTES,
     is_signed,
@@ -30,6 +28,7 @@ from .identity import (
     public_key_of_peer_id,
     raw_public_key,
 )
+from .outer_row import OuterRow
 from .record_errors import MAX_COUNT, RecordError
 
 MAX_ROWS = 64

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dipaco.modules.grid import Grid
+from .grid import Grid
 
 BUCKET_PATHS = 64
 # Buckets beside a peer's own that it reads at a time, to find peers or paths that need one.

@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import AdmissionError
-from dipaco.modules.plan import RunPlan
 
 from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, raw_public_key
+from .plan import RunPlan
 
 INVITATION_PREFIX = "dipaco-invitation-1."
 MAX_PLACES = 10_000

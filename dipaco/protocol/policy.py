@@ -13,8 +13,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from dipaco.modules.grid import Grid
-
+from .grid import Grid
 from .records import Claim
 from .view import SwarmView
 

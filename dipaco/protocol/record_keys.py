@@ -15,10 +15,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dipaco.modules.plan import PROTOCOL_VERSION
-
 from .identity import PUBLIC_KEY_BYTES, peer_id_of_public_key
 from .manifest import MAX_MANIFEST_BYTES
+from .plan import PROTOCOL_VERSION
 from .records import (
     DAY_S,
     BlobRecord,

@@ -14,9 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from dipaco.modules.config import RoundsConfig
-
 from .chain import Head
+from .config import RoundsConfig
 from .record_errors import MAX_COUNT
 from .record_errors import OtherProtocolError as OtherProtocolError
 from .record_errors import RecordError as RecordError

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
-
 from .chain import MAX_ROWS, Head, Row
 from .coverage import Scope
+from .grid import Grid
+from .plan import RunPlan
 from .records import (
     Claim,
     Holding,

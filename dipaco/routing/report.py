@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from pydantic import Field
 
-from dipaco.modules.config import Config
-from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.protocol.config import Config
+from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from .shards import PathSummary
 

@@ -31,15 +31,17 @@ from dipaco.base.errors import (
 )
 from dipaco.base.files import atomic_write, link_or_copy
 from dipaco.modules.adapters import initial_adapters
-from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.frozen_file import open_base
-from dipaco.modules.grid import Grid
 from dipaco.modules.grow import check_genesis, check_genesis_index
-from dipaco.modules.plan import PathShard, RunPlan, ShardIndex
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, genesis_state, read_state
 from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import ModelConfig, parse_config
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.manifest import MANIFEST_FILE
+from dipaco.protocol.plan import PathShard, RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.routers.kinds import Router, load_router
 from dipaco.routing.tokens.token_files import open_tokens
@@ -69,7 +71,7 @@ class RunFolder:
     @property
     def manifest_path(self) -> Path:
         """Where the signed plan is."""
-        return self.path / "manifest.json"
+        return self.path / MANIFEST_FILE
 
     @cached_property
     def blobs(self) -> BlobStore:
@@ -242,7 +244,7 @@ class RunFolder:
         names. To read several, give the `first_parameters`, which are otherwise made for each one.
         Raises IntegrityError if that state is missing, or cannot begin a run.
         """
-        layout = self.grid(plan).layout(module)
+        layout = layout_of(self.grid(plan), module)
         digests = self.genesis_index(plan)
         if digests is None:
             return genesis_state(module, layout, first or self.first_parameters(plan))

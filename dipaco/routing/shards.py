@@ -14,8 +14,8 @@ import numpy as np
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.files import append, atomic_write, canonical_json, storage_errors
-from dipaco.modules.config import PAD_TOKEN
-from dipaco.modules.plan import PathShard, ShardIndex
+from dipaco.protocol.config import PAD_TOKEN
+from dipaco.protocol.plan import PathShard, ShardIndex
 from dipaco.routing.tokens.token_corpus import Mapped, TokenCorpus
 from dipaco.routing.tokens.token_files import (
     pack_documents,

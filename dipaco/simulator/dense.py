@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dipaco.modules.config import InnerConfig
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import InnerConfig
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.batches import batch_indices
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import even_sample

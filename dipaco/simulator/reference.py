@@ -37,8 +37,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.outer import OuterRow, OuterRule, canonical_rows
+from dipaco.modules.outer import OuterRule, canonical_rows
 from dipaco.modules.state import ModuleState
+from dipaco.protocol.outer_row import OuterRow
 from dipaco.routing.run_folder import RunFolder
 
 from .report import Reporter, RoundNotes, RoundReport

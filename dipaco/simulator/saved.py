@@ -16,6 +16,7 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.base.files import atomic_file
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder
 
@@ -61,7 +62,7 @@ def resumed_simulation(output: RunFolder, begin: Begin) -> ReferenceSwarm:
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}")
         states = {
-            module: output.states.load(module, grid.layout(module), content["digests"][module])
+            module: output.states.load(module, layout_of(grid, module), content["digests"][module])
             for module in grid.modules()
         }
         next_round, kept = int(content["next_round"]), list(content["trainers"])

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dipaco.base.errors import StorageError
-from dipaco.modules.plan import RunPlan
 from dipaco.peer.keeping.credit import earlier_credits
 from dipaco.peer.reader import SwarmReader
 from dipaco.protocol.ledger import Credit, credits_of, exported, summed
+from dipaco.protocol.plan import RunPlan
 
 
 def read_ledger(

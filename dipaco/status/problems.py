@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.chain import Head
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import Claim
 from dipaco.protocol.view import SwarmView, present_round
 

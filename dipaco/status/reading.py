@@ -7,9 +7,9 @@ from typing import Any
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.modules.grid import Grid
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.coverage import whole_scope
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import SignedManifest, newest_run
 

@@ -13,7 +13,7 @@ from typing import Any
 from dipaco.base.errors import DipacoError
 from dipaco.base.http_server import serve_until_told
 from dipaco.base.running import say
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import refresh_period_s
 
 from .history import History, default_history_file

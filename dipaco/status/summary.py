@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from dipaco.modules.grid import Grid
 from dipaco.protocol.admission import Gate
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.manifest import SignedManifest
 from dipaco.protocol.view import SwarmView, present_round
 

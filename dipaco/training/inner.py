@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from dipaco.base.errors import ConfigurationError, DipacoError, nearest_name
-from dipaco.modules.config import InnerConfig
 from dipaco.modules.device import (
     Fetched,
     autocast_for,
@@ -44,6 +43,7 @@ from dipaco.modules.transformer import (
     rotation_of,
     target_mask,
 )
+from dipaco.protocol.config import InnerConfig
 
 from .muon import Muon, is_for_muon
 

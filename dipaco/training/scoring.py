@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.device import autocast_for, sent
 from dipaco.modules.memory import AtOnce
 from dipaco.modules.transformer import PathModel, target_mask, token_losses
+from dipaco.protocol.config import PAD_TOKEN
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ from dipaco.modules.compose import (
 )
 from dipaco.modules.contributions import Codec
 from dipaco.modules.device import return_freed_memory
-from dipaco.modules.grid import Grid
 from dipaco.modules.memory import release_memory
 from dipaco.modules.outer import OuterGradient, encode_in_place
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.batches import BatchStream
 from dipaco.training.inner import InnerLoop
 from dipaco.training.interruption import end_passes_when

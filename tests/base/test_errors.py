@@ -50,9 +50,9 @@ from support.swarms.swarm import command as run_command
 from support.wire.dht_pair import wait_until
 
 from dipaco.base.files import canonical_json
-from dipaco.modules.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.peer import app
 from dipaco.protocol.manifest import verify_manifest
+from dipaco.protocol.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.routing.run_folder import RunFolder
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -378,7 +378,7 @@ def test_another_version_of_the_protocol(tmp_path: Path) -> None:
     run = make_tiny_run(tmp_path / "run", name="future", start_s=time.time())
     sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": PROTOCOL_VERSION + 1}))
     program = (
-        "import sys, dipaco.modules.plan as plan; plan.PROTOCOL_VERSION += 1; "
+        "import sys, dipaco.protocol.plan as plan; plan.PROTOCOL_VERSION += 1; "
         "from dipaco.bootstrap.cli import main; sys.exit(main(sys.argv[1:]))"
     )
     serve = ["serve", str(run.path), "--host-maddrs", LOOPBACK]

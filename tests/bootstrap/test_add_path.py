@@ -17,7 +17,8 @@ from dipaco.base.errors import ConfigurationError, CorpusError, DipacoError, Int
 from dipaco.bootstrap import cli
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.modules.grow import path_parameters
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import layout_of
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.routers.router import Prefixes
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
@@ -165,14 +166,14 @@ def test_training_it_teaches_the_new_language_and_changes_nobody_else(
     held_out, losses = run.validation_tokens(plan, 4), []
     for load in (
         lambda module: run.genesis_state(plan, module),
-        lambda module: trained.states.load_latest(module, grid.layout(module)),
+        lambda module: trained.states.load_latest(module, layout_of(grid, module)),
     ):
         model = run.base_model(plan)
         model.load_state_dict(path_parameters(grid, 4, load))
         losses.append(LossSum(*sum_losses(model, held_out, 8)).loss or 0.0)
     assert losses[1] < losses[0] - 0.1
     for module in grid.modules():
-        state = trained.states.load_latest(module, grid.layout(module))
+        state = trained.states.load_latest(module, layout_of(grid, module))
         assert state is not None
         assert (state.version > 0) == (module in grid.modules_of_path(4))
 

@@ -24,7 +24,7 @@ from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli

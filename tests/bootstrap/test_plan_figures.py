@@ -23,12 +23,13 @@ from dipaco.bootstrap.plan.traffic import (
     VOLUNTEER,
 )
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import pass_bytes
-from dipaco.modules.plan import RunBlobs
 from dipaco.modules.state import genesis_state, write_state
 from dipaco.modules.store import KEPT_OPTIMIZERS
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunBlobs
 from dipaco.training.inner import InnerLoop
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -141,7 +142,7 @@ def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:
     grid = Grid(config.model, config.grid)
     for level in figures.levels:
         module = next(name for name in grid.modules() if grid.level_of(name) == level.level)
-        state = genesis_state(module, grid.layout(module), parameters)
+        state = genesis_state(module, layout_of(grid, module), parameters)
         write_state(state, tmp_path / module)
         written = (tmp_path / module).stat().st_size
         assert 8 * level.parameters < written <= level.state_bytes < written + 1000

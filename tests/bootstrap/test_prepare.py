@@ -28,13 +28,14 @@ from dipaco.bootstrap.preparing import token_stage
 from dipaco.bootstrap.preparing.prepare import check_shards, prepare
 from dipaco.bootstrap.preparing.pretrain import base_model_bytes, pretrain
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.config import InnerConfig, ModelConfig
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import layout_of
 from dipaco.peer.node.guests import OWN_INVITATION
 from dipaco.protocol.admission import Gate
+from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import RecordError
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_files
 from dipaco.routing.report import RoutingReport
@@ -65,7 +66,7 @@ def test_run_folder_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
     for module in grid.modules():
         state = run.genesis_state(plan, module)
         assert (state.module, state.version, state.tokens) == (module, 0, 0)
-        for name, view in grid.layout(module).views(state.parameters).items():
+        for name, view in layout_of(grid, module).views(state.parameters).items():
             assert torch.equal(view, base[name])
     for path in range(4):
         train, held = run.train_tokens(plan, path), run.validation_tokens(plan, path)

@@ -31,10 +31,10 @@ from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.base_source import seems_in_hub_cache, take_base_from_hub_cache
-from dipaco.modules.grid import parameter_shapes
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import parameter_shapes
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.exchange.fetching import ContentFetcher
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 TOML = """

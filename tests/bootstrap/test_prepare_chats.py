@@ -17,8 +17,8 @@ from support.runs.prepared_run import CPU, on_cpu, quiet_display
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap import cli
 from dipaco.bootstrap.preparing.prepare import prepare
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.modules.marked_tokens import plain_tokens
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_corpus import TokenCorpus

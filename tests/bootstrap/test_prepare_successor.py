@@ -24,9 +24,10 @@ from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.modules.compose import load_path
 from dipaco.modules.grow import Growth, path_parameters
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import layout_of
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.manifest import load_or_create_operator_key, verify_manifest
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from dipaco.training.scoring import sum_losses
@@ -116,7 +117,7 @@ def test_each_run_names_the_one_before_and_has_the_same_operator(chain: dict[str
 def test_the_trained_dense_model_is_the_new_base(chain: dict[str, Path]) -> None:
     dense, kmeans, scored, grown = (RunFolder(run) for run in chain.values())
     plan, grid = dense.plan(), dense.grid(dense.plan())
-    state = dense.states.load_latest("L0.E0", grid.layout("L0.E0"))
+    state = dense.states.load_latest("L0.E0", layout_of(grid, "L0.E0"))
     assert state is not None
     assert state.version == 2
     trained = path_parameters(grid, 0, lambda module: state)
@@ -134,7 +135,7 @@ def test_genesis_is_what_the_run_before_ended_with(chain: dict[str, Path]) -> No
         growth = Growth(old_grid, grid)
 
         def load(module: str, old: RunFolder = old) -> Any:
-            return old.states.load_latest(module, old.grid(old.plan()).layout(module))
+            return old.states.load_latest(module, layout_of(old.grid(old.plan()), module))
 
         for module in grid.modules():
             state = new.genesis_state(plan, module)
@@ -151,7 +152,7 @@ def test_the_simulator_begins_with_the_genesis(chain: dict[str, Path], tmp_path:
     stepped = RunFolder(tmp_path / "sim").states
     for module in grid.modules():
         genesis = source.genesis_state(plan, module)
-        state = stepped.load_latest(module, grid.layout(module))
+        state = stepped.load_latest(module, layout_of(grid, module))
         assert state is not None
         if module in grid.modules_of_path(5):
             # Nesterov: momentum' = m * momentum + gradient.
@@ -318,7 +319,7 @@ def test_modules_without_a_state_are_named(chain: dict[str, Path], tmp_path: Pat
         succeed(toml, tmp_path / "out", old)
     run, _ = succeed(toml, tmp_path / "out", old, allow_genesis=True)
     old_run = RunFolder(old)
-    layout = run.grid(run.plan()).layout("L1.E0")
+    layout = layout_of(run.grid(run.plan()), "L1.E0")
     before = old_run.genesis_state(old_run.plan(), "L1.E0")
     after = run.genesis_state(run.plan(), "L1.E0")
     assert after.layout.names == layout.names

@@ -17,7 +17,7 @@ from dipaco.bootstrap.preparing import token_stage
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.preparing.workers import Workers, open_workers
-from dipaco.modules.plan import RunBlobs
+from dipaco.protocol.plan import RunBlobs
 from dipaco.simulator import cli as simulate
 
 INNER = "[inner]\nbatch_sequences = 4\n"

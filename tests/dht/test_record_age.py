@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dipaco.modules.config import RoundsConfig
+from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.records import HeldState, ModuleRecord, refresh_period_s
 
 

@@ -15,10 +15,11 @@ from dipaco.base.errors import StorageError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference import evaluate_cli, generate_cli
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.modules.config import AdaptersConfig
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import genesis_state
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import AdaptersConfig
+from dipaco.protocol.grid import Grid
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulator_cli
 
@@ -84,7 +85,7 @@ def test_states_of_another_model_are_refused(
     (folder / "manifest.json").write_bytes(run.manifest_path.read_bytes())
     (folder / "blobs").symlink_to(out / "blobs")
     for module in grid.modules():
-        RunFolder(folder).states.save(genesis_state(module, grid.layout(module), parameters))
+        RunFolder(folder).states.save(genesis_state(module, layout_of(grid, module), parameters))
     with pytest.raises(StorageError, match="no state of its module L0.E0"):
         assemble_path(DiskSource(folder, SourceSettings()), 0)
     name = "model.layers.0.mlp.down_proj.lora_A.weight"

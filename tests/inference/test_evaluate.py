@@ -44,7 +44,7 @@ from dipaco.inference.sources import (
     open_source,
 )
 from dipaco.modules.compose import gather_module
-from dipaco.modules.config import PAD_TOKEN
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder

@@ -16,9 +16,9 @@ from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.inference import evaluate_cli, generate_cli
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.modules.transformer import token_losses
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.documents.chats import read_chat
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, routed_tokens

@@ -24,8 +24,8 @@ from dipaco.inference.generate import (
 from dipaco.inference.options import SamplingSettings
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli

@@ -16,7 +16,7 @@ from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.service.app import Service
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.modules.config import END_TOKEN, AdaptersConfig
+from dipaco.protocol.config import END_TOKEN, AdaptersConfig
 from dipaco.routing.run_folder import RunFolder
 
 CPU = torch.device("cpu")

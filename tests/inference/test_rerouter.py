@@ -18,9 +18,9 @@ from dipaco.inference.rerouter import (
     rerouted_nats,
     rerouter_bytes,
 )
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.plan import RunPlan
 
 PREFIX, LENGTH, PATHS = 4, 16, 3
 

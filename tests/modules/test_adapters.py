@@ -13,13 +13,14 @@ from dipaco.base.files import sha256_of_file
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.compose import gather_module, load_path
-from dipaco.modules.config import AdaptersConfig, GridConfig, ModelConfig
 from dipaco.modules.frozen_base import FrozenBase, Nf4Weight
 from dipaco.modules.frozen_file import base_shapes, open_base, row_runs, write_base
-from dipaco.modules.grid import Grid, parameter_shapes
+from dipaco.modules.layout import layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.memory import pass_bytes
 from dipaco.modules.state import genesis_state
 from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.protocol.config import AdaptersConfig, GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid
 
 TOKENS = torch.arange(4, 36).view(2, 16)
 
@@ -69,8 +70,8 @@ def test_only_adapters_are_parameters(smollm2: ImportedBase) -> None:
     assert shapes["model.layers.0.self_attn.q_proj.lora_A.weight"] == (4, 32)
     assert shapes["model.layers.1.mlp.down_proj.lora_B.weight"] == (32, 4)
     grid = Grid(model, GridConfig(modules_per_level=(1, 4)))
-    assert grid.parameter_counts()["path"] == sum(a * b for a, b in shapes.values())
-    assert all("lora_" in name for name in grid.layout("L1.E3").names)
+    assert parameter_counts(grid)["path"] == sum(a * b for a, b in shapes.values())
+    assert all("lora_" in name for name in layout_of(grid, "L1.E3").names)
 
 
 def test_adapters_begin_as_the_base_itself(imported: ImportedBase, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_adapters_begin_as_the_base_itself(imported: ImportedBase, tmp_path: Pat
     path = PathModel(model, base)
     grid = Grid(model, GridConfig(modules_per_level=(2, 2)))
     first = initial_adapters(model, seed=7)
-    states = {m: genesis_state(m, grid.layout(m), first) for m in grid.modules()}
+    states = {m: genesis_state(m, layout_of(grid, m), first) for m in grid.modules()}
     assert torch.equal(states["L0.E0"].parameters, states["L0.E1"].parameters)
     load_path(path, grid, 2, states)
     bound = model.hidden_size**-0.5
@@ -196,7 +197,7 @@ def test_modules_of_adapters_come_back(smollm2: ImportedBase, tmp_path: Path) ->
     grid = Grid(model, GridConfig(modules_per_level=(1, 4)))
     flat = gather_module(path, grid, "L1.E2")
     name = "model.layers.1.mlp.gate_proj.lora_B.weight"
-    assert torch.equal(grid.layout("L1.E2").views(flat)[name], path.get_parameter(name))
+    assert torch.equal(layout_of(grid, "L1.E2").views(flat)[name], path.get_parameter(name))
 
 
 def test_what_a_pass_keeps_is_as_estimated(smollm2: ImportedBase, tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from dipaco.modules.compose import (
     load_path,
     scatter_module,
 )
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid
 
 MODEL = ModelConfig(
     vocabulary_size=32, block_count=3, hidden_size=16, head_count=2, sequence_length=16
@@ -33,7 +34,7 @@ def states_of(seed: int = 0) -> dict[str, ModuleState]:
     """Every module from another base, so that a mix-up shows."""
     return {
         module: genesis_state(
-            module, GRID.layout(module), dict(model_of(seed + i).named_parameters())
+            module, layout_of(GRID, module), dict(model_of(seed + i).named_parameters())
         )
         for i, module in enumerate(GRID.modules())
     }
@@ -77,7 +78,7 @@ def test_gathered_parameters_are_a_copy() -> None:
 def test_scatter_touches_only_its_module() -> None:
     model = model_of(0)
     others = {m: gather_module(model, GRID, m) for m in ("L1.E0", "P0")}
-    scatter_module(model, GRID, "L0.E0", torch.zeros(GRID.layout("L0").size))
+    scatter_module(model, GRID, "L0.E0", torch.zeros(layout_of(GRID, "L0").size))
     for module, flat in others.items():
         assert torch.equal(gather_module(model, GRID, module), flat)
     with pytest.raises(ValueError, match="elements"):
@@ -87,13 +88,13 @@ def test_scatter_touches_only_its_module() -> None:
 def test_parameters_are_lent_without_a_copy_and_come_back() -> None:
     model, path = model_of(0), 0
     states = {
-        module: genesis_state(module, GRID.layout(module), dict(model_of(1).named_parameters()))
+        module: genesis_state(module, layout_of(GRID, module), dict(model_of(1).named_parameters()))
         for module in GRID.modules_of_path(path)
     }
     own = {name: (p.data_ptr(), p.detach().clone()) for name, p in model.named_parameters()}
     with lent_parameters(model, GRID, path, states):
         for module, state in states.items():
-            for name, view in GRID.layout(module).views(state.parameters).items():
+            for name, view in layout_of(GRID, module).views(state.parameters).items():
                 assert model.get_parameter(name).data_ptr() == view.data_ptr()
     for name, parameter in model.named_parameters():
         assert parameter.data_ptr() == own[name][0]

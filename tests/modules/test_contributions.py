@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from support.runs.contribution_files import BITS, BLOCKS, made_file
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.modules.config import CodecName, ContributionsConfig, parse_config
 from dipaco.modules.contributions import (
     CHUNK_VALUES,
     CODECS,
@@ -25,6 +24,7 @@ from dipaco.modules.contributions import (
     Codec,
     contribution_norm,
 )
+from dipaco.protocol.config import CodecName, ContributionsConfig, parse_config
 
 VALUES = 2 * CHUNK_VALUES + 300
 BYTES_A_VALUE = {

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import ModelConfig, parse_config
 from dipaco.modules.llama import llama_config, read_llama_config, read_llama_parameters
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import ModelConfig, parse_config
 
 SMALL: dict[str, Any] = {
     "vocab_size": 300,

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.grid import Grid, ModuleLayout, module_name_is_valid
+from dipaco.modules.layout import ModuleLayout, layout_of, parameter_counts
 from dipaco.modules.transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid, module_name_is_valid
 
 
 def small_model(**overrides: object) -> ModelConfig:
@@ -48,9 +49,9 @@ def test_private_modules_come_last() -> None:
     assert grid.modules()[-4:] == ("P0", "P1", "P2", "P3")
     assert grid.paths_of_module("P3") == (3,)
     assert grid.level_of("P3") == "P"
-    assert grid.layout("P3") == grid.layout("P") != grid.layout("L0")
-    assert EMBEDDING in grid.layout("P").names
-    assert FINAL_NORM in grid.layout("L1").names
+    assert layout_of(grid, "P3") == layout_of(grid, "P") != layout_of(grid, "L0")
+    assert EMBEDDING in layout_of(grid, "P").names
+    assert FINAL_NORM in layout_of(grid, "L1").names
     assert grid.level_offset("P") == 1.0
     assert grid.level_offset("L0") == pytest.approx(1 / 3)
 
@@ -64,18 +65,18 @@ def test_an_added_path_has_a_module_of_its_own_in_every_level() -> None:
     assert grid.paths_of_module("L1.E4") == (7,)
     assert grid.paths_of_module("L0.E1") == (3, 4, 5)
     assert not grid.has_module("L0.E4")
-    sizes = [grid.layout(module).size for module in grid.modules()]
-    assert grid.parameter_counts()["total"] == sum(sizes)
+    sizes = [layout_of(grid, module).size for module in grid.modules()]
+    assert parameter_counts(grid)["total"] == sum(sizes)
 
 
 def test_where_embedding_norm_and_head_belong() -> None:
     untied = small_model(tied_embedding=False)
     shared = grid_of(untied)
-    assert EMBEDDING in shared.layout("L0.E0").names
-    assert {FINAL_NORM, HEAD} <= set(shared.layout("L1.E0").names)
+    assert EMBEDDING in layout_of(shared, "L0.E0").names
+    assert {FINAL_NORM, HEAD} <= set(layout_of(shared, "L1.E0").names)
     private = grid_of(untied, private_head=True)
-    assert set(private.layout("P").names) == {FINAL_NORM, HEAD}
-    assert set(grid_of(private_head=True).layout("P").names) == {FINAL_NORM}
+    assert set(layout_of(private, "P").names) == {FINAL_NORM, HEAD}
+    assert set(layout_of(grid_of(private_head=True), "P").names) == {FINAL_NORM}
 
 
 def test_paper_arithmetic_of_path_specific_modules() -> None:
@@ -84,7 +85,7 @@ def test_paper_arithmetic_of_path_specific_modules() -> None:
     grid = grid_of(
         model, modules_per_level=(8, 8), private_blocks=(0, 5, 6, 11), private_embedding=True
     )
-    counts = grid.parameter_counts()
+    counts = parameter_counts(grid)
     block = sum(p.numel() for p in PathModel(model).model.layers[0].parameters())
     embedding = 32 * 16
     assert counts["private"] == 4 * block + embedding
@@ -129,7 +130,7 @@ def test_impossible_grids(values: dict[str, object], message: str) -> None:
 
 def test_a_level_may_live_from_the_embedding_alone() -> None:
     grid = grid_of(private_blocks=(0, 1))
-    assert grid.layout("L0").names == (EMBEDDING,)
+    assert layout_of(grid, "L0").names == (EMBEDDING,)
 
 
 def test_unknown_names_are_refused() -> None:
@@ -181,7 +182,8 @@ def test_every_parameter_belongs_to_exactly_one_module_of_a_path(data: st.DataOb
     owned = [
         (name, shape)
         for module in grid.modules_of_path(path)
-        for name, shape in zip(grid.layout(module).names, grid.layout(module).shapes, strict=True)
+        for layout in [layout_of(grid, module)]
+        for name, shape in zip(layout.names, layout.shapes, strict=True)
     ]
     assert len(owned) == len(expected)
     assert dict(owned) == expected

@@ -7,11 +7,12 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.grid import Grid
 from dipaco.modules.grow import Growth, check_genesis, check_genesis_index, path_parameters
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.modules.transformer import EMBEDDING, PathModel
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid
 
 MODEL = ModelConfig(
     vocabulary_size=16, block_count=4, hidden_size=8, head_count=1, sequence_length=8
@@ -26,7 +27,7 @@ def trained(grid: Grid) -> dict[str, ModuleState]:
     """States as after some training: every number of every module is another one."""
     states = {}
     for number, module in enumerate(grid.modules()):
-        layout, generator = grid.layout(module), torch.Generator().manual_seed(number)
+        layout, generator = layout_of(grid, module), torch.Generator().manual_seed(number)
         states[module] = ModuleState(
             module,
             7,

@@ -16,13 +16,11 @@ from support.runs.contribution_files import made_file
 from support.runs.exact_numbers import square_roots
 
 from dipaco.base.errors import IntegrityError
-from dipaco.modules.config import ContributionsConfig, OuterConfig
 from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Codec, contribution_norm
-from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.outer import (
     LEAST_OF_PARAMETERS,
     OuterGradient,
-    OuterRow,
     OuterRule,
     Usual,
     advanced_progress,
@@ -32,6 +30,8 @@ from dipaco.modules.outer import (
     max_contribution_bytes,
 )
 from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.protocol.config import ContributionsConfig, OuterConfig
+from dipaco.protocol.outer_row import OuterRow
 
 SIZE = 1000
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))

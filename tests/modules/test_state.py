@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from dipaco.base.errors import IntegrityError
-from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.state import (
     MAX_COUNT,
     ModuleState,

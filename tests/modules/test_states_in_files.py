@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dipaco.modules.device import LEAST_OWN_VALUES, LOOKED_AT_VALUES, all_finite, own_pages
-from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.state import ModuleState, PathProgress, read_state, write_state
 
 SIZE = LEAST_OWN_VALUES + 3

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dipaco.base.errors import StorageError
-from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.state import ModuleState, PathProgress, write_state
 from dipaco.modules.store import StateStore
 

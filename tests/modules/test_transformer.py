@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from dipaco.modules import transformer
-from dipaco.modules.config import PAD_TOKEN, ModelConfig
 from dipaco.modules.transformer import (
     EMBEDDING,
     FINAL_NORM,
@@ -18,6 +17,7 @@ from dipaco.modules.transformer import (
     target_mask,
     token_losses,
 )
+from dipaco.protocol.config import PAD_TOKEN, ModelConfig
 from dipaco.training.scoring import sum_losses
 
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from support.runs.exact_numbers import square_roots
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import ContributionsConfig, parse_config
 from dipaco.modules.trimmed_mean import (
     of_paths,
     trim_count,
     trimmed_mean,
     weighted_mean,
 )
+from dipaco.protocol.config import ContributionsConfig, parse_config
 
 SIZE = 300
 SHARE = 0.2

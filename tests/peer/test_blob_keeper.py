@@ -16,9 +16,9 @@ from support.swarms.fake_swarm import (
     peer_record,
 )
 
-from dipaco.modules.config import RoundsConfig
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.keeping.blob_keeper import RETRY_AFTER_S, BlobKeeper
+from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.view import SwarmView
 
 OTHER = peer_id(2)

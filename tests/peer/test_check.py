@@ -14,6 +14,7 @@ from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
 from dipaco.base.errors import AddressError, ConfigurationError, StorageError, UnreachableError
 from dipaco.modules import device
+from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import free_bytes, head_bytes
 from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
 from dipaco.peer.check import checks, doctor, machine, needs
@@ -347,7 +348,7 @@ def test_a_member_receives_everybody_else_s_contributions(tmp_path: Path) -> Non
     plan = make_tiny_run(tmp_path / "run", modules_per_level=(2, 3), codec="float32").plan()
     grid = needs.grid_of(plan)
     for level, members in (("L0", 3), ("L1", 2)):
-        least = 4 * grid.layout(level).size * (members - 1)
+        least = 4 * layout_of(grid, level).size * (members - 1)
         assert least <= needs.received_bytes(plan, grid, level) <= 1.05 * least + 1024
     assert needs.too_slow(plan, None) == []
     assert len(needs.too_slow(plan, 1e-6)) == 2

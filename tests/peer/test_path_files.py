@@ -13,9 +13,9 @@ from support.runs.tiny_run import make_tiny_run
 
 from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.base.files import canonical_json
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.peer.keeping.path_files import PathData, PathFiles
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 MODULE = "L0.E1"

@@ -24,6 +24,7 @@ from support.wire.peers import RUN, identity, peer
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import AdmissionError, ConfigurationError, StorageError
 from dipaco.dht.node import note_port, take_port
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
@@ -45,7 +46,7 @@ from dipaco.protocol.revocations import sign_revocations
 from dipaco.routing.run_folder import RunFolder
 
 NOW_S = 1_000_000.0
-LAYOUT = GRID.layout(MODULE)
+LAYOUT = layout_of(GRID, MODULE)
 
 every_cut = pytest.mark.parametrize("how", CUTS)
 BESIDE = CUTS[-1]

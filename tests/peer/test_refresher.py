@@ -25,13 +25,13 @@ from support.swarms.fake_swarm import (
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ClockError, NetworkError
-from dipaco.modules.config import GridConfig, RoundsConfig
-from dipaco.modules.grid import Grid
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.exchange.contact.contributors import Contributors
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.presence.refresher import Refresher
+from dipaco.protocol.config import GridConfig, RoundsConfig
 from dipaco.protocol.coverage import scope_of
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import SwarmView
 

@@ -11,7 +11,7 @@ import torch
 
 from dipaco.base.blobs import BlobStore, SharedContent
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.grid import ModuleLayout
+from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer import trainers

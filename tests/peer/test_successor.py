@@ -13,11 +13,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from support.runs.operators import KEY, STRANGER, manifest
 
 from dipaco.base.errors import NetworkError
-from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.background import Background
 from dipaco.peer.shell import successor
 from dipaco.peer.shell.successor import SuccessorWatch
 from dipaco.protocol.manifest import SignedManifest, sign_manifest
+from dipaco.protocol.plan import PROTOCOL_VERSION
 
 FIRST = manifest(1, 100.0)
 SECOND = manifest(2, 200.0, FIRST.plan.run_id)

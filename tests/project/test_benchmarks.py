@@ -32,7 +32,7 @@ from parts.synthetic_run import make_synthetic_run  # noqa: E402
 from rivals import packages, turns  # noqa: E402
 
 from dipaco.base.errors import ConfigurationError  # noqa: E402
-from dipaco.modules.config import ModelConfig  # noqa: E402
+from dipaco.protocol.config import ModelConfig  # noqa: E402
 
 # Lets a process become every kind of hostile peer at once, and has it publish garbage.
 BECOME_HOSTILE = """

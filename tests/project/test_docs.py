@@ -20,13 +20,14 @@ from support.programs.commands import options_of, parsers
 from dipaco.base import errors, exit_codes
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.run_config import RunConfig
-from dipaco.modules.config import ContributionsConfig, OuterConfig
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.grid import ModuleLayout
-from dipaco.modules.outer import OuterRow, OuterRule, canonical_rows
-from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.modules.layout import ModuleLayout
+from dipaco.modules.outer import OuterRule, canonical_rows
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
 from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.config import ContributionsConfig, OuterConfig
+from dipaco.protocol.outer_row import OuterRow
+from dipaco.protocol.plan import PROTOCOL_VERSION
 from dipaco.protocol.record_keys import NAMESPACE
 from dipaco.routing.batches import batch_indices
 
@@ -235,8 +236,8 @@ def is_there(name: str) -> bool:
 
 
 def test_the_modules_that_are_named_exist() -> None:
-    assert is_there("dipaco.modules.grid.Grid")
-    assert not is_there("dipaco.modules.grid.Lattice")
+    assert is_there("dipaco.protocol.grid.Grid")
+    assert not is_there("dipaco.protocol.grid.Lattice")
     assert not is_there("dipaco.modules.lattice")
     for file in [*sources(), *PAGES]:
         text = file.read_text(encoding="utf-8")

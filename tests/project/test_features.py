@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import ModelConfig
 from dipaco.routing.routers.document_routing import prefix_features
 
 CONFIG = ModelConfig(

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange.streams.messages import (
     AskReply,
     AskRequest,
@@ -23,6 +23,7 @@ from dipaco.peer.exchange.streams.messages import (
     framed,
 )
 from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, pack_row, pack_step, sign_row
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,7 +43,7 @@ def keys() -> dict[str, Ed25519PrivateKey]:
 def computed() -> dict[str, str]:
     """Return what the page says of the round: a word or two to its value."""
     config = load_run_config(ROOT / "examples" / "tiny" / "RUN.toml")
-    values = Grid(config.model, config.grid).layout(MODULE).size
+    values = layout_of(Grid(config.model, config.grid), MODULE).size
     codec = CODECS[config.contributions.codec]
     parent = genesis_name(RUN, MODULE)
     state = hashlib.sha256(b"state").hexdigest()

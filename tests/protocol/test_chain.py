@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from support.runs.make_plan import make_plan
 from support.wire.peers import RUN, key, peer
 
-from dipaco.modules.grid import Grid
 from dipaco.protocol import chain_book
 from dipaco.protocol.chain import (
     MARK_BYTES,
@@ -31,6 +30,7 @@ from dipaco.protocol.chain import (
     verify_row,
 )
 from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.record_errors import MAX_COUNT, RecordError
 
 PLAN = make_plan()

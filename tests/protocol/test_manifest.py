@@ -17,7 +17,6 @@ from support.wire.hostile_mirrors import HOSTILE_MIRRORS
 from dipaco.base.errors import ManifestError, ProtocolVersionError, StorageError
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
-from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.protocol.manifest import (
     MAX_MANIFEST_BYTES,
     load_or_create_operator_key,
@@ -25,6 +24,7 @@ from dipaco.protocol.manifest import (
     sign_manifest,
     verify_manifest,
 )
+from dipaco.protocol.plan import PROTOCOL_VERSION
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.runs.make_plan import make_plan
 
-from dipaco.modules.config import GridConfig
-from dipaco.modules.grid import Grid
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.config import GridConfig
 from dipaco.protocol.coverage import bucket_count as bucket_count_of
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.keeping import keepers
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runs.make_plan import make_plan
 
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.grid import Grid
+from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.coverage import scope_of
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.keeping import keepers
 from dipaco.protocol.policy import choose_path, lead_rank, resolve_collision, should_move
 from dipaco.protocol.records import Claim, ProgressEntry

@@ -25,13 +25,13 @@ from dipaco.dht.record_validator import (
     record_validators,
     signed_bytes,
 )
-from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.protocol.identity import SIGNATURE_BYTES, Identity, load_or_create_identity
 from dipaco.protocol.manifest import (
     load_or_create_operator_key,
     operator_fingerprint,
     sign_manifest,
 )
+from dipaco.protocol.plan import PROTOCOL_VERSION
 from dipaco.protocol.record_keys import (
     KINDS,
     MANIFESTS_KEY,

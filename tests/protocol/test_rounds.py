@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
-from dipaco.modules.grid import Grid
+from dipaco.protocol.config import GridConfig, ModelConfig, RoundsConfig
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import Rounds, RoundSchedule
 
 MODEL = ModelConfig(vocabulary_size=64, block_count=4, hidden_size=16, head_count=2)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from support.runs.make_plan import make_plan
 
-from dipaco.modules.config import RoundsConfig
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.agreement import trained_in_sight
 from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.config import RoundsConfig
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import (
     Claim,
     HeldState,

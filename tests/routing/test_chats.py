@@ -16,7 +16,7 @@ from support.runs.chat_templates import CHATML, INSTRUCT, THINKING
 from support.runs.foreign_base import foreign_tokenizer
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
 from dipaco.routing.documents.chats import Chat, Message
 from dipaco.routing.documents.corpus import (
     CorpusConfig,

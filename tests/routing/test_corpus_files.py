@@ -12,7 +12,7 @@ from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.preparing.prepare import prepare
-from dipaco.modules.config import parse_config
+from dipaco.protocol.config import parse_config
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, corpus_files
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"

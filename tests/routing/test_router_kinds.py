@@ -12,9 +12,9 @@ from support.runs.make_plan import make_plan
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.inference.options import CorpusSettings
-from dipaco.modules.config import GridConfig, ModelConfig
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RoutingPlan
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RoutingPlan
 from dipaco.routing.routers.balancing import balance_biases
 from dipaco.routing.routers.discriminative import fit_discriminative, label_targets, preferred_paths
 from dipaco.routing.routers.kinds import (

@@ -5,8 +5,8 @@ import math
 import pytest
 from support.runs.make_plan import make_plan
 
-from dipaco.modules.config import GridConfig, InnerConfig
-from dipaco.modules.plan import PathShard, RoutingPlan, ShardIndex
+from dipaco.protocol.config import GridConfig, InnerConfig
+from dipaco.protocol.plan import PathShard, RoutingPlan, ShardIndex
 from dipaco.routing.report import label_agreement, report_routing, shard_balance
 from dipaco.routing.shards import PathSummary
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import PAD_TOKEN
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.tokens.token_files import scoring_windows
 
 

@@ -12,8 +12,8 @@ from support.programs.power_cut import Disk
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import CorpusError, IntegrityError
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
-from dipaco.modules.plan import ShardIndex
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.protocol.plan import ShardIndex
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.shards import Beginnings, RowShape, ShardBuilder
 from dipaco.routing.tokens.token_corpus import (

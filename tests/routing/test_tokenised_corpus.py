@@ -14,7 +14,7 @@ from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap.preparing.prepare import prepare
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.documents.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 

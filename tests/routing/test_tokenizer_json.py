@@ -26,8 +26,8 @@ from transformers import AutoTokenizer
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.tokenizer_files import tokenizer_files
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces, pack_tokenizer
 

@@ -12,6 +12,7 @@ from support.runs.tiny_run import make_tiny_run
 from support.swarms.simulation import simulate
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.modules.layout import layout_of
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli
 from dipaco.simulator.reference import ReferenceSwarm
@@ -37,7 +38,7 @@ def test_resuming_changes_no_bit(
     written = RunFolder(out)
     grid = written.grid(written.plan())
     for module, digest in second[-1]["digests"].items():
-        state = written.states.load_latest(module, grid.layout(module))
+        state = written.states.load_latest(module, layout_of(grid, module))
         assert state is not None
         assert state.digest == digest
 
@@ -57,7 +58,7 @@ def test_the_output_is_a_run_folder_with_the_states(
     assert plan == shared_run.plan()
     grid = written.grid(plan)
     for module, digest in lines[1]["digests"].items():
-        state = written.states.load_latest(module, grid.layout(module))
+        state = written.states.load_latest(module, layout_of(grid, module))
         assert state is not None
         assert state.digest == digest
     assert len(written.train_tokens(plan, 0)) == len(shared_run.train_tokens(plan, 0))

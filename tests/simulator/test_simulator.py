@@ -16,10 +16,11 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json
 from dipaco.modules import device
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import InnerConfig
 from dipaco.modules.contributions import CODECS
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import write_state
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import InnerConfig
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
@@ -103,7 +104,7 @@ def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
         "L1.E0": (0, 2),
         "L1.E1": (1, 3),
     }.items():
-        names = swarm.grid.layout(module).names
+        names = layout_of(swarm.grid, module).names
         parameters = [torch.nn.Parameter(base[name].clone()) for name in names]
         total = sum(shards[path] for path in paths)
         for name, parameter in zip(names, parameters, strict=True):
@@ -112,7 +113,7 @@ def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
             )
         outer = {"lr": plan.outer.learning_rate, "momentum": plan.outer.momentum}
         torch.optim.SGD(parameters, **outer, nesterov=True).step()
-        views = swarm.grid.layout(module).views(swarm.states[module].parameters)
+        views = layout_of(swarm.grid, module).views(swarm.states[module].parameters)
         for name, parameter in zip(names, parameters, strict=True):
             torch.testing.assert_close(views[name], parameter.detach(), rtol=1e-5, atol=1e-7)
 

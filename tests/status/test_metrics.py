@@ -17,11 +17,11 @@ from support.swarms.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_rec
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.metrics import Metric, text_of
-from dipaco.modules.config import GridConfig
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics
 from dipaco.peer.settings import PeerSettings
+from dipaco.protocol.config import GridConfig
 from dipaco.protocol.view import SwarmView
 from dipaco.status.metrics import PATH_STATES, SWARM_METRICS, swarm_text
 

@@ -19,10 +19,10 @@ from support.runs.make_plan import make_plan
 from support.wire.dht_pair import start_node
 
 from dipaco.dht.directory import Directory
-from dipaco.modules.grid import Grid
 from dipaco.peer.node.guests import admit
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import Head
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import (

@@ -14,7 +14,7 @@ from support.swarms.swarm import BIN, Member, Swarm, command
 
 from dipaco.base.errors import AdmissionError
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.modules.config import AdaptersConfig
+from dipaco.protocol.config import AdaptersConfig
 
 LIMIT_S = 300.0
 ROUNDS, STEPS = 4, 3

@@ -13,9 +13,9 @@ from support.swarms.swarm import LIMIT_S, Member, Swarm
 from dipaco.base.errors import AdmissionError
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.invite import LIST_FILE, invite, note_admission, revoke
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import state_chunks
 from dipaco.protocol.manifest import load_or_create_operator_key
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 

@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounter
 
 from dipaco.modules import transformer
 from dipaco.modules.adapters import initial_adapters
-from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.transformer import PathModel, RMSNorm, head_pieces, rotation_of
+from dipaco.protocol.config import AdaptersConfig
 
 QWEN3 = {"family": "qwen3", "kv_head_count": 1}
 

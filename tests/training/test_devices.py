@@ -11,11 +11,11 @@ import torch
 from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, model_of
 
 from dipaco.modules.compose import gather_module, scatter_module
-from dipaco.modules.config import GridConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.device import Fetched
-from dipaco.modules.grid import Grid
 from dipaco.modules.outer import OuterGradient, encode_in_place
+from dipaco.protocol.config import GridConfig
+from dipaco.protocol.grid import Grid
 from dipaco.training.inner import InnerLoop
 from dipaco.training.scoring import sum_losses
 

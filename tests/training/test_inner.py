@@ -19,9 +19,9 @@ from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, flat, loop
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device, transformer
 from dipaco.modules.compose import gather_module, scatter_module
-from dipaco.modules.config import PAD_TOKEN, GridConfig
-from dipaco.modules.grid import Grid
 from dipaco.modules.store import StateStore
+from dipaco.protocol.config import PAD_TOKEN, GridConfig
+from dipaco.protocol.grid import Grid
 from dipaco.training import inner, muon
 from dipaco.training.inner import InnerLoop, learning_rate_at
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from support.runs.inner_loops import batch_of, loop_of, model_of
 
-from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.marked_tokens import are_marked, plain_tokens
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.training.scoring import row_losses
 
 

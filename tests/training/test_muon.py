@@ -16,9 +16,9 @@ from support.runs.tiny_run import PRIVATE, make_tiny_run
 from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.preparing.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.modules.config import InnerConfig, ModelConfig, parse_config
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import InnerConfig, ModelConfig, parse_config
 from dipaco.routing.run_folder import link_run
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.saved import resumed_simulation, save_simulation

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import PAD_TOKEN, ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import PAD_TOKEN, ModelConfig
 from dipaco.training.scoring import row_losses, scoring_at_once, sum_losses
 
 MODEL = ModelConfig(

@@ -18,10 +18,9 @@ from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.frozen_base import FILE_FORMATS
 from dipaco.modules.frozen_file import base_file_bytes, base_parameter_count, frozen_bytes
-from dipaco.modules.grid import PRIVATE_LEVEL, Grid, ModuleLayout, parameter_shapes
+from dipaco.modules.layout import ModuleLayout, layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.llama import WEIGHTS_FILE
 from dipaco.modules.memory import ADAMW_BYTES
-from dipaco.modules.plan import BaseFile, BaseSource, RunBlobs
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.peer.check.needs import (
     device_bytes,
@@ -34,8 +33,10 @@ from dipaco.peer.check.needs import (
     state_bytes,
 )
 from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest
+from dipaco.protocol.plan import BaseFile, BaseSource, RunBlobs
 from dipaco.routing.documents.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.tokens.token_files import token_dtype
 
@@ -224,7 +225,7 @@ def plan_figures(
     """
     expected = expected or Expected()
     grid = grid_of(config)
-    counts = grid.parameter_counts()
+    counts = parameter_counts(grid)
     peers, speed = expected.peers or grid.path_count, expected.tokens_per_s
     levels = tuple(_level(config, grid, level, peers) for level in grid.level_names)
     states = sum(level.state_bytes for level in levels)
@@ -315,14 +316,14 @@ def _base(config: RunConfig, peers: int) -> BaseFigures | None:
         greatest=greatest_bases(config),
         whole=WholeFigures(
             moved_bytes=sum(level.moved_bytes[level.codec] for level in levels),
-            device_bytes=sum(device_bytes(whole, grid.parameter_counts()["path"]).values()),
+            device_bytes=sum(device_bytes(whole, parameter_counts(grid)["path"]).values()),
         ),
     )
 
 
 def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigures:
     modules = [module for module in grid.modules() if grid.level_of(module) == level]
-    layout, paths = grid.layout(level), paths_per_module(grid, level)
+    layout, paths = layout_of(grid, level), paths_per_module(grid, level)
     trainers = max(1, round(peers * paths / grid.path_count))
     # A keeper of a copy follows the steps: it fetches the contributions too.
     others = max(trainers, min(config.rounds.copies, peers)) - 1

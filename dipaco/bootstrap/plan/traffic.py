@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dipaco.modules.config import RoundsConfig
 from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.coverage import SAMPLED_AT_ONCE, bucket_count
 from dipaco.protocol.member.proposing import MAILBOXES
 from dipaco.protocol.records import RENEWED_AFTER, record_life_s, refresh_period_s

@@ -20,8 +20,8 @@ import numpy as np
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.base.files import link_or_copy
 from dipaco.bootstrap.run_config import RunConfig, change_value
-from dipaco.modules.config import BEGIN_TOKEN, PAD_TOKEN, parse_config
-from dipaco.modules.plan import PathShard, RunPlan
+from dipaco.protocol.config import BEGIN_TOKEN, PAD_TOKEN, parse_config
+from dipaco.protocol.plan import PathShard, RunPlan
 from dipaco.routing.documents.corpus import CorpusConfig, holds_chats
 from dipaco.routing.routers.document_routing import prefix_features
 from dipaco.routing.routers.kinds import ROUTER_KINDS, load_router

@@ -14,7 +14,7 @@ import torch
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import PAD_TOKEN
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.tokens.token_corpus import Mapped
 from dipaco.training.scoring import row_losses
 

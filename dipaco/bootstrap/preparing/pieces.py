@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import ModelConfig
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.routers.kinds import load_router

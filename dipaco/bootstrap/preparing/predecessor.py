@@ -20,17 +20,18 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.base.files import atomic_write, storage_errors
-from dipaco.modules.grid import Grid
 from dipaco.modules.grow import path_parameters
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, read_state, read_state_summary
 from dipaco.modules.store import StateStore
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.manifest import (
     SignedManifest,
     load_or_create_operator_key,
     operator_fingerprint,
     verify_manifest,
 )
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 from .pretrain import parameters_bytes
@@ -96,7 +97,7 @@ class Predecessor:
                     if state is not None:
                         taken += 1
                         continue
-                    own = self.folder.states.load_latest(module, self.grid.layout(module))
+                    own = self.folder.states.load_latest(module, layout_of(self.grid, module))
                     if own is not None:
                         fetched.states.save(own)
             say(f"states: {taken} of {len(modules)} modules were fetched from the swarm")
@@ -111,7 +112,7 @@ class Predecessor:
         """
         found, missing = {}, []
         for module in self.grid.modules():
-            state = self._states.load_latest(module, self.grid.layout(module))
+            state = self._states.load_latest(module, layout_of(self.grid, module))
             if state is None and self.allow_genesis:
                 state = self.folder.genesis_state(self.plan, module)
             if state is None:
@@ -133,7 +134,7 @@ class Predecessor:
         digest = self.digests[module]
         file = self._states.find(digest)
         if file is not None:
-            return read_state(file, self.grid.layout(module), digest, module=module)
+            return read_state(file, layout_of(self.grid, module), digest, module=module)
         state = self.folder.genesis_state(self.plan, module)
         if state.digest != digest:
             raise IntegrityError(

@@ -22,9 +22,10 @@ from dipaco.base.files import atomic_write
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.run_config import RunConfig, load_run_config
 from dipaco.modules.frozen_file import write_base
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
+from dipaco.modules.layout import parameter_counts
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import BaseSource, RunBlobs, RunPlan, ShardIndex
 from dipaco.routing.documents.corpus import corpus_documents, holds_chats
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers.kinds import ROUTER_KINDS, fit_corpus_router
@@ -429,7 +430,7 @@ class Preparation:
         self._say_how_to_start(plan, is_new)
 
     def _say_how_to_start(self, plan: RunPlan, is_new: bool) -> None:
-        self.display.run(plan, self.folder.grid(plan).parameter_counts(), str(self.out))
+        self.display.run(plan, parameter_counts(self.folder.grid(plan)), str(self.out))
         if not is_new:
             self.display.say(
                 "Everything is done already and the manifest is unchanged. For a new "

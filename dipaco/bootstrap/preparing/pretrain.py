@@ -8,8 +8,8 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.routing.batches import BatchStream
 from dipaco.training.dense import SavedTraining, train_steps
 from dipaco.training.inner import InnerLoop

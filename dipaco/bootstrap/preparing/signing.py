@@ -10,9 +10,9 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.bootstrap.invite import is_open, keep_revocations, note_admission
 from dipaco.bootstrap.run_config import RunConfig
-from dipaco.modules.plan import BaseSource, RunBlobs, RunPlan
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
+from dipaco.protocol.plan import BaseSource, RunBlobs, RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 from .predecessor import Predecessor, check_start, operator_key_file

@@ -21,11 +21,12 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json, sha256_of_file
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import InnerConfig, ModelConfig
-from dipaco.modules.grid import Grid, parameter_shapes
 from dipaco.modules.grow import Growth, check_genesis_index
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import parameter_shapes
 from dipaco.modules.state import write_state
+from dipaco.protocol.config import InnerConfig, ModelConfig
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.scoring import LossSum, sum_losses
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from dipaco.modules.config import AdaptersConfig
 from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import AdaptersConfig
 
 from .decoder import Decoder, decoder_bytes
 from .low_rank import PathAdapters

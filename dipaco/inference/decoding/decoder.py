@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dipaco.modules.config import PAD_TOKEN, ModelConfig
 from dipaco.modules.transformer import PathModel, rotary_frequencies
+from dipaco.protocol.config import PAD_TOKEN, ModelConfig
 
 from .fused_block import FusedBlock, Map, few_normed, normed
 from .low_rank import NOTHING, PathAdapters, StackedAdapters

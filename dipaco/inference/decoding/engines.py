@@ -15,9 +15,9 @@ from .llama_cpp import INSTALL, PACKAGE, VERSION
 from .text_decoder import TextDecoder
 
 if TYPE_CHECKING:
-    from dipaco.modules.config import ModelConfig
-    from dipaco.modules.plan import RunPlan
     from dipaco.modules.transformer import PathModel
+    from dipaco.protocol.config import ModelConfig
+    from dipaco.protocol.plan import RunPlan
 
 EngineName = Literal["torch", "llama.cpp"]
 

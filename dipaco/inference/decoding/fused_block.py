@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from dipaco.modules.adapters import LORA_A, LORA_B
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import Block, Embedding, Projection, RMSNorm
+from dipaco.protocol.config import ModelConfig
 
 from .low_rank import BlockAdapters, LowRank
 

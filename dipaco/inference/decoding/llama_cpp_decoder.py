@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from dipaco.inference.export.path_gguf import write_gguf
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import ModelConfig
 
 from .llama_cpp import FLASH_ATTENTION, MAPPED, Batch, library
 from .text_decoder import PathDecoder

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import PAD_TOKEN
 
 from .adapter_decoder import AdapterDecoder, decoders_over_one_base, step_together
 from .decoder import Decoder

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from dipaco.modules.config import ModelConfig
+from dipaco.protocol.config import ModelConfig
 
 
 class TextDecoder(Protocol):

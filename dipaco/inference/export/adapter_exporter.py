@@ -7,8 +7,8 @@ from pathlib import Path
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.sources import StateSource, path_states
-from dipaco.modules.config import AdaptersConfig
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.config import AdaptersConfig
+from dipaco.protocol.plan import RunPlan
 
 from .adapter_gguf import adapter_modelfile, write_adapter_gguf
 from .adapter_peft import write_peft

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dipaco.base.files import storage_errors
-from dipaco.modules.config import ModelConfig
+from dipaco.protocol.config import ModelConfig
 
 from .adapter_peft import FACTOR_A, FACTOR_B, adapted, folded, rank_of
 from .path_gguf import add_tensor, gguf_library, paired

@@ -19,9 +19,10 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from dipaco.base.errors import ConfigurationError, printable
 from dipaco.base.files import storage_errors
 from dipaco.inference.sources import StateSource
-from dipaco.modules.config import GridConfig, ModelConfig
 from dipaco.modules.frozen_file import base_parameter_count
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import parameter_counts
+from dipaco.protocol.config import GridConfig, ModelConfig
+from dipaco.protocol.plan import RunPlan
 
 from .adapter_peft import Rounding, written_rank
 from .form import ExportForm
@@ -135,7 +136,7 @@ def model_card(
         vllm=plan.model.width_of_head in _HEADS_OF_VLLM,
         gguf_file=file,
         ollama_name=ollama_name(file) if file else None,
-        counts=grid.parameter_counts(),
+        counts=parameter_counts(grid),
         private=", ".join(_private_parts(plan.grid)),
         rows=rows,
         rounds=max(row.rounds for row in rows),

@@ -21,11 +21,11 @@ import torch
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import atomic_write, link_or_copy, storage_errors
 from dipaco.inference.sources import StateSource, assemble_path, path_states
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.llama import CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE, llama_config
-from dipaco.modules.plan import RunPlan
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import EMBEDDING, HEAD, PathModel
+from dipaco.protocol.config import ModelConfig
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .adapter_peft import Rounding, RoundingMeter

@@ -17,8 +17,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
 from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 

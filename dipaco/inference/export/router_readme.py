@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dipaco.modules.plan import ShardIndex
+from dipaco.protocol.plan import ShardIndex
 from dipaco.routing.routers.router import Router
 
 # A tokenizer whose numbers in the files are not those of the run: routers see those of the run.

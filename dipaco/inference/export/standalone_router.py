@@ -14,8 +14,8 @@ import safetensors.numpy
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
-from dipaco.modules.config import BEGIN_TOKEN
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.config import BEGIN_TOKEN
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.routers.router import FeatureRouter, Prefixes, Router
 
 from .tokenizer_files import json_bytes

@@ -25,8 +25,8 @@ import torch
 from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import SPLITS_SPECIAL, JsonPieces
 

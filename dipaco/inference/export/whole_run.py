@@ -24,7 +24,8 @@ from dipaco.base.files import atomic_write, storage_errors
 from dipaco.base.progress import each
 from dipaco.inference.sources import StateSource
 from dipaco.modules.frozen_file import base_parameter_count
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import parameter_counts
+from dipaco.protocol.grid import Grid
 from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.tokens.tokenizer import is_json
 
@@ -118,7 +119,7 @@ def export_bytes(
 ) -> int:
     """Return about how many bytes an export of `paths` paths (all) takes, with the base model if
     paths are `whole`, not adapters alone."""
-    counts = grid.parameter_counts()
+    counts = parameter_counts(grid)
     count = grid.path_count if paths is None else paths
     if not whole:
         return dtype.itemsize * counts["path"] * count
@@ -145,7 +146,7 @@ def check_space(
     needed = export_bytes(grid, dtype, shared=shared, whole=whole, paths=grid.path_count - there)
     free = _free_bytes(out)
     is_merged = whole and grid.model.adapters is not None
-    count = base_parameter_count(grid.model) if is_merged else grid.parameter_counts()["path"]
+    count = base_parameter_count(grid.model) if is_merged else parameter_counts(grid)["path"]
     each = dtype.itemsize * count
     say(
         f"{grid.path_count} paths of {_size(each)} as {form.dtype_name}"

@@ -23,7 +23,7 @@ from dipaco.inference.options import AnswerSettings
 
 if TYPE_CHECKING:
     from dipaco.inference.decoding.engines import DecodingEngine
-    from dipaco.modules.plan import RunPlan
+    from dipaco.protocol.plan import RunPlan
 
 _KEY_VARIABLE = "DIPACO_API_KEY"
 

@@ -18,8 +18,9 @@ import torch
 from dipaco.inference.decoding.adapter_decoder import AdapterDecoder, shared_decoder, step_together
 from dipaco.inference.decoding.engines import TORCH, DecodingEngine
 from dipaco.inference.sources import StateSource
-from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.frozen_file import base_parameter_count
+from dipaco.modules.layout import parameter_counts
+from dipaco.protocol.config import BEGIN_TOKEN
 from dipaco.routing.routers.document_routing import DocumentRouter
 
 from .errors import ApiError
@@ -114,7 +115,7 @@ class Engine:
             path_bytes = self._engine.size_bytes(model, parameters, self.limits.slots)
             return path_bytes, max(1, memory_bytes // path_bytes)
         # Base and caches are there in any case, once; what paths share is too.
-        counts = self.grid.parameter_counts()
+        counts = parameter_counts(self.grid)
         if 4 * counts["total"] <= memory_bytes:
             return 4 * counts["path"], self.grid.path_count
         return 4 * counts["path"], max(1, memory_bytes // (4 * counts["path"]))

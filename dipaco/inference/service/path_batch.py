@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from dipaco.inference.generate import choose_token
-from dipaco.modules.config import END_TOKEN
+from dipaco.protocol.config import END_TOKEN
 
 from .loader import Loaded
 from .scores import TokenScore, scored

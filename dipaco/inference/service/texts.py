@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dipaco.inference.generate import TextOfTokens
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 _SPECIAL = {UNKNOWN_TOKEN: "<unk>", BEGIN_TOKEN: "<s>", END_TOKEN: "</s>", PAD_TOKEN: "<pad>"}

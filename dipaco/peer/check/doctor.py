@@ -16,12 +16,13 @@ from dipaco.dht.node import check_shared_memory
 from dipaco.modules.base_source import seems_in_hub_cache
 from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.frozen_file import base_file_bytes
+from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import least_pass_bytes
-from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.files.contribution_files import MAX_CONTRIBUTIONS_BYTES
 from dipaco.peer.owner.gpu_heat import thermometer_of
 from dipaco.peer.settings import PeerSettings
 from dipaco.protocol.identity import is_in_use
+from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from . import checks as c
 from . import machine as m
@@ -224,7 +225,7 @@ def memory_need(
 ) -> c.MemoryNeed:
     """Return what training a path takes with these settings, on the GPU or on the CPU."""
     grid = needs.grid_of(plan)
-    count = grid.parameter_counts()["path"]
+    count = parameter_counts(grid)["path"]
     in_16_bits = gpu is not None and gpu.number_format != "fp32"
     on_device = needs.device_bytes(plan, count, settings.optimizer, in_16_bits=in_16_bits)
     one_pass = on_device.pop(needs.ONE_PASS)

@@ -12,16 +12,9 @@ import math
 from typing import Protocol
 
 from dipaco.base.progress import shown_bytes
-from dipaco.modules.config import (
-    ContributionsConfig,
-    GridConfig,
-    InnerConfig,
-    ModelConfig,
-    RoundsConfig,
-)
 from dipaco.modules.contributions import CODECS, Codec
 from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes, split_parameter_count
-from dipaco.modules.grid import PRIVATE_LEVEL, Grid, parameter_shapes
+from dipaco.modules.layout import layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
@@ -35,6 +28,14 @@ from dipaco.modules.state import max_state_bytes
 from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
 from dipaco.peer.exchange.files.contribution_files import KEPT_ROUNDS
+from dipaco.protocol.config import (
+    ContributionsConfig,
+    GridConfig,
+    InnerConfig,
+    ModelConfig,
+    RoundsConfig,
+)
+from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 from dipaco.training.muon import is_for_muon
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
@@ -71,7 +72,7 @@ def grid_of(run: Run) -> Grid:
 
 def state_bytes(grid: Grid, level: str) -> int:
     """Return the size of a state of a level's module, at most."""
-    return max_state_bytes(grid.layout(level), paths_per_module(grid, level))
+    return max_state_bytes(layout_of(grid, level), paths_per_module(grid, level))
 
 
 def paths_per_module(grid: Grid, level: str) -> int:
@@ -108,7 +109,7 @@ def greatest_bases(run: Run) -> dict[str, dict[int, int]]:
 
     Width, feed-forward and blocks grow alike; rank, vocabulary and text length stay.
     """
-    model, adapters = run.model, grid_of(run).parameter_counts()["path"]
+    model, adapters = run.model, parameter_counts(grid_of(run))["path"]
     in_blocks, outside = split_parameter_count(model)
     each = 2 * FP32_BYTES + ADAMW_BYTES["adamw"]
     logits, between = head_bytes(model, 1, LOGITS_AT_ONCE_ON_GPU), between_blocks_bytes(model)
@@ -176,7 +177,7 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
 
 def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
     """Return what a peer has on disk, with a shard of `shard_bytes`."""
-    path_parameters = grid.parameter_counts()["path"]
+    path_parameters = parameter_counts(grid)["path"]
     keepers = min(run.rounds.copies, grid.path_count)
     states = {level: state_bytes(grid, level) for level in grid.level_names}
     received = sum(received_bytes(run, grid, level) for level in grid.level_names)
@@ -192,7 +193,7 @@ def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
 
 def file_bytes(run: Run, grid: Grid, level: str) -> int:
     """Return the most bytes of one contribution to a level's module."""
-    return codec_of(run, level).file_bytes(grid.layout(level).size)
+    return codec_of(run, level).file_bytes(layout_of(grid, level).size)
 
 
 def sent_bytes(run: Run, grid: Grid) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from dipaco.base.errors import AddressError, DipacoError, NetworkError
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.node import check_port_is_free, visible_addresses
-from dipaco.modules.plan import RunPlan, ShardIndex
 from dipaco.peer.exchange.contact.diagnosis import Finding, examine
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.contact.reachability import probe
@@ -21,6 +20,7 @@ from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.joining import join_run
 from dipaco.peer.node.node import Node
 from dipaco.peer.settings import PeerSettings
+from dipaco.protocol.plan import RunPlan, ShardIndex
 
 
 @dataclass(frozen=True)

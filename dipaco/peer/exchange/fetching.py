@@ -15,14 +15,15 @@ from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
 from dipaco.base.progress import StageProgress, shown_bytes
 from dipaco.dht.directory import Directory
 from dipaco.modules.base_source import take_base_from_hub_cache
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.frozen_file import base_file_bytes
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan, ShardIndex
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, max_state_bytes, read_state
 from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.partial_file import prune_partial_files
 from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.config import ModelConfig
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.tokens.token_files import token_dtype
 
 from .exchange import Exchange
@@ -82,8 +83,10 @@ class ContentFetcher:
 
     def use_genesis(self, digests: Mapping[str, str]) -> None:
         """Learn the states that a successor run begins with, which are blobs too."""
-        layout = self._grid.layout
-        sizes = {d: max_state_bytes(layout(module), 0) for module, d in digests.items()}
+        sizes = {
+            digest: max_state_bytes(layout_of(self._grid, module), 0)
+            for module, digest in digests.items()
+        }
         self._max_bytes = self._max_bytes | sizes
 
     def all_blobs(self) -> tuple[str, ...]:
@@ -185,7 +188,7 @@ class ContentFetcher:
         It may take the share of the time for a state that it has of a state's bytes: the line of
         this machine can do both, and somebody may send a file very slowly.
         """
-        share = row.bytes / (8 * self._grid.layout(row.module).size)
+        share = row.bytes / (8 * layout_of(self._grid, row.module).size)
         path = self._exchange.get(
             row.file,
             tuple(holders),
@@ -205,7 +208,7 @@ class ContentFetcher:
 
         Raises `IntegrityError` or `NetworkError`; nothing is kept of a bad state.
         """
-        layout = self._grid.layout(wanted.module)
+        layout = layout_of(self._grid, wanted.module)
         paths = self._grid.paths_of_module(wanted.module)
 
         def read(path: Path) -> ModuleState:

@@ -14,10 +14,10 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.admission import Admission, Gate
 from dipaco.protocol.chain import Head, Row, Step, verify_row
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.view import is_plausible_head, is_plausible_row, max_rounds
 

@@ -11,6 +11,7 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.node.node import Node
 from dipaco.protocol.chain import Step
 from dipaco.protocol.ledger import Credit, credits_of
+from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.routing.run_folder import RunFolder
 
 
@@ -25,7 +26,7 @@ def earlier_credits(
         chains: dict[str, Sequence[Step]] = {}
         plan = None
         for folder in (*folders, *(folder / run_id for folder in folders)):
-            if not (folder / "manifest.json").is_file():
+            if not (folder / MANIFEST_FILE).is_file():
                 continue
             run = RunFolder(folder)
             if run.plan().run_id != run_id:

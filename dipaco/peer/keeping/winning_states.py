@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.files.transfer import spread
 from dipaco.peer.node.node import Node
@@ -163,7 +164,7 @@ class WinningStates:
         finally:
             path.unlink(missing_ok=True)
         try:
-            node.rule.codec_of(row.module).check(data, node.grid.layout(row.module).size)
+            node.rule.codec_of(row.module).check(data, layout_of(node.grid, row.module).size)
         except DipacoError as error:
             raise IntegrityError(f"a file of {row.peer} is not a contribution: {error}") from None
         return data

@@ -17,9 +17,8 @@ from dipaco.base.errors import ProtocolVersionError, StorageError
 from dipaco.base.files import atomic_write, remove_stale_temporaries, set_by
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.modules.outer import OuterRule, max_contribution_bytes
-from dipaco.modules.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contact.clock import Clock
@@ -33,9 +32,11 @@ from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import MARK_BYTES, Step
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import Identity, let_go, take_lock
-from dipaco.protocol.manifest import SignedManifest
+from dipaco.protocol.manifest import MANIFEST_FILE, SignedManifest
 from dipaco.protocol.member.rounds import RoundSchedule
+from dipaco.protocol.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
 from dipaco.protocol.record_errors import RecordError
 from dipaco.routing.run_folder import RunFolder
 
@@ -233,7 +234,7 @@ def open_run(
     lock_file = take_lock(path / ".lock", str(path), "--cache-dir")
     try:
         if write_manifest:
-            atomic_write(path / "manifest.json", [manifest.envelope])
+            atomic_write(path / MANIFEST_FILE, [manifest.envelope])
         grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
         files = RunFolder(path, shared)
         blobs, states = files.blobs, files.states
@@ -323,7 +324,7 @@ def _follow_contributors(
 def max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
     """Return the most bytes that a contribution to a module may have."""
     codec = OuterRule.of(plan, None).codec_of(module)
-    return MARK_BYTES + max_contribution_bytes(codec, grid.layout(module))
+    return MARK_BYTES + max_contribution_bytes(codec, layout_of(grid, module))
 
 
 def make_folder(path: Path) -> None:

@@ -18,12 +18,13 @@ from typing import NamedTuple
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError, IntegrityError, StorageError
 from dipaco.modules.device import return_freed_memory
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, read_state, state_chunks
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.content import Parts
 from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.grid import Grid
 
 logger = logging.getLogger("dipaco.peer.node.states")
 
@@ -240,7 +241,7 @@ class States:
         if file is None:
             return None
         try:
-            return read_state(file, self._grid.layout(module), digest, module=module)
+            return read_state(file, layout_of(self._grid, module), digest, module=module)
         except DipacoError as error:
             logger.warning("state of %s on disk is not used: %s", module, error)
             if isinstance(error, IntegrityError):

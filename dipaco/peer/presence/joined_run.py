@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.peer.exchange.contact.clock import Clock
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import RoundSchedule
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.view import SwarmView
 
 

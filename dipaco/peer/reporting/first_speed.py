@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dipaco.modules.cards import card_of, flops_per_token
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.device import device_name
+from dipaco.protocol.config import ModelConfig
 
 # The first steps compile the model and find out how many sequences fit.
 LEFT_OUT_STEPS = 3

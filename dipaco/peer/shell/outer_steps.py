@@ -38,6 +38,7 @@ from dipaco.base.errors import (
 from dipaco.base.repetition import Complaints
 from dipaco.modules.contributions import pieces
 from dipaco.modules.device import all_finite
+from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import is_out_of_memory
 from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
@@ -206,7 +207,7 @@ class OuterSteps:
     def _check_file(self, row: Row, file: Path) -> None:
         """Raise `IntegrityError` when a file is no contribution to its module."""
         node = self._node
-        values = node.grid.layout(row.module).size
+        values = layout_of(node.grid, row.module).size
         node.rule.codec_of(row.module).check(_mapped(file)[MARK_BYTES:], values)
 
     # -- compute

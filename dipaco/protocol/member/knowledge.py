@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from random import Random
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.keeping import keepers
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.view import SwarmView
 
 from .actions import Action

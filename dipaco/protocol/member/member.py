@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.agreement import trained_in_sight
 from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.policy import Decision, lead_rank
 
 from . import actions as a

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dipaco.modules.config import RoundsConfig
-from dipaco.modules.grid import Grid
+from dipaco.protocol.config import RoundsConfig
+from dipaco.protocol.grid import Grid
 
 
 @dataclass(frozen=True, order=True)

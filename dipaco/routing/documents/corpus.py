@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from dipaco.base.errors import CorpusError, DipacoError, nearest_name
-from dipaco.modules.config import Config
+from dipaco.protocol.config import Config
 
 from .chats import CHAT_KEYS, FORMS_SAID, Chat, chat_content, is_chat, read_chat
 from .corpus_files import identity_of, matched_files

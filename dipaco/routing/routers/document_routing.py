@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import PAD_TOKEN
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .router import Prefixes, Router

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from dipaco.base.errors import IntegrityError
 from dipaco.modules.canonical_file import write_arrays
-from dipaco.modules.config import Config
+from dipaco.protocol.config import Config
 
 ROUTER_FORMAT = "dipaco-router/1"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
 from dipaco.routing.documents.chats import Chat, first_question
 

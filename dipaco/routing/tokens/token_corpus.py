@@ -24,7 +24,7 @@ import numpy as np
 
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.base.files import append, atomic_write, canonical_json
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
 
 from .chat_tokens import ChatEncoder, UnusableChatError

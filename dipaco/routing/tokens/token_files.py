@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.modules.config import PAD_TOKEN
+from dipaco.protocol.config import PAD_TOKEN
 
 
 def token_dtype(vocabulary_size: int, *, marked: bool = False) -> np.dtype:

@@ -21,7 +21,7 @@ import sentencepiece
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.base.files import atomic_write
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 
 from .tokenizer_json import JsonPieces
 

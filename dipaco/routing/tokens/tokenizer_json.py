@@ -23,7 +23,7 @@ from pydantic import Field, JsonValue, ValidationError
 
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import canonical_json
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, Config
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, Config
 
 FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"

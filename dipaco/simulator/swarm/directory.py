@@ -16,9 +16,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.coverage import Scope
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.protocol.view import SwarmView, view_of_records
 from dipaco.protocol.wire_sizes import (

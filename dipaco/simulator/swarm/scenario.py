@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from random import Random
 
-from dipaco.modules.config import (
+from dipaco.protocol.config import (
     ContributionsConfig,
     GridConfig,
     InnerConfig,
@@ -14,7 +14,7 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan
+from dipaco.protocol.plan import RoutingPlan, RunBlobs, RunPlan
 
 from .world import START_S
 

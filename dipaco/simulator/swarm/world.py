@@ -11,11 +11,11 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import RoundSchedule
+from dipaco.protocol.plan import RunPlan
 
 from .directory import SimulatedDirectory
 from .engine import Engine

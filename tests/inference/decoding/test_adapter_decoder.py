@@ -10,12 +10,13 @@ from dipaco.inference.decoding.adapter_decoder import AdapterDecoder, SharedDeco
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.mixing import MixedDecoder, decoder_of
 from dipaco.modules.compose import load_path
-from dipaco.modules.config import AdaptersConfig, GridConfig, ModelConfig
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.frozen_file import base_shapes
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, genesis_state
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import AdaptersConfig, GridConfig, ModelConfig
+from dipaco.protocol.grid import Grid
 
 ADAPTERS = AdaptersConfig(rank=3, alpha=5)
 CONFIG = ModelConfig(
@@ -48,7 +49,7 @@ def paths() -> Paths:
 def states_of(path: int) -> dict[str, ModuleState]:
     states = {}
     for module in GRID.modules_of_path(path):
-        layout = GRID.layout(module)
+        layout = layout_of(GRID, module)
         flat = drawn((layout.size,), 100 + GRID.modules().index(module))
         states[module] = genesis_state(module, layout, layout.views(flat))
     return states

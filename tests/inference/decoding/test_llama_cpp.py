@@ -19,8 +19,8 @@ from dipaco.inference.decoding.llama_cpp import VERSION, installed_version, libr
 from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
 from dipaco.inference.export.path_gguf import lack_of_llama_cpp
 from dipaco.inference.service import cli as serve_cli
-from dipaco.modules.config import AdaptersConfig
-from dipaco.modules.plan import RunPlan
+from dipaco.protocol.config import AdaptersConfig
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 LONG = {"family": "llama", "sequence_length": 300}

@@ -22,7 +22,7 @@ from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export.adapter_peft import Rounding, RoundingMeter, written_rank
 from dipaco.inference.export.standalone_router import begin_row, linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.config import AdaptersConfig
+from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.routers.discriminative import DiscriminativeRouter
 from dipaco.routing.routers.kmeans import KMeansRouter
 from dipaco.routing.routers.product_kmeans import ProductKMeansRouter

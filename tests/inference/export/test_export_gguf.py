@@ -17,8 +17,8 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export.path_gguf import check_gguf, gguf_name, write_gguf
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import ModelConfig
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.export.path_exporter import checkpoint_files
 from dipaco.inference.export.tokenizer_files import tokenizer_config, tokenizer_json
-from dipaco.modules.config import BEGIN_TOKEN, END_TOKEN
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 
 CORPUS = Path(__file__).parents[3] / "examples" / "tiny" / "data"

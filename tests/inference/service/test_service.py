@@ -31,8 +31,8 @@ from dipaco.inference.service.path_batch import PathBatch
 from dipaco.inference.service.texts import AnswerText
 from dipaco.inference.service.work import Answer, Work
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.config import BEGIN_TOKEN
 from dipaco.modules.transformer import token_losses
+from dipaco.protocol.config import BEGIN_TOKEN
 
 LIMITS = EngineLimits(memory_bytes=10**9, slots=3, queue=40, refresh_s=0)
 PROMPT = tiny_documents(4, 1, 5)[2][:12]

@@ -55,9 +55,10 @@ from dipaco.inference.sources import (
     assemble_path,
     open_source,
 )
-from dipaco.modules.config import AdaptersConfig
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 
@@ -242,7 +243,7 @@ def test_newer_states_are_taken_over_between_requests(
             if isinstance(event, Piece) and not looked.is_set():
                 # In the middle of the answer: the model thread waits here for the loader.
                 for module in engine.grid.modules_of_path(1):
-                    newest = states.load_latest(module, engine.grid.layout(module))
+                    newest = states.load_latest(module, layout_of(engine.grid, module))
                     assert newest is not None
                     states.save(changed(newest))
                 engine.look_again()

@@ -9,10 +9,10 @@ import pytest
 from support.wire.exchange_nodes import NOBODY, Nodes, set_ahead
 
 from dipaco.base.errors import ClockError, ProtocolVersionError, UnreachableError
-from dipaco.modules.plan import PROTOCOL_VERSION
 from dipaco.peer.exchange import responder
 from dipaco.peer.exchange.contact.diagnosis import diagnose, examine
 from dipaco.peer.exchange.contact.hello import Greeting
+from dipaco.protocol.plan import PROTOCOL_VERSION
 
 pytestmark = pytest.mark.p2pd
 

@@ -12,11 +12,12 @@ from support.wire.exchanges import GRID, row_of
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
-from dipaco.modules.config import ModelConfig
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import PathShard, ShardIndex
+from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange import fetching
 from dipaco.peer.exchange.fetching import ContentFetcher, shard_bytes
+from dipaco.protocol.config import ModelConfig
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import PathShard, ShardIndex
 from dipaco.routing.tokens.token_files import token_dtype
 
 SHA = "a" * 64
@@ -86,7 +87,7 @@ def test_a_contribution_is_waited_for_as_long_as_a_state_by_its_bytes(
     swarm = _Swarm(*[NetworkError("it is slow")] * 2)
     fetcher = _fetcher(swarm, tmp_path, monkeypatch)
     limits_s = []
-    for size in (1000, 8 * GRID.layout("L0.E0").size):
+    for size in (1000, 8 * layout_of(GRID, "L0.E0").size):
         row = row_of(0, module="L0.E0", path=0, bytes=size)
         with pytest.raises(NetworkError):
             fetcher.contribution(row, ("a peer",))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.modules.config import AdaptersConfig
+from dipaco.protocol.config import AdaptersConfig
 from dipaco.simulator import cli as simulator_cli
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dipaco.modules.config import InnerConfig, ModelConfig
 from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.training.inner import InnerLoop
 
 CPU = torch.device("cpu")

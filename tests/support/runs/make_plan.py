@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dipaco.modules.config import (
+from dipaco.protocol.config import (
     ContributionsConfig,
     GridConfig,
     InnerConfig,
@@ -12,7 +12,7 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.plan import RoutingPlan, RunBlobs, RunPlan
+from dipaco.protocol.plan import RoutingPlan, RunBlobs, RunPlan
 
 
 def make_plan(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dipaco.modules.config import ModelConfig
 from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import ModelConfig
 
 KINDS: list[dict[str, Any]] = [
     {"family": "llama", "kv_head_count": 2},

@@ -25,7 +25,9 @@ from dipaco.base.files import canonical_json
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.invite import invite, note_admission
 from dipaco.bootstrap.run_config import adapter_defaults
-from dipaco.modules.config import (
+from dipaco.modules.frozen_file import write_base
+from dipaco.modules.transformer import PathModel, initialise
+from dipaco.protocol.config import (
     AdaptersConfig,
     ContributionsConfig,
     GridConfig,
@@ -34,11 +36,9 @@ from dipaco.modules.config import (
     OuterConfig,
     RoundsConfig,
 )
-from dipaco.modules.frozen_file import write_base
-from dipaco.modules.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
-from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
+from dipaco.protocol.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import prefix_features
 from dipaco.routing.routers.kinds import KMeansRouter, Prefixes, Router
 from dipaco.routing.run_folder import RunFolder

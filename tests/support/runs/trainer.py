@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from dipaco.modules.config import GridConfig, RoundsConfig
-from dipaco.modules.grid import Grid
 from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.config import GridConfig, RoundsConfig
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.followed_module import FollowedModule

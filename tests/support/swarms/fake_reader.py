@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from dipaco.base.errors import (
     NetworkError,
 )
-from dipaco.modules.plan import RunPlan
+from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
+from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 
@@ -33,7 +34,7 @@ class FakeReader:
         self.fetched.append(module)
         if module in self.unserved:
             raise NetworkError("none serves it")
-        layout = self._served.grid(self.plan).layout(module)
+        layout = layout_of(self._served.grid(self.plan), module)
         return self._served.states.load_latest(module, layout)
 
     def view(self) -> SimpleNamespace:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dipaco.base.errors import NetworkError
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.peer.exchange.contact.clock import Clock
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.chain import Head
 from dipaco.protocol.coverage import Scope
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import RoundSchedule
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
 from dipaco.protocol.view import SwarmView
 

@@ -6,10 +6,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from dipaco.modules.config import GridConfig, ModelConfig, RoundsConfig
-from dipaco.modules.grid import Grid
-from dipaco.modules.plan import RunPlan
 from dipaco.protocol.chain import Head
+from dipaco.protocol.config import GridConfig, ModelConfig, RoundsConfig
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.protocol.view import SwarmView, build_view
 from support.runs.make_plan import make_plan

@@ -12,9 +12,9 @@ from typing import TypeVar
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.node import join_dht
-from dipaco.modules.config import GridConfig
-from dipaco.modules.grid import Grid
+from dipaco.protocol.config import GridConfig
 from dipaco.protocol.coverage import Scope, whole_scope
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import Identity, load_or_create_identity
 from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.records import PeerRecord

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dipaco.modules.grid import Grid
+from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
@@ -22,6 +22,7 @@ from dipaco.peer.exchange.verify import RowCheck
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, sign_row
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.member.events import Told
@@ -56,7 +57,7 @@ def new_check(gate: Gate | None = None, max_bytes: int = 2**25) -> RowCheck:
         GRID,
         gate or new_gate(),
         # As that of a node, which knows the run's modules alone.
-        max_bytes=lambda module: min(max_bytes, GRID.layout(module).size * 2**30),
+        max_bytes=lambda module: min(max_bytes, layout_of(GRID, module).size * 2**30),
         now=lambda: NOW_S,
     )
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from dipaco.base.errors import NetworkError, ProtocolVersionError
-from dipaco.modules.plan import PROTOCOL_VERSION, protocol_remedy
 from dipaco.peer.exchange.streams.calls import call
 from dipaco.peer.exchange.streams.messages import HelloReply, HelloRequest
 from dipaco.peer.exchange.streams.transport import Transport
+from dipaco.protocol.plan import PROTOCOL_VERSION, protocol_remedy
 
 from .clock import ClockSample, sample_of
 

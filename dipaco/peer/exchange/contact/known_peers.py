@@ -13,6 +13,7 @@ from types import MappingProxyType
 from dipaco.base.errors import AddressError, DipacoError
 from dipaco.base.files import atomic_write
 from dipaco.dht.addresses import check_peer_address, is_loopback
+from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.protocol.view import SwarmView
 
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
@@ -43,7 +44,7 @@ class KnownPeers:
     def manifests(self, given: Sequence[str]) -> tuple[Path, ...]:
         """Return where the manifests of these runs would be on this disk."""
         folder = self._path.parent
-        return tuple(folder / run / "manifest.json" for run in self._runs_with(given))
+        return tuple(folder / run / MANIFEST_FILE for run in self._runs_with(given))
 
     def _runs_with(self, given: Sequence[str]) -> dict[str, tuple[str, ...]]:
         ids = {peer_of(address) for address in given}

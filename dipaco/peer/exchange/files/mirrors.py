@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from dipaco.modules.plan import check_mirror
 from dipaco.peer.exchange.streams.loop_thread import run_blocking
+from dipaco.protocol.plan import check_mirror
 
 from .transfer import ContentAbsent, ContentStream, OffsetBeyondEnd
 

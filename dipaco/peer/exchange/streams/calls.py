@@ -8,7 +8,7 @@ import time
 from typing import TypeVar
 
 from dipaco.base.errors import NetworkError, ProtocolVersionError
-from dipaco.modules.plan import PROTOCOL_VERSION
+from dipaco.protocol.plan import PROTOCOL_VERSION
 
 from .messages import Message, MessageError, Request, decode, framed, read_frame
 from .reasons import short_reason, speaks_no_dipaco, was_reset

@@ -1,6 +1,6 @@
 """The typed configuration of model, grid and optimizers: frozen, validated early, no extras.
 
-These classes are the fields of a run's plan (`dipaco.modules.plan`), so they are what all peers
+These classes are the fields of a run's plan (`dipaco.protocol.plan`), so they are what all peers
 agree on. Unknown keys are refused with the nearest known name (`parse_config`).
 """
 

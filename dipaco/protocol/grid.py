@@ -1,11 +1,12 @@
-"""The grid: which parameters make a module, which modules make a path (DiPaCo sections 2.3, 2.6).
+"""The grid: levels, modules and paths, and their names (DiPaCo sections 2.3, 2.6).
 
 A *level* is a run of consecutive blocks with several alternative *modules*; a *path* takes one
 module of every level. What belongs to one path alone (private blocks, embedding or head) forms
 that path's private module. Modules are named `L0.E3` (level 0, alternative 3) and `P17` (private
 to path 17); a path is an integer whose digits in mixed radix are its modules, the first level
 most significant. Paths that were added to a finished run follow: in every level, the first of them
-has the module behind those of the grid, the second the next one.
+has the module behind those of the grid, the second the next one. `dipaco.modules.layout` says
+which parameters a module has.
 """
 
 from __future__ import annotations
@@ -15,64 +16,18 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-
-import torch
+from functools import cached_property
 
 from dipaco.base.errors import ConfigurationError
 
 from .config import GridConfig, ModelConfig
-from .transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
 
 PRIVATE_LEVEL = "P"
 # Far more than anybody trains; a manifest from a stranger cannot ask for a table without end.
 MAX_PATH_COUNT = 2**20
 
-_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 _SHARED_MODULE = re.compile(r"(L\d+)\.E(0|[1-9]\d*)")
 _PRIVATE_MODULE = re.compile(r"P(0|[1-9]\d*)")
-
-
-@dataclass(frozen=True)
-class ModuleLayout:
-    """Where the parameters of a module lie in its flat tensor: by name, in sorted order."""
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.shapes) or list(self.names) != sorted(set(self.names)):
-            raise ValueError("a layout needs sorted, distinct names and one shape for each")
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
-        return tuple(math.prod(shape) for shape in self.shapes)
-
-    @cached_property
-    def _starts(self) -> tuple[int, ...]:
-        return tuple(itertools.accumulate(self.sizes[:-1], initial=0))
-
-    @cached_property
-    def size(self) -> int:
-        """Elements of the flat tensor."""
-        return sum(self.sizes)
-
-    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the parameters as views of `flat` [size]; no copies.
-
-        Raises ValueError when `flat` has another shape.
-        """
-        if flat.shape != (self.size,):
-            raise ValueError(f"expected a flat tensor of {self.size} elements, got {flat.shape}")
-        # Slices, because torch forbids in-place changes to the outputs of torch.split.
-        return {
-            name: flat[start : start + size].view(shape)
-            for name, shape, size, start in zip(
-                self.names, self.shapes, self.sizes, self._starts, strict=True
-            )
-        }
 
 
 class Grid:
@@ -97,46 +52,45 @@ class Grid:
                 f"at most {MAX_PATH_COUNT} are possible"
             )
         self.level_starts = _level_starts(model, grid)
-        self._layouts = self._build_layouts(parameter_shapes(model))
-        self.level_names = tuple(self._layouts)
+        self.level_names = self._find_levels()
         self._offsets = _level_offsets(self.level_names, level_offsets)
         # What was asked for before: a peer asks for a few, again and again.
         self._modules_by_path: dict[int, tuple[str, ...]] = {}
         self._paths_by_module: dict[str, tuple[int, ...]] = {}
 
-    def _build_layouts(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, ModuleLayout]:
-        """Give every parameter to one level, and refuse a level that gets none."""
+    def _find_levels(self) -> tuple[str, ...]:
+        """Return the shared levels, then that of private modules if there are some.
+
+        Raises `ConfigurationError` for a level that would have no parameters.
+        """
         shared = tuple(f"L{index}" for index in range(len(self.config.modules_per_level)))
-        owned: dict[str, list[str]] = {level: [] for level in (*shared, PRIVATE_LEVEL)}
-        for name in sorted(shapes):
-            owned[self._owner(name)].append(name)
-        empty = next((level for level in shared if not owned[level]), None)
+        owners = {self.level_of_block(block) for block in range(self.model.block_count)}
+        if self.model.adapters is None:  # otherwise embedding and head are those of the base
+            owners |= {self.level_of_embedding, self.level_of_head}
+        empty = next((level for level in shared if level not in owners), None)
         if empty is not None:
             raise ConfigurationError(
                 f"level {empty} has no shared parameters: all its blocks are in private_blocks "
                 f"{list(self.config.private_blocks)}; leave it a block or use fewer levels"
             )
-        if not owned[PRIVATE_LEVEL]:
-            del owned[PRIVATE_LEVEL]
-        return {
-            level: ModuleLayout(tuple(names), tuple(shapes[name] for name in names))
-            for level, names in owned.items()
-        }
+        return (*shared, PRIVATE_LEVEL) if PRIVATE_LEVEL in owners else shared
 
-    def _owner(self, name: str) -> str:
-        """Return the level that a parameter of a path belongs to."""
-        last = f"L{len(self.config.modules_per_level) - 1}"
-        if name == EMBEDDING:
-            return PRIVATE_LEVEL if self.config.private_embedding else "L0"
-        if name in (FINAL_NORM, HEAD):
-            return PRIVATE_LEVEL if self.config.private_head else last
-        match = _BLOCK.match(name)
-        if match is None:
-            raise ConfigurationError(f"parameter '{name}' belongs to no level of the grid")
-        block = int(match[1])
+    def level_of_block(self, block: int) -> str:
+        """Return the level that a block of the model belongs to."""
         if block in self.config.private_blocks:
             return PRIVATE_LEVEL
         return f"L{bisect.bisect_right(self.level_starts, block) - 1}"
+
+    @property
+    def level_of_embedding(self) -> str:
+        """The level that the embedding belongs to."""
+        return PRIVATE_LEVEL if self.config.private_embedding else "L0"
+
+    @property
+    def level_of_head(self) -> str:
+        """The level that the last norm and the output head belong to."""
+        last = f"L{len(self.config.modules_per_level) - 1}"
+        return PRIVATE_LEVEL if self.config.private_head else last
 
     @cached_property
     def _modules(self) -> tuple[str, ...]:
@@ -155,7 +109,7 @@ class Grid:
     @property
     def has_private(self) -> bool:
         """Whether paths have parameters of their own."""
-        return PRIVATE_LEVEL in self._layouts
+        return PRIVATE_LEVEL in self.level_names
 
     def modules(self) -> tuple[str, ...]:
         """Return all modules of the run: level by level, then the private ones by path."""
@@ -222,12 +176,6 @@ class Grid:
             )
         return module.partition(".")[0] if module[0] == "L" else PRIVATE_LEVEL
 
-    def layout(self, module_or_level: str) -> ModuleLayout:
-        """Return the layout of a module, which is the same for all modules of its level."""
-        if module_or_level in self._layouts:
-            return self._layouts[module_or_level]
-        return self._layouts[self.level_of(module_or_level)]
-
     def level_offset(self, level: str) -> float:
         """Return where in a round the boundary of `level` lies, in (0, 1]."""
         return self._offsets[level]
@@ -243,41 +191,10 @@ class Grid:
         """
         return math.floor(self._offsets[level] * inner_steps + 1e-9)
 
-    def parameter_counts(self) -> dict[str, int]:
-        """Count parameters: of one `path`, of the whole run (`total`), of all `shared` modules.
-
-        `private` counts those of one path that no other path has.
-        """
-        private = self._layouts[PRIVATE_LEVEL].size if self.has_private else 0
-        per_level = [
-            self._layouts[f"L{index}"].size for index in range(len(self.config.modules_per_level))
-        ]
-        shared = sum(
-            size * count for size, count in zip(per_level, self.config.module_counts, strict=True)
-        )
-        return {
-            "path": sum(per_level) + private,
-            "total": shared + private * self.path_count,
-            "shared": shared,
-            "private": private,
-        }
-
 
 def module_name_is_valid(name: str) -> bool:
     """Return whether `name` is written like a module; for checks where no grid is at hand."""
     return bool(_SHARED_MODULE.fullmatch(name) or _PRIVATE_MODULE.fullmatch(name))
-
-
-@lru_cache(maxsize=8)
-def _meta_shapes(model: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    with torch.device("meta"):
-        path_model = PathModel(model)
-    return tuple((name, tuple(value.shape)) for name, value in path_model.named_parameters())
-
-
-def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Ask the model itself for its parameters, without memory for them."""
-    return dict(_meta_shapes(model))
 
 
 def _level_starts(model: ModelConfig, grid: GridConfig) -> tuple[int, ...]:

@@ -1,0 +1,14 @@
+"""The part of a row that an outer step needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OuterRow:
+    """Who contributes how much to a module."""
+
+    path: int
+    peer: str
+    tokens: int
