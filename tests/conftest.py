@@ -1,19 +1,9 @@
 """Settings of all tests."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-    from support.wire.exchange_nodes import Nodes
-
-    from dipaco.routing.run_folder import RunFolder
 
 # Before PyTorch is imported, here and in every command that a test starts: results depend on the
 # number of threads, and the tests share two cores with the swarms that they start.
@@ -33,14 +23,14 @@ settings.load_profile("dipaco")
 SWARM_FOLDER = Path(__file__).parent / "swarm"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Mark what starts whole swarms: the folder says so."""
     for item in items:
         if SWARM_FOLDER in item.path.parents:
             item.add_marker(pytest.mark.swarm)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Say what was not tested, one line a reason."""
     skipped = terminalreporter.stats.get("skipped", ())
     reasons = Counter(str(report.longrepr[2]) for report in skipped)
@@ -49,7 +39,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def fresh_futures() -> None:
+def fresh_futures():
     """Give every module its own locks of Hivemind's futures.
 
     A test that kills a DHT process may kill it with the lock held that all processes share, and
@@ -61,7 +51,7 @@ def fresh_futures() -> None:
 
 
 @pytest.fixture(scope="module")
-def joined_nodes() -> Iterator[Nodes]:
+def joined_nodes():
     """Give a module a DHT node."""
     from support.wire.exchange_nodes import Nodes  # it imports Hivemind, which few tests need
 
@@ -71,14 +61,14 @@ def joined_nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture
-def nodes(joined_nodes: Nodes) -> Iterator[Nodes]:
+def nodes(joined_nodes):
     """Give a test the module's node, and stop the exchanges that it started."""
     yield joined_nodes
     joined_nodes.stop_exchanges()
 
 
 @pytest.fixture
-def one_thread() -> None:
+def one_thread():
     """Compute as the simulator's commands do, whatever was set before."""
     import torch
 
@@ -86,7 +76,7 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def shared_run(tmp_path_factory):
     """Give a module a tiny prepared run of 2x2 paths without path-specific modules."""
     from support.runs.tiny_run import make_tiny_run
 
@@ -94,7 +84,7 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+def private_run(tmp_path_factory):
     """Give a module the same with path-specific blocks and embedding."""
     from support.runs.tiny_run import PRIVATE, make_tiny_run
 
@@ -102,7 +92,7 @@ def private_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     """Give a module a browser; where there is none, its tests are skipped with a line that says so.
 
     It ends with the module: while it is there, an event loop runs on this thread.

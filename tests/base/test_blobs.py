@@ -1,41 +1,32 @@
 """Blobs are what their hash says, and a file is either whole or not there."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dipaco.base.blobs import BlobStore, is_sha256
 from dipaco.base.errors import IntegrityError, StorageError
-from dipaco.base.files import (
-    atomic_file,
-    atomic_write,
-    remove_stale_temporaries,
-    sha256_of_file,
-    storage_errors,
-)
+from dipaco.base.files import atomic_file, atomic_write, remove_stale_temporaries, sha256_of_file, storage_errors
 
 CONTENT = b"some content " * 1000
 SHA = hashlib.sha256(CONTENT).hexdigest()
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> BlobStore:
+def store(tmp_path):
     return BlobStore(tmp_path / "blobs")
 
 
-def files_in(folder: Path) -> list[Path]:
+def files_in(folder):
     return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def test_bytes_come_back(store: BlobStore) -> None:
+def test_bytes_come_back(store):
     assert not store.has(SHA)
     assert not store.verify(SHA)
     assert store.add_bytes(CONTENT) == SHA == store.add_bytes(CONTENT)
@@ -51,7 +42,7 @@ def test_bytes_come_back(store: BlobStore) -> None:
 
 
 @pytest.mark.parametrize("move", [True, False])
-def test_files_are_copied_or_moved(store: BlobStore, tmp_path: Path, move: bool) -> None:
+def test_files_are_copied_or_moved(store, tmp_path, move):
     for attempt in range(2):
         source = tmp_path / f"source{attempt}"
         source.write_bytes(CONTENT)
@@ -62,7 +53,7 @@ def test_files_are_copied_or_moved(store: BlobStore, tmp_path: Path, move: bool)
     assert store.has(SHA)
 
 
-def test_absent_and_damaged_blobs(store: BlobStore) -> None:
+def test_absent_and_damaged_blobs(store):
     with pytest.raises(IntegrityError, match="is not in"):
         store.read(SHA)
     with pytest.raises(IntegrityError, match="is not in"):
@@ -78,14 +69,14 @@ def test_absent_and_damaged_blobs(store: BlobStore) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "../../passwd", SHA.upper(), SHA[:-1], SHA + "0", "z" * 64])
-def test_names_that_are_no_hash(store: BlobStore, name: str) -> None:
+def test_names_that_are_no_hash(store, name):
     assert not is_sha256(name)
     for method in (store.path, store.has, store.read, store.partial_path, store.commit_partial):
         with pytest.raises(ValueError, match="not a SHA-256"):
             method(name)
 
 
-def test_a_download_is_continued_and_committed(store: BlobStore) -> None:
+def test_a_download_is_continued_and_committed(store):
     with pytest.raises(IntegrityError, match="no download"):
         store.commit_partial(SHA)
     partial = store.partial_path(SHA)
@@ -100,17 +91,17 @@ def test_a_download_is_continued_and_committed(store: BlobStore) -> None:
     assert not partial.exists()
 
 
-def test_a_wrong_download_is_removed(store: BlobStore) -> None:
+def test_a_wrong_download_is_removed(store):
     store.partial_path(SHA).write_bytes(b"forged")
     with pytest.raises(IntegrityError, match="arrived with the hash"):
         store.commit_partial(SHA)
     assert files_in(store.folder) == []
 
 
-def test_a_secret_is_nobody_elses_from_its_first_byte_on(tmp_path: Path) -> None:
-    seen: list[int] = []
+def test_a_secret_is_nobody_elses_from_its_first_byte_on(tmp_path):
+    seen = []
 
-    def chunks() -> Iterator[bytes]:
+    def chunks():
         (temporary,) = tmp_path.iterdir()
         seen.append(temporary.stat().st_mode & 0o777)
         yield b"secret"
@@ -119,11 +110,11 @@ def test_a_secret_is_nobody_elses_from_its_first_byte_on(tmp_path: Path) -> None
     assert [*seen, (tmp_path / "key").stat().st_mode & 0o777] == [0o600, 0o600]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path):
     target = tmp_path / "deep" / "file"
     atomic_write(target, b"old")
 
-    def chunks() -> Iterator[bytes]:
+    def chunks():
         yield b"new"
         raise KeyboardInterrupt
 
@@ -135,10 +126,8 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert target.read_bytes() == b"new"
 
 
-def test_a_full_disk_says_where_and_what_to_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: BlobStore
-) -> None:
-    def full(descriptor: int) -> None:
+def test_a_full_disk_says_where_and_what_to_type(tmp_path, monkeypatch, store):
+    def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
@@ -152,7 +141,7 @@ def test_a_full_disk_says_where_and_what_to_type(
     assert source.exists()
 
 
-def test_a_real_full_disk() -> None:
+def test_a_real_full_disk():
     if not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")
     with (
@@ -163,7 +152,7 @@ def test_a_real_full_disk() -> None:
         handle.write(b"x")
 
 
-def test_other_failures_name_the_file(tmp_path: Path) -> None:
+def test_other_failures_name_the_file(tmp_path):
     with pytest.raises(StorageError, match="missing"), storage_errors(tmp_path):
         (tmp_path / "missing").read_bytes()
     (tmp_path / "file").write_bytes(b"")
@@ -175,7 +164,7 @@ def test_other_failures_name_the_file(tmp_path: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path))
 
 
-def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
+def test_only_stale_temporaries_are_removed(tmp_path):
     folder = tmp_path / "blobs" / SHA[:2]
     folder.mkdir(parents=True)
     old, young, other = folder / ".a.1-x.tmp", folder / ".b.2-y.tmp", folder / "c.tmp"
@@ -189,7 +178,7 @@ def test_only_stale_temporaries_are_removed(tmp_path: Path) -> None:
     remove_stale_temporaries(tmp_path / "absent")
 
 
-def test_many_threads_may_store_the_same_blob(store: BlobStore) -> None:
+def test_many_threads_may_store_the_same_blob(store):
     threads = [threading.Thread(target=store.add_bytes, args=(CONTENT,)) for _ in range(8)]
     for thread in threads:
         thread.start()
@@ -199,7 +188,7 @@ def test_many_threads_may_store_the_same_blob(store: BlobStore) -> None:
     assert files_in(store.folder) == [store.path(SHA)]
 
 
-def test_hash_of_a_large_file(tmp_path: Path) -> None:
+def test_hash_of_a_large_file(tmp_path):
     with atomic_file(tmp_path / "large") as handle:
         handle.write(b"\1" * (2**20 + 17))
     expected = hashlib.sha256(b"\1" * (2**20 + 17)).hexdigest()

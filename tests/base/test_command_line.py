@@ -5,8 +5,6 @@ After a change that is meant, write the golden text anew and read its difference
     PYTHONPATH=tests python tests/base/test_command_line.py > tests/golden/command_line.txt
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -19,13 +17,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-from support.programs.commands import SCRIPTS as COMMANDS
-from support.programs.commands import commands, parsers
 
 from dipaco.base.command_line import Command
-from dipaco.base.settings import Argument, Settings, arguments_of
+from dipaco.base.settings import Settings, arguments_of
 from dipaco.peer import cli
 from dipaco.status import cli as status_cli
+from support.programs.commands import SCRIPTS as COMMANDS
+from support.programs.commands import commands, parsers
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden" / "command_line.txt"
@@ -33,10 +31,10 @@ CACHE_HOME = "/var/cache/volunteer"
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 
-def describe_all() -> str:
+def describe_all():
     """Return the command line of all commands as text: one line an option."""
     os.environ["XDG_CACHE_HOME"] = CACHE_HOME
-    lines: list[str] = []
+    lines = []
     settings = {name: command.settings for name, command, _ in commands()}
     for name, parser in parsers().items():
         found = arguments_of(settings[name]) if name in settings else ()
@@ -49,7 +47,7 @@ def describe_all() -> str:
     return "\n".join(lines)
 
 
-def _usage(action: argparse.Action) -> str:
+def _usage(action):
     names = ", ".join(action.option_strings)
     if action.nargs == 0:
         return names
@@ -62,7 +60,7 @@ def _usage(action: argparse.Action) -> str:
     return f"{names} {metavar}{many}".strip()
 
 
-def _nature(action: argparse.Action, argument: Argument | None) -> str:
+def _nature(action, argument):
     if isinstance(action, argparse._HelpAction | argparse._VersionAction):
         return "ends"
     if isinstance(action, argparse._SubParsersAction):
@@ -73,16 +71,14 @@ def _nature(action: argparse.Action, argument: Argument | None) -> str:
     return f"{kind}, required" if default is MISSING else f"{kind}, default {default!r}"
 
 
-def test_the_command_line_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_is_frozen(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", CACHE_HOME)
     assert describe_all() == GOLDEN.read_text(), f"if that is meant, see {__file__}"
 
 
-def test_every_command_is_installed_and_frozen() -> None:
+def test_every_command_is_installed_and_frozen():
     installed = {
-        entry.name: entry.value
-        for entry in entry_points(group="console_scripts")
-        if entry.value.startswith("dipaco.")
+        entry.name: entry.value for entry in entry_points(group="console_scripts") if entry.value.startswith("dipaco.")
     }
     assert installed == {name: f"{module}:main" for name, module in COMMANDS.items()}
 
@@ -107,15 +103,13 @@ ALL = [name for name, _, _ in commands()]
 # What the frozen text says of options that print something and end.
 ENDING = [
     f"{name} {option}"
-    for name, *options in (
-        block.splitlines() for block in GOLDEN.read_text().split("\n\n") if block
-    )
+    for name, *options in (block.splitlines() for block in GOLDEN.read_text().split("\n\n") if block)
     for line in options
     if line.endswith("[ends]")
     for option in re.findall(r"-[a-z-]+", line.removesuffix("[ends]"))
 ]
 PAGES = ["dipaco-peer --help", "dipaco-peer --help-all"]
-REFUSED: list[tuple[list[str], int, str]] = [
+REFUSED = [
     ([], 3, "no address is given"),
     (["203.0.113.5:31337"], 4, "is not a multiaddress"),
     (["/ip4/203.0.113.5/tcp/31337"], 4, "paste the whole address"),
@@ -128,7 +122,7 @@ REFUSED: list[tuple[list[str], int, str]] = [
 class Answers:
     """What commands say, and which large packages all of them imported."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         lines = [f"{name} {word}" for name in ALL for word in ("--help", "--no-such-option")]
         lines += [" ".join(["dipaco-peer", *words]) for words, _, _ in REFUSED]
         lines += ENDING
@@ -144,22 +138,22 @@ class Answers:
             check=True,
         )
         said, self.imported = json.loads(done.stdout)
-        self.of: dict[str, tuple[int, str, str]] = dict(zip(lines, said, strict=False))
-        self.pages: list[str] = [out for _, out, _ in said[len(lines) :]]
+        self.of = dict(zip(lines, said, strict=False))
+        self.pages = [out for _, out, _ in said[len(lines) :]]
 
 
 @pytest.fixture(scope="module")
-def answers() -> Answers:
+def answers():
     return Answers()
 
 
-def test_help_and_mistakes_wait_for_no_large_import(answers: Answers) -> None:
+def test_help_and_mistakes_wait_for_no_large_import(answers):
     """Importing PyTorch and Hivemind takes seconds."""
     assert answers.imported == []
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_help_reads_well(answers: Answers, name: str) -> None:
+def test_help_reads_well(answers, name):
     code, out, err = answers.of[f"{name} --help"]
     assert (code, err) == (0, "")
     assert out.startswith(f"usage: {name} ")
@@ -167,14 +161,14 @@ def test_help_reads_well(answers: Answers, name: str) -> None:
     assert [line for line in out.splitlines() if len(line) > 100 or line != line.rstrip()] == []
 
 
-def test_what_is_frozen_is_what_the_programs_answer(answers: Answers) -> None:
+def test_what_is_frozen_is_what_the_programs_answer(answers):
     assert "dipaco-peer --help-all" in ENDING
     refused = {line: answers.of[line] for line in ENDING if answers.of[line][0] != 0}
     assert refused == {}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_mistyped_option_is_one_line_after_the_usage(answers: Answers, name: str) -> None:
+def test_a_mistyped_option_is_one_line_after_the_usage(answers, name):
     code, out, err = answers.of[f"{name} --no-such-option"]
     assert (code, out) == (2, "")
     last = err.splitlines()[-1]
@@ -183,15 +177,13 @@ def test_a_mistyped_option_is_one_line_after_the_usage(answers: Answers, name: s
 
 
 @pytest.mark.parametrize(("words", "exit_code", "message"), REFUSED)
-def test_a_peer_refuses_what_cannot_be(
-    answers: Answers, words: list[str], exit_code: int, message: str
-) -> None:
+def test_a_peer_refuses_what_cannot_be(answers, words, exit_code, message):
     code, out, err = answers.of[" ".join(["dipaco-peer", *words])]
     assert (code, out, len(err.splitlines())) == (exit_code, "", 1)
     assert message in err
 
 
-def test_what_a_volunteer_needs_is_on_one_page(answers: Answers) -> None:
+def test_what_a_volunteer_needs_is_on_one_page(answers):
     page, everything = answers.pages
     assert len(page.splitlines()) <= 25
     assert "--name" in page
@@ -202,7 +194,7 @@ def test_what_a_volunteer_needs_is_on_one_page(answers: Answers) -> None:
 # -- in this process
 
 
-def test_an_address_needs_no_flag() -> None:
+def test_an_address_needs_no_flag():
     other = ADDRESS.replace("31337", "31338")
     for words in ([ADDRESS], ["--check", ADDRESS], [ADDRESS, "--name", "x"]):
         assert cli.COMMAND.read(cli.COMMAND.parse(words)).initial_peers == (ADDRESS,)
@@ -212,15 +204,13 @@ def test_an_address_needs_no_flag() -> None:
     assert cli.COMMAND.read(twice).initial_peers == (ADDRESS, other)
 
 
-def test_an_address_that_is_missing_is_asked_for_as_it_is_typed(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_address_that_is_missing_is_asked_for_as_it_is_typed(capsys):
     with pytest.raises(SystemExit):
         status_cli.COMMAND.read(status_cli.COMMAND.parse([]), {})
     assert "required: ADDR" in capsys.readouterr().err
 
 
-def test_a_terminal_that_lacks_a_character_gets_its_number() -> None:
+def test_a_terminal_that_lacks_a_character_gets_its_number():
     script = """
 from dipaco.base.command_line import Command
 from dipaco.base.settings import Settings
@@ -240,12 +230,9 @@ raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main([]))
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
-    [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+    ("given", "found"), [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
 )
-def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], found: str | None
-) -> None:
+def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(monkeypatch, given, found):
     """Set before a command runs: once PyTorch is imported it comes too late."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, given.get(name, ""))
@@ -253,7 +240,7 @@ def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
             monkeypatch.delenv(name)
     seen = []
 
-    def run(settings: Settings) -> int:
+    def run(settings):
         seen.append(os.environ.get("GOMP_SPINCOUNT"))
         return 0
 
@@ -261,7 +248,7 @@ def test_threads_that_wait_sleep_unless_the_user_wants_otherwise(
     assert seen == [found]
 
 
-def test_threads_hold_for_numpy_too() -> None:
+def test_threads_hold_for_numpy_too():
     """`dipaco-serve` computes short texts with it, and its library has threads of its own."""
     script = """
 import os, sys
@@ -276,18 +263,12 @@ raise SystemExit(Command("dipaco-test", ComputeSettings, run, "Test.").main(["--
 """
     environment = {key: value for key, value in os.environ.items() if "_NUM_THREADS" not in key}
     told = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        timeout=120,
-        check=False,
+        [sys.executable, "-c", script], env=environment, capture_output=True, timeout=120, check=False
     )
     assert (told.returncode, told.stdout) == (0, b"1\n")
 
 
-def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everything(
-    tmp_path: Path,
-) -> None:
+def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everything(tmp_path):
     (tmp_path / "large.py").write_text(
         "import time\n"
         "print('importing', flush=True)\n"
@@ -317,13 +298,13 @@ raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main())
     assert command.returncode == 130
 
 
-def test_every_option_says_what_it_is_for() -> None:
+def test_every_option_says_what_it_is_for():
     found = [(name, action) for name, parser in parsers().items() for action in parser._actions]
     silent = [(name, action.dest) for name, action in found if not (action.help or "").strip()]
     assert silent == [("dipaco-bootstrap", "command")]  # Each command has a line of its own.
 
 
-def test_the_end_of_a_command_does_not_look_through_all_objects() -> None:
+def test_the_end_of_a_command_does_not_look_through_all_objects():
     """With PyTorch in memory that takes seconds on a busy machine, after the last line."""
     program = (
         "import atexit, gc\n"

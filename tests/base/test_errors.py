@@ -38,22 +38,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.runs.tiny_run import make_tiny_run, sign_tiny_run
-from support.swarms.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
-from support.swarms.swarm import command as run_command
-from support.wire.dht_pair import wait_until
 
 from dipaco.base.files import canonical_json
 from dipaco.peer import app
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.routing.run_folder import RunFolder
+from support.runs.tiny_run import make_tiny_run, sign_tiny_run
+from support.swarms.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
+from support.swarms.swarm import command as run_command
+from support.wire.dht_pair import wait_until
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 # A warning that says what was refused, and from whom, may stand before the error.
@@ -74,7 +73,7 @@ class Scene:
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def scene(tmp_path_factory):
     folder = tmp_path_factory.mktemp("errors")
     run = make_tiny_run(folder / "run", name="sound", start_s=time.time(), duration_s=3600.0,
                         inner_steps=0)  # fmt: skip
@@ -85,7 +84,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 class Command:
     """A command under way, so that several can wait for the network at once."""
 
-    def __init__(self, *words: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(self, *words, prefix=()):
         program = str(BIN / words[0]) if words[0].startswith("dipaco-") else words[0]
         self.popen = subprocess.Popen(
             [*prefix, program, *words[1:]],
@@ -97,7 +96,7 @@ class Command:
             start_new_session=True,
         )
 
-    def fails(self, code: int, *patterns: str, warnings: bool = False) -> None:
+    def fails(self, code, *patterns, warnings=False):
         """Check that it ends with `code` and one line of stderr that matches all `patterns`."""
         try:
             stdout, stderr = self.popen.communicate(timeout=LIMIT_S)
@@ -116,7 +115,7 @@ class Command:
         for pattern in patterns:
             assert re.search(pattern, lines[0]), f"no /{pattern}/ in{said}"
 
-    def says(self, *patterns: str) -> str:
+    def says(self, *patterns):
         """Wait for a line of stdout that matches all `patterns`; end it, and return the line."""
         limit = threading.Timer(LIMIT_S, self.popen.kill)
         limit.start()
@@ -134,7 +133,7 @@ class Command:
             self.popen.communicate(timeout=LIMIT_S)
 
 
-def peer(address: str, cache: Path, *extra: str) -> tuple[str, ...]:
+def peer(address, cache, *extra):
     """Return the command line of a peer on loopback."""
     return (
         "dipaco-peer", "--initial-peers", address, "--host-maddrs", LOOPBACK, "--threads", "1",
@@ -142,7 +141,7 @@ def peer(address: str, cache: Path, *extra: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def with_clock(shift_s: float, command: tuple[str, ...], also: str = "pass") -> tuple[str, ...]:
+def with_clock(shift_s, command, also="pass"):
     """Return `command` on a machine whose clock is `shift_s` ahead; `also` runs first."""
     program = (
         "import sys, time; clock = time.time; "
@@ -152,17 +151,15 @@ def with_clock(shift_s: float, command: tuple[str, ...], also: str = "pass") -> 
     return (sys.executable, "-c", program, *command[1:])
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     """Return all files of a folder but locks, which are empty."""
     files = (f for f in folder.rglob("*") if f.is_file() and not f.name.endswith("lock"))
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
 
 
-def children(parent: int) -> list[int]:
+def children(parent):
     """Return all processes that descend from one."""
-    found = subprocess.run(
-        ["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True
-    )
+    found = subprocess.run(["ps", "-e", "-o", "pid=,ppid="], capture_output=True, text=True, check=True)
     pairs = [tuple(map(int, line.split())) for line in found.stdout.splitlines()]
     family = {parent}
     for _ in range(5):
@@ -173,17 +170,14 @@ def children(parent: int) -> list[int]:
 # -- without a swarm
 
 
-def test_a_malformed_address(tmp_path: Path) -> None:
+def test_a_malformed_address(tmp_path):
     no_address, no_peer = "203.0.113.5:31337", "/ip4/203.0.113.5/tcp/31337"
-    commands = [
-        Command(*peer(no_address, tmp_path / "cache")),
-        Command("dipaco-status", "--initial-peers", no_peer),
-    ]
+    commands = [Command(*peer(no_address, tmp_path / "cache")), Command("dipaco-status", "--initial-peers", no_peer)]
     commands[0].fails(4, f"'{no_address}' is not a multiaddress", "for example /ip4/")
     commands[1].fails(4, "does not end with /p2p/", "paste the whole address")
 
 
-def test_an_unreachable_address(tmp_path: Path) -> None:
+def test_an_unreachable_address(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}/p2p/{NOBODY}"
@@ -196,7 +190,7 @@ def test_an_unreachable_address(tmp_path: Path) -> None:
             command.fails(2, re.escape(address), "refused|answered", "check")
 
 
-def test_a_port_in_use(tmp_path: Path) -> None:
+def test_a_port_in_use(tmp_path):
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()
@@ -214,7 +208,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert {name: data for name, data in content(run.path).items() if name in before} == before
 
 
-def test_a_manifest_that_was_changed(tmp_path: Path) -> None:
+def test_a_manifest_that_was_changed(tmp_path):
     run = make_tiny_run(tmp_path / "run")
     text = run.manifest_path.read_text()
     run.manifest_path.write_text(text.replace('"learning_rate": 0.003', '"learning_rate": 0.3'))
@@ -224,7 +218,7 @@ def test_a_manifest_that_was_changed(tmp_path: Path) -> None:
     assert {name: data for name, data in content(run.path).items() if name in before} == before
 
 
-def test_a_wrong_field_of_run_toml(tmp_path: Path) -> None:
+def test_a_wrong_field_of_run_toml(tmp_path):
     toml = tmp_path / "RUN.toml"
     text = (EXAMPLES / "RUN.toml").read_text()
     toml.write_text(re.sub(r"(?m)^\[inner\]$", "[inner]\nlearning_rat = 1.0", text, count=1))
@@ -233,19 +227,17 @@ def test_a_wrong_field_of_run_toml(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unreadable_corpus(tmp_path: Path) -> None:
+def test_an_unreadable_corpus(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train-00000.jsonl.gz").write_bytes(b"\x1f\x8b\x08 not gzip at all")
     (tmp_path / "data" / "validation.jsonl.gz").write_bytes(b"\x1f\x8b\x08 not gzip at all")
     shutil.copy(EXAMPLES / "RUN.toml", tmp_path)
-    command = Command(
-        "dipaco-bootstrap", "prepare", str(tmp_path / "RUN.toml"), "--out", str(tmp_path / "out")
-    )
+    command = Command("dipaco-bootstrap", "prepare", str(tmp_path / "RUN.toml"), "--out", str(tmp_path / "out"))
     command.fails(10, r"train-00000\.jsonl\.gz cannot be read")
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
-def test_ctrl_c_while_joining_ends_at_once(tmp_path: Path) -> None:
+def test_ctrl_c_while_joining_ends_at_once(tmp_path):
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -264,13 +256,11 @@ def test_ctrl_c_while_joining_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_joined", [True, False])
-def test_leaving_has_ten_seconds_whatever_hangs(
-    monkeypatch: pytest.MonkeyPatch, is_joined: bool
-) -> None:
+def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch, is_joined):
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    timers: list[tuple[float, Callable[[], None]]] = []
+    timers = []
 
-    def timer(seconds: float, then: Callable[[], None]) -> SimpleNamespace:
+    def timer(seconds, then):
         timers.append((seconds, then))
         return SimpleNamespace(start=lambda: None)
 
@@ -292,7 +282,7 @@ def test_leaving_has_ten_seconds_whatever_hangs(
     assert limit_s < 10.0
 
 
-def _gone(processes: list[int], timeout_s: float = 60.0) -> None:
+def _gone(processes, timeout_s=60.0):
     """Wait until none of the processes is alive; zombies count as dead."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -310,7 +300,7 @@ def _gone(processes: list[int], timeout_s: float = 60.0) -> None:
 # -- with the swarm
 
 
-def test_a_run_that_is_not_there(tmp_path: Path, scene: Scene) -> None:
+def test_a_run_that_is_not_there(tmp_path, scene):
     address, run_id = scene.bootstrap.address(), scene.run.plan().run_id
     listed = f"{run_id} 'sound'"
     commands = [
@@ -321,12 +311,12 @@ def test_a_run_that_is_not_there(tmp_path: Path, scene: Scene) -> None:
     commands[1].fails(5, "--run sund matches no run", listed)
 
 
-def test_a_path_that_is_not_there(tmp_path: Path, scene: Scene) -> None:
+def test_a_path_that_is_not_there(tmp_path, scene):
     command = Command(*peer(scene.bootstrap.address(), tmp_path / "cache", "--path", "99"))
     command.fails(3, "--path 99", "paths 0 to 3")
 
 
-def test_a_clock_that_is_wrong(tmp_path: Path, scene: Scene) -> None:
+def test_a_clock_that_is_wrong(tmp_path, scene):
     address = scene.bootstrap.address()
     ahead = Command(*with_clock(30, peer(address, tmp_path / "ahead")))
     behind = Command(*with_clock(-30, peer(address, tmp_path / "behind")))
@@ -334,9 +324,7 @@ def test_a_clock_that_is_wrong(tmp_path: Path, scene: Scene) -> None:
     behind.fails(8, r"(29|30|31)\.\d s behind", "timedatectl set-ntp true")
 
 
-def test_a_clock_somewhat_wrong_is_corrected_and_ctrl_c_twice_exits_at_once(
-    scene: Scene,
-) -> None:
+def test_a_clock_somewhat_wrong_is_corrected_and_ctrl_c_twice_exits_at_once(scene):
     command = peer(scene.bootstrap.address(), scene.folder / "two-seconds")
     # Leaving does not end by itself.
     hangs = (
@@ -357,7 +345,7 @@ def test_a_clock_somewhat_wrong_is_corrected_and_ctrl_c_twice_exits_at_once(
     _gone(family)
 
 
-def test_a_full_disk(tmp_path: Path, scene: Scene) -> None:
+def test_a_full_disk(tmp_path, scene):
     cache = tmp_path / "small"
     cache.mkdir()
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True, check=False).returncode:
@@ -367,13 +355,11 @@ def test_a_full_disk(tmp_path: Path, scene: Scene) -> None:
         )
     # Room for the key and the manifest, but not for the base model.
     mount = f'mount -t tmpfs -o size=64k tmpfs {cache} && exec "$@"'
-    command = Command(
-        *peer(scene.bootstrap.address(), cache), prefix=("unshare", "-rm", "sh", "-c", mount, "sh")
-    )
+    command = Command(*peer(scene.bootstrap.address(), cache), prefix=("unshare", "-rm", "sh", "-c", mount, "sh"))
     command.fails(9, "disk: .* can be used at", re.escape(str(cache)), "--cache-dir")
 
 
-def test_another_version_of_the_protocol(tmp_path: Path) -> None:
+def test_another_version_of_the_protocol(tmp_path):
     """Somebody runs the next version; we can neither serve its run nor join it."""
     run = make_tiny_run(tmp_path / "run", name="future", start_s=time.time())
     sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": PROTOCOL_VERSION + 1}))
@@ -395,17 +381,13 @@ def test_another_version_of_the_protocol(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def broken(scene: Scene) -> Member:
+def broken(scene):
     """A second run in the same DHT: the shard of path 0 is damaged, that of path 1 empty."""
     run = make_tiny_run(scene.folder / "broken", name="broken", seed=1, start_s=time.time())
     plan = run.plan()
     paths = list(run.shard_index(plan).paths)
     paths[1] = paths[1].model_copy(
-        update={
-            "train_sequences": 0,
-            "train_documents": 0,
-            "train_sha256": run.blobs.add_bytes(b""),
-        }
+        update={"train_sequences": 0, "train_documents": 0, "train_sha256": run.blobs.add_bytes(b"")}
     )
     index = ShardIndex(sequence_length=plan.model.sequence_length, paths=tuple(paths))
     shards = run.blobs.add_bytes(canonical_json(index.model_dump(mode="json")))
@@ -426,13 +408,13 @@ def broken(scene: Scene) -> Member:
     return member
 
 
-def status(scene: Scene, *flags: str) -> subprocess.CompletedProcess[str]:
+def status(scene, *flags):
     """Ask for the status of the swarm, to the end."""
     address = scene.bootstrap.address()
     return run_command("dipaco-status", "--initial-peers", address, *flags, timeout_s=LIMIT_S)
 
 
-def test_several_runs_and_no_choice(tmp_path: Path, scene: Scene, broken: Member) -> None:
+def test_several_runs_and_no_choice(tmp_path, scene, broken):
     address = scene.bootstrap.address()
     wanted = ("several runs", "'broken'", "'sound'", "--run ID")
     # A node tells of its run a moment after it serves it.
@@ -444,7 +426,7 @@ def test_several_runs_and_no_choice(tmp_path: Path, scene: Scene, broken: Member
     assert (tmp_path / "cache" / scene.run.plan().run_id).is_dir()
 
 
-def test_an_address_that_names_the_operator(tmp_path: Path, scene: Scene, broken: Member) -> None:
+def test_an_address_that_names_the_operator(tmp_path, scene, broken):
     address = scene.bootstrap.address()
     operator = verify_manifest(scene.run.manifest_path.read_bytes()).operator_fingerprint
     pinned = Command("dipaco-status", "--initial-peers", f"{address}/operator/{operator}", "--json")
@@ -455,7 +437,7 @@ def test_an_address_that_names_the_operator(tmp_path: Path, scene: Scene, broken
     command.fails(6, f"pins operator {'0' * 16}", "is signed by")
 
 
-def test_a_blob_that_is_not_what_it_should_be(tmp_path: Path, scene: Scene, broken: Member) -> None:
+def test_a_blob_that_is_not_what_it_should_be(tmp_path, scene, broken):
     cache = tmp_path / "cache"
     command = Command(*peer(broken.address(), cache, "--run", "broken", "--path", "0"))
     # Another holder may have the true one, so it tries on for a while, and says what it is about.
@@ -465,12 +447,12 @@ def test_a_blob_that_is_not_what_it_should_be(tmp_path: Path, scene: Scene, brok
     assert not [name for name in content(cache) if sha256 in name], "nothing of it is kept"
 
 
-def test_an_empty_shard(tmp_path: Path, broken: Member) -> None:
+def test_an_empty_shard(tmp_path, broken):
     command = Command(*peer(broken.address(), tmp_path / "cache", "--run", "broken", "--path", "1"))
     command.fails(10, "path 1 has an empty shard", "balanced = true")
 
 
-def test_nothing_of_all_this_changed_the_swarm(scene: Scene) -> None:
+def test_nothing_of_all_this_changed_the_swarm(scene):
     done = status(scene, "--run", "sound", "--json")
     # The claim of a peer that was stopped twice may still stand, so it may say healthy or not.
     assert done.returncode in (0, 1)

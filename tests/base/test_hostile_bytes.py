@@ -1,25 +1,22 @@
 """Bytes that cost their reader more than their sender."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import msgpack
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 
 from dipaco.base.errors import IntegrityError
 from dipaco.dht import bounded_protocol, node
-from dipaco.protocol.identity import is_of_small_order, is_signed, raw_public_key
+from dipaco.protocol.identity import is_of_small_order, is_signed
 
 _ZERO = b"\x01" + bytes(31)
 
 
 @pytest.mark.parametrize("sign", [0, 0x80])
-def test_a_key_whose_one_signature_holds_for_everything_is_nobodys(sign: int) -> None:
+def test_a_key_whose_one_signature_holds_for_everything_is_nobodys(sign):
     signature = _ZERO + bytes(32)
     Ed25519PublicKey.from_public_bytes(_ZERO).verify(signature, b"whatever")
     key = _ZERO[:-1] + bytes([sign])
@@ -27,14 +24,7 @@ def test_a_key_whose_one_signature_holds_for_everything_is_nobodys(sign: int) ->
     assert not is_signed(b"whatever", signature, key)
 
 
-def test_an_honest_key_signs() -> None:
-    key = Ed25519PrivateKey.generate()
-    assert is_signed(b"this", key.sign(b"this"), raw_public_key(key))
-    assert not is_signed(b"that", key.sign(b"this"), raw_public_key(key))
-    assert not is_signed(b"this", key.sign(b"this"), b"")
-
-
-def test_types_within_each_other_are_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_within_each_other_are_refused_at_once(monkeypatch):
     decode = staticmethod(bounded_protocol.decode_shallow)
     monkeypatch.setattr(MSGPackSerializer, "_decode_ext_types", decode)
     data = msgpack.packb(bytes(3_900_000))
@@ -46,7 +36,7 @@ def test_types_within_each_other_are_refused_at_once(monkeypatch: pytest.MonkeyP
     assert time.monotonic() - began < 0.2
 
 
-def test_a_dictionary_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dictionary_is_read(monkeypatch):
     decode = staticmethod(bounded_protocol.decode_shallow)
     monkeypatch.setattr(MSGPackSerializer, "_decode_ext_types", decode)
     dictionary = DictionaryDHTValue()
@@ -55,7 +45,7 @@ def test_a_dictionary_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read.get(b"subkey").value == b"value"
 
 
-def test_p2pd_is_the_one_that_was_released(tmp_path: Path) -> None:
+def test_p2pd_is_the_one_that_was_released(tmp_path):
     node.check_p2pd()
     other = tmp_path / "p2pd"
     other.write_bytes(b"another program")

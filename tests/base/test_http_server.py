@@ -1,15 +1,11 @@
 """What listens for browsers: the names that it answers to, and how long a request may take."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 from starlette.applications import Starlette
-from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
@@ -19,30 +15,26 @@ from dipaco.base.http_server import listen, serve_until_told
 LIMIT_S = 60.0
 
 
-async def hello(request: Request) -> PlainTextResponse:
+async def hello(request):
     return PlainTextResponse(f"hello, {len(await request.body())} bytes")
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def port(monkeypatch):
     servers = []
     make = http_server.server_of
     monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 0.3)
-    monkeypatch.setattr(
-        http_server, "server_of", lambda *words: servers.append(make(*words)) or servers[0]
-    )
+    monkeypatch.setattr(http_server, "server_of", lambda *words: servers.append(make(*words)) or servers[0])
     application = Starlette(routes=[Route("/", hello, methods=["GET", "POST"])])
     with listen("127.0.0.1", 0) as listening:
-        thread = threading.Thread(
-            target=serve_until_told, args=(application, listening, ("status.example.org",))
-        )
+        thread = threading.Thread(target=serve_until_told, args=(application, listening, ("status.example.org",)))
         thread.start()
         yield listening.getsockname()[1]
         servers[0].should_exit = True
         thread.join(LIMIT_S)
 
 
-def said(port: int, *parts: str) -> str:
+def said(port, *parts):
     """Return what comes back until the connection is closed."""
     with socket.create_connection(("127.0.0.1", port), LIMIT_S) as connection:
         for part in parts:
@@ -56,27 +48,25 @@ def said(port: int, *parts: str) -> str:
     return answer.decode()
 
 
-def asked(host: str, further: str = "connection: close") -> str:
+def asked(host, further="connection: close"):
     return f"GET / HTTP/1.1\r\nhost: {host}\r\n{further}\r\n\r\n"
 
 
-def test_no_page_from_elsewhere_reads_it_through_a_visitor_s_browser(port: int) -> None:
+def test_no_page_from_elsewhere_reads_it_through_a_visitor_s_browser(port):
     for host in (f"127.0.0.1:{port}", f"localhost:{port}", "status.example.org"):
         assert "hello, 0 bytes" in said(port, asked(host))
     for host in ("evil.example.org", "localhost.evil.example.org", ""):
         assert said(port, asked(host)).startswith("HTTP/1.1 400")
 
 
-def test_half_a_request_holds_no_place_for_ever(port: int) -> None:
+def test_half_a_request_holds_no_place_for_ever(port):
     assert said(port, "GET / HT") == ""
     # Nor does one after a whole one.
     answer = said(port, asked("localhost", "accept: text/plain"), "GET / HTTP/1.1\r\nhost: ")
     assert answer.count("hello, 0 bytes") == 1
 
 
-def test_half_requests_that_are_renewed_keep_nobody_out(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_requests_that_are_renewed_keep_nobody_out(port, monkeypatch):
     monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", LIMIT_S)
     monkeypatch.setattr(http_server, "MAX_WAITING", 4)
     with contextlib.ExitStack() as held:
@@ -90,11 +80,11 @@ def test_half_requests_that_are_renewed_keep_nobody_out(
             assert halves[0].recv(1) == b"", "the oldest is closed"
 
 
-def test_half_a_body_holds_no_place_for_ever(port: int) -> None:
+def test_half_a_body_holds_no_place_for_ever(port):
     head = "POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
     assert "hello" not in said(port, head, "1234")
 
 
-def test_a_request_that_can_be_read_in_two_ways_gets_no_answer(port: int) -> None:
+def test_a_request_that_can_be_read_in_two_ways_gets_no_answer(port):
     two = "POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked"
     assert "hello" not in said(port, f"{two}\r\n\r\n0\r\n\r\nGET /")

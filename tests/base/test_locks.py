@@ -1,7 +1,5 @@
 """Folders that cannot be locked or made: what is said names the place and the remedy."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -17,10 +15,8 @@ from dipaco.protocol.identity import is_in_use, load_or_create_identity
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_file_system_without_locks(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int, how: int) -> None:
+def test_a_file_system_without_locks(tmp_path, number, monkeypatch):
+    def refuse(descriptor, how):
         raise OSError(number, os.strerror(number))
 
     (tmp_path / "identity.key.lock").touch()
@@ -34,13 +30,13 @@ def test_a_file_system_without_locks(
         pass
 
 
-def test_a_folder_that_a_variable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_a_variable_names(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     with pytest.raises(StorageError, match=r"\(XDG_CACHE_HOME=/proc/nowhere\).*--cache-dir"):
         make_folder(Path("/proc/nowhere/dipaco"))
 
 
-def test_no_memory_to_share() -> None:
+def test_no_memory_to_share():
     check_shared_memory()
     with pytest.raises(StorageError, match=r"/proc/nowhere: No such file.*--shm-size"):
         check_shared_memory(Path("/proc/nowhere"))

@@ -1,7 +1,5 @@
 """A command does not depend on the reader of its output: a closed terminal, a pipe, no stream."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty
@@ -9,19 +7,18 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
 from dipaco.base import output
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
 # It prints one line, and has nothing to import.
 SAYS_A_LINE = f"{BIN / 'dipaco-peer'} pause --cache-dir"
 
 
-def shell(line: str) -> subprocess.CompletedProcess[str]:
+def shell(line):
     return subprocess.run(
         ["bash", "-c", f"set -o pipefail; {line}"],
         env=ENVIRONMENT,
@@ -41,18 +38,18 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
         f"{BIN / 'dipaco-peer'} --help | (exec <&-; sleep 0.1)",
     ],
 )
-def test_a_command_ends_well_whoever_reads(line: str, tmp_path: Path) -> None:
+def test_a_command_ends_well_whoever_reads(line, tmp_path):
     done = shell(line.format(SAYS_A_LINE, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_told(tmp_path):
     done = shell(f"{SAYS_A_LINE} {tmp_path} > /dev/full")
     assert done.returncode == 9
     assert "No space left on device" in done.stderr
 
 
-def test_peers_and_nodes_outlive_their_terminal(tmp_path: Path) -> None:
+def test_peers_and_nodes_outlive_their_terminal(tmp_path):
     run = make_tiny_run(tmp_path / "run", start_s=time.time(), modules_per_level=(1, 1))
     master, slave = pty.openpty()
     # Under nohup it is ignored, and what is started there keeps that.
@@ -77,7 +74,7 @@ def test_peers_and_nodes_outlive_their_terminal(tmp_path: Path) -> None:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_what_only_prints_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_only_prints_ends_with_its_reader(monkeypatch):
     read, write = os.pipe()
     stream = output._Stream(write, "w")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(stream, line_buffering=True))

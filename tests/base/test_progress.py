@@ -1,7 +1,5 @@
 """Progress of long things: a line now and then, with an estimate; nothing of what is quick."""
 
-from __future__ import annotations
-
 import io
 
 from rich.console import Console
@@ -12,11 +10,11 @@ from dipaco.base.progress import LINE_EVERY_S, StageProgress, bar_or_lines, each
 class Clock:
     now_s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now_s
 
 
-def test_lines_come_seldom_and_say_how_long_it_goes_on() -> None:
+def test_lines_come_seldom_and_say_how_long_it_goes_on():
     clock, said = Clock(), list[str]()
     stage = StageProgress("fetching", said.append, now=clock)
     stage.update(40, 100)
@@ -33,18 +31,14 @@ def test_lines_come_seldom_and_say_how_long_it_goes_on() -> None:
     assert said[1:] == ["fetching: 61"]
 
 
-def test_each_says_which_of_how_many_and_how_long_it_goes_on() -> None:
+def test_each_says_which_of_how_many_and_how_long_it_goes_on():
     clock, said = Clock(), list[str]()
     for _ in each("abc", said.append, lambda item: f"does {item}", now=clock):
         clock.now_s += 300
-    assert said == [
-        "does a (1 of 3)",
-        "does b (2 of 3, about 10 min more)",
-        "does c (3 of 3, about 5 min more)",
-    ]
+    assert said == ["does a (1 of 3)", "does b (2 of 3, about 10 min more)", "does c (3 of 3, about 5 min more)"]
 
 
-def test_where_nobody_watches_what_is_quick_says_nothing() -> None:
+def test_where_nobody_watches_what_is_quick_says_nothing():
     clock, said = Clock(), list[str]()
     say = seldom(said.append, now=clock)
     say("one")
@@ -54,7 +48,7 @@ def test_where_nobody_watches_what_is_quick_says_nothing() -> None:
     assert said == ["two"]
 
 
-def test_a_bar_on_a_terminal_and_nothing_quick_elsewhere() -> None:
+def test_a_bar_on_a_terminal_and_nothing_quick_elsewhere():
     for is_terminal in (False, True):
         file = io.StringIO()
         console = Console(file=file, force_terminal=is_terminal, width=80)

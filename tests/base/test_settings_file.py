@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
-from support.programs.commands import commands, parsers
 
 from dipaco.base.command_line import Command, Program
 from dipaco.base.errors import ConfigurationError
-from dipaco.base.settings import Argument, Option, Settings, arguments_of
+from dipaco.base.settings import Option, Settings, arguments_of
 from dipaco.base.settings_file import CONFIG_VARIABLE, default_file, read_settings
 from dipaco.peer import control_cli
 from dipaco.peer.settings import default_cache_folder
+from support.programs.commands import commands, parsers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class ToySettings(Settings):
     folder: Annotated[Path, Option("whither", "DIR", flag="--cache-dir")] = Path("here")
     compiled: Annotated[bool, Option("do not compile", flag="--no-compile")] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         super().__post_init__()
         if self.port == 1:
             raise ConfigurationError("--port 1 is taken")
@@ -40,27 +40,27 @@ NEEDED = ["--peers", "a"]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(tmp_path):
     return tmp_path / "config.toml"
 
 
-def read(words: list[str], environment: dict[str, str] | None = None) -> ToySettings:
+def read(words, environment=None):
     variables = {"XDG_CONFIG_HOME": "/nowhere", **(environment or {})}
     return COMMAND.read(COMMAND.parse(words), variables)
 
 
-def from_file(config: Path, text: str, words: list[str] | None = None) -> ToySettings:
+def from_file(config, text, words=None):
     config.write_text(f"[toy]\n{text}", encoding="utf-8")
     return read([*(NEEDED if words is None else words), "--config", str(config)])
 
 
-def test_a_flag_wins_over_the_file_over_the_default(config: Path) -> None:
+def test_a_flag_wins_over_the_file_over_the_default(config):
     settings = from_file(config, 'port = 1000\nkind = "small"', [*NEEDED, "--port", "3000"])
     assert (settings.port, settings.kind) == (3000, "small")
     assert (settings.folder, settings.compiled) == (Path("here"), True)
 
 
-def test_a_file_gives_every_kind_of_setting(config: Path) -> None:
+def test_a_file_gives_every_kind_of_setting(config):
     text = 'peers = ["a", "b"]\nport = 0\nlimit_mbps = 2\nkind = "small"\ncache_dir = "cache"\n'
     assert from_file(config, text + "no_compile = true", []) == ToySettings(
         peers=("a", "b"), port=0, limit_mbps=2.0, kind="small", compiled=False,
@@ -68,15 +68,13 @@ def test_a_file_gives_every_kind_of_setting(config: Path) -> None:
     )  # fmt: skip
 
 
-def test_the_home_folder_may_be_meant(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_may_be_meant(config, monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert from_file(config, 'cache_dir = "~/cache"').folder == Path("/home/me/cache")
 
 
 @pytest.mark.parametrize("value", ['"/data"', "'/data'", "/data\r", " /data \n", '" /data"\r\n'])
-def test_quotes_and_white_space_around_a_folder_are_no_part_of_it(
-    config: Path, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_quotes_and_white_space_around_a_folder_are_no_part_of_it(config, value, monkeypatch):
     assert from_file(config, f"cache_dir = {json.dumps(value)}").folder == Path("/data")
     assert read([*NEEDED, "--cache-dir", value]).folder == Path("/data")
     monkeypatch.setenv("XDG_CACHE_HOME", value)
@@ -87,7 +85,7 @@ def test_quotes_and_white_space_around_a_folder_are_no_part_of_it(
     assert default_file({"XDG_CONFIG_HOME": value}).is_relative_to("/data/dipaco")
 
 
-def test_the_default_file_is_read_if_there_is_one(tmp_path: Path) -> None:
+def test_the_default_file_is_read_if_there_is_one(tmp_path):
     environment = {"XDG_CONFIG_HOME": str(tmp_path)}
     path = default_file(environment)
     assert path == tmp_path / "dipaco" / "config.toml"
@@ -119,14 +117,14 @@ def test_the_default_file_is_read_if_there_is_one(tmp_path: Path) -> None:
         ("[tooy]\nport = 1", "{file}: table tooy is unknown; did you mean toy?"),
     ],
 )
-def test_mistakes_in_a_file_are_said_in_a_line(config: Path, text: str, said: str) -> None:
+def test_mistakes_in_a_file_are_said_in_a_line(config, text, said):
     with pytest.raises(ConfigurationError) as raised:
         from_file(config, text)
     assert str(raised.value).startswith(said.format(file=config))
     assert "\n" not in str(raised.value)
 
 
-def test_a_flag_that_is_wrong_is_not_looked_for_in_the_file(config: Path) -> None:
+def test_a_flag_that_is_wrong_is_not_looked_for_in_the_file(config):
     with pytest.raises(ConfigurationError, match="--port 1 is taken$"):
         from_file(config, "port = 5", [*NEEDED, "--port", "1"])
 
@@ -140,7 +138,7 @@ def test_a_flag_that_is_wrong_is_not_looked_for_in_the_file(config: Path) -> Non
         ("[toys.rest]\nport = 'of another command'", ""),
     ],
 )
-def test_tables_that_no_command_reads_are_refused(config: Path, text: str, said: str) -> None:
+def test_tables_that_no_command_reads_are_refused(config, text, said):
     config.write_text(text)
     commands = [Command(name, ToySettings, lambda settings: 0, "") for name in ("play", "rest")]
     program = Program("dipaco-toys", "Toys.", tuple(commands))
@@ -152,22 +150,20 @@ def test_tables_that_no_command_reads_are_refused(config: Path, text: str, said:
         assert commands[0].read(parsed).port == 31337
 
 
-def test_what_is_needed_may_come_from_the_file_but_must_come(
-    config: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_needed_may_come_from_the_file_but_must_come(config, capsys):
     assert from_file(config, 'peers = "a"', []).peers == ("a",)
     with pytest.raises(SystemExit):
         from_file(config, "", [])
     assert "the following arguments are required: --peers" in capsys.readouterr().err
 
 
-def test_pause_reads_where_the_peer_does(config: Path) -> None:
+def test_pause_reads_where_the_peer_does(config):
     config.write_text('[peer]\ncache_dir = "/volume"\ninitial_peers = ["/ip4/1.2.3.4"]')
     command = control_cli.COMMANDS["pause"]
     assert command.read(command.parse(["--config", str(config)])).cache_folder == Path("/volume")
 
 
-def example(argument: Argument) -> Any:
+def example(argument):
     """Return a value of a setting that is not its default, as a file would have it."""
     if argument.takes_words:
         return ["/ip4/203.0.113.5/tcp/1"]
@@ -181,7 +177,7 @@ def example(argument: Argument) -> Any:
     return "some-text"
 
 
-def test_every_setting_of_every_command_can_be_in_a_file(config: Path) -> None:
+def test_every_setting_of_every_command_can_be_in_a_file(config):
     """And each has a name of its own."""
     for _, command, table in commands():
         arguments = arguments_of(command.settings)
@@ -193,10 +189,10 @@ def test_every_setting_of_every_command_can_be_in_a_file(config: Path) -> None:
         assert [found[a.name] == a.default for a in arguments] == [False] * len(arguments)
 
 
-def test_a_user_without_a_name_and_a_home_has_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_name_and_a_home_has_defaults(monkeypatch):
     """As in a container that runs under a number."""
 
-    def nobody() -> Path:
+    def nobody():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", nobody)

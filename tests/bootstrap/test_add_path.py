@@ -1,45 +1,40 @@
 """One path more in a finished run: `prepare --from RUN --add-path NEW.jsonl`."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.runs.prepared_run import write_run
-from support.runs.routed_texts import route_texts
-from support.runs.tiny_run import make_tiny_run, tiny_documents
 
-from dipaco.base.errors import ConfigurationError, CorpusError, DipacoError, IntegrityError
+from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.bootstrap import cli
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
-from dipaco.protocol.plan import RunPlan
-from dipaco.routing.routers.router import Prefixes
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from dipaco.training.scoring import LossSum, sum_losses
+from support.runs.prepared_run import write_run
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 ROUNDS = 3
 PRIVATE = {"private_blocks": (1,)}
 
 
-def train(run: Path, out: Path, *more: str) -> None:
+def train(run, out, *more):
     arguments = [str(run), "--out", str(out), "--rounds", str(ROUNDS), "--threads", "1"]
     assert simulate.main([*arguments, "--validation-sequences", "0", *more]) == 0
 
 
-def write_documents(file: Path, language: int, count: int = 40) -> Path:
+def write_documents(file, language, count=40):
     texts = tiny_documents(language + 1, count, seed=5)[language * count :]
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
 
 
-def add(old: Path, out: Path, *files: Path, options: tuple[str, ...] = ()) -> int:
+def add(old, out, *files, options=()):
     return cli.main([
         "prepare", "--from", str(old), "--add-path", *map(str, files), "--out", str(out),
         "--device", "cpu", "--threads", "1", *options,
@@ -47,7 +42,7 @@ def add(old: Path, out: Path, *files: Path, options: tuple[str, ...] = ()) -> in
 
 
 @pytest.fixture(scope="module")
-def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def old(tmp_path_factory):
     """A finished run of four languages."""
     run = make_tiny_run(tmp_path_factory.mktemp("old") / "run", inner_steps=4, **PRIVATE).path
     train(run, run)
@@ -55,7 +50,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def new(old: Path) -> Path:
+def new(old):
     """It with a path for a fifth language."""
     documents = write_documents(old.parent / "fifth.jsonl", 4)
     options = ("--set", "data.held_out_fraction=0.2", "rounds.duration_s=300")
@@ -63,12 +58,12 @@ def new(old: Path) -> Path:
     return old.parent / "next"
 
 
-def opened(run: Path) -> tuple[RunFolder, RunPlan]:
+def opened(run):
     folder = RunFolder(run)
     return folder, folder.plan()
 
 
-def test_everything_but_the_new_path_is_as_before(old: Path, new: Path) -> None:
+def test_everything_but_the_new_path_is_as_before(old, new):
     before, old_plan = opened(old)
     after, plan = opened(new)
     assert plan.successor_of == old_plan.run_id
@@ -83,12 +78,10 @@ def test_everything_but_the_new_path_is_as_before(old: Path, new: Path) -> None:
     # The shards have the same names, hence the same bytes, and they are here.
     assert after.shard_index(plan).paths[:4] == before.shard_index(old_plan).paths
     for path in range(4):
-        assert np.array_equal(
-            after.train_tokens(plan, path), before.train_tokens(old_plan, path)
-        ), path
+        assert np.array_equal(after.train_tokens(plan, path), before.train_tokens(old_plan, path)), path
 
 
-def test_paths_begin_where_they_ended_and_the_new_one_as_the_nearest(old: Path, new: Path) -> None:
+def test_paths_begin_where_they_ended_and_the_new_one_as_the_nearest(old, new):
     predecessor = open_predecessor(old)
     run, plan = opened(new)
     grid = run.grid(plan)
@@ -110,7 +103,7 @@ def test_paths_begin_where_they_ended_and_the_new_one_as_the_nearest(old: Path, 
     assert copied == [nearest_by_hand(old, new)]
 
 
-def nearest_by_hand(old: Path, new: Path) -> int:
+def nearest_by_hand(old, new):
     """Return the old path that predicts the first 8 tokens of the new documents best."""
     (before, _), (run, plan) = opened(old), opened(new)
     tokenizer, texts = run.tokenizer(plan), tiny_documents(5, 40, seed=5)[160:]
@@ -123,7 +116,7 @@ def nearest_by_hand(old: Path, new: Path) -> int:
     return int(np.argmin(losses))
 
 
-def test_only_the_new_documents_are_in_its_shard(new: Path) -> None:
+def test_only_the_new_documents_are_in_its_shard(new):
     run, plan = opened(new)
     shard = run.shard_index(plan).paths[4]
     tokens = run.train_tokens(plan, 4).reshape(-1)
@@ -141,10 +134,10 @@ def test_only_the_new_documents_are_in_its_shard(new: Path) -> None:
     assert not any(found[1:]) or set(found) == {3}  # padding is left
 
 
-def test_the_router_has_one_centroid_more(old: Path, new: Path) -> None:
+def test_the_router_has_one_centroid_more(old, new):
     (before, old_plan), (run, plan) = opened(old), opened(new)
     texts = tiny_documents(5, 40, seed=5)
-    prefixes: list[Prefixes] = [
+    prefixes = [
         run.document_router(plan).prefixes([run.tokenizer(plan).document_tokens(text)])
         for text in (texts[0], texts[60], texts[170])
     ]
@@ -156,9 +149,7 @@ def test_the_router_has_one_centroid_more(old: Path, new: Path) -> None:
     assert (paths[:160] == 4).mean() < 0.1
 
 
-def test_training_it_teaches_the_new_language_and_changes_nobody_else(
-    new: Path, tmp_path: Path
-) -> None:
+def test_training_it_teaches_the_new_language_and_changes_nobody_else(new, tmp_path):
     train(new, tmp_path / "trained", "--paths", "4")
     run, plan = opened(new)
     trained = RunFolder(tmp_path / "trained")
@@ -178,9 +169,7 @@ def test_training_it_teaches_the_new_language_and_changes_nobody_else(
         assert (state.version > 0) == (module in grid.modules_of_path(4))
 
 
-def test_a_second_path_is_added_to_a_run_with_an_added_one(
-    new: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_path_is_added_to_a_run_with_an_added_one(new, tmp_path, capsys):
     train(new, tmp_path / "old")
     shutil.copy(new / "operator.pem", tmp_path / "old")
     files = [write_documents(tmp_path / f"{number}.jsonl", number, 12) for number in (5, 6)]
@@ -195,16 +184,12 @@ def test_a_second_path_is_added_to_a_run_with_an_added_one(
     assert (plan.name, grid.path_count) == ("seven", 7)
     assert grid.modules_of_path(6) == ("L0.E4", "L1.E4", "P6")
     for module in before.grid.modules():
-        assert torch.equal(
-            run.genesis_state(plan, module).parameters, before.load(module).parameters
-        )
+        assert torch.equal(run.genesis_state(plan, module).parameters, before.load(module).parameters)
     assert add(tmp_path / "old", tmp_path / "out", *files, options=options) == 0
     assert "Everything is done already" in capsys.readouterr().out
 
 
-def refused(
-    error: type[DipacoError], capsys: pytest.CaptureFixture[str], *words: str | Path
-) -> str:
+def refused(error, capsys, *words):
     """Return the one line with which a command is refused."""
     capsys.readouterr()
     assert cli.main(["prepare", *map(str, words)]) == error.exit_code
@@ -212,9 +197,7 @@ def refused(
     return line
 
 
-def test_bad_documents_are_refused(
-    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_documents_are_refused(old, tmp_path, capsys):
     contents = {
         "empty.jsonl": "",
         "blank.jsonl": '{"text": ""}\n{"text": " "}\n',
@@ -240,9 +223,7 @@ def test_bad_documents_are_refused(
     assert not (tmp_path / "out/manifest.json").exists()
 
 
-def test_what_cannot_be_is_refused(
-    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_refused(old, tmp_path, capsys):
     documents = write_documents(tmp_path / "new.jsonl", 4, 10)
     toml = write_run(tmp_path / "other")
     out = ("--out", tmp_path / "out")
@@ -263,12 +244,10 @@ def test_what_cannot_be_is_refused(
     assert "added_paths under [grid] is counted by" in line
 
 
-def test_an_unfit_predecessor_is_refused(
-    old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unfit_predecessor_is_refused(old, tmp_path, capsys):
     documents = write_documents(tmp_path / "new.jsonl", 4, 10)
 
-    def line(error: type[DipacoError], run: Path) -> str:
+    def line(error, run):
         return refused(error, capsys, "--from", run, "--add-path", documents,
                        "--out", tmp_path / "out", "--device", "cpu")  # fmt: skip
 

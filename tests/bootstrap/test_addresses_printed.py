@@ -1,17 +1,13 @@
 """What a bootstrap node tells volunteers to paste, on machines with other networks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import threading
-from pathlib import Path
 
 import pytest
-from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S
 
-from dipaco.routing.run_folder import RunFolder
+from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S
 
 ONLY_IPV6 = (
     "ip link add va type veth peer name vb; ip link set va up; ip link set vb up; "
@@ -21,14 +17,9 @@ ONLY_IPV6 = (
 
 @pytest.mark.parametrize(
     ("network", "printed", "warned"),
-    [
-        (ONLY_IPV6, "dipaco-peer /ip6/fd00:77::1/tcp/", False),
-        ("true", "dipaco-peer /ip4/127.0.0.1/tcp/", True),
-    ],
+    [(ONLY_IPV6, "dipaco-peer /ip6/fd00:77::1/tcp/", False), ("true", "dipaco-peer /ip4/127.0.0.1/tcp/", True)],
 )
-def test_a_machine_without_ipv4(
-    shared_run: RunFolder, network: str, printed: str, warned: bool, tmp_path: Path
-) -> None:
+def test_a_machine_without_ipv4(shared_run, network, printed, warned, tmp_path):
     script = f'ip link set lo up; {network}; exec "$@"'
     serve = [str(BIN / "dipaco-bootstrap"), "serve", str(shared_run.path), "--identity-path"]
     node = subprocess.Popen(

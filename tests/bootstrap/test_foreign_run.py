@@ -1,19 +1,12 @@
 """A run that begins with a Qwen3 or a SmolLM2 and its tokenizer.json, is trained, and goes back as
 such a one."""
 
-from __future__ import annotations
-
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
-from support.runs.prepared_run import CPU, on_cpu, write_run
-from support.runs.routed_texts import route_texts
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.bootstrap.display import Display, show_figures
@@ -25,6 +18,9 @@ from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from dipaco.simulator import cli as simulator_cli
+from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
+from support.runs.prepared_run import CPU, on_cpu, write_run
+from support.runs.routed_texts import route_texts
 
 TOML = """
 name = "foreign"
@@ -39,7 +35,7 @@ prefix_tokens = 8
 
 
 @pytest.fixture(scope="module", params=["qwen3", "smollm2"])
-def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def trained(tmp_path_factory, request):
     """The folder of the base, and of what one simulated round made of it."""
     folder = tmp_path_factory.mktemp("foreign")
     make_foreign_base(folder / "base", request.param)
@@ -52,7 +48,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return folder
 
 
-def test_what_the_base_cannot_write_is_said_once(tmp_path: Path) -> None:
+def test_what_the_base_cannot_write_is_said_once(tmp_path):
     make_foreign_base(tmp_path / "base", "smollm2")
     file, said = write_run(tmp_path, TOML), io.StringIO()
     with (tmp_path / "train.jsonl").open("a") as corpus:
@@ -62,9 +58,7 @@ def test_what_the_base_cannot_write_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "smollm2", "qwen2"])
-def test_tokens_of_the_base_s_own_tokenizer_give_the_run_of_their_texts(
-    family: str, tmp_path: Path
-) -> None:
+def test_tokens_of_the_base_s_own_tokenizer_give_the_run_of_their_texts(family, tmp_path):
     make_foreign_base(tmp_path / "base", family)
     file = write_run(tmp_path, TOML)
     texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").open()]
@@ -80,7 +74,7 @@ def test_tokens_of_the_base_s_own_tokenizer_give_the_run_of_their_texts(
     assert from_tokens.blobs == from_texts.blobs
 
 
-def test_a_plan_says_which_part_is_the_base_s(trained: Path) -> None:
+def test_a_plan_says_which_part_is_the_base_s(trained):
     config = load_run_config(trained / "RUN.toml")
     figures, shown = plan_figures(config), io.StringIO()
     assert figures.begins_as is not None
@@ -91,7 +85,7 @@ def test_a_plan_says_which_part_is_the_base_s(trained: Path) -> None:
     assert "A path begins as the base 'base' and trains all of it: 0.0" in shown.getvalue()
 
 
-def test_a_path_goes_back_to_its_family(trained: Path, tmp_path: Path) -> None:
+def test_a_path_goes_back_to_its_family(trained, tmp_path):
     source = DiskSource(trained / "trained")
     arguments = ["--state-dir", str(trained / "trained"), "--path", "1"]
     assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
@@ -111,13 +105,13 @@ def test_a_path_goes_back_to_its_family(trained: Path, tmp_path: Path) -> None:
         expected = assemble_path(source, 1)(tokens)[..., rows]
         found = theirs(order[tokens]).logits[..., order[rows]]
     assert float((found - expected).abs().max()) < 1e-5
-    chat: list[dict[str, Any]] = [{"role": "user", "content": "ba du"}]
+    chat = [{"role": "user", "content": "ba du"}]
     rendered = auto.apply_chat_template(chat, tokenize=False)
     assert rendered == "<|im_start|>user\nba du<|im_end|>\n"
     assert order[ours.encode_marked(rendered)].tolist() == auto(rendered).input_ids
 
 
-def test_what_a_base_says_of_itself_comes_back(trained: Path, tmp_path: Path) -> None:
+def test_what_a_base_says_of_itself_comes_back(trained, tmp_path):
     arguments = ["--state-dir", str(trained / "trained"), "--path", "1", "--dtype", "float32"]
     assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
     for name, keys in {
@@ -132,10 +126,7 @@ def test_what_a_base_says_of_itself_comes_back(trained: Path, tmp_path: Path) ->
         "tokenizer_config.json": ("bos_token", "pad_token", "unk_token", "chat_template"),
         "tokenizer.json": ("model", "post_processor", "pre_tokenizer", "decoder", "normalizer"),
     }.items():  # fmt: skip
-        before, after = (
-            json.loads((folder / name).read_text())
-            for folder in (trained / "base", tmp_path / "path")
-        )
+        before, after = (json.loads((folder / name).read_text()) for folder in (trained / "base", tmp_path / "path"))
         assert {k: after.get(k) for k in keys} == {k: before.get(k) for k in keys}, name
     files = [folder / "tokenizer.json" for folder in (trained / "base", tmp_path / "path")]
     added = [json.loads(file.read_text())["added_tokens"] for file in files]
@@ -143,7 +134,7 @@ def test_what_a_base_says_of_itself_comes_back(trained: Path, tmp_path: Path) ->
     assert names[0] == names[1]
 
 
-def test_an_exported_path_is_a_base_again(trained: Path, tmp_path: Path) -> None:
+def test_an_exported_path_is_a_base_again(trained, tmp_path):
     arguments = ["--state-dir", str(trained / "trained"), "--path", "1"]
     assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
     source, base = DiskSource(trained / "trained"), ImportedBase(tmp_path / "path")
@@ -162,15 +153,13 @@ def test_an_exported_path_is_a_base_again(trained: Path, tmp_path: Path) -> None
             assert torch.equal(expected[name], value)
 
 
-def test_the_router_of_an_export_sees_the_tokens_of_the_run(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_router_of_an_export_sees_the_tokens_of_the_run(trained, tmp_path, monkeypatch):
     out = tmp_path / "out"
     arguments = ["--state-dir", str(trained / "trained"), "--all"]
     assert export_cli.main([*arguments, "--out", str(out)]) == 0
     program = (out / "router" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(out)
-    names: dict[str, Any] = {}
+    names = {}
     exec(program, names)
     texts = ["12 34 56 78 90 11", "the ship and sea a wind the ship", "if x: if x: if x:"]
     expected = route_texts(DiskSource(trained / "trained").document_router(CPU), texts).tolist()

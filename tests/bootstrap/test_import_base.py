@@ -1,19 +1,12 @@
 """A run starts from a Llama checkpoint: ours come back bit for bit, others are renumbered."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-from support.runs.prepared_run import on_cpu, write_run
-from support.runs.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
@@ -24,10 +17,11 @@ from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
-from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
+from support.runs.prepared_run import on_cpu, write_run
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 TOML = """
 name = "imported"
@@ -39,15 +33,13 @@ prefix_tokens = 8
 """
 
 
-def prepared(
-    folder: Path, toml: str = TOML, out: str = "out", *, replace: bool = False
-) -> tuple[RunFolder, RunPlan]:
+def prepared(folder, toml=TOML, out="out", *, replace=False):
     plan = prepare(write_run(folder, toml), folder / out, on_cpu(replace=replace))
     return RunFolder(folder / out), plan
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def exported(tmp_path_factory):
     """A simulated run, and its path 1 as a checkpoint."""
     folder = tmp_path_factory.mktemp("import")
     make_tiny_run(folder / "run", private_embedding=True, kv_head_count=1, rope_theta=700.0)
@@ -58,16 +50,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "trained", folder / "checkpoint"
 
 
-def linked(checkpoint: Path, folder: Path) -> Path:
+def linked(checkpoint, folder):
     """Put a checkpoint beside a RUN.toml and return where it is."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "checkpoint").symlink_to(checkpoint)
     return folder / "checkpoint"
 
 
-def test_an_exported_path_comes_back_as_the_base(
-    exported: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_an_exported_path_comes_back_as_the_base(exported, tmp_path):
     trained, checkpoint = exported
     linked(checkpoint, tmp_path)
     run, plan = prepared(tmp_path)
@@ -82,7 +72,7 @@ def test_an_exported_path_comes_back_as_the_base(
     assert prepared(tmp_path)[1] == plan
 
 
-def test_further_steps_train_the_imported_base(exported: tuple[Path, Path], tmp_path: Path) -> None:
+def test_further_steps_train_the_imported_base(exported, tmp_path):
     linked(exported[1], tmp_path)
     table = TOML.replace('base = "checkpoint"\n', "") + '[base]\ncheckpoint = "checkpoint"\n'
     imported, plan = prepared(tmp_path)
@@ -96,20 +86,10 @@ def test_further_steps_train_the_imported_base(exported: tuple[Path, Path], tmp_
     assert 0 < greatest < 0.01
 
 
-def test_another_checkpoint_makes_another_base(exported: tuple[Path, Path], tmp_path: Path) -> None:
-    trained, checkpoint = exported
-    linked(checkpoint, tmp_path)
-    _, plan = prepared(tmp_path)
-    (tmp_path / "checkpoint").unlink()
-    arguments = ["--state-dir", str(trained), "--path", "2"]
-    assert export_cli.main([*arguments, "--out", str(tmp_path / "checkpoint")]) == 0
-    assert prepared(tmp_path, replace=True)[1].blobs.base != plan.blobs.base
-
-
-def test_the_model_of_a_run_toml_must_agree(exported: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_model_of_a_run_toml_must_agree(exported, tmp_path):
     linked(exported[1], tmp_path)
 
-    def model(text: str) -> Any:
+    def model(text):
         return load_run_config(write_run(tmp_path, f"{TOML}[model]\n{text}\n")).model
 
     assert model("").sequence_length == 32
@@ -125,9 +105,7 @@ def test_the_model_of_a_run_toml_must_agree(exported: tuple[Path, Path], tmp_pat
             model(text)
 
 
-def test_a_base_for_long_texts_trains_on_shorter_ones_unless_it_is_told_to(
-    exported: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_base_for_long_texts_trains_on_shorter_ones_unless_it_is_told_to(exported, tmp_path):
     shutil.copytree(exported[1], tmp_path / "checkpoint")
     file = tmp_path / "checkpoint/config.json"
     config = json.loads(file.read_text())
@@ -137,7 +115,7 @@ def test_a_base_for_long_texts_trains_on_shorter_ones_unless_it_is_told_to(
         assert (model.sequence_length, model.context_length) == (length, 8192)
 
 
-def test_a_base_is_a_folder_or_a_table(tmp_path: Path) -> None:
+def test_a_base_is_a_folder_or_a_table(tmp_path):
     for text, words in {
         "base = 3": "base",
         'base = "nowhere"': "nowhere is not a checkpoint: it has no config.json",
@@ -151,7 +129,7 @@ def test_a_base_is_a_folder_or_a_table(tmp_path: Path) -> None:
 # -- checkpoints of others
 
 
-def foreign_tokenizer(folder: Path, **options: Any) -> Path:
+def foreign_tokenizer(folder, **options):
     """Train a tokenizer as Llama's is: no padding, a space in front of every text."""
     (folder / "texts").write_text("\n".join(tiny_documents(4, 20, 0)))
     given = {
@@ -169,7 +147,7 @@ def foreign_tokenizer(folder: Path, **options: Any) -> Path:
 
 
 @pytest.fixture
-def foreign(tmp_path: Path) -> tuple[Path, LlamaForCausalLM]:
+def foreign(tmp_path):
     """A checkpoint in several files, as `save_pretrained` writes it, with a Llama tokenizer."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -192,9 +170,7 @@ def foreign(tmp_path: Path) -> tuple[Path, LlamaForCausalLM]:
     return checkpoint, model
 
 
-def test_a_llama_without_padding_is_renumbered(
-    foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path
-) -> None:
+def test_a_llama_without_padding_is_renumbered(foreign, tmp_path):
     checkpoint, model = foreign
     assert (checkpoint / "model.safetensors.index.json").exists()
     run, plan = prepared(tmp_path)
@@ -213,9 +189,7 @@ def test_a_llama_without_padding_is_renumbered(
     torch.testing.assert_close(found[..., :3], expected[..., :3], atol=1e-4, rtol=1e-4)
 
 
-def test_tokens_of_pieces_that_were_renumbered_are_refused(
-    foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path
-) -> None:
+def test_tokens_of_pieces_that_were_renumbered_are_refused(foreign, tmp_path):
     _, plan = prepared(tmp_path)
     fields = f'tokens_field = "ids"\ntokenizer_sha256 = "{plan.blobs.tokenizer}"\n'
     toml = TOML.replace("[router]", f"{fields}[router]")
@@ -224,9 +198,7 @@ def test_tokens_of_pieces_that_were_renumbered_are_refused(
         prepared(tmp_path, toml, "tokens")
 
 
-def test_rows_without_a_piece_have_no_text(
-    foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path
-) -> None:
+def test_rows_without_a_piece_have_no_text(foreign, tmp_path):
     run, plan = prepared(tmp_path)
     tokenizer = run.tokenizer(plan)
     assert plan.model.vocabulary_size > tokenizer.vocabulary_size
@@ -234,9 +206,7 @@ def test_rows_without_a_piece_have_no_text(
     assert tokenizer.decode([*tokens[:1], plan.model.vocabulary_size - 1, *tokens[1:]]) == "ba du"
 
 
-def test_tokens_that_were_added_to_a_sentencepiece_model(
-    exported: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_tokens_that_were_added_to_a_sentencepiece_model(exported, tmp_path):
     """As for a chat: two tokens, another end of a text and a template, which all come along."""
     checkpoint = tmp_path / "checkpoint"
     tokenizer = AutoTokenizer.from_pretrained(exported[1])
@@ -270,14 +240,12 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(
         (settings, {**json.loads(settings.read_text()), "added_tokens_decoder": decoder}),
     ):
         file.write_text(json.dumps(content))
-        with pytest.raises(
-            ConfigurationError, match=r"<\|im_end\|>, .* which its tokenizer.model lacks"
-        ):
+        with pytest.raises(ConfigurationError, match=r"<\|im_end\|>, .* which its tokenizer.model lacks"):
             load_run_config(tmp_path / "RUN.toml")
         (checkpoint / "added_tokens.json").unlink(missing_ok=True)
 
 
-def test_special_pieces_elsewhere_are_moved(tmp_path: Path) -> None:
+def test_special_pieces_elsewhere_are_moved(tmp_path):
     file = foreign_tokenizer(tmp_path, pad_id=0, unk_id=3, bos_id=7, eos_id=2)
     numbered = number_pieces(file.read_bytes(), "it")
     assert numbered.order[:4] == (3, 7, 2, 0)
@@ -287,14 +255,12 @@ def test_special_pieces_elsewhere_are_moved(tmp_path: Path) -> None:
     assert ids == theirs.encode("ba du")
 
 
-def test_a_tokenizer_that_fits_is_left_alone(exported: tuple[Path, Path]) -> None:
+def test_a_tokenizer_that_fits_is_left_alone(exported):
     model = (exported[1] / "tokenizer.model").read_bytes()
     assert number_pieces(model, "it").model == model
 
 
-def test_a_model_file_is_used_as_it_is(
-    foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path
-) -> None:
+def test_a_model_file_is_used_as_it_is(foreign, tmp_path):
     checkpoint, _ = foreign
     own = tmp_path / "own"
     own.mkdir()
@@ -321,10 +287,7 @@ def test_a_model_file_is_used_as_it_is(
         ({"num_local_experts": 8}, "num_local_experts is 8, and only 0"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu'"),
         ({"model_type": "gemma"}, "model_type is 'gemma', and only 'llama' or 'qwen2'"),
-        (
-            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-            "sliding_window is 4096, and only null",
-        ),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "sliding_window is 4096, and only null"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
         ({"head_dim": 7}, "must be even"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is"),
@@ -334,18 +297,14 @@ def test_a_model_file_is_used_as_it_is(
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_imported_is_refused_by_name(
-    foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path, change: dict[str, Any], words: str
-) -> None:
+def test_what_cannot_be_imported_is_refused_by_name(foreign, tmp_path, change, words):
     file = foreign[0] / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     with pytest.raises(ConfigurationError, match=words):
         load_run_config(write_run(tmp_path, TOML))
 
 
-def test_a_config_must_say_how_large_the_model_is(
-    foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path
-) -> None:
+def test_a_config_must_say_how_large_the_model_is(foreign, tmp_path):
     file = foreign[0] / "config.json"
     values = json.loads(file.read_text())
     del values["intermediate_size"]
@@ -355,9 +314,6 @@ def test_a_config_must_say_how_large_the_model_is(
     file.write_text("[]")
     with pytest.raises(ConfigurationError, match="is not a JSON object"):
         load_run_config(write_run(tmp_path, TOML))
-
-
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.mark.parametrize(
@@ -375,9 +331,7 @@ Tensors = dict[str, torch.Tensor]
     ],
     ids=["missing", "unknown", "shape", "nan", "int8", "fine"],
 )
-def test_parameters_are_checked(
-    foreign: tuple[Path, LlamaForCausalLM], change: Callable[[Tensors], Any], words: str | None
-) -> None:
+def test_parameters_are_checked(foreign, change, words):
     checkpoint, model = foreign
     (checkpoint / "model.safetensors.index.json").unlink()
     tensors = {name: value.clone() for name, value in model.state_dict().items()}
@@ -390,7 +344,7 @@ def test_parameters_are_checked(
         ImportedBase(checkpoint).parameters()
 
 
-def test_files_are_checked(foreign: tuple[Path, LlamaForCausalLM], tmp_path: Path) -> None:
+def test_files_are_checked(foreign, tmp_path):
     checkpoint = foreign[0]
     index = checkpoint / "model.safetensors.index.json"
     for content, words in {
@@ -413,13 +367,9 @@ def test_files_are_checked(foreign: tuple[Path, LlamaForCausalLM], tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer_config.json"])
-def test_files_that_were_not_fetched_are_named(
-    foreign: tuple[Path, LlamaForCausalLM], name: str, tmp_path: Path
-) -> None:
+def test_files_that_were_not_fetched_are_named(foreign, name, tmp_path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
-    for number, make in enumerate(
-        (lambda file: file.symlink_to("nowhere"), lambda file: file.write_text(pointer))
-    ):
+    for number, make in enumerate((lambda file: file.symlink_to("nowhere"), lambda file: file.write_text(pointer))):
         folder = tmp_path / str(number)
         shutil.copytree(foreign[0], folder)
         (folder / name).unlink(missing_ok=True)
@@ -429,9 +379,7 @@ def test_files_that_were_not_fetched_are_named(
             base.parameters()
 
 
-def test_a_head_beside_a_tied_embedding_must_be_the_same(
-    exported: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_head_beside_a_tied_embedding_must_be_the_same(exported, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     for name in ("config.json", "tokenizer.model"):

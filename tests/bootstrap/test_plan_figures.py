@@ -1,7 +1,5 @@
 """`dipaco-bootstrap plan`: its figures are what the code that they speak of does."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -14,14 +12,8 @@ from rich.console import Console
 from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap.cli import main
 from dipaco.bootstrap.display import show_figures
-from dipaco.bootstrap.plan.figures import Expected, PlanFigures, plan_figures
-from dipaco.bootstrap.plan.traffic import (
-    BOOTSTRAP_NODE,
-    CLOSED_VOLUNTEER,
-    KEEPER,
-    MAILBOX,
-    VOLUNTEER,
-)
+from dipaco.bootstrap.plan.figures import Expected, plan_figures
+from dipaco.bootstrap.plan.traffic import BOOTSTRAP_NODE, CLOSED_VOLUNTEER, KEEPER, MAILBOX, VOLUNTEER
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import pass_bytes
@@ -36,11 +28,11 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"
 
 
-def _paper() -> PlanFigures:
+def _paper():
     return plan_figures(load_run_config(PAPER), 160_000_000_000)
 
 
-def test_the_paper_s_setting() -> None:
+def test_the_paper_s_setting():
     """The figures that examples/paper/README.md shows beside the paper's."""
     config, figures = load_run_config(PAPER), _paper()
     assert (config.data.hub, config.data.hub_config) == ("allenai/c4", "en")
@@ -68,7 +60,7 @@ def test_the_paper_s_setting() -> None:
     assert figures.codecs["int4"].bytes_a_parameter == pytest.approx(0.52, abs=0.02)
 
 
-def test_the_readme_shows_these_figures() -> None:
+def test_the_readme_shows_these_figures():
     text = (PAPER.parent / "README.md").read_text()
     figures = _paper()
     for count in (
@@ -87,13 +79,13 @@ def test_the_readme_shows_these_figures() -> None:
     assert f"{figures.round_mbit_per_s:.1f} Mbit/s" in text
 
 
-def _said_of(figures: PlanFigures) -> str:
+def _said_of(figures):
     shown = io.StringIO()
     show_figures(figures, Console(file=shown, width=400))
     return shown.getvalue()
 
 
-def test_lines_and_peers_that_are_expected() -> None:
+def test_lines_and_peers_that_are_expected():
     config = load_run_config(PAPER)
     fast, slow = (plan_figures(config, expected=Expected(64, line)) for line in (100.0, 5.0))
     assert [level.trainers for level in fast.levels] == [4, 4, 1]
@@ -116,7 +108,7 @@ def test_lines_and_peers_that_are_expected() -> None:
     assert many.levels[-1].moved_bytes["int4"] == 4 * many.levels[-1].file_bytes["int4"]
 
 
-def test_the_traffic_of_each_role() -> None:
+def test_the_traffic_of_each_role():
     """Beside what is compared with a swarm in tests/simulator/test_role_traffic.py."""
     figures = plan_figures(load_run_config(EXAMPLES / "tiny" / "RUN.toml"), expected=Expected(40))
     roles = {role["role"]: role for role in figures.as_json()["roles"]}
@@ -132,7 +124,7 @@ def test_the_traffic_of_each_role() -> None:
     assert "By role, in a round" in _said_of(figures)
 
 
-def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:
+def test_parameters_and_states_are_those_of_the_model(tmp_path):
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
     figures = plan_figures(config)
     model = PathModel(config.model)
@@ -151,7 +143,7 @@ def test_parameters_and_states_are_those_of_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("optimizer", "named"), [("adamw", "AdamW"), ("muon", "Muon and AdamW")])
-def test_memory_is_what_training_keeps(optimizer: str, named: str) -> None:
+def test_memory_is_what_training_keeps(optimizer, named):
     """A GPU holds 16 bytes a parameter and a pass; the pass is counted with real tensors here.
     Muon has one moment of a matrix."""
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
@@ -169,10 +161,10 @@ def test_memory_is_what_training_keeps(optimizer: str, named: str) -> None:
     assert figures.disk_bytes["optimizer states"] == KEPT_OPTIMIZERS * moments
     assert figures.device_bytes["gradients"] == sum(p.nbytes for p in model.parameters())
 
-    kept: dict[int, int] = {}
+    kept = {}
     own = {p.data_ptr() for p in model.parameters()}
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
+    def keep(tensor):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
@@ -188,33 +180,29 @@ def test_memory_is_what_training_keeps(optimizer: str, named: str) -> None:
     assert pass_bytes(config.model) == pytest.approx(expected, rel=0.05)
 
 
-def test_the_largest_path_of_a_card_fits_there() -> None:
+def test_the_largest_path_of_a_card_fits_there():
     """Twice the width is about four times the parameters: less than the figure says is needed."""
     figures = _paper()
     config = load_run_config(PAPER)
     plain, in_8_bits = figures.greatest_paths["adamw"], figures.greatest_paths["adamw8bit"]
     assert list(plain) == [8, 12, 24]
     assert all(in_8_bits[gib] > 1.5 * plain[gib] for gib in plain)
-    model = config.model.model_copy(
-        update={"hidden_size": 1792, "head_count": 28, "feed_forward_size": 5120}
-    )
+    model = config.model.model_copy(update={"hidden_size": 1792, "head_count": 28, "feed_forward_size": 5120})
     wide = plan_figures(config.model_copy(update={"model": model}))
     assert plain[24] > wide.path_parameters
     assert wide.device_total_bytes < 0.9 * 24 * 2**30
 
 
-def test_main_memory_follows_the_run() -> None:
+def test_main_memory_follows_the_run():
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
     figures = plan_figures(config)
     path = 4 * figures.path_parameters
     counted = figures.main_memory_bytes
     assert counted["snapshots"] == path
-    assert figures.main_memory_a_parameter * figures.path_parameters == pytest.approx(
-        sum(counted.values())
-    )
+    assert figures.main_memory_a_parameter * figures.path_parameters == pytest.approx(sum(counted.values()))
 
 
-def test_the_manifest_is_as_large_as_a_real_one(tmp_path: Path) -> None:
+def test_the_manifest_is_as_large_as_a_real_one(tmp_path):
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
     figures = plan_figures(config)
     sha256 = "ab" * 32
@@ -223,7 +211,7 @@ def test_the_manifest_is_as_large_as_a_real_one(tmp_path: Path) -> None:
     assert len(plan.canonical_json()) < figures.manifest_bytes < 2 * len(plan.canonical_json())
 
 
-def test_times_follow_the_speed_and_the_peers() -> None:
+def test_times_follow_the_speed_and_the_peers():
     config = load_run_config(EXAMPLES / "tiny" / "RUN.toml")
     changed = config.inner.model_copy(update={"decay_steps": 600})
     config = config.model_copy(update={"inner": changed})
@@ -239,12 +227,10 @@ def test_times_follow_the_speed_and_the_peers() -> None:
     assert _paper().times is None
 
 
-def test_a_speed_is_stated_or_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_speed_is_stated_or_measured(capsys):
     tiny = str(EXAMPLES / "tiny" / "RUN.toml")
     assert main(["plan", tiny, "--tokens-per-s", "4096"]) == 0
-    assert "At 4,096 tokens/s a peer: prepare trains the base model for about 75 s" in (
-        capsys.readouterr().out
-    )
+    assert "At 4,096 tokens/s a peer: prepare trains the base model for about 75 s" in (capsys.readouterr().out)
     assert main(["plan", tiny, "--measure", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["times"]["tokens_per_s"] > 100
     assert main(["plan", tiny]) == 0
@@ -253,17 +239,13 @@ def test_a_speed_is_stated_or_measured(capsys: pytest.CaptureFixture[str]) -> No
     assert "--measure 'toaster' is not a device" in capsys.readouterr().err
 
 
-def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_both_ways(capsys):
     arguments = ["plan", str(PAPER), "--corpus-tokens", "160e9"]
     assert main([*arguments, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     figures = _paper()
     assert values["total_parameters"] == figures.total_parameters
-    assert (
-        values["disk_total_bytes"]
-        == figures.disk_total_bytes
-        == sum(np.array(list(values["disk_bytes"].values())))
-    )
+    assert values["disk_total_bytes"] == figures.disk_total_bytes == sum(np.array(list(values["disk_bytes"].values())))
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "256 paths of 149.80 M parameters; 18.97 B in all" in shown
@@ -278,14 +260,9 @@ def test_the_command_prints_both_ways(capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("change", "complaint"),
-    [
-        ("private_blocks = [12]", r"blocks 0 to 11"),
-        ("modules_per_levels = [2]", "did you mean 'modules_per_level'"),
-    ],
+    [("private_blocks = [12]", r"blocks 0 to 11"), ("modules_per_levels = [2]", "did you mean 'modules_per_level'")],
 )
-def test_an_impossible_run_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, complaint: str
-) -> None:
+def test_an_impossible_run_is_refused(tmp_path, capsys, change, complaint):
     key = change.split(" ")[0].removesuffix("s")
     lines = [change if line.startswith(key) else line for line in PAPER.read_text().splitlines()]
     (tmp_path / "RUN.toml").write_text("\n".join(lines))
@@ -294,7 +271,7 @@ def test_an_impossible_run_is_refused(
     assert main(["plan", str(PAPER), "--corpus-tokens", "0"]) == 3
 
 
-def test_shown_bytes() -> None:
+def test_shown_bytes():
     shown = [shown_bytes(count) for count in (7, 999, 1000, 12_345, 999_900, 5_000_000_000)]
     assert shown == ["7 bytes", "999 bytes", "1 kB", "12.3 kB", "1 MB", "5 GB"]
 
@@ -311,9 +288,7 @@ def test_shown_bytes() -> None:
         (("data.text_field=content",), 10, "text_field = 'text'"),
     ],
 )
-def test_the_command_takes_changes_and_looks_at_the_data(
-    changes: tuple[str, ...], exit_code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_changes_and_looks_at_the_data(changes, exit_code, said, capsys):
     words = [word for change in changes for word in ("--set", change)]
     assert main(["plan", str(EXAMPLES / "tiny" / "RUN.toml"), "--json", *words]) == exit_code
     found = capsys.readouterr()

@@ -1,22 +1,16 @@
-from __future__ import annotations
-
 import functools
 import io
 import json
 import shutil
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
-from support.runs.prepared_run import CPU, RUN_TOML, on_cpu, quiet_display, write_run
-from support.runs.routed_texts import route_texts
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.base.progress import StageProgress
@@ -35,21 +29,22 @@ from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
-from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import RecordError
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_files
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
 from dipaco.training.dense import SavedTraining
+from support.runs.prepared_run import CPU, RUN_TOML, on_cpu, quiet_display, write_run
+from support.runs.routed_texts import route_texts
 
 
-def _prepare(toml: Path, out: Path, **options: Any) -> RunPlan:
+def _prepare(toml, out, **options):
     return prepare(toml, out, on_cpu(**options))
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunFolder, str]:
+def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
     display = quiet_display()
     _prepare(write_run(folder), folder / "an out", display=display)
@@ -57,7 +52,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, RunFolder,
     return folder, RunFolder(folder / "an out"), display.console.file.getvalue()
 
 
-def test_run_folder_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
+def test_run_folder_is_complete(prepared):
     _, run, _ = prepared
     plan = run.plan()
     index, grid = run.shard_index(plan), run.grid(plan)
@@ -80,13 +75,13 @@ def test_run_folder_is_complete(prepared: tuple[Path, RunFolder, str]) -> None:
     assert sum(s.train_documents for s in index.paths) + _held_out(run) == 240
 
 
-def _held_out(run: RunFolder) -> int:
+def _held_out(run):
     return int(json.loads((run.path / "work/tokens/validation/progress.json").read_text())[
         "documents"
     ])  # fmt: skip
 
 
-def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunFolder, str]) -> None:
+def test_documents_find_the_shards_they_are_in(prepared):
     folder, run, _ = prepared
     plan = run.plan()
     router = run.document_router(plan)
@@ -104,21 +99,19 @@ def test_documents_find_the_shards_they_are_in(prepared: tuple[Path, RunFolder, 
     assert found == 240 - _held_out(run)
 
 
-def test_output_shows_shards_and_next_command(prepared: tuple[Path, RunFolder, str]) -> None:
+def test_output_shows_shards_and_next_command(prepared):
     _, run, output = prepared
     for words in ("base model: done", "Shards", "mostly", "100.0%", "validation perplexity"):
         assert words in output
     assert f"dipaco-bootstrap serve '{run.path}'" in output
 
 
-def test_broken_parts_are_refused(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> None:
+def test_broken_parts_are_refused(prepared, tmp_path):
     _, run, _ = prepared
     plan = run.plan()
     with pytest.raises(StorageError, match="is not a run folder"):
         RunFolder(tmp_path).plan()
-    missing = plan.model_copy(
-        update={"blobs": plan.blobs.model_copy(update={"router": "0" * 64, "base": "0" * 64})}
-    )
+    missing = plan.model_copy(update={"blobs": plan.blobs.model_copy(update={"router": "0" * 64, "base": "0" * 64})})
     for read in (run.router, run.base_parameters, run.base_model):
         with pytest.raises(IntegrityError):
             read(missing)
@@ -132,33 +125,19 @@ def test_broken_parts_are_refused(prepared: tuple[Path, RunFolder, str], tmp_pat
             read(other)
 
 
-def test_the_shard_index_is_read_once(
-    prepared: tuple[Path, RunFolder, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, read = RunFolder(prepared[1].path), []
-    plan, original = run.plan(), run.blobs.read
-    monkeypatch.setattr(run.blobs, "read", lambda sha256: read.append(sha256) or original(sha256))
-    for path in range(4):
-        run.train_tokens(plan, path)
-        run.validation_tokens(plan, path)
-    assert read == [plan.blobs.shards]
-
-
-def _forbid(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    def forbidden(*_: object, **__: object) -> None:
+def _forbid(monkeypatch, *names):
+    def forbidden(*_, **__):
         raise AssertionError("this stage was done already")
 
     for name in names:
         monkeypatch.setattr(prepare_module, name, forbidden)
 
 
-def _copied(prepared: tuple[Path, RunFolder, str], tmp_path: Path) -> Path:
+def _copied(prepared, tmp_path):
     return Path(shutil.copytree(prepared[0], tmp_path / "copy"))
 
 
-def test_what_is_done_is_not_done_again(
-    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_done_is_not_done_again(prepared, tmp_path, monkeypatch):
     folder = _copied(prepared, tmp_path)
     run = RunFolder(folder / "an out")
     before = run.plan()
@@ -179,9 +158,7 @@ def test_what_is_done_is_not_done_again(
     assert changed.run_id != later.run_id
 
 
-def test_another_run_is_not_overwritten(
-    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_run_is_not_overwritten(prepared, tmp_path, monkeypatch):
     folder = _copied(prepared, tmp_path)
     run = RunFolder(folder / "an out")
     before, envelope = run.plan(), run.manifest_path.read_bytes()
@@ -200,15 +177,9 @@ def test_another_run_is_not_overwritten(
 
 @pytest.mark.parametrize(
     ("keys", "agreement"),
-    [
-        ('kind = "product_kmeans"', None),
-        ('kind = "random"\ntrain_paths = 2', None),
-        ('kind = "label"', 1.0),
-    ],
+    [('kind = "product_kmeans"', None), ('kind = "random"\ntrain_paths = 2', None), ('kind = "label"', 1.0)],
 )
-def test_other_routers(
-    prepared: tuple[Path, RunFolder, str], tmp_path: Path, keys: str, agreement: float | None
-) -> None:
+def test_other_routers(prepared, tmp_path, keys, agreement):
     folder = _copied(prepared, tmp_path)
     toml = RUN_TOML + keys
     if agreement:  # three labels make three paths
@@ -236,9 +207,7 @@ def test_other_routers(
             route_texts(router, ["a text"])
 
 
-def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
-    prepared: tuple[Path, RunFolder, str], tmp_path: Path
-) -> None:
+def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(prepared, tmp_path):
     folder = _copied(prepared, tmp_path)
     plan = prepared[1].plan()
     assert plan.admission is not None
@@ -250,7 +219,7 @@ def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
     noted = [json.loads(line) for line in (folder / "an out" / LIST_FILE).open()]
     assert [one["id"] for one in noted] == [read_invitation(plan.admission).id]
 
-    options: dict[str, Any] = {"admission": "invitation"}
+    options = {"admission": "invitation"}
     with pytest.raises(ConfigurationError, match="admission differs"):
         _prepare(folder / "RUN.toml", folder / "an out", **options)
     closed = _prepare(folder / "RUN.toml", folder / "an out", replace=True, **options)
@@ -258,14 +227,12 @@ def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(
     assert closed.blobs == plan.blobs
     assert (folder / "an out" / OWN_INVITATION).read_text().startswith("dipaco-invitation-")
     with pytest.raises(RecordError):
-        Gate.of(verify_manifest((folder / "an out/manifest.json").read_bytes())).check(
-            peer, admission
-        )
+        Gate.of(verify_manifest((folder / "an out/manifest.json").read_bytes())).check(peer, admission)
     for again in (options, {}):
         assert _prepare(folder / "RUN.toml", folder / "an out", **again) == closed
 
 
-def test_documents_that_begin_alike_are_pointed_out(tmp_path: Path) -> None:
+def test_documents_that_begin_alike_are_pointed_out(tmp_path):
     toml, display = write_run(tmp_path), quiet_display()
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").open()]
     for row in rows[12:]:
@@ -276,44 +243,35 @@ def test_documents_that_begin_alike_are_pointed_out(tmp_path: Path) -> None:
     assert "% of the documents begin with the same 8 tokens" in display.console.file.getvalue()
 
 
-def test_a_discriminative_router_needs_a_trained_run(tmp_path: Path) -> None:
-    toml = write_run(tmp_path, RUN_TOML + 'kind = "discriminative"')
-    with pytest.raises(ConfigurationError, match="--from RUN"):
-        _prepare(toml, tmp_path / "out")
-    assert not list((tmp_path / "out").rglob("*.model"))  # refused before any work
-
-
-def grid_paths(plan: RunPlan) -> int:
+def grid_paths(plan):
     return int(np.prod(plan.grid.modules_per_level))
 
 
 class _Stopping(Display):
     """Stops the preparation in one stage, at a sign of life of it."""
 
-    def __init__(self, stage: str, updates: int) -> None:
+    def __init__(self, stage, updates):
         super().__init__(Console(file=io.StringIO()))
         self.stopped_stage, self.left = stage, updates
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[StageProgress]:
+    def stage(self, name):
         with super().stage(name) as progress:
             yield _Counting(self, progress) if name == self.stopped_stage else progress
 
 
 class _Counting(StageProgress):
-    def __init__(self, display: _Stopping, progress: StageProgress) -> None:
+    def __init__(self, display, progress):
         self._display, self._progress = display, progress
 
-    def update(self, done: float, total: float | None, note: str = "") -> None:
+    def update(self, done, total, note=""):
         if self._display.left == 0:
             raise KeyboardInterrupt
         self._display.left -= 1
         self._progress.update(done, total, note)
 
 
-def test_stopped_anywhere_it_ends_with_the_same_run(
-    prepared: tuple[Path, RunFolder, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_anywhere_it_ends_with_the_same_run(prepared, tmp_path, monkeypatch):
     folder, run, _ = prepared
     for module, name, options in [
         (prepare_module, "SavedTraining", {"every_s": 0.0}),
@@ -333,24 +291,18 @@ def test_stopped_anywhere_it_ends_with_the_same_run(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_pretraining_resumes_to_the_bit(optimizer: str, tmp_path: Path) -> None:
-    model = ModelConfig(
-        vocabulary_size=64, block_count=1, hidden_size=16, head_count=2, sequence_length=16
-    )
-    inner = InnerConfig(
-        optimizer=optimizer, batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0
-    )
+def test_pretraining_resumes_to_the_bit(optimizer, tmp_path):
+    model = ModelConfig(vocabulary_size=64, block_count=1, hidden_size=16, head_count=2, sequence_length=16)
+    inner = InnerConfig(optimizer=optimizer, batch_sequences=4, warmup_steps=3, fresh_state_warmup_steps=0)
     rows = np.random.default_rng(0).integers(4, 64, (20, 16)).astype("<u2")
 
-    def train(name: str, stop_at: int | None = None, seed: int = 1) -> bytes:
-        def on_step(step: int, loss: float) -> None:
+    def train(name, stop_at=None, seed=1):
+        def on_step(step, loss):
             if step == stop_at:
                 raise KeyboardInterrupt
 
         saved = SavedTraining(tmp_path / name, f"seed {seed}", every_s=0.0)
-        trained = pretrain(
-            model, inner, rows, 10, seed=seed, device=CPU, saved=saved, on_step=on_step
-        )
+        trained = pretrain(model, inner, rows, 10, seed=seed, device=CPU, saved=saved, on_step=on_step)
         return base_model_bytes(trained)
 
     expected = train("whole")
@@ -363,14 +315,14 @@ def test_pretraining_resumes_to_the_bit(optimizer: str, tmp_path: Path) -> None:
     assert train("whole", seed=2) == train("other", seed=2) != expected
 
 
-def test_empty_shards_are_named() -> None:
+def test_empty_shards_are_named():
     summaries = tuple(PathSummary(path, 5 * (path != 1), 9, 0, ()) for path in range(3))
     with pytest.raises(CorpusError, match=r"path 1 is empty.*balanced = true"):
         check_shards(summaries)
     check_shards(summaries[2:])
 
 
-def test_paths_without_held_out_documents_are_named(tmp_path: Path) -> None:
+def test_paths_without_held_out_documents_are_named(tmp_path):
     """Nothing says how good they become, and no held-out loss speaks against a foreign state."""
     toml = RUN_TOML.replace("held_out_fraction = 0.1", 'validation = "held-out.jsonl"')
     toml = toml.replace("[2, 2]", "[1, 3]") + 'kind = "label"'
@@ -396,13 +348,13 @@ def test_paths_without_held_out_documents_are_named(tmp_path: Path) -> None:
         ("x = = 1", "is not TOML"),
     ],
 )
-def test_mistakes_in_a_run_toml(tmp_path: Path, change: str, message: str) -> None:
+def test_mistakes_in_a_run_toml(tmp_path, change, message):
     toml = write_run(tmp_path, RUN_TOML + change)
     with pytest.raises(ConfigurationError, match=message):
         load_run_config(toml)
 
 
-def test_marks_that_editors_put_first(tmp_path: Path) -> None:
+def test_marks_that_editors_put_first(tmp_path):
     toml = write_run(tmp_path)
     plain = load_run_config(toml)
     toml.write_bytes(RUN_TOML.encode("utf-8-sig"))
@@ -414,7 +366,7 @@ def test_marks_that_editors_put_first(tmp_path: Path) -> None:
         load_run_config(toml)
 
 
-def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+def test_a_folder_may_have_any_name(tmp_path):
     odd = tmp_path / "a [b] *? %s 'q\" {c} \u00e4"
     odd.mkdir()
     (odd / "train.jsonl").write_text('{"text": "a document"}\n')
@@ -422,7 +374,7 @@ def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
     assert corpus_files(files, "train") == [odd / "train.jsonl"]
 
 
-def test_impossible_combinations(tmp_path: Path) -> None:
+def test_impossible_combinations(tmp_path):
     for old, new, message in [
         ("prefix_tokens = 8", "prefix_tokens = 32", "prefix_tokens 32"),
         ("prefix_tokens = 8", 'kind = "oracle"', "known: kmeans"),
@@ -443,20 +395,18 @@ def test_impossible_combinations(tmp_path: Path) -> None:
         load_run_config(tmp_path / "nothing.toml")
 
 
-def test_files_are_relative_to_the_toml(tmp_path: Path) -> None:
+def test_files_are_relative_to_the_toml(tmp_path):
     config = load_run_config(write_run(tmp_path))
     assert config.data.train == (str(tmp_path / "train.jsonl"),)
 
 
 @pytest.mark.parametrize(("name", "levels"), [("tiny", (2, 2)), ("language", (3,))])
-def test_the_examples_are_valid(name: str, levels: tuple[int, ...]) -> None:
+def test_the_examples_are_valid(name, levels):
     toml = Path(__file__).parents[2] / "examples" / name / "RUN.toml"
     assert load_run_config(toml).grid.modules_per_level == levels
 
 
-def test_command_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], prepared: tuple[Path, RunFolder, str]
-) -> None:
+def test_command_line(tmp_path, capsys, prepared):
     folder, run, _ = prepared
     assert cli.main(["prepare", str(tmp_path / "no.toml"), "--out", str(tmp_path)]) == 3
     error = capsys.readouterr().err

@@ -1,8 +1,6 @@
 """Preparing a run that trains adapters over a public model: what it has by default, and what is
 refused."""
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -11,13 +9,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
-from support.runs.foreign_base import make_foreign_base
-from support.runs.prepared_run import on_cpu, write_run
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
@@ -34,8 +29,9 @@ from dipaco.modules.base_source import seems_in_hub_cache, take_base_from_hub_ca
 from dipaco.modules.layout import parameter_shapes
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.exchange.fetching import ContentFetcher
-from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
+from support.runs.foreign_base import make_foreign_base
+from support.runs.prepared_run import on_cpu, write_run
 
 TOML = """
 name = "adapted"
@@ -52,7 +48,7 @@ prefix_tokens = 8
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def hub(tmp_path, monkeypatch):
     """A cache of the hub with a checkpoint; returns its folder."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     folder = tmp_path / "hub" / "models--OWNER--tiny" / "snapshots" / "1"
@@ -60,12 +56,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def prepared(folder: Path, toml: str = TOML) -> tuple[RunFolder, RunPlan]:
+def prepared(folder, toml=TOML):
     plan = prepare(write_run(folder, toml), folder / "out", on_cpu())
     return RunFolder(folder / "out"), plan
 
 
-def test_a_run_with_adapters_over_a_base_of_the_hub(hub: Path, tmp_path: Path) -> None:
+def test_a_run_with_adapters_over_a_base_of_the_hub(hub, tmp_path):
     run, plan = prepared(tmp_path)
     assert plan.grid.modules_per_level == (2, 2)
     assert (plan.inner.optimizer, plan.inner.learning_rate, plan.inner.weight_decay) == (
@@ -78,25 +74,19 @@ def test_a_run_with_adapters_over_a_base_of_the_hub(hub: Path, tmp_path: Path) -
     assert plan.model.adapters.scale == 2.0
     # It begins with the base as it is in the checkpoint, in bf16.
     whole = PathModel(plan.model.without_adapters)
-    whole.load_state_dict(
-        {n: p.bfloat16().float() for n, p in ImportedBase(hub).parameters().items()}
-    )
+    whole.load_state_dict({n: p.bfloat16().float() for n, p in ImportedBase(hub).parameters().items()})
     tokens = torch.arange(4, 36)[None]
     with torch.no_grad():
         assert torch.equal(run.base_model(plan)(tokens), whole(tokens))
     assert prepared(tmp_path)[1] == plan
 
 
-def test_the_name_of_a_folder_is_a_plain_word_in_the_plan(tmp_path: Path) -> None:
+def test_the_name_of_a_folder_is_a_plain_word_in_the_plan(tmp_path):
     make_foreign_base(tmp_path / "my base (2)", "smollm2")
-    assert prepared(tmp_path, TOML.replace("OWNER/tiny", "my base (2)"))[1].base_source.name == (
-        "my-base-2"
-    )
+    assert prepared(tmp_path, TOML.replace("OWNER/tiny", "my base (2)"))[1].base_source.name == ("my-base-2")
 
 
-def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(
-    hub: Path, tmp_path: Path
-) -> None:
+def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(hub, tmp_path):
     # As AutoConfig leaves it behind when a newer revision is there.
     newer = hub.with_name("2")
     newer.mkdir()
@@ -111,9 +101,9 @@ def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(
     assert "\n" not in str(found.value)
 
 
-def test_whoever_has_the_checkpoint_makes_the_base(hub: Path, tmp_path: Path) -> None:
+def test_whoever_has_the_checkpoint_makes_the_base(hub, tmp_path):
     _, plan = prepared(tmp_path)
-    said: list[str] = []
+    said = []
     blobs = BlobStore(tmp_path / "here")
     assert take_base_from_hub_cache(plan, blobs, said.append)
     assert blobs.verify(plan.blobs.base)
@@ -133,9 +123,7 @@ def test_whoever_has_the_checkpoint_makes_the_base(hub: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_states_that_need_the_base_at_once_look_for_it_once(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_there: bool
-) -> None:
+def test_states_that_need_the_base_at_once_look_for_it_once(hub, tmp_path, monkeypatch, is_there):
     run, plan = prepared(tmp_path)
     base = plan.blobs.base
     content = run.blobs.read(base)
@@ -143,19 +131,19 @@ def test_states_that_need_the_base_at_once_look_for_it_once(
         weights = sorted(hub.glob("*.safetensors"))[0]
         weights.write_bytes(weights.read_bytes()[:-1] + b"x")
 
-    def hash_slowly(path: Path) -> str:
+    def hash_slowly(path):
         time.sleep(0.2)
         return sha256_of_file(path)
 
     monkeypatch.setattr("dipaco.modules.base_source.sha256_of_file", hash_slowly)
     blobs, said, asked = BlobStore(tmp_path / "here"), list[str](), list[str]()
 
-    def get(sha256: str, *_: Any, **__: Any) -> Path:
+    def get(sha256, *_, **__):
         asked.append(sha256)
         return Path(blobs.path(blobs.add_bytes(content)))
 
-    directory: Any = SimpleNamespace(find_blob_holders=lambda sha256: ())
-    exchange: Any = SimpleNamespace(get=get)
+    directory = SimpleNamespace(find_blob_holders=lambda sha256: ())
+    exchange = SimpleNamespace(get=get)
     fetcher = ContentFetcher(directory, exchange, blobs, blobs, plan, run.grid(plan))
     fetcher.say = said.append
     with ThreadPoolExecutor(4) as threads:
@@ -165,9 +153,7 @@ def test_states_that_need_the_base_at_once_look_for_it_once(
     assert bool(asked) is not is_there
 
 
-def test_a_changed_base_is_refused(
-    hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_changed_base_is_refused(hub, tmp_path, capsys):
     _, plan = prepared(tmp_path)
     run = RunFolder(shutil.copytree(tmp_path / "out", tmp_path / "copy"))
     file = run.blobs.path(plan.blobs.base)
@@ -183,16 +169,9 @@ def test_a_changed_base_is_refused(
 
 @pytest.mark.parametrize(
     ("adapters", "rate"),
-    [
-        ("rank = 4", 1e-3),
-        ("rank = 16", 1e-3),
-        ("rank = 64", 2.5e-4),
-        ("rank = 64\nalpha = 16", 1e-3),
-    ],
+    [("rank = 4", 1e-3), ("rank = 16", 1e-3), ("rank = 64", 2.5e-4), ("rank = 64\nalpha = 16", 1e-3)],
 )
-def test_a_large_alpha_has_a_smaller_rate(
-    hub: Path, tmp_path: Path, adapters: str, rate: float
-) -> None:
+def test_a_large_alpha_has_a_smaller_rate(hub, tmp_path, adapters, rate):
     """What is added to the base moves by the rate times alpha."""
     toml = TOML.replace("rank = 4", adapters)
     assert load_run_config(write_run(tmp_path, toml)).inner.learning_rate == pytest.approx(rate)
@@ -217,22 +196,20 @@ def test_a_large_alpha_has_a_smaller_rate(
         ("[router]", '[inner]\noptimizer = "muon"\n[router]', "'muon' is not for adapters"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(
-    hub: Path, tmp_path: Path, old: str, new: str, words: str
-) -> None:
+def test_what_cannot_be_is_refused_in_one_line(hub, tmp_path, old, new, words):
     with pytest.raises(ConfigurationError, match=words) as found:
         load_run_config(write_run(tmp_path, TOML.replace(old, new)))
     assert "\n" not in str(found.value)
 
 
-def test_a_base_that_lacks_layers_is_refused(hub: Path, tmp_path: Path) -> None:
+def test_a_base_that_lacks_layers_is_refused(hub, tmp_path):
     file, layers = hub / "config.json", '"num_hidden_layers": '
     file.write_text(file.read_text().replace(f"{layers}2", f"{layers}3"))
     with pytest.raises(DipacoError, match=r"lacks the parameter 'model.layers.2"):
         load_run_config(write_run(tmp_path, TOML))
 
 
-def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
+def test_plan_says_what_the_base_takes(hub, tmp_path):
     config = load_run_config(write_run(tmp_path, TOML))
     figures = plan_figures(config, expected=Expected(tokens_per_s=100.0))
     base = figures.base
@@ -242,9 +219,7 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     assert (base.name, base.parameters) == ("OWNER/tiny", parameters)
     assert base.memory_bytes["float32"] == 2 * base.memory_bytes["bf16"] == 4 * parameters
     assert base.memory_bytes["nf4"] < base.memory_bytes["bf16"]
-    assert figures.path_parameters == sum(
-        math.prod(shape) for shape in parameter_shapes(config.model).values()
-    )
+    assert figures.path_parameters == sum(math.prod(shape) for shape in parameter_shapes(config.model).values())
     assert figures.disk_bytes["base model"] == 2 * parameters
     assert figures.device_bytes["frozen base"] == base.memory_bytes["bf16"]
     assert figures.device_bytes["gradients"] == 4 * figures.path_parameters
@@ -261,7 +236,7 @@ def test_plan_says_what_the_base_takes(hub: Path, tmp_path: Path) -> None:
     assert f"the whole model moves {shown_bytes(base.whole.moved_bytes)} a round" in shown
 
 
-def test_plan_knows_a_pass_over_a_base_in_4_bits(hub: Path, tmp_path: Path) -> None:
+def test_plan_knows_a_pass_over_a_base_in_4_bits(hub, tmp_path):
     config = load_run_config(write_run(tmp_path, TOML))
     in_4_bits = TOML.replace("rank = 4", 'rank = 4\nbase_format = "nf4"')
     assert in_4_bits != TOML
@@ -271,7 +246,7 @@ def test_plan_knows_a_pass_over_a_base_in_4_bits(hub: Path, tmp_path: Path) -> N
     assert smaller.device_bytes["frozen base"] < whole.device_bytes["frozen base"]
 
 
-def test_a_successor_has_the_same_base(hub: Path, tmp_path: Path) -> None:
+def test_a_successor_has_the_same_base(hub, tmp_path):
     run, plan = prepared(tmp_path)
     new_toml = TOML.replace('base = "OWNER/tiny"\n', "").replace("[adapters]\nrank = 4\n", "")
     file = write_run(tmp_path, f"{new_toml}[grid]\nmodules_per_level = [2, 4]\n")

@@ -1,18 +1,11 @@
 """A run whose data are chats: from the file to the batches, and what cannot be such a run."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.runs.chat_runs import TOML, chat_rows, write_chats
-from support.runs.chat_templates import CHATML, INSTRUCT
-from support.runs.prepared_run import CPU, on_cpu, quiet_display
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap import cli
@@ -23,9 +16,12 @@ from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_corpus import TokenCorpus
 from dipaco.training.inner import InnerLoop
+from support.runs.chat_runs import TOML, chat_rows, write_chats
+from support.runs.chat_templates import CHATML, INSTRUCT
+from support.runs.prepared_run import CPU, on_cpu, quiet_display
 
 
-def prepared(toml: Path, changes: tuple[str, ...] = (), **options: Any) -> tuple[RunFolder, str]:
+def prepared(toml, changes=(), **options):
     display = quiet_display()
     prepare(toml, toml.parent / "out", on_cpu(display, **options), changes=changes)
     assert isinstance(display.console.file, io.StringIO)
@@ -33,7 +29,7 @@ def prepared(toml: Path, changes: tuple[str, ...] = (), **options: Any) -> tuple
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
+def run(tmp_path_factory):
     rows = chat_rows()
     rows[3]["messages"] = rows[3]["messages"][:2]
     rows[5]["messages"][2]["content"] = rows[5]["messages"][4]["content"] = ""
@@ -41,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str]:
     return prepared(write_chats(tmp_path_factory.mktemp("chats"), rows, CHATML))
 
 
-def test_shards_hold_whole_chats_and_what_is_learned(run: tuple[RunFolder, str]) -> None:
+def test_shards_hold_whole_chats_and_what_is_learned(run):
     folder, _ = run
     plan = folder.plan()
     index, tokenizer = folder.shard_index(plan), folder.tokenizer(plan)
@@ -72,7 +68,7 @@ def test_shards_hold_whole_chats_and_what_is_learned(run: tuple[RunFolder, str])
     assert sum(path["tokens"] for path in report["paths"]) > learned > 1000
 
 
-def test_what_is_said_of_the_tokens(run: tuple[RunFolder, str]) -> None:
+def test_what_is_said_of_the_tokens(run):
     _, output = run
     assert "train.jsonl:4): the assistant says nothing" in output
     assert "train.jsonl:6): the answer is empty" in output
@@ -81,7 +77,7 @@ def test_what_is_said_of_the_tokens(run: tuple[RunFolder, str]) -> None:
     assert " chats are longer than a row of 64 tokens; " in output
 
 
-def test_routing_reads_the_question_not_the_template(run: tuple[RunFolder, str]) -> None:
+def test_routing_reads_the_question_not_the_template(run):
     folder, output = run
     plan = folder.plan()
     assert "begin with the same" not in output
@@ -96,7 +92,7 @@ def test_routing_reads_the_question_not_the_template(run: tuple[RunFolder, str])
     assert np.bincount(paths, minlength=4).tolist() == documents
 
 
-def test_a_peer_trains_on_them(run: tuple[RunFolder, str]) -> None:
+def test_a_peer_trains_on_them(run):
     folder, _ = run
     plan = folder.plan()
     stream = BatchStream(folder.train_tokens(plan, 1), seed=0, path=1, batch_sequences=4)
@@ -107,7 +103,7 @@ def test_a_peer_trains_on_them(run: tuple[RunFolder, str]) -> None:
     assert losses[2] < losses[0]
 
 
-def test_a_preparation_goes_on_and_gives_the_same(tmp_path: Path) -> None:
+def test_a_preparation_goes_on_and_gives_the_same(tmp_path):
     toml = write_chats(tmp_path, chat_rows(12), CHATML)
     first = prepared(toml, start_in_s=0)[0].plan().blobs
     for stage in ("shards", "tokens"):
@@ -128,9 +124,7 @@ def test_a_preparation_goes_on_and_gives_the_same(tmp_path: Path) -> None:
         (("base.steps=5", "base.checkpoint=base"), CHATML, "steps is 5 under .* leave steps out"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_trained_is_refused_in_one_line(
-    tmp_path: Path, changes: tuple[str, ...], template: str | None, words: str
-) -> None:
+def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, changes, template, words):
     toml = write_chats(tmp_path, chat_rows(8), template)
     if changes:
         toml.write_text(TOML.replace('base = "base"', ""))
@@ -139,16 +133,14 @@ def test_what_cannot_be_trained_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_chats_need_a_base(tmp_path: Path) -> None:
+def test_chats_need_a_base(tmp_path):
     toml = write_chats(tmp_path, chat_rows(8), CHATML)
     toml.write_text(TOML.replace('base = "base"', ""))
     with pytest.raises(ConfigurationError, match=r"need the chat template of a base; name its fol"):
         prepared(toml)
 
 
-def test_a_plan_looks_at_the_first_chats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_looks_at_the_first_chats(tmp_path, capsys):
     rows = chat_rows(8)
     rows[3]["messages"] = rows[3]["messages"][:2]
     toml = write_chats(tmp_path, rows, CHATML)
@@ -162,9 +154,7 @@ def test_a_plan_looks_at_the_first_chats(
     assert tokens > 2 * learned > 500
 
 
-def test_a_path_is_added_to_a_run_of_chats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_path_is_added_to_a_run_of_chats(tmp_path, capsys, recwarn):
     folder, _ = prepared(write_chats(tmp_path, chat_rows(8), CHATML))
     documents = tmp_path / "new.jsonl"
     documents.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(12)[36:]))

@@ -1,20 +1,15 @@
 """One run after another on one machine: dense, k-means grid, re-sharded by scores, grown."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
 import re
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
 from dipaco.bootstrap import cli
@@ -27,10 +22,10 @@ from dipaco.modules.grow import Growth, path_parameters
 from dipaco.modules.layout import layout_of
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.manifest import load_or_create_operator_key, verify_manifest
-from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulate
 from dipaco.training.scoring import sum_losses
+from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
@@ -58,16 +53,14 @@ training_documents = 100
 """
 
 
-def successor_toml(
-    folder: Path, name: str, levels: str, kind: str = "kmeans", grid: str = "", more: str = ""
-) -> Path:
+def successor_toml(folder, name, levels, kind="kmeans", grid="", more=""):
     file = folder / f"{name}.toml"
     text = SUCCESSOR.format(name=name, levels=levels, kind=kind, grid=grid) + more
     file.write_text(text)
     return file
 
 
-def succeed(toml: Path, out: Path, old: Path, **options: Any) -> tuple[RunFolder, str]:
+def succeed(toml, out, old, **options):
     display = Display(Console(file=io.StringIO(), width=200))
     predecessor = open_predecessor(old, allow_genesis=options.pop("allow_genesis", False))
     prepare(toml, out, on_cpu(display, **options), predecessor=predecessor)
@@ -75,14 +68,14 @@ def succeed(toml: Path, out: Path, old: Path, **options: Any) -> tuple[RunFolder
     return RunFolder(out), display.console.file.getvalue()
 
 
-def train(run: Path, rounds: int = 1, *more: str) -> None:
+def train(run, rounds=1, *more):
     """Train in place, so that the run folder holds its newest states."""
     arguments = [str(run), "--out", str(run), "--rounds", str(rounds), "--steps-per-round", "3"]
     assert simulate.main([*arguments, "--validation-sequences", "0", *more]) == 0
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def chain(tmp_path_factory):
     """Four phases; all but the last are trained."""
     folder = tmp_path_factory.mktemp("chain")
     runs = {name: folder / name for name in ("dense", "kmeans", "scored", "grown")}
@@ -102,7 +95,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return runs
 
 
-def test_each_run_names_the_one_before_and_has_the_same_operator(chain: dict[str, Path]) -> None:
+def test_each_run_names_the_one_before_and_has_the_same_operator(chain):
     manifests = [verify_manifest((run / "manifest.json").read_bytes()) for run in chain.values()]
     assert len({manifest.operator_fingerprint for manifest in manifests}) == 1
     runs = [manifest.plan.run_id for manifest in manifests]
@@ -114,7 +107,7 @@ def test_each_run_names_the_one_before_and_has_the_same_operator(chain: dict[str
     assert len({manifest.plan.blobs.tokenizer for manifest in manifests}) == 1
 
 
-def test_the_trained_dense_model_is_the_new_base(chain: dict[str, Path]) -> None:
+def test_the_trained_dense_model_is_the_new_base(chain):
     dense, kmeans, scored, grown = (RunFolder(run) for run in chain.values())
     plan, grid = dense.plan(), dense.grid(dense.plan())
     state = dense.states.load_latest("L0.E0", layout_of(grid, "L0.E0"))
@@ -128,13 +121,13 @@ def test_the_trained_dense_model_is_the_new_base(chain: dict[str, Path]) -> None
     assert {run.plan().blobs.base for run in (kmeans, scored, grown)} == {kmeans.plan().blobs.base}
 
 
-def test_genesis_is_what_the_run_before_ended_with(chain: dict[str, Path]) -> None:
+def test_genesis_is_what_the_run_before_ended_with(chain):
     runs = [RunFolder(run) for run in chain.values()]
     for old, new in itertools.pairwise(runs):
         plan, old_grid, grid = new.plan(), old.grid(old.plan()), new.grid(new.plan())
         growth = Growth(old_grid, grid)
 
-        def load(module: str, old: RunFolder = old) -> Any:
+        def load(module, old=old):
             return old.states.load_latest(module, layout_of(old.grid(old.plan()), module))
 
         for module in grid.modules():
@@ -144,7 +137,7 @@ def test_genesis_is_what_the_run_before_ended_with(chain: dict[str, Path]) -> No
             assert state.digest == growth.state(module, load).digest
 
 
-def test_the_simulator_begins_with_the_genesis(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_the_simulator_begins_with_the_genesis(chain, tmp_path):
     source = RunFolder(chain["grown"])
     arguments = ["--paths", "5", "--rounds", "1", "--steps-per-round", "3"]
     assert simulate.main([str(source.path), "--out", str(tmp_path / "sim"), *arguments]) == 0
@@ -164,14 +157,7 @@ def test_the_simulator_begins_with_the_genesis(chain: dict[str, Path], tmp_path:
             assert state.digest == genesis.digest
 
 
-def test_the_corpus_is_not_tokenised_again(chain: dict[str, Path]) -> None:
-    for name in ("kmeans", "scored", "grown"):
-        assert not (chain[name] / "work/tokens").exists()
-        marker = json.loads((chain[name] / "work/tokens.json").read_text())
-        assert marker["outputs"]["folder"] == str((chain["dense"] / "work/tokens").absolute())
-
-
-def test_scores_are_those_of_the_old_paths(chain: dict[str, Path]) -> None:
+def test_scores_are_those_of_the_old_paths(chain):
     folder, old = chain["scored"] / "work/scores", open_predecessor(chain["kmeans"])
     rows = np.load(folder / "documents.npy")
     assert rows.shape == (100, 32)
@@ -185,7 +171,7 @@ def test_scores_are_those_of_the_old_paths(chain: dict[str, Path]) -> None:
     assert RunFolder(chain["scored"]).plan().routing.kind == "discriminative"
 
 
-def test_the_same_folders_give_the_same_run(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_the_same_folders_give_the_same_run(chain, tmp_path):
     """And what was made is not made again."""
     folder = chain["dense"].parent
     again, _ = succeed(folder / "scored.toml", tmp_path / "again", chain["kmeans"])
@@ -197,13 +183,11 @@ def test_the_same_folders_give_the_same_run(chain: dict[str, Path], tmp_path: Pa
     assert made == ["base model's perplexity"]
 
 
-def test_scoring_goes_on_where_it_was_stopped(
-    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scoring_goes_on_where_it_was_stopped(chain, tmp_path, monkeypatch):
     folder, scored = chain["dense"].parent, []
     real = local_scores.score_path
 
-    def stopping(*arguments: Any) -> Any:
+    def stopping(*arguments):
         scored.append(arguments[-1])
         if len(scored) == 3:
             raise KeyboardInterrupt
@@ -219,7 +203,7 @@ def test_scoring_goes_on_where_it_was_stopped(
     assert run.plan().blobs == RunFolder(chain["scored"]).plan().blobs
 
 
-def test_output_says_where_the_modules_stand(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_output_says_where_the_modules_stand(chain, tmp_path):
     folder = chain["dense"].parent
     _, output = succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
     assert "Genesis: validation perplexity" in output
@@ -234,25 +218,23 @@ def test_output_says_where_the_modules_stand(chain: dict[str, Path], tmp_path: P
     assert run.plan().inner.first_step == 3
 
 
-def test_states_that_were_taken_stay_while_the_folder_goes_on(
-    chain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_that_were_taken_stay_while_the_folder_goes_on(chain, tmp_path, monkeypatch):
     """The bootstrap node keeps newer states in the folder after a successor has begun."""
 
     class NobodyServes:
-        def __init__(self, *arguments: Any, **options: Any) -> None: ...
-        def __enter__(self) -> NobodyServes:
+        def __init__(self, *arguments, **options): ...
+        def __enter__(self):
             return self
 
-        def __exit__(self, *error: object) -> None: ...
-        def winning_state(self, module: str) -> None:
+        def __exit__(self, *error): ...
+        def winning_state(self, module):
             return None
 
     monkeypatch.setattr("dipaco.peer.reader.SwarmReader", NobodyServes)
     old = tmp_path / "old"
     shutil.copytree(chain["dense"], old)
 
-    def digests() -> dict[str, str]:
+    def digests():
         predecessor = open_predecessor(old)
         predecessor.take_states_of(("/ip4/127.0.0.1",), tmp_path / "taken", lambda line: None)
         return predecessor.digests
@@ -263,7 +245,7 @@ def test_states_that_were_taken_stay_while_the_folder_goes_on(
     assert digests() == taken
 
 
-def test_a_model_that_differs_is_refused(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_a_model_that_differs_is_refused(chain, tmp_path):
     folder = chain["dense"].parent
     more = "[model]\nhidden_size = 16\nfeed_forward_size = 64\nblock_count = 2\n"
     same = successor_toml(folder, "same", "[2, 2]", more=more)
@@ -286,9 +268,7 @@ def test_a_model_that_differs_is_refused(chain: dict[str, Path], tmp_path: Path)
         ("[base]\ncheckpoint = 'llama'\n", "cannot be imported into a run that continues"),
     ],
 )
-def test_another_beginning_is_refused(
-    chain: dict[str, Path], tmp_path: Path, more: str, message: str
-) -> None:
+def test_another_beginning_is_refused(chain, tmp_path, more, message):
     folder = chain["dense"].parent
     (folder / "other.model").write_bytes(b"other")
     toml = successor_toml(folder, "wrong", "[2, 2]", more=more)
@@ -296,7 +276,7 @@ def test_another_beginning_is_refused(
         succeed(toml, tmp_path / "out", chain["kmeans"])
 
 
-def test_only_the_same_operator_signs(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_only_the_same_operator_signs(chain, tmp_path):
     old = tmp_path / "old"
     shutil.copytree(chain["kmeans"], old)
     (old / "operator.pem").unlink()
@@ -310,7 +290,7 @@ def test_only_the_same_operator_signs(chain: dict[str, Path], tmp_path: Path) ->
     assert not (tmp_path / "out/operator.pem").exists()
 
 
-def test_modules_without_a_state_are_named(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_modules_without_a_state_are_named(chain, tmp_path):
     old = tmp_path / "old"
     shutil.copytree(chain["kmeans"], old)
     shutil.rmtree(RunFolder(old).states.folder / "L1.E0")
@@ -329,9 +309,7 @@ def test_modules_without_a_state_are_named(chain: dict[str, Path], tmp_path: Pat
     )
 
 
-def test_scores_need_a_trained_path_for_each_new_one(
-    chain: dict[str, Path], tmp_path: Path
-) -> None:
+def test_scores_need_a_trained_path_for_each_new_one(chain, tmp_path):
     folder = chain["dense"].parent
     toml = successor_toml(folder, "grown-by-scores", "[4, 4]", kind="discriminative")
     with pytest.raises(ConfigurationError, match="16 paths come from 4 of the old run's 4"):
@@ -341,7 +319,7 @@ def test_scores_need_a_trained_path_for_each_new_one(
         prepare(write_run(tmp_path, first), tmp_path / "first", on_cpu())
 
 
-def test_a_successor_begins_later(chain: dict[str, Path], tmp_path: Path) -> None:
+def test_a_successor_begins_later(chain, tmp_path):
     toml = successor_toml(chain["dense"].parent, "again", "[2, 2]")
     succeed(toml, tmp_path / "late", chain["kmeans"], start_in_s=1000.0)
     train(tmp_path / "late")
@@ -357,9 +335,9 @@ def test_a_successor_begins_later(chain: dict[str, Path], tmp_path: Path) -> Non
         (lambda index: index.update({"L0.E0": "0" * 64}), "fetch it again"),
     ],
 )
-def test_a_broken_genesis_is_refused(chain: dict[str, Path], spoil: Any, message: str) -> None:
+def test_a_broken_genesis_is_refused(chain, spoil, message):
     run = RunFolder(chain["grown"])
-    plan: RunPlan = run.plan()
+    plan = run.plan()
     index = run.genesis_index(plan)
     assert index is not None
     spoil(index)
@@ -369,9 +347,7 @@ def test_a_broken_genesis_is_refused(chain: dict[str, Path], spoil: Any, message
         run.genesis_state(broken, "L0.E0")
 
 
-def test_command_line(
-    chain: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line(chain, tmp_path, capsys):
     folder = chain["dense"].parent
     arguments = ["prepare", str(folder / "kmeans.toml"), "--out", str(tmp_path / "out")]
     assert cli.main([*arguments, "--from", str(chain["dense"]), "--device", "cpu"]) == 0

@@ -1,14 +1,9 @@
 """The work of `prepare` as a map over pieces: the same run wherever the pieces are done."""
 
-from __future__ import annotations
-
 import functools
 import os
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError, NetworkError, StorageError
 from dipaco.bootstrap import cli
@@ -17,8 +12,8 @@ from dipaco.bootstrap.preparing import token_stage
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.preparing.workers import Workers, open_workers
-from dipaco.protocol.plan import RunBlobs
 from dipaco.simulator import cli as simulate
+from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 INNER = "[inner]\nbatch_sequences = 4\n"
 SUCCESSOR = RUN_TOML.split("[tokenizer]")[0] + (
@@ -27,7 +22,7 @@ SUCCESSOR = RUN_TOML.split("[tokenizer]")[0] + (
 )
 
 
-def two_runs(folder: Path, out: Path, workers: Workers) -> list[RunBlobs]:
+def two_runs(folder, out, workers):
     """Prepare a run, train it for a round, and prepare its successor; return the blobs of both."""
     first = out / "first"
     plan = prepare(folder / "RUN.toml", first, on_cpu(workers=workers))
@@ -39,21 +34,16 @@ def two_runs(folder: Path, out: Path, workers: Workers) -> list[RunBlobs]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _small_pieces() -> Iterator[None]:
+def _small_pieces():
     """Of so small a corpus, too, there shall be several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (
-            (token_stage, "write_token_corpora"),
-            (prepare_module, "ShardBuilder"),
-        ):
-            patch.setattr(
-                module, name, functools.partial(getattr(module, name), chunk_documents=16)
-            )
+        for module, name in ((token_stage, "write_token_corpora"), (prepare_module, "ShardBuilder")):
+            patch.setattr(module, name, functools.partial(getattr(module, name), chunk_documents=16))
         yield
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("workers")
     write_run(folder, RUN_TOML + INNER)
     (folder / "NEXT.toml").write_text(SUCCESSOR + INNER)
@@ -61,34 +51,32 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> list[RunBlobs]:
+def alone(folder):
     return two_runs(folder, folder / "alone", Workers())
 
 
-def test_four_processes_make_the_same_run(folder: Path, alone: list[RunBlobs]) -> None:
+def test_four_processes_make_the_same_run(folder, alone):
     with open_workers(4) as workers:
         assert two_runs(folder, folder / "four", workers) == alone
 
 
-def test_a_dask_cluster_makes_the_same_run(folder: Path, alone: list[RunBlobs]) -> None:
+def test_a_dask_cluster_makes_the_same_run(folder, alone):
     distributed = pytest.importorskip("distributed")
     with (
-        distributed.LocalCluster(
-            n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
-        ) as cluster,
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
         open_workers(dask=cluster.scheduler_address) as workers,
     ):
         assert two_runs(folder, folder / "dask", workers) == alone
 
 
-def square(number: int) -> int:
+def square(number):
     return number * number
 
 
-def test_pieces_come_back_in_order_and_few_are_read_ahead() -> None:
-    taken: list[int] = []
+def test_pieces_come_back_in_order_and_few_are_read_ahead():
+    taken = []
 
-    def pieces() -> Iterator[int]:
+    def pieces():
         for number in range(50):
             taken.append(number)
             yield number
@@ -99,15 +87,15 @@ def test_pieces_come_back_in_order_and_few_are_read_ahead() -> None:
             assert len(taken) <= place + 6
 
 
-def refuse(number: int) -> int:
+def refuse(number):
     raise CorpusError(f"no piece {number}")
 
 
-def die(number: int) -> int:
+def die(number):
     os._exit(9)
 
 
-def test_what_a_worker_raises_and_its_death_are_told() -> None:
+def test_what_a_worker_raises_and_its_death_are_told():
     with open_workers(2) as workers:
         with pytest.raises(CorpusError, match="no piece 1"):
             list(workers.map(refuse, [1, 2, 3]))
@@ -115,18 +103,15 @@ def test_what_a_worker_raises_and_its_death_are_told() -> None:
             list(workers.map(die, [1]))
 
 
-def test_flags(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags(folder, tmp_path, capsys):
     arguments = ["prepare", str(folder / "RUN.toml"), "--out", str(tmp_path)]
     code = cli.main([*arguments, "--workers", "2", "--dask", "tcp://127.0.0.1:1"])
     assert code == ConfigurationError.exit_code
     assert "give one of them" in capsys.readouterr().err
 
 
-def test_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_does_not_answer(monkeypatch):
     pytest.importorskip("distributed")
     monkeypatch.setattr("dipaco.bootstrap.preparing.workers._DASK_TIMEOUT_S", 1.0)
-    with (
-        pytest.raises(NetworkError, match="no Dask scheduler answers"),
-        open_workers(dask="tcp://127.0.0.1:1"),
-    ):
+    with pytest.raises(NetworkError, match="no Dask scheduler answers"), open_workers(dask="tcp://127.0.0.1:1"):
         pass

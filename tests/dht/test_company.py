@@ -1,16 +1,10 @@
 """Which nodes a node of the DHT deals with: the admitted, and those whose addresses were given."""
 
-from __future__ import annotations
-
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hivemind.p2p import PeerID
-from support.wire.dht_pair import GRID, TestNode, paths_of, peer_record, start_node, wait_until
-from support.wire.peers import RUN, key, peer
 
 from dipaco.dht import bounded_protocol
 from dipaco.dht.company import REMEMBERED_STRANGERS, Company, node_id_of, wants_to_be_asked
@@ -19,31 +13,33 @@ from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.revocations import sign_revocations
+from support.wire.dht_pair import GRID, paths_of, peer_record, start_node, wait_until
+from support.wire.peers import RUN, key, peer
 
 OPERATOR = key(1000)
 INVITATION = make_invitation(Terms(RUN, 8, 0), OPERATOR)
 
 
-def new_gate(run_id: str = RUN) -> Gate:
+def new_gate(run_id=RUN):
     return Gate(run_id, raw_public_key(OPERATOR))
 
 
-def admission(number: int) -> bytes:
+def admission(number):
     return INVITATION.admit(raw_public_key(key(number)), 0.0)
 
 
-def name(number: int) -> PeerID:
+def name(number):
     return PeerID.from_base58(peer(number))
 
 
-def said(number: int, *, by: int | None = None, is_client: bool = False) -> bytes:
+def said(number, *, by=None, is_client=False):
     """Return what a node says of itself; with the admission of another if `by` names one."""
     company = Company()
     company.admission, company.is_client = admission(number if by is None else by), is_client
     return bytes(company.introduction(node_id_of(name(number))).node_id)
 
 
-def test_a_node_is_known_by_its_admission_or_because_it_was_given() -> None:
+def test_a_node_is_known_by_its_admission_or_because_it_was_given():
     company = Company([peer(9)])
     assert company.knows(name(9))
     assert not company.hears(name(0), said(0)), "no run is known yet"
@@ -56,14 +52,14 @@ def test_a_node_is_known_by_its_admission_or_because_it_was_given() -> None:
     assert company.hears(name(9), b"")
 
 
-def test_whether_it_can_be_asked_is_said_beside_the_admission() -> None:
+def test_whether_it_can_be_asked_is_said_beside_the_admission():
     assert wants_to_be_asked(said(0))
     assert not wants_to_be_asked(said(0, is_client=True))
     assert wants_to_be_asked(node_id_of(name(0)).to_bytes())
     assert not wants_to_be_asked(b"")
 
 
-def test_nodes_of_another_run_of_the_chain_are_let_in() -> None:
+def test_nodes_of_another_run_of_the_chain_are_let_in():
     company = Company()
     company.open([new_gate("f" * 16)])
     assert not company.hears(name(0), said(0))
@@ -71,7 +67,7 @@ def test_nodes_of_another_run_of_the_chain_are_let_in() -> None:
     assert company.hears(name(0), said(0))
 
 
-def test_who_is_revoked_is_known_no_more() -> None:
+def test_who_is_revoked_is_known_no_more():
     company, gate = Company(), new_gate()
     company.open([gate])
     assert company.hears(name(0), said(0))
@@ -79,7 +75,7 @@ def test_who_is_revoked_is_known_no_more() -> None:
     assert not company.knows(name(0))
 
 
-def test_strangers_are_remembered_for_a_while_and_not_without_end() -> None:
+def test_strangers_are_remembered_for_a_while_and_not_without_end():
     clock = SimpleNamespace(s=0.0)
     company = Company(monotonic=lambda: clock.s)
     company.open([new_gate()])
@@ -92,31 +88,29 @@ def test_strangers_are_remembered_for_a_while_and_not_without_end() -> None:
     assert not company.was_strange(name(0))
 
 
-def test_names_in_an_answer_count_when_they_have_shown_their_admission(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_names_in_an_answer_count_when_they_have_shown_their_admission(monkeypatch):
     """An insider that names twenty bare ids next to a key must not end the search there."""
     named = {node_id_of(name(number)): name(number) for number in range(6)}
-    pinged: list[PeerID] = []
+    pinged = []
 
     class Protocol:
         company = Company()
         node_id = node_id_of(name(7))
         p2p = SimpleNamespace(peer_id=name(7))
 
-        async def call_ping(self, peer_id: PeerID) -> Any:
+        async def call_ping(self, peer_id):
             pinged.append(peer_id)
             number = next(n for n in range(6) if name(n) == peer_id)
             is_in = self.company.hears(peer_id, said(number) if number < 2 else b"")
             return node_id_of(peer_id) if is_in else None
 
-    async def find(*_: Any) -> Any:
+    async def find(*_):
         return {"key": (None, dict(named))}
 
     monkeypatch.setattr(bounded_protocol, "_find", find)
-    protocol: Any = Protocol()
+    protocol = Protocol()
 
-    def search() -> set[PeerID]:
+    def search():
         found = asyncio.run(bounded_protocol.call_find(protocol, "peer", ["key"]))
         assert found is not None
         return set(found["key"][1].values())
@@ -132,23 +126,23 @@ def test_names_in_an_answer_count_when_they_have_shown_their_admission(
 # -- real nodes
 
 
-def admitted_node(folder: Path, *given: str) -> TestNode:
+def admitted_node(folder, *given):
     node = start_node(folder, *given, run_id=None)
     node.directory = Directory(node.dht, node.identity, RUN, new_gate())
     node.directory.serve(GRID)
     return node
 
 
-def come_in(node: TestNode) -> None:
+def come_in(node):
     node.directory.be_admitted(INVITATION.admit(node.identity.public_key, 0.0))
 
 
-async def _table(node: Any) -> list[str]:
+async def _table(node):
     return sorted(p.to_base58() for p in node.protocol.routing_table.peer_id_to_uid)
 
 
 @pytest.mark.swarm
-def test_a_node_enters_tables_when_it_is_admitted(tmp_path: Path) -> None:
+def test_a_node_enters_tables_when_it_is_admitted(tmp_path):
     first = admitted_node(tmp_path / "first")
     nodes = [first]
     try:
@@ -168,9 +162,9 @@ def test_a_node_enters_tables_when_it_is_admitted(tmp_path: Path) -> None:
 
 
 @pytest.mark.swarm
-def test_who_is_known_is_asked_itself_when_the_dht_does_not_show_it(tmp_path: Path) -> None:
+def test_who_is_known_is_asked_itself_when_the_dht_does_not_show_it(tmp_path):
     shown, alone = start_node(tmp_path / "shown"), start_node(tmp_path / "alone")
-    called: list[tuple[str, bool]] = []
+    called = []
     gone = peer(5)
     try:
         assert shown.directory.publish_peer(peer_record(shown.peer_id, 1), 0, 60.0)

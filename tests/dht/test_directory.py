@@ -1,40 +1,14 @@
 """The directory over two real DHT nodes on loopback: publish, read, withdraw, refuse, fail."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.runs.make_plan import make_plan
-from support.wire import dht_pair
-from support.wire.dht_pair import (
-    GRID,
-    LOOPBACK,
-    PLAN,
-    TestNode,
-    node_pair,
-    paths_of,
-    peer_record,
-    start_node,
-    view_by,
-    wait_until,
-)
 
-from dipaco.base.errors import (
-    AddressError,
-    ManifestError,
-    NetworkError,
-    RunSelectionError,
-    UnreachableError,
-)
+from dipaco.base.errors import AddressError, ManifestError, NetworkError, RunSelectionError
 from dipaco.dht import quotas
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.directory import Directory
@@ -42,39 +16,30 @@ from dipaco.dht.guarded_dht import CALL_LIMIT_S
 from dipaco.dht.node import join_dht, select_run
 from dipaco.protocol.coverage import scope_of, whole_scope
 from dipaco.protocol.identity import load_or_create_identity
-from dipaco.protocol.manifest import (
-    load_or_create_operator_key,
-    operator_fingerprint,
-    sign_manifest,
-    verify_manifest,
-)
+from dipaco.protocol.manifest import load_or_create_operator_key, operator_fingerprint, sign_manifest, verify_manifest
 from dipaco.protocol.record_keys import record_key, record_subkey
-from dipaco.protocol.records import (
-    BlobRecord,
-    HeldState,
-    ModuleRecord,
-    PeerRecord,
-    ProgressEntry,
-    ProgressRecord,
-)
+from dipaco.protocol.records import BlobRecord, HeldState, ModuleRecord, ProgressEntry, ProgressRecord
+from support.runs.make_plan import make_plan
+from support.wire import dht_pair
+from support.wire.dht_pair import GRID, PLAN, node_pair, paths_of, peer_record, start_node, view_by, wait_until
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LIFE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestNode, TestNode]]:
+def pair(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quotas, "SERVED_RUNS", 64)
         with node_pair(tmp_path_factory.mktemp("pair")) as nodes:
             yield nodes
 
 
-def claim(node: TestNode, path: int) -> PeerRecord:
+def claim(node, path):
     return peer_record(node.peer_id, path)
 
 
-def holding(node: TestNode, module: str) -> ModuleRecord:
+def holding(node, module):
     return ModuleRecord(
         peer_id=node.peer_id,
         state="serving",
@@ -86,12 +51,12 @@ def holding(node: TestNode, module: str) -> ModuleRecord:
     )
 
 
-def directory_of(node: TestNode, number: int) -> Directory:
+def directory_of(node, number):
     """Return a directory of a run that no other test uses."""
     return dht_pair.directory_of(node, f"{number:016x}")
 
 
-def test_what_one_publishes_the_other_reads(pair: tuple[TestNode, TestNode]) -> None:
+def test_what_one_publishes_the_other_reads(pair):
     first, second = pair
     assert first.directory.publish_peer(claim(first, 1), 0, LIFE_S)
     assert second.directory.publish_peer(claim(second, 2), 0, LIFE_S)
@@ -101,37 +66,7 @@ def test_what_one_publishes_the_other_reads(pair: tuple[TestNode, TestNode]) -> 
     assert paths_of(second.directory)[first.peer_id] == 3
 
 
-async def _count_records_in_answers(node: Any) -> None:
-    """Runs in the DHT process: count what comes with the answers of searches."""
-    ask, node.records = node.protocol.call_find, 0
-
-    async def counted(peer: Any, keys: Any) -> Any:
-        answers = await ask(peer, keys)
-        node.records += sum(found is not None for found, _ in (answers or {}).values())
-        return answers
-
-    node.protocol.call_find = counted
-
-
-async def _records_in_answers(node: Any) -> int:
-    return int(node.records)
-
-
-def test_who_stores_does_not_fetch_what_stands_there(pair: tuple[TestNode, TestNode]) -> None:
-    one, other = pair
-    first, second = directory_of(one, 77), directory_of(other, 77)
-    assert first.publish_peer(peer_record(one.peer_id, 1), 0, 60.0)
-    other.dht.call(_count_records_in_answers)
-    assert second.publish_peer(peer_record(other.peer_id, 2), 0, 60.0)
-    assert other.dht.call(_records_in_answers) == 0
-    assert paths_of(second) == {one.peer_id: 1, other.peer_id: 2}
-    assert other.dht.call(_records_in_answers) > 0
-    assert paths_of(first) == {one.peer_id: 1, other.peer_id: 2}
-
-
-def test_who_said_goodbye_claims_nothing_at_once_and_can_come_back(
-    pair: tuple[TestNode, TestNode],
-) -> None:
+def test_who_said_goodbye_claims_nothing_at_once_and_can_come_back(pair):
     mine, theirs = (directory_of(node, 2) for node in pair)
     said = claim(pair[0], 1)
     mine.publish_peer(said, 0, LIFE_S)
@@ -143,9 +78,7 @@ def test_who_said_goodbye_claims_nothing_at_once_and_can_come_back(
     assert paths_of(theirs) == {pair[0].peer_id: 2}
 
 
-def test_a_restarted_peer_overwrites_what_its_earlier_life_published(
-    pair: tuple[TestNode, TestNode],
-) -> None:
+def test_a_restarted_peer_overwrites_what_its_earlier_life_published(pair):
     before, reader = directory_of(pair[0], 3), directory_of(pair[1], 3)
     before.publish_peer(claim(pair[0], 1), 0, 500.0)
     restarted = directory_of(pair[0], 3)
@@ -153,7 +86,7 @@ def test_a_restarted_peer_overwrites_what_its_earlier_life_published(
     assert paths_of(reader) == {pair[0].peer_id: 2}
 
 
-def test_records_expire(pair: tuple[TestNode, TestNode]) -> None:
+def test_records_expire(pair):
     mine, theirs = (directory_of(node, 4) for node in pair)
     life_s = 1.0
     # On a slow machine a second may pass before it is read.
@@ -163,9 +96,7 @@ def test_records_expire(pair: tuple[TestNode, TestNode]) -> None:
     wait_until(lambda: not paths_of(theirs), 2 * LIFE_S)
 
 
-def test_holdings_of_many_modules_are_stored_and_read_together(
-    pair: tuple[TestNode, TestNode],
-) -> None:
+def test_holdings_of_many_modules_are_stored_and_read_together(pair):
     mine, theirs = (directory_of(node, 5) for node in pair)
     modules = GRID.modules()[:12]
     with mine.together():
@@ -182,13 +113,11 @@ def test_holdings_of_many_modules_are_stored_and_read_together(
     assert [h.peer_id for h in view_by(theirs).holdings["L0.E1"]] == [pair[1].peer_id]
 
 
-def test_a_view_reads_its_scope_and_no_more(pair: tuple[TestNode, TestNode]) -> None:
+def test_a_view_reads_its_scope_and_no_more(pair):
     mine, theirs = (directory_of(node, 7) for node in pair)
     mine.publish_peer(claim(pair[0], 1), 0, LIFE_S)
     for module in ("L0.E0", "L1.E1"):
-        said = holding(pair[0], module).model_copy(
-            update={"state": "training", "path": 1, "since_s": 5.0}
-        )
+        said = holding(pair[0], module).model_copy(update={"state": "training", "path": 1, "since_s": 5.0})
         mine.publish_module(said, LIFE_S)
     by_module = view_by(theirs, scope_of(("L1.E1",), (), GRID))
     assert by_module.claims[pair[0].peer_id].path == 1
@@ -199,15 +128,13 @@ def test_a_view_reads_its_scope_and_no_more(pair: tuple[TestNode, TestNode]) -> 
     assert not view_by(theirs, scope_of((), (1,), GRID)).claims
 
 
-def test_what_stands_there_is_written_again_when_it_has_changed_or_aged(
-    pair: tuple[TestNode, TestNode], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_stands_there_is_written_again_when_it_has_changed_or_aged(pair, monkeypatch):
     node = pair[0]
     directory = directory_of(node, 8)
-    written: list[int] = []
+    written = []
     store = directory._store_entries
 
-    def count(entries: list[Any]) -> bool:
+    def count(entries):
         written.append(len(entries))
         return store(entries)
 
@@ -228,7 +155,7 @@ def test_what_stands_there_is_written_again_when_it_has_changed_or_aged(
     assert written == [1, 1, 1]
 
 
-def test_blob_holders_are_the_others(pair: tuple[TestNode, TestNode]) -> None:
+def test_blob_holders_are_the_others(pair):
     sha256 = "b" * 64
     for node in pair:
         record = BlobRecord(peer_id=node.peer_id, sha256=sha256, bytes=3)
@@ -239,7 +166,7 @@ def test_blob_holders_are_the_others(pair: tuple[TestNode, TestNode]) -> None:
     assert first.directory.find_blob_holders("c" * 64) == ()
 
 
-def test_forged_and_misplaced_records_enter_no_node(pair: tuple[TestNode, TestNode]) -> None:
+def test_forged_and_misplaced_records_enter_no_node(pair):
     first, second = pair
     run_id = f"{6:016x}"
     mine, reader = directory_of(first, 6), directory_of(second, 6)
@@ -248,7 +175,7 @@ def test_forged_and_misplaced_records_enter_no_node(pair: tuple[TestNode, TestNo
     owner = first.identity.public_key
     forger = second.identity.public_key
 
-    def store(where: str, subkey: Any, value: Any, life_s: float = 100.0) -> bool:
+    def store(where, subkey, value, life_s=100.0):
         return bool(second.dht.store(where, value, time.time() + life_s, subkey=subkey))
 
     lie = claim(first, 3).model_dump()
@@ -264,22 +191,15 @@ def test_forged_and_misplaced_records_enter_no_node(pair: tuple[TestNode, TestNo
     assert paths_of(reader) == paths_of(mine) == {first.peer_id: 1}
 
 
-def test_threads_and_long_records_share_the_pipe(pair: tuple[TestNode, TestNode]) -> None:
+def test_threads_and_long_records_share_the_pipe(pair):
     first, second = pair
     entries = tuple(
-        ProgressEntry(
-            path=n,
-            last_round=n,
-            tokens=n,
-            validation_nll=1.0,
-            validation_tokens=1,
-            train_loss=float(n),
-        )
+        ProgressEntry(path=n, last_round=n, tokens=n, validation_nll=1.0, validation_tokens=1, train_loss=float(n))
         for n in range(64)
     )
-    failures: list[BaseException] = []
+    failures = []
 
-    def work(number: int) -> None:
+    def work(number):
         directory = directory_of(first, 100 + number)
         try:
             for size in range(60, 65):
@@ -299,16 +219,12 @@ def test_threads_and_long_records_share_the_pipe(pair: tuple[TestNode, TestNode]
     assert [service.tokens for service in found.values()] == [entry.tokens for entry in entries]
 
 
-def test_no_record_makes_a_path_served_that_is_seen_to_wait(
-    pair: tuple[TestNode, TestNode],
-) -> None:
+def test_no_record_makes_a_path_served_that_is_seen_to_wait(pair):
     first, second = pair
     writer, reader = directory_of(first, 110), directory_of(second, 110)
     rounds = []
     for now in (5, 9):
-        entry = ProgressEntry(
-            path=1, last_round=now, tokens=1, validation_nll=0.0, validation_tokens=0, train_loss=1
-        )
+        entry = ProgressEntry(path=1, last_round=now, tokens=1, validation_nll=0.0, validation_tokens=0, train_loss=1)
         record = ProgressRecord(peer_id=first.peer_id, entries=(entry,))
         assert writer.publish_progress(record, 0, LIFE_S)
         now_s = PLAN.start_s + (now + 0.5) * PLAN.rounds.duration_s
@@ -320,7 +236,7 @@ def test_no_record_makes_a_path_served_that_is_seen_to_wait(
 # -- runs
 
 
-def test_runs_are_listed_and_selected(pair: tuple[TestNode, TestNode], tmp_path: Path) -> None:
+def test_runs_are_listed_and_selected(pair, tmp_path):
     first, second = pair
     reader = Directory(second.dht, second.identity, None)
     assert reader.list_manifests() == []
@@ -328,16 +244,12 @@ def test_runs_are_listed_and_selected(pair: tuple[TestNode, TestNode], tmp_path:
         select_run(reader.list_manifests(), None)
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     plans = [make_plan(name="one"), make_plan(name="two", seed=1)]
-    Directory(first.dht, first.identity, plans[0].run_id).publish_manifest(
-        sign_manifest(plans[0], key), LIFE_S
-    )
+    Directory(first.dht, first.identity, plans[0].run_id).publish_manifest(sign_manifest(plans[0], key), LIFE_S)
     assert select_run(reader.list_manifests(), None).plan == plans[0]
     # Any peer may store it again.
     again = Directory(second.dht, second.identity, plans[0].run_id)
     assert again.publish_manifest(reader.list_manifests()[0].envelope, 2 * LIFE_S)
-    Directory(first.dht, first.identity, plans[1].run_id).publish_manifest(
-        sign_manifest(plans[1], key), LIFE_S
-    )
+    Directory(first.dht, first.identity, plans[1].run_id).publish_manifest(sign_manifest(plans[1], key), LIFE_S)
     with pytest.raises(RunSelectionError, match="several runs.*one.*two.*--run"):
         select_run(reader.list_manifests(), None)
     assert select_run(reader.list_manifests(), "two").plan == plans[1]
@@ -347,7 +259,7 @@ def test_runs_are_listed_and_selected(pair: tuple[TestNode, TestNode], tmp_path:
         select_run(reader.list_manifests(), "three")
 
 
-def test_a_successor_of_the_same_operator_is_chosen(tmp_path: Path) -> None:
+def test_a_successor_of_the_same_operator_is_chosen(tmp_path):
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     stranger = load_or_create_operator_key(tmp_path / "stranger.pem")
     old = make_plan(name="old", seed=2)
@@ -355,8 +267,7 @@ def test_a_successor_of_the_same_operator_is_chosen(tmp_path: Path) -> None:
     usurper = make_plan(name="usurper", seed=4, start_s=2000.0, successor_of=old.run_id)
 
     first, second, other = (
-        verify_manifest(sign_manifest(plan, signer))
-        for plan, signer in ((old, key), (new, key), (usurper, stranger))
+        verify_manifest(sign_manifest(plan, signer)) for plan, signer in ((old, key), (new, key), (usurper, stranger))
     )
     assert select_run([first, second], None).plan == new
     assert select_run([first, second], "old").plan == old
@@ -364,7 +275,7 @@ def test_a_successor_of_the_same_operator_is_chosen(tmp_path: Path) -> None:
         select_run([first, other], None)
 
 
-def test_junk_runs_do_not_hide_the_run_of_the_address_that_was_given(tmp_path: Path) -> None:
+def test_junk_runs_do_not_hide_the_run_of_the_address_that_was_given(tmp_path):
     key, stranger = (load_or_create_operator_key(tmp_path / f"{n}.pem") for n in range(2))
     old = make_plan(name="real", seed=1)
     real = make_plan(name="real", seed=1, start_s=2000.0, successor_of=old.run_id)
@@ -382,16 +293,12 @@ def test_junk_runs_do_not_hide_the_run_of_the_address_that_was_given(tmp_path: P
         select_run(manifests, None, operator="1" * 16)
 
 
-def test_nobody_else_signs_a_run_in_place_of_its_operator(
-    pair: tuple[TestNode, TestNode], tmp_path: Path
-) -> None:
+def test_nobody_else_signs_a_run_in_place_of_its_operator(pair, tmp_path):
     """The id of a run is the hash of its plan, which anybody can sign."""
     first, second = pair
     key, stranger = (load_or_create_operator_key(tmp_path / f"{n}.pem") for n in range(2))
     plan = make_plan(name="mine", seed=5)
-    Directory(first.dht, first.identity, plan.run_id).publish_manifest(
-        sign_manifest(plan, key), LIFE_S
-    )
+    Directory(first.dht, first.identity, plan.run_id).publish_manifest(sign_manifest(plan, key), LIFE_S)
     forger = Directory(second.dht, second.identity, plan.run_id)
     forger.publish_manifest(sign_manifest(plan, stranger), 100 * LIFE_S)
     found = Directory(second.dht, second.identity, None).list_manifests()
@@ -400,7 +307,7 @@ def test_nobody_else_signs_a_run_in_place_of_its_operator(
     assert select_run(found, None, operator=mine).plan == plan
 
 
-def test_an_address_may_name_the_operator() -> None:
+def test_an_address_may_name_the_operator():
     address = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     pinned = f"{address}/operator/{'a' * 16}"
     assert split_operator([address, address]) == ((address, address), None)
@@ -412,40 +319,7 @@ def test_an_address_may_name_the_operator() -> None:
         split_operator([pinned, f"{address}/operator/{'b' * 16}"])
 
 
-# -- joining
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("nonsense", "not a multiaddress"),
-        ("/ip4/127.0.0.1/tcp/9", "does not end with /p2p/"),
-        ("/ip4/300.0.0.1/tcp/9/p2p/" + NOBODY, "not a multiaddress"),
-        ("/ip4/127.0.0.1/tcp/9/p2p/short", "not a multiaddress"),
-    ],
-)
-def test_a_malformed_address_is_shown_beside_an_example(
-    tmp_path: Path, address: str, message: str
-) -> None:
-    identity = load_or_create_identity(tmp_path / "identity.key")
-    with pytest.raises(AddressError, match=message) as caught:
-        join_dht([address], identity=identity)
-    assert address in str(caught.value)
-    assert "/ip4/203.0.113.5/tcp/31337/p2p/" in str(caught.value)
-    identity.release()
-
-
-def test_when_nobody_answers_it_says_so(tmp_path: Path) -> None:
-    identity = load_or_create_identity(tmp_path / "identity.key")
-    address = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
-    with pytest.raises(UnreachableError, match="none of .*tcp/9.* answered"):
-        join_dht([address], identity=identity, host_maddrs=(LOOPBACK,))
-    identity.release()
-
-
-def test_one_living_address_of_several_is_enough(
-    pair: tuple[TestNode, TestNode], tmp_path: Path
-) -> None:
+def test_one_living_address_of_several_is_enough(pair, tmp_path):
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     third = start_node(tmp_path, dead, pair[0].address, client_mode=True)
     try:
@@ -455,18 +329,7 @@ def test_one_living_address_of_several_is_enough(
         third.close()
 
 
-def test_a_port_in_use_is_named(tmp_path: Path) -> None:
-    identity = load_or_create_identity(tmp_path / "identity.key")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(AddressError, match=f"tcp/{port}.*--port"):
-            join_dht([], identity=identity, host_maddrs=(f"/ip4/127.0.0.1/tcp/{port}",))
-    identity.release()
-
-
-def test_port_zero_cannot_be_announced(tmp_path: Path) -> None:
+def test_port_zero_cannot_be_announced(tmp_path):
     identity = load_or_create_identity(tmp_path / "identity.key")
     with pytest.raises(AddressError, match="announces port 0"):
         join_dht([], identity=identity, announce_maddrs=("/ip4/203.0.113.5/tcp/0",))
@@ -476,19 +339,17 @@ def test_port_zero_cannot_be_announced(tmp_path: Path) -> None:
 # -- failing
 
 
-def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     node = start_node(tmp_path)
     node.directory.publish_peer(claim(node, 1), 0, LIFE_S)
     assert node.directory.failure is None
     assert node.dht.pid is not None
     os.kill(node.dht.pid, signal.SIGSTOP)
-    failures: list[BaseException] = []
+    failures = []
     begun = threading.Event()
 
-    def read() -> None:
+    def read():
         begun.set()
         try:
             view_by(node.directory)

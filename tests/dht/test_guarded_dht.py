@@ -1,7 +1,5 @@
 """No request to the DHT process is lost, and nobody waits for one that will not be answered."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools
@@ -12,23 +10,21 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
-from typing import Any, NoReturn
 
 import pytest
 from hivemind import DHT
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
-from support.wire.dht_pair import LOOPBACK, wait_until
 
 from dipaco.base.errors import NetworkError
 from dipaco.dht import bounded_protocol, guarded_dht
 from dipaco.dht.guarded_dht import GuardedDHT, own_future_locks, receive_request
 from dipaco.dht.node import visible_addresses
 from dipaco.peer.exchange.streams.loop_thread import LoopThread
+from support.wire.dht_pair import LOOPBACK, wait_until
 
 pytestmark = pytest.mark.p2pd
 
@@ -37,7 +33,7 @@ NOTICED_S = 60.0
 LONG_S = 120.0
 
 
-def start_dht(*initial_peers: str) -> GuardedDHT:
+def start_dht(*initial_peers):
     return GuardedDHT(
         initial_peers,
         start=True,
@@ -50,20 +46,20 @@ def start_dht(*initial_peers: str) -> GuardedDHT:
 
 
 @pytest.fixture(scope="module")
-def shared_dht() -> Iterator[GuardedDHT]:
+def shared_dht():
     dht = start_dht()
     yield dht
     dht.shutdown()
 
 
 @pytest.fixture
-def fresh_futures_again() -> None:
+def fresh_futures_again():
     """What the test before killed may have held the lock with which all processes answer."""
     MPFuture.reset_backend()
 
 
 @pytest.fixture
-def mortal_dht(fresh_futures_again: None, caplog: pytest.LogCaptureFixture) -> Iterator[GuardedDHT]:
+def mortal_dht(fresh_futures_again, caplog):
     caplog.set_level(logging.CRITICAL)
     dht = start_dht()
     yield dht
@@ -76,21 +72,21 @@ def mortal_dht(fresh_futures_again: None, caplog: pytest.LogCaptureFixture) -> I
 class Bell:
     """Something that a task waits for, and that refers to the task."""
 
-    def __init__(self) -> None:
-        self.rung: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    def __init__(self):
+        self.rung = asyncio.get_running_loop().create_future()
 
 
-BELLS: weakref.WeakSet[Bell] = weakref.WeakSet()
-BEGUN: list[str] = []
+BELLS = weakref.WeakSet()
+BEGUN = []
 
 
-async def wait_for_bell(_dht: Any, _node: Any) -> str:
+async def wait_for_bell(_dht, _node):
     bell = Bell()
     BELLS.add(bell)
     return await bell.rung
 
 
-async def collect_and_ring(_dht: Any, _node: Any) -> int:
+async def collect_and_ring(_dht, _node):
     gc.collect()
     bells = list(BELLS)
     for bell in bells:
@@ -98,53 +94,52 @@ async def collect_and_ring(_dht: Any, _node: Any) -> int:
     return len(bells)
 
 
-async def answer_never(_node: Any) -> NoReturn:
+async def answer_never(_node):
     BEGUN.append("never")
     await asyncio.get_running_loop().create_future()
     raise AssertionError
 
 
-async def answer_the_second(_node: Any, name: str) -> int:
+async def answer_the_second(_node, name):
     BEGUN.append(name)
     if BEGUN.count(name) < 2:
         await asyncio.get_running_loop().create_future()
     return BEGUN.count(name)
 
 
-async def count_begun(_node: Any, name: str) -> int:
+async def count_begun(_node, name):
     return BEGUN.count(name)
 
 
-async def id_of_p2pd(node: Any) -> int:
-    pid: int = node.p2p._child.pid
-    return pid
+async def id_of_p2pd(node):
+    return node.p2p._child.pid
 
 
-async def fail(_node: Any, words: str) -> NoReturn:
+async def fail(_node, words):
     raise RuntimeError(words)
 
 
-def raise_end_of_file() -> NoReturn:
+def raise_end_of_file():
     raise EOFError
 
 
 class Unreadable:
     """Can be sent, and not read."""
 
-    def __reduce__(self) -> tuple[Callable[[], NoReturn], tuple[()]]:
+    def __reduce__(self):
         return raise_end_of_file, ()
 
 
 # -- requests and answers
 
 
-def test_a_request_is_held_until_it_ends(shared_dht: GuardedDHT) -> None:
+def test_a_request_is_held_until_it_ends(shared_dht):
     waiting = shared_dht.run_coroutine(wait_for_bell, return_future=True)
     assert shared_dht.run_coroutine(collect_and_ring) == 1
     assert waiting.result(NOTICED_S) == "rung"
 
 
-def test_a_request_that_waits_for_p2pd_is_held(shared_dht: GuardedDHT) -> None:
+def test_a_request_that_waits_for_p2pd_is_held(shared_dht):
     p2pd = shared_dht.call(id_of_p2pd)
     os.kill(p2pd, signal.SIGSTOP)
     try:
@@ -158,42 +153,34 @@ def test_a_request_that_waits_for_p2pd_is_held(shared_dht: GuardedDHT) -> None:
     assert waiting.result(NOTICED_S)
 
 
-def test_a_request_that_cannot_be_read_is_dropped(
-    shared_dht: GuardedDHT, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_that_cannot_be_read_is_dropped(shared_dht, caplog):
     shared_dht._outer_pipe.send(("_get", [], {"key": Unreadable()}))
     assert shared_dht.call(count_begun, "nothing") == 0
 
 
-def test_a_call_that_is_never_answered_ends_in_a_network_error(shared_dht: GuardedDHT) -> None:
+def test_a_call_that_is_never_answered_ends_in_a_network_error(shared_dht):
     with pytest.raises(NetworkError, match="the DHT did not answer for 1 s"):
         shared_dht.call(answer_never, limit_s=1.0)
     assert shared_dht.failure is None
 
 
-def test_a_lost_answer_is_asked_for_again(
-    shared_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_answer_is_asked_for_again(shared_dht, monkeypatch):
     monkeypatch.setattr(guarded_dht, "ASK_AGAIN_AFTER_S", 0.2)
     assert shared_dht.call(answer_the_second, "again", limit_s=LONG_S) == 2
 
 
-def test_who_was_suspended_while_it_waited_waits_on(
-    shared_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_was_suspended_while_it_waited_waits_on(shared_dht, monkeypatch):
     # At every look more has passed than the call's limit; what is asked again is answered.
     clock = SimpleNamespace(monotonic=partial(next, itertools.count(0.0, 1000.0)))
     monkeypatch.setattr(guarded_dht, "time", clock)
     assert shared_dht.call(answer_the_second, "suspended") == 2
 
 
-def test_a_late_answer_to_the_first_asking_counts(
-    shared_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_answer_to_the_first_asking_counts(shared_dht, monkeypatch):
     monkeypatch.setattr(guarded_dht, "ASK_AGAIN_AFTER_S", 0.2)
-    asked: list[MPFuture[int]] = []
+    asked = []
 
-    def ask(return_future: bool) -> MPFuture[int]:
+    def ask(return_future):
         assert return_future
         asked.append(MPFuture())
         if len(asked) == 2:
@@ -203,12 +190,12 @@ def test_a_late_answer_to_the_first_asking_counts(
     assert shared_dht._answer(ask, False, LONG_S) == 1
 
 
-def test_what_fails_there_is_a_network_error_here(shared_dht: GuardedDHT) -> None:
+def test_what_fails_there_is_a_network_error_here(shared_dht):
     with pytest.raises(NetworkError, match="the DHT could not answer: no luck"):
         shared_dht.call(fail, "no luck")
 
 
-def test_hivemind_asks_through_the_same_door(shared_dht: GuardedDHT) -> None:
+def test_hivemind_asks_through_the_same_door(shared_dht):
     assert shared_dht.peer_id == shared_dht.call(_peer_id)
     assert shared_dht.client_mode is False
     addresses = visible_addresses(shared_dht)
@@ -217,11 +204,11 @@ def test_hivemind_asks_through_the_same_door(shared_dht: GuardedDHT) -> None:
     assert replica == shared_dht.peer_id
 
 
-async def _peer_id(node: Any) -> Any:
+async def _peer_id(node):
     return node.peer_id
 
 
-async def _replicate(dht: GuardedDHT) -> Any:
+async def _replicate(dht):
     replica = await dht.replicate_p2p()
     await replica.shutdown()
     return replica.peer_id
@@ -230,7 +217,7 @@ async def _replicate(dht: GuardedDHT) -> Any:
 # -- ends and hangs while somebody waits
 
 
-def error_of_waiting(dht: GuardedDHT, do: Callable[[], None]) -> NetworkError:
+def error_of_waiting(dht, do):
     """Return what a call raises when `do` happens while it waits for its answer."""
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(dht.call, answer_never, limit_s=LONG_S)
@@ -241,7 +228,7 @@ def error_of_waiting(dht: GuardedDHT, do: Callable[[], None]) -> NetworkError:
     return error
 
 
-def test_who_waits_notices_that_the_dht_process_was_killed(mortal_dht: GuardedDHT) -> None:
+def test_who_waits_notices_that_the_dht_process_was_killed(mortal_dht):
     assert mortal_dht.pid is not None
     pid = mortal_dht.pid
     error = error_of_waiting(mortal_dht, lambda: os.kill(pid, signal.SIGKILL))
@@ -251,20 +238,18 @@ def test_who_waits_notices_that_the_dht_process_was_killed(mortal_dht: GuardedDH
         visible_addresses(mortal_dht)
 
 
-def test_who_waits_notices_that_p2pd_was_killed(mortal_dht: GuardedDHT) -> None:
+def test_who_waits_notices_that_p2pd_was_killed(mortal_dht):
     p2pd = mortal_dht.call(id_of_p2pd)
     error = error_of_waiting(mortal_dht, lambda: os.kill(p2pd, signal.SIGKILL))
     assert str(error) == "the DHT process has ended because p2pd did; start again"
     assert mortal_dht.failure == "the DHT process has ended because p2pd did"
 
 
-def test_who_waits_notices_that_the_dht_process_hangs(
-    mortal_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_waits_notices_that_the_dht_process_hangs(mortal_dht, monkeypatch):
     assert mortal_dht.pid is not None
     pid = mortal_dht.pid
 
-    def stop() -> None:
+    def stop():
         os.kill(pid, signal.SIGSTOP)
         # From here on no beat comes, however slow the machine is.
         monkeypatch.setattr(guarded_dht, "SILENT_LOOKS", 3)
@@ -275,9 +260,7 @@ def test_who_waits_notices_that_the_dht_process_hangs(
     wait_until(lambda: not mortal_dht.is_alive())
 
 
-def test_who_waits_notices_that_p2pd_hangs(
-    fresh_futures_again: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_waits_notices_that_p2pd_hangs(fresh_futures_again, monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(guarded_dht, "PING_S", 0.2)
     monkeypatch.setattr(guarded_dht, "PING_LIMIT_S", 6.0)
@@ -288,10 +271,8 @@ def test_who_waits_notices_that_p2pd_hangs(
     dht.shutdown()
 
 
-def test_a_dht_process_that_ends_while_it_starts_is_noticed(
-    fresh_futures_again: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def hang(_self: Any) -> None:
+def test_a_dht_process_that_ends_while_it_starts_is_noticed(fresh_futures_again, monkeypatch):
+    async def hang(_self):
         await asyncio.get_running_loop().create_future()
 
     monkeypatch.setattr(GuardedDHT, "_serve", hang)
@@ -302,9 +283,7 @@ def test_a_dht_process_that_ends_while_it_starts_is_noticed(
         dht.wait_until_ready(LONG_S)
 
 
-def test_who_joins_waits_for_a_peer_that_is_slow_to_answer(
-    mortal_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_joins_waits_for_a_peer_that_is_slow_to_answer(mortal_dht, monkeypatch):
     assert mortal_dht.pid is not None
     pid, addresses = mortal_dht.pid, [str(a) for a in mortal_dht.get_visible_maddrs()]
     monkeypatch.setattr(guarded_dht, "SILENT_LOOKS", 1000)
@@ -317,9 +296,7 @@ def test_who_joins_waits_for_a_peer_that_is_slow_to_answer(
     dht.shutdown()
 
 
-def test_one_wrong_clock_among_the_addresses_given_ends_nobody(
-    shared_dht: GuardedDHT, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_wrong_clock_among_the_addresses_given_ends_nobody(shared_dht, monkeypatch):
     with monkeypatch.context() as patched:
         # It is copied into the new node's process.
         patched.setattr(bounded_protocol, "get_dht_time", lambda: time.time() + 3600.0)
@@ -333,7 +310,7 @@ def test_one_wrong_clock_among_the_addresses_given_ends_nobody(
     wrong.shutdown()
 
 
-def test_a_hung_dht_process_is_shut_down_in_bounded_time(mortal_dht: GuardedDHT) -> None:
+def test_a_hung_dht_process_is_shut_down_in_bounded_time(mortal_dht):
     assert mortal_dht.pid is not None
     os.kill(mortal_dht.pid, signal.SIGSTOP)
     mortal_dht.shutdown()
@@ -343,7 +320,7 @@ def test_a_hung_dht_process_is_shut_down_in_bounded_time(mortal_dht: GuardedDHT)
 # -- the parts
 
 
-def test_writing_into_a_pipe_that_nobody_reads_is_bounded() -> None:
+def test_writing_into_a_pipe_that_nobody_reads_is_bounded():
     reader, writer = multiprocessing.Pipe(duplex=False)
     requests = guarded_dht._RequestWriter(writer)
     with pytest.raises(guarded_dht._PipeStuck):
@@ -351,7 +328,7 @@ def test_writing_into_a_pipe_that_nobody_reads_is_bounded() -> None:
     reader.close()
 
 
-def test_long_requests_of_many_threads_arrive_whole() -> None:
+def test_long_requests_of_many_threads_arrive_whole():
     receiving, sending = multiprocessing.Pipe(duplex=False)
     writer = guarded_dht._RequestWriter(sending)
     requests = [bytes([number]) * (40_000 + number) for number in range(16)]
@@ -363,14 +340,14 @@ def test_long_requests_of_many_threads_arrive_whole() -> None:
     assert sorted(received) == sorted(requests)
 
 
-def _die_with_the_lock(locked: Any) -> None:
+def _die_with_the_lock(locked):
     own_future_locks()
     SharedBytes._lock.acquire()
     locked.set()
     threading.Event().wait(LONG_S)
 
 
-def test_a_process_killed_while_it_makes_a_future_stops_nobody() -> None:
+def test_a_process_killed_while_it_makes_a_future_stops_nobody():
     fork = multiprocessing.get_context("fork")
     locked = fork.Event()
     child = fork.Process(target=_die_with_the_lock, args=(locked,), daemon=True)
@@ -384,14 +361,14 @@ def test_a_process_killed_while_it_makes_a_future_stops_nobody() -> None:
     assert not maker.is_alive()
 
 
-def test_a_call_of_a_loop_thread_ends_with_what_the_loop_stands_on() -> None:
+def test_a_call_of_a_loop_thread_ends_with_what_the_loop_stands_on():
     gone = threading.Event()
 
-    def check() -> None:
+    def check():
         if gone.is_set():
             raise NetworkError("p2pd is gone")
 
-    async def wait_for_ever() -> None:
+    async def wait_for_ever():
         gone.set()
         await asyncio.get_running_loop().create_future()
 

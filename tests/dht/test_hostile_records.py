@@ -1,16 +1,11 @@
 """What a hostile node may try beyond plain forgery: spellings, replays, poisoned answers."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import math
 import struct
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hivemind import DHT
@@ -22,32 +17,21 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
-from support.wire.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
 
 from dipaco.dht import bounded_protocol
 from dipaco.dht.company import Company
-from dipaco.dht.record_validator import (
-    MAX_COMPLAINTS,
-    MAX_REMEMBERED,
-    RecordValidator,
-    signed_bytes,
-)
-from dipaco.protocol.identity import (
-    PEER_ID_PREFIX,
-    SIGNATURE_BYTES,
-    Identity,
-    load_or_create_identity,
-    public_key_of_peer_id,
-)
+from dipaco.dht.record_validator import MAX_COMPLAINTS, MAX_REMEMBERED, RecordValidator, signed_bytes
+from dipaco.protocol.identity import PEER_ID_PREFIX, SIGNATURE_BYTES, load_or_create_identity, public_key_of_peer_id
 from dipaco.protocol.record_keys import parse_record, parse_subkey, record_key, record_subkey
 from dipaco.protocol.records import PeerRecord, RecordError, clean_text
+from support.wire.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
 
 KEY = record_key("peers", RUN_ID, "0")
 KEY_BYTES = DHTID.generate(source=KEY).to_bytes()
 
 
 @pytest.fixture(scope="module")
-def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Identity]]:
+def identities(tmp_path_factory):
     folder = tmp_path_factory.mktemp("identities")
     loaded = [load_or_create_identity(folder / f"{n}.key") for n in range(2)]
     yield loaded
@@ -55,17 +39,15 @@ def identities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Identi
         identity.release()
 
 
-def claim_of(identity: Identity, path: int = 1) -> dict[str, Any]:
+def claim_of(identity, path=1):
     return peer_record(identity.peer_id, path).model_dump()
 
 
-def subkey_of(identity: Identity, public_key: bytes | None = None) -> bytes:
+def subkey_of(identity, public_key=None):
     return record_subkey("peers", RUN_ID, "0", public_key or identity.public_key)
 
 
-def signed(
-    identity: Identity, value: Any, *, tag: bytes | None = None, expiration_s: Any = None
-) -> DHTRecord:
+def signed(identity, value, *, tag=None, expiration_s=None):
     """Return a record whose signature is right, however it is spelled."""
     record = DHTRecord(
         KEY_BYTES,
@@ -76,7 +58,7 @@ def signed(
     return dataclasses.replace(record, value=record.value + identity.key.sign(signed_bytes(record)))
 
 
-def test_a_subkey_has_one_spelling(identities: list[Identity]) -> None:
+def test_a_subkey_has_one_spelling(identities):
     """Nodes pass records on in msgpack's shortest form, in which this signature would be wrong."""
     me, other = identities
     subkey = subkey_of(me)
@@ -87,7 +69,7 @@ def test_a_subkey_has_one_spelling(identities: list[Identity]) -> None:
     assert not validator.validate(signed(me, claim_of(me), tag=longer))
 
 
-def test_a_public_key_has_one_spelling(identities: list[Identity]) -> None:
+def test_a_public_key_has_one_spelling(identities):
     """Or one peer could stand in the DHT many times, under subkeys that differ."""
     me, other = identities
     own = public_key_of_peer_id(me.peer_id)
@@ -103,7 +85,7 @@ def test_a_public_key_has_one_spelling(identities: list[Identity]) -> None:
 
 
 @pytest.mark.parametrize("expiration", [True, 2**70, "soon", None])
-def test_an_expiration_is_a_float(identities: list[Identity], expiration: Any) -> None:
+def test_an_expiration_is_a_float(identities, expiration):
     me, other = identities
     good = signed(me, claim_of(me))
     validator = RecordValidator(other.key)
@@ -112,17 +94,17 @@ def test_an_expiration_is_a_float(identities: list[Identity], expiration: Any) -
     assert not validator.validate(whole)
 
 
-def test_two_signatures_or_a_bare_number_are_refused(identities: list[Identity]) -> None:
+def test_two_signatures_or_a_bare_number_are_refused(identities):
     me, other = identities
     good = signed(me, claim_of(me))
     mark = good.value[-SIGNATURE_BYTES:]
     validator = RecordValidator(other.key)
     assert not validator.validate(dataclasses.replace(good, value=good.value + mark))
-    assert not validator.validate(dataclasses.replace(good, value="text"))  # type: ignore[arg-type]
+    assert not validator.validate(dataclasses.replace(good, value="text"))
     assert not validator.validate(signed(me, 7))
 
 
-def test_nested_ext_types_do_not_exhaust_the_stack(identities: list[Identity]) -> None:
+def test_nested_ext_types_do_not_exhaust_the_stack(identities):
     me, other = identities
     nested = b"\x00"
     while len(nested) < 480:
@@ -133,7 +115,7 @@ def test_nested_ext_types_do_not_exhaust_the_stack(identities: list[Identity]) -
     assert not RecordValidator(other.key).validate(record)
 
 
-def test_an_older_record_does_not_replace_a_withdrawal(identities: list[Identity]) -> None:
+def test_an_older_record_does_not_replace_a_withdrawal(identities):
     """Replaying is possible, for the signature is right, and changes nothing."""
     me, _ = identities
     claim = signed(me, claim_of(me), expiration_s=time.time() + 60)
@@ -147,9 +129,7 @@ def test_an_older_record_does_not_replace_a_withdrawal(identities: list[Identity
     assert entries.value.get(subkey_of(me)).value == gone.value
 
 
-def test_what_was_accepted_is_remembered_but_still_expires(
-    identities: list[Identity], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_accepted_is_remembered_but_still_expires(identities, monkeypatch):
     me, other = identities
     validator = RecordValidator(other.key)
     record = signed(me, claim_of(me))
@@ -163,9 +143,7 @@ def test_what_was_accepted_is_remembered_but_still_expires(
     assert MAX_REMEMBERED * 16 < 2**20
 
 
-def test_keys_by_the_hundred_do_not_fill_the_log(
-    identities: list[Identity], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_keys_by_the_hundred_do_not_fill_the_log(identities, caplog):
     validator = RecordValidator(identities[0].key)
     for number in range(5 * MAX_COMPLAINTS):
         validator._complain("a peer", "it is bad", f"key {number}")
@@ -173,14 +151,9 @@ def test_keys_by_the_hundred_do_not_fill_the_log(
     assert len(validator._complaints._said_at) <= MAX_COMPLAINTS
 
 
-def test_addresses_of_ipv6_relays_fit_and_device_names_are_cleaned(
-    identities: list[Identity],
-) -> None:
+def test_addresses_of_ipv6_relays_fit_and_device_names_are_cleaned(identities):
     me = identities[0]
-    address = (
-        "/ip6/2001:0db8:85a3:0000:0000:8a2e:0370:7334/tcp/65535/p2p/"
-        f"{me.peer_id}/p2p-circuit/p2p/{me.peer_id}"
-    )
+    address = f"/ip6/2001:0db8:85a3:0000:0000:8a2e:0370:7334/tcp/65535/p2p/{me.peer_id}/p2p-circuit/p2p/{me.peer_id}"
     record = PeerRecord(
         peer_id=me.peer_id,
         protocol=1,
@@ -217,14 +190,14 @@ class Protocol:
 
     serializer = MSGPackSerializer
 
-    def __init__(self, validator: RecordValidator) -> None:
+    def __init__(self, validator):
         self.validator = validator
 
-    def _validate_record(self, key: bytes, tag: bytes, value: bytes, expiration_s: float) -> bool:
+    def _validate_record(self, key, tag, value, expiration_s):
         return self.validator.validate(DHTRecord(key, tag, value, expiration_s))
 
 
-def test_one_bad_record_does_not_void_an_answer(identities: list[Identity]) -> None:
+def test_one_bad_record_does_not_void_an_answer(identities):
     me, other = identities
     good, forged = signed(me, claim_of(me)), signed(me, claim_of(me))
     answer = DictionaryDHTValue(maxsize=1)
@@ -234,16 +207,14 @@ def test_one_bad_record_does_not_void_an_answer(identities: list[Identity]) -> N
         answer.store(subkey_of(other), forged.value, forged.expiration_time + 5)
         answer.store("a free subkey", b"\x01", time.time() + 9e9)
     answer.latest_expiration_time = math.inf
-    protocol: Any = Protocol(RecordValidator(other.key))
+    protocol = Protocol(RecordValidator(other.key))
     assert bounded_protocol.drop_refused(protocol, KEY_BYTES, answer)
     assert [subkey for subkey, _ in answer.items()] == [subkey_of(me)]
     assert answer.maxsize == math.inf
     assert answer.latest_expiration_time == good.expiration_time
 
 
-def test_an_answers_expiration_is_that_of_its_records(
-    identities: list[Identity], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answers_expiration_is_that_of_its_records(identities, monkeypatch):
     """An expiration that is never reached would end a search at the liar's answer."""
     full, empty = DictionaryDHTValue(), DictionaryDHTValue()
     expiration_s = time.time() + 60
@@ -259,11 +230,11 @@ def test_an_answers_expiration_is_that_of_its_records(
         "nothing": (None, {}),
     }
 
-    async def find(*_: Any) -> Any:
+    async def find(*_):
         return answers
 
     monkeypatch.setattr(bounded_protocol, "_find", find)
-    protocol: Any = SimpleNamespace(
+    protocol = SimpleNamespace(
         node_id=bounded_protocol.node_id_of(me), company=Company([peer.to_base58(), me.to_base58()])
     )
     found = asyncio.run(bounded_protocol.call_find(protocol, "peer", ["full", "empty"]))
@@ -271,11 +242,11 @@ def test_an_answers_expiration_is_that_of_its_records(
     assert found["full"][0] == ValueWithExpiration(full, expiration_s)
     assert found["empty"] == (None, near)
     assert found["nothing"] == (None, {})
-    answers = None  # type: ignore[assignment]
+    answers = None
     assert asyncio.run(bounded_protocol.call_find(protocol, "peer", [])) is None
 
 
-def test_hivemind_still_has_what_is_replaced() -> None:
+def test_hivemind_still_has_what_is_replaced():
     """An update of Hivemind that renames these would silently undo the repair."""
     replaced = {name for name in vars(bounded_protocol) if callable(getattr(DHTProtocol, name, 0))}
     assert replaced == {
@@ -293,9 +264,7 @@ def test_hivemind_still_has_what_is_replaced() -> None:
     assert callable(DHTNode.find_nearest_nodes)
 
 
-def test_readers_survive_a_node_that_stores_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_survive_a_node_that_stores_anything(tmp_path, monkeypatch):
     """A node without validators lies in its answers; the others' records are read as ever."""
     node = start_node(tmp_path / "honest")
     read = DHTID.from_bytes

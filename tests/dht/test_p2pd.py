@@ -1,44 +1,40 @@
 """What p2pd is started with: strangers reach as little of it as can be."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hivemind import DHT
 from hivemind.p2p import P2P, PeerID
-from support.wire.dht_pair import LOOPBACK, TestNode, start_node
 
 from dipaco.base.errors import AddressError
 from dipaco.dht.addresses import check_listen_address, check_peer_address
+from support.wire.dht_pair import LOOPBACK, start_node
 
 pytestmark = pytest.mark.p2pd
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestNode]:
+def node(tmp_path_factory):
     started = start_node(tmp_path_factory.mktemp("node"), run_id=None)
     with contextlib.closing(started):
         yield started
 
 
-async def _process_id(node: Any) -> int:
+async def _process_id(node):
     return int(node.p2p._child.pid)
 
 
-def words_of_p2pd(node: TestNode) -> list[bytes]:
+def words_of_p2pd(node):
     """Return what p2pd was started with; words that it doesn't know would have ended it."""
     return Path(f"/proc/{node.dht.call(_process_id)}/cmdline").read_bytes().split(b"\0")
 
 
-def test_nobody_can_send_anything_through_a_node(node: TestNode) -> None:
+def test_nobody_can_send_anything_through_a_node(node):
     """libp2p's relay would carry gigabytes for strangers, past all limits of the node's owner."""
 
-    async def ask() -> bytes:
+    async def ask():
         stranger = await P2P.create(initial_peers=[node.address], tls=False)
         try:
             peer = PeerID.from_base58(node.address.rpartition("/p2p/")[2])
@@ -46,25 +42,27 @@ def test_nobody_can_send_anything_through_a_node(node: TestNode) -> None:
             _, reader, writer = await stranger.call_binary_stream_handler(peer, protocol)
             writer.write(b"\x02\x08\x00")  # A place, please: two bytes, of kind 0.
             return await asyncio.wait_for(reader.read(400), 30.0)
+        except ConnectionError:
+            return b""  # The node has closed the stream before all was written.
         finally:
             await stranger.shutdown()
 
     assert asyncio.run(ask()) == b""
 
 
-def test_connections_are_by_noise_over_tcp_alone(node: TestNode) -> None:
+def test_connections_are_by_noise_over_tcp_alone(node):
     assert b"-tls=0" in words_of_p2pd(node)
     assert all("/tcp/" in str(address) for address in node.dht.get_visible_maddrs())
 
 
 @pytest.mark.parametrize("tls", [True, False])
-def test_one_that_speaks_tls_too_still_connects(node: TestNode, tls: bool) -> None:
+def test_one_that_speaks_tls_too_still_connects(node, tls):
     other = DHT(initial_peers=[node.address], start=True, host_maddrs=[LOOPBACK], tls=tls)
     other.shutdown()
 
 
 @pytest.mark.parametrize("address", ["/ip4/0.0.0.0/udp/31337/quic", "/ip4/0.0.0.0/udp/31337"])
-def test_nobody_listens_or_calls_by_udp(address: str) -> None:
+def test_nobody_listens_or_calls_by_udp(address):
     with pytest.raises(AddressError, match="UDP"):
         check_listen_address(address, "--host-maddrs")
     with pytest.raises(AddressError, match="UDP"):

@@ -1,14 +1,12 @@
 """No process of a peer outlives it, and Ctrl+C in the terminal spares p2pd."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from support.wire.dht_pair import LOOPBACK, wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -25,7 +23,7 @@ dht.shutdown()
 """
 
 
-def is_running(pid: int) -> bool:
+def is_running(pid):
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -33,12 +31,12 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"  # A dead process may wait for somebody to reap it.
 
 
-def children(pid: int) -> list[int]:
+def children(pid):
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.fixture
-def owner() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
+def owner():
     """A process with a DHT, and the ids of its DHT process and of p2pd."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER],
@@ -58,9 +56,7 @@ def owner() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
         process.communicate(timeout=60)
 
 
-def test_sigkill_of_the_owner_ends_the_dht_and_p2pd(
-    owner: tuple[subprocess.Popen[str], int, int],
-) -> None:
+def test_sigkill_of_the_owner_ends_the_dht_and_p2pd(owner):
     process, dht, daemon = owner
     assert is_running(dht)
     assert is_running(daemon)
@@ -69,15 +65,13 @@ def test_sigkill_of_the_owner_ends_the_dht_and_p2pd(
     wait_until(lambda: not is_running(dht) and not is_running(daemon))
 
 
-def test_sigkill_of_the_dht_ends_p2pd(owner: tuple[subprocess.Popen[str], int, int]) -> None:
+def test_sigkill_of_the_dht_ends_p2pd(owner):
     _, dht, daemon = owner
     os.kill(dht, 9)
     wait_until(lambda: not is_running(daemon))
 
 
-def test_p2pd_is_out_of_the_terminals_reach_and_ends_in_order(
-    owner: tuple[subprocess.Popen[str], int, int],
-) -> None:
+def test_p2pd_is_out_of_the_terminals_reach_and_ends_in_order(owner):
     process, dht, daemon = owner
     assert os.getsid(daemon) == daemon
     assert os.getsid(dht) != daemon

@@ -1,11 +1,8 @@
 """What a node stores for others, and what it does with a flood of records."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -16,29 +13,21 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
-from support.runs.make_plan import make_plan
-from support.wire.dht_pair import RUN_ID, peer_record
-from support.wire.exchanges import OPERATOR
-from support.wire.peers import OpenGate, key
 
 from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.dht import bounded_protocol, quotas
 from dipaco.dht.company import Company
-from dipaco.dht.quotas import (
-    KEY_BYTES,
-    KEY_RECORDS,
-    OTHER_MANIFESTS,
-    QUOTAS,
-    HeldRecords,
-    KnownRun,
-)
+from dipaco.dht.quotas import KEY_BYTES, KEY_RECORDS, OTHER_MANIFESTS, QUOTAS, HeldRecords, KnownRun
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.protocol.admission import AWAY_S, Gate
 from dipaco.protocol.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.manifest import operator_fingerprint, sign_manifest
 from dipaco.protocol.record_keys import MANIFESTS_KEY, record_key, record_subkey
-from dipaco.protocol.records import BlobRecord, Record
+from support.runs.make_plan import make_plan
+from support.wire.dht_pair import RUN_ID, peer_record
+from support.wire.exchanges import OPERATOR
+from support.wire.peers import OpenGate, key
 
 OTHER_RUN = "fedcba9876543210"
 RUN = KnownRun(RUN_ID, (2, 3), 4, 2, OpenGate(RUN_ID))
@@ -49,49 +38,49 @@ KEY_SIZE = 32
 
 
 @pytest.fixture(autouse=True)
-def small_quotas(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_quotas(monkeypatch):
     monkeypatch.setattr(quotas, "KEY_RECORDS", KEY_SIZE)
 
 
 class Clock:
     now = NOW
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def owner(number: int) -> bytes:
+def owner(number):
     return number.to_bytes(32, "big")
 
 
 def store(
-    records: HeldRecords,
-    kind: str,
-    item: str,
-    number: int,
+    records,
+    kind,
+    item,
+    number,
     *,
-    run_id: str = RUN_ID,
-    expires_s: float = NOW + 60,
-    value: bytes = MSGPackSerializer.dumps({"admission": bytes(11)}) + bytes(64),
-) -> bool:
+    run_id=RUN_ID,
+    expires_s=NOW + 60,
+    value=MSGPackSerializer.dumps({"admission": bytes(11)}) + bytes(64),
+):
     """Store a record of owner `number`."""
     key, subkey = record_key(kind, run_id, item), record_subkey(kind, run_id, item, owner(number))
     return records.store_subkey(DHTID.generate(key), subkey, value, expires_s)
 
 
-def owners(records: HeldRecords, kind: str, item: str) -> list[int]:
+def owners(records, kind, item):
     found = records.get(DHTID.generate(record_key(kind, RUN_ID, item)))
     return [] if found is None else [int.from_bytes(s[-32:], "big") for s in found.value.data]
 
 
 @pytest.fixture
-def records() -> HeldRecords:
+def records():
     held = HeldRecords(Clock())
     held.serve(RUN)
     return held
 
 
-def test_only_what_belongs_to_a_served_run_is_stored(records: HeldRecords) -> None:
+def test_only_what_belongs_to_a_served_run_is_stored(records):
     assert store(records, "modules", "L1.E2", 1)
     assert store(records, "modules", "P3", 1)
     assert store(records, "progress", "1", 1)
@@ -102,14 +91,14 @@ def test_only_what_belongs_to_a_served_run_is_stored(records: HeldRecords) -> No
     assert records.record_count == 3
 
 
-def test_before_the_run_is_known_nothing_of_a_run_is_stored() -> None:
+def test_before_the_run_is_known_nothing_of_a_run_is_stored():
     records = HeldRecords(Clock())
     assert not store(records, "peers", "0", 1)
     records.serve(RUN)
     assert store(records, "peers", "0", 1)
 
 
-def test_a_flood_of_one_key_does_not_push_out_who_was_there(records: HeldRecords) -> None:
+def test_a_flood_of_one_key_does_not_push_out_who_was_there(records):
     honest = list(range(KEY_SIZE // 2))
     assert all(store(records, "peers", "0", number) for number in honest)
     taken = [store(records, "peers", "0", 1000 + n) for n in range(10 * KEY_SIZE)]
@@ -121,11 +110,11 @@ def test_a_flood_of_one_key_does_not_push_out_who_was_there(records: HeldRecords
     assert records.record_count == KEY_SIZE
 
 
-def contributor(number: int) -> str:
+def contributor(number):
     return peer_id_of_public_key(owner(number))
 
 
-def test_who_contributed_has_room_before_others_and_comes_first(records: HeldRecords) -> None:
+def test_who_contributed_has_room_before_others_and_comes_first(records):
     assert all(store(records, "peers", "0", number) for number in range(KEY_SIZE))
     assert not store(records, "peers", "0", 100)
     records.contributors = frozenset(map(contributor, (3, 100, 101)))
@@ -139,9 +128,7 @@ def test_who_contributed_has_room_before_others_and_comes_first(records: HeldRec
     assert not store(records, "peers", "0", 150)
 
 
-def test_who_contributed_has_room_also_where_a_kind_is_full(
-    records: HeldRecords, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_contributed_has_room_also_where_a_kind_is_full(records, monkeypatch):
     records._kinds["peers"].records = 4
     assert [store(records, "peers", "01"[n % 2], n) for n in range(6)] == [True] * 4 + [False] * 2
     records.contributors = frozenset({contributor(9)})
@@ -150,20 +137,17 @@ def test_who_contributed_has_room_also_where_a_kind_is_full(
     assert owners(records, "peers", "0")[0] == 9
 
 
-def test_a_goodbye_keeps_no_place_for_who_has_left() -> None:
+def test_a_goodbye_keeps_no_place_for_who_has_left():
     """It stands there for up to 40 minutes, and everybody reads it again and again."""
     clock, invitation = Clock(), make_invitation(Terms(RUN_ID, 1, 0), OPERATOR)
     gate = Gate(RUN_ID, raw_public_key(OPERATOR), now=clock)
     records = HeldRecords(clock)
     records.serve(KnownRun(RUN_ID, (2, 3), 4, 2, gate))
 
-    def say(number: int, state: str) -> bool:
+    def say(number, state):
         public_key = raw_public_key(key(number))
         value = {"admission": invitation.admit(public_key, NOW), "state": state}
-        place, subkey = (
-            record_key("peers", RUN_ID, "0"),
-            record_subkey("peers", RUN_ID, "0", public_key),
-        )
+        place, subkey = (record_key("peers", RUN_ID, "0"), record_subkey("peers", RUN_ID, "0", public_key))
         data = MSGPackSerializer.dumps(value) + bytes(64)
         return records.store_subkey(DHTID.generate(place), subkey, data, clock.now + 2000)
 
@@ -175,17 +159,15 @@ def test_a_goodbye_keeps_no_place_for_who_has_left() -> None:
     assert say(2, "training")
 
 
-def test_an_owner_has_so_many_records(records: HeldRecords) -> None:
+def test_an_owner_has_so_many_records(records):
     quota = QUOTAS["blobs"].of_owner
     taken = [store(records, "blobs", f"{n:064x}", 1) for n in range(quota + 5)]
     assert taken == [True] * quota + [False] * 5
     assert store(records, "blobs", f"{9:064x}", 9)
 
 
-def test_bytes_count_and_expired_records_make_room(
-    records: HeldRecords, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock: Any = records._now
+def test_bytes_count_and_expired_records_make_room(records, monkeypatch):
+    clock = records._now
     monkeypatch.setattr(quotas, "KEY_BYTES", 40_000)
     large = MSGPackSerializer.dumps({"admission": bytes(10_000)}) + bytes(64)
     larger = MSGPackSerializer.dumps({"admission": bytes(20_000)}) + bytes(64)
@@ -201,7 +183,7 @@ def test_bytes_count_and_expired_records_make_room(
     assert not records._of_owner.keys() - {(owner(9), "progress")}
 
 
-def test_a_record_that_is_renewed_for_ever_takes_no_more_memory(records: HeldRecords) -> None:
+def test_a_record_that_is_renewed_for_ever_takes_no_more_memory(records):
     for step in range(2_000):
         assert store(records, "peers", "0", 1, expires_s=NOW + 60 + step / 1000)
         assert not store(records, "peers", "0", 1, expires_s=NOW + 60)
@@ -209,7 +191,7 @@ def test_a_record_that_is_renewed_for_ever_takes_no_more_memory(records: HeldRec
     assert len(records._expiring) < 100
 
 
-def test_a_reader_cannot_change_what_is_stored(records: HeldRecords) -> None:
+def test_a_reader_cannot_change_what_is_stored(records):
     """Hivemind merges what others answer into what a storage gave."""
     store(records, "peers", "0", 1)
     found = records.get(DHTID.generate(record_key("peers", RUN_ID, "0")))
@@ -218,10 +200,10 @@ def test_a_reader_cannot_change_what_is_stored(records: HeldRecords) -> None:
     assert owners(records, "peers", "0") == [1]
 
 
-def test_junk_runs_leave_room_for_the_run_that_is_served() -> None:
+def test_junk_runs_leave_room_for_the_run_that_is_served():
     records, key, junk = HeldRecords(Clock()), *(Ed25519PrivateKey.generate() for _ in range(2))
 
-    def announce(number: int, signer: Ed25519PrivateKey, expires_s: float = NOW + 60) -> bool:
+    def announce(number, signer, expires_s=NOW + 60):
         plan = make_plan(seed=number)
         value = MSGPackSerializer.dumps(sign_manifest(plan, signer))
         subkey = record_subkey("manifests", plan.run_id, operator_fingerprint(signer), b"")
@@ -249,7 +231,7 @@ class Node:
     node_info = dht_pb2.NodeInfo()
     bucket_size = 20
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.storage, self.cache = HeldRecords(), DHTLocalStorage()
         self.storage.serve(RUN)
         self.validator = RecordValidator()
@@ -258,22 +240,22 @@ class Node:
         self.company = Company()
         self.company.open((RUN.gate,))
 
-    async def rpc_ping(self, *_: Any) -> None:
+    async def rpc_ping(self, *_):
         pass
 
-    def _validate_record(self, *fields: Any) -> bool:
+    def _validate_record(self, *fields):
         self.checked += 1
         return self.validator.validate(DHTRecord(*fields))
 
-    def store(self, sender: bytes, request: dht_pb2.StoreRequest) -> list[bool]:
-        protocol: Any = self
-        context: Any = SimpleNamespace(remote_id=PeerID(sender))
+    def store(self, sender, request):
+        protocol = self
+        context = SimpleNamespace(remote_id=PeerID(sender))
         answer = asyncio.run(bounded_protocol.rpc_store(protocol, request, context))
         return list(answer.store_ok)
 
-    def find(self, *keys: str) -> dict[str, DictionaryDHTValue]:
-        protocol: Any = self
-        context: Any = SimpleNamespace(remote_id=PeerID(FRIEND))
+    def find(self, *keys):
+        protocol = self
+        context = SimpleNamespace(remote_id=PeerID(FRIEND))
         request = dht_pb2.FindRequest(keys=[DHTID.generate(key).to_bytes() for key in keys])
         answer = asyncio.run(bounded_protocol.rpc_find(protocol, request, context))
         size = answer.ByteSize()
@@ -284,7 +266,7 @@ class Node:
         }
 
 
-def signed(signer: Ed25519PrivateKey, record: Record, kind: str, item: str) -> DHTRecord:
+def signed(signer, record, kind, item):
     key = record_key(kind, RUN_ID, item)
     subkey = record_subkey(kind, RUN_ID, item, raw_public_key(signer))
     made = DHTRecord(
@@ -297,7 +279,7 @@ def signed(signer: Ed25519PrivateKey, record: Record, kind: str, item: str) -> D
     return DHTRecord(made.key, made.subkey, value, made.expiration_time)
 
 
-def request_of(*rows: DHTRecord, in_cache: bool = False) -> dht_pb2.StoreRequest:
+def request_of(*rows, in_cache=False):
     return dht_pb2.StoreRequest(
         keys=[row.key for row in rows],
         subkeys=[row.subkey for row in rows],
@@ -308,12 +290,12 @@ def request_of(*rows: DHTRecord, in_cache: bool = False) -> dht_pb2.StoreRequest
     )
 
 
-def claim_of(signer: Ed25519PrivateKey, bucket: str = "0") -> DHTRecord:
+def claim_of(signer, bucket="0"):
     record = peer_record(peer_id_of_public_key(raw_public_key(signer)), 1)
     return signed(signer, record, "peers", bucket)
 
 
-def test_what_finds_no_room_is_refused_before_its_signature_is_checked() -> None:
+def test_what_finds_no_room_is_refused_before_its_signature_is_checked():
     node = Node()
     signers = [Ed25519PrivateKey.generate() for _ in range(KEY_SIZE + 5)]
     rows = [claim_of(signer) for signer in signers]
@@ -323,7 +305,7 @@ def test_what_finds_no_room_is_refused_before_its_signature_is_checked() -> None
     assert node.checked == KEY_SIZE
 
 
-def test_who_is_not_in_stores_nothing_but_what_an_operator_signed() -> None:
+def test_who_is_not_in_stores_nothing_but_what_an_operator_signed():
     node, key = Node(), Ed25519PrivateKey.generate()
     node.company.open((Gate(RUN_ID, bytes(32)),))
     assert node.store(FRIEND, request_of(claim_of(Ed25519PrivateKey.generate()))) == [False]
@@ -331,16 +313,14 @@ def test_who_is_not_in_stores_nothing_but_what_an_operator_signed() -> None:
     plan = make_plan()
     manifest = DHTRecord(
         DHTID.generate(MANIFESTS_KEY).to_bytes(),
-        MSGPackSerializer.dumps(
-            record_subkey("manifests", plan.run_id, operator_fingerprint(key), b"")
-        ),
+        MSGPackSerializer.dumps(record_subkey("manifests", plan.run_id, operator_fingerprint(key), b"")),
         MSGPackSerializer.dumps(sign_manifest(plan, key)),
         time.time() + 60,
     )
     assert node.store(FRIEND, request_of(manifest)) == [True]
 
 
-def test_all_strangers_together_are_answered_so_much() -> None:
+def test_all_strangers_together_are_answered_so_much():
     """One request of some bytes can ask for a megabyte."""
     node, late = Node(), time.time() + 60
     value = MSGPackSerializer.dumps({"admission": bytes(10_000)}) + bytes(64)
@@ -358,7 +338,7 @@ def test_all_strangers_together_are_answered_so_much() -> None:
     assert len(node.find(key).popitem()[1].data) == 20
 
 
-def test_one_record_that_is_refused_does_not_keep_out_the_others_with_it() -> None:
+def test_one_record_that_is_refused_does_not_keep_out_the_others_with_it():
     node = Node()
     rows = [claim_of(Ed25519PrivateKey.generate()) for _ in range(3)]
     whole = DictionaryDHTValue()
@@ -372,15 +352,13 @@ def test_one_record_that_is_refused_does_not_keep_out_the_others_with_it() -> No
     assert node.storage.record_count == 3
 
 
-def test_nobody_writes_into_the_cache_of_a_node() -> None:
+def test_nobody_writes_into_the_cache_of_a_node():
     node, claim = Node(), claim_of(Ed25519PrivateKey.generate())
     assert node.store(FRIEND, request_of(claim, in_cache=True)) == [False]
     assert not node.cache.data
 
 
-def test_answers_fit_into_a_message_and_say_first_what_contributors_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_answers_fit_into_a_message_and_say_first_what_contributors_sent(monkeypatch):
     monkeypatch.setattr(quotas, "KEY_RECORDS", KEY_RECORDS)
     node, late = Node(), time.time() + 60
     for item in "01":
@@ -397,10 +375,8 @@ def test_answers_fit_into_a_message_and_say_first_what_contributors_sent(
     assert first == list(range(150, 200))
 
 
-def test_a_reader_looks_at_no_more_than_a_node_stores_and_logs_one_line(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    node: Any = Node()
+def test_a_reader_looks_at_no_more_than_a_node_stores_and_logs_one_line(caplog):
+    node = Node()
     answer = DictionaryDHTValue()
     real = claim_of(Ed25519PrivateKey.generate())
     with answer.freeze():
@@ -414,12 +390,10 @@ def test_a_reader_looks_at_no_more_than_a_node_stores_and_logs_one_line(
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) <= 1
 
 
-def test_a_node_under_another_id_than_its_own_is_not_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    updated: list[Any] = []
+def test_a_node_under_another_id_than_its_own_is_not_known(monkeypatch):
+    updated = []
 
-    async def update(_: Any, node_id: Any, *__: Any) -> None:
+    async def update(_, node_id, *__):
         updated.append(node_id)
 
     monkeypatch.setattr(bounded_protocol, "_update", update)
@@ -427,28 +401,17 @@ def test_a_node_under_another_id_than_its_own_is_not_known(
     protocol = SimpleNamespace(company=Company([peer.to_base58()]))
     own = bounded_protocol.node_id_of(peer)
     for node_id, responded in ((own, True), (DHTID.generate(), True), (own, False)):
-        asyncio.run(
-            bounded_protocol.update_routing_table(
-                protocol,  # type: ignore[arg-type]
-                node_id,
-                peer,
-                responded,
-            )
-        )
+        asyncio.run(bounded_protocol.update_routing_table(protocol, node_id, peer, responded))
     assert updated == [own, own]
     protocol.company = Company()
-    asyncio.run(
-        bounded_protocol.update_routing_table(protocol, own, peer, True)  # type: ignore[arg-type]
-    )
+    asyncio.run(bounded_protocol.update_routing_table(protocol, own, peer, True))
     assert updated == [own, own], "nor one that is not in"
 
 
-def test_what_is_handed_to_a_new_node_is_divided_into_messages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[int] = []
+def test_what_is_handed_to_a_new_node_is_divided_into_messages(monkeypatch):
+    sent = []
 
-    async def store_there(_: Any, __: Any, keys: Any, *___: Any, **____: Any) -> list[bool]:
+    async def store_there(_, __, keys, *___, **____):
         sent.append(len(keys))
         return [True] * len(keys)
 
@@ -459,36 +422,19 @@ def test_what_is_handed_to_a_new_node_is_divided_into_messages(
         dictionary.store(b"subkey", b"v" * (KEY_BYTES // 2), time.time() + 60)
         dictionaries.append(dictionary)
     keys, protocol = [DHTID.generate() for _ in range(10)], SimpleNamespace()
-    coroutine = bounded_protocol.call_store(
-        protocol,  # type: ignore[arg-type]
-        PeerID(FRIEND),
-        keys,
-        dictionaries,
-        [time.time() + 60] * 10,
-    )
+    coroutine = bounded_protocol.call_store(protocol, PeerID(FRIEND), keys, dictionaries, [time.time() + 60] * 10)
     assert asyncio.run(coroutine) == [True] * 10
     assert len(sent) > 2
     assert sum(sent) == 10
 
 
-def test_a_node_that_takes_nothing_is_as_one_that_does_not_answer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_that_takes_nothing_is_as_one_that_does_not_answer(monkeypatch):
     """Hivemind would count it among the five that have the record."""
 
-    async def refuse(*_: Any) -> list[bool]:
+    async def refuse(*_):
         return [False]
 
     monkeypatch.setattr(bounded_protocol, "_store", refuse)
-    protocol: Any = SimpleNamespace()
+    protocol = SimpleNamespace()
     coroutine = bounded_protocol.call_store(protocol, PeerID(FRIEND), [DHTID(1)], [b"v"], 1.0)
     assert asyncio.run(coroutine) is None
-
-
-def test_blob_records_of_a_whole_run_fit() -> None:
-    """A bootstrap node announces every file, and in a small swarm every node stores all of that."""
-    records = HeldRecords(Clock())
-    records.serve(RUN)
-    record = BlobRecord(peer_id="1" * 52, sha256="a" * 64, bytes=1)
-    value = MSGPackSerializer.dumps(record.model_dump()) + bytes(64)
-    assert all(store(records, "blobs", f"{n:064x}", 1, value=value) for n in range(1024))

@@ -1,15 +1,10 @@
 """A run with adapters is used as any other: scored, continued, served, over one base."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from support.runs.foreign_base import make_foreign_base
-from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import StorageError
 from dipaco.bootstrap.import_base import ImportedBase
@@ -22,12 +17,14 @@ from dipaco.protocol.config import AdaptersConfig
 from dipaco.protocol.grid import Grid
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli as simulator_cli
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 ADAPTERS = AdaptersConfig(rank=4)
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted")
     make_foreign_base(folder / "checkpoint", "smollm2")
     make_tiny_run(
@@ -43,9 +40,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def test_paths_are_better_than_the_base(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_paths_are_better_than_the_base(out, tmp_path, capsys):
     texts = tmp_path / "held_out.jsonl"
     texts.write_text("\n".join(json.dumps({"text": t}) for t in tiny_documents(4, 6, 1_000_003)))
     arguments = ["--state-dir", str(out), "--data", str(texts), "--json"]
@@ -66,15 +61,13 @@ def test_paths_are_better_than_the_base(
     assert trained["baseline_perplexity"] < base["perplexity"]
 
 
-def test_the_command_goes_on_with_a_text(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_goes_on_with_a_text(out, capsys):
     arguments = ["bada", "--state-dir", str(out), "--max-tokens", "8"]
     assert generate_cli.main([*arguments, "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip()
 
 
-def test_states_of_another_model_are_refused(
-    out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_states_of_another_model_are_refused(out, tmp_path, capsys, caplog):
     run = RunFolder(out)
     plan = run.plan()
     wider = plan.model.model_copy(update={"adapters": AdaptersConfig(rank=8)})
@@ -96,7 +89,7 @@ def test_states_of_another_model_are_refused(
     assert len(modules) == len(set(modules))
 
 
-def test_states_of_another_run_of_the_same_shape_are_not_used(out: Path, tmp_path: Path) -> None:
+def test_states_of_another_run_of_the_same_shape_are_not_used(out, tmp_path):
     """Nothing in them tells adapters of one run from those of another."""
     other = make_tiny_run(
         tmp_path / "other",

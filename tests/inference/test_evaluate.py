@@ -1,48 +1,22 @@
 """Evaluation: the perplexity that training reported, and an account of what could not be scored."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from rich.console import Console
-from support.runs.routed_texts import route_texts
-from support.runs.tiny_run import make_tiny_run, tiny_documents
-from support.swarms.fake_reader import FakeReader
 
-from dipaco.base.errors import (
-    AddressError,
-    ConfigurationError,
-    CorpusError,
-    IntegrityError,
-    NetworkError,
-    StorageError,
-)
+from dipaco.base.errors import AddressError, ConfigurationError, CorpusError, IntegrityError, NetworkError, StorageError
 from dipaco.inference import evaluate_cli
 from dipaco.inference.decoding.mixing import mixed_losses
-from dipaco.inference.evaluate import (
-    Evaluated,
-    EvaluationReport,
-    Rerouting,
-    evaluate,
-    load_baseline,
-)
+from dipaco.inference.evaluate import Evaluated, EvaluationReport, Rerouting, evaluate, load_baseline
 from dipaco.inference.fit_rerouter import fit_to_documents
 from dipaco.inference.rerouter import read_rerouter
-from dipaco.inference.sources import (
-    DiskSource,
-    SourceSettings,
-    SwarmSource,
-    assemble_path,
-    open_source,
-)
+from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
 from dipaco.modules.compose import gather_module
 from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
@@ -51,6 +25,9 @@ from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator import cli as simulator_cli
 from dipaco.training.scoring import LossSum
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.fake_reader import FakeReader
 
 CPU = torch.device("cpu")
 HELD_OUT_SEED = 1_000_003
@@ -59,7 +36,7 @@ ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWX
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+def trained(tmp_path_factory):
     """A simulated run with private modules and a dense baseline, and what the simulator said."""
     folder = tmp_path_factory.mktemp("trained")
     make_tiny_run(folder / "run", private_blocks=(3,), private_embedding=True)
@@ -77,10 +54,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]
 
 
 @pytest.fixture
-def damaged(trained: tuple[Path, list[dict]], tmp_path: Path) -> Callable[..., Path]:
+def damaged(trained, tmp_path):
     """A copy of the trained run without the states of some modules."""
 
-    def make(*modules: str) -> Path:
+    def make(*modules):
         copy = tmp_path / "copy"
         shutil.copytree(trained[0], copy)
         for module in modules:
@@ -90,20 +67,18 @@ def damaged(trained: tuple[Path, list[dict]], tmp_path: Path) -> Callable[..., P
     return make
 
 
-def held_out(languages: int = 4) -> list[Document]:
+def held_out(languages=4):
     texts = tiny_documents(languages, 4, HELD_OUT_SEED)
     return [Document(text, f"language {index // 4}") for index, text in enumerate(texts)]
 
 
-def write_jsonl(path: Path, documents: list[Document]) -> Path:
+def write_jsonl(path, documents):
     rows = [json.dumps({"text": d.text, "domain": d.label}) for d in documents]
     path.write_text("\n".join(rows) + "\n")
     return path
 
 
-def test_the_perplexity_is_the_one_that_the_simulator_reported(
-    trained: tuple[Path, list[dict]],
-) -> None:
+def test_the_perplexity_is_the_one_that_the_simulator_reported(trained):
     out, lines = trained
     baseline = load_baseline(out / "dense.safetensors", DiskSource(out).path_model(CPU))
     report = evaluate(DiskSource(out), held_out(), device=CPU, baseline=baseline).as_dict()
@@ -119,7 +94,7 @@ def test_the_perplexity_is_the_one_that_the_simulator_reported(
         assert part["tokens"] == said["validation_tokens"]
 
 
-def test_paths_and_labels_divide_the_documents(trained: tuple[Path, list[dict]]) -> None:
+def test_paths_and_labels_divide_the_documents(trained):
     report = evaluate(DiskSource(trained[0]), held_out(), device=CPU)
     assert list(report.labels()) == [f"language {index}" for index in range(4)]
     for parts in (report.paths(), report.labels()):
@@ -129,17 +104,7 @@ def test_paths_and_labels_divide_the_documents(trained: tuple[Path, list[dict]])
         assert total == pytest.approx(report.overall.routed.nll, rel=1e-12)
 
 
-def test_every_token_behind_the_prefix_is_scored_once(trained: tuple[Path, list[dict]]) -> None:
-    source = DiskSource(trained[0])
-    router = source.document_router(CPU)
-    documents = held_out()
-    lengths = [len(router.tokenizer.document_tokens(d.text)) for d in documents]
-    prefix = source.plan.routing.prefix_tokens
-    report = evaluate(source, documents, device=CPU)
-    assert report.overall.routed.tokens == sum(length - prefix for length in lengths)
-
-
-def test_short_documents_are_counted_but_not_scored(trained: tuple[Path, list[dict]]) -> None:
+def test_short_documents_are_counted_but_not_scored(trained):
     source = DiskSource(trained[0])
     documents = [Document("b"), *held_out()[:2]]
     report = evaluate(source, documents, device=CPU)
@@ -149,7 +114,7 @@ def test_short_documents_are_counted_but_not_scored(trained: tuple[Path, list[di
         evaluate(source, [Document("b")], device=CPU)
 
 
-def test_a_path_without_a_state_is_reported_and_left_out(damaged: Callable[..., Path]) -> None:
+def test_a_path_without_a_state_is_reported_and_left_out(damaged):
     source = DiskSource(damaged("P2"))
     report = evaluate(source, held_out(), device=CPU)
     paths = route_texts(source.document_router(CPU), [document.text for document in held_out()])
@@ -161,9 +126,7 @@ def test_a_path_without_a_state_is_reported_and_left_out(damaged: Callable[..., 
     assert report.overall.base.tokens == report.overall.routed.tokens
 
 
-def test_a_path_without_a_state_can_be_taken_from_the_genesis(
-    damaged: Callable[..., Path],
-) -> None:
+def test_a_path_without_a_state_can_be_taken_from_the_genesis(damaged):
     folder = damaged("P2")
     with pytest.raises(StorageError, match=r"no state of its module P2.*--allow-genesis"):
         assemble_path(DiskSource(folder), 2)
@@ -174,14 +137,12 @@ def test_a_path_without_a_state_can_be_taken_from_the_genesis(
     assert torch.equal(gather_module(model, source.grid, "P2"), genesis.parameters)
 
 
-def test_nothing_to_assemble_is_an_error(damaged: Callable[..., Path]) -> None:
+def test_nothing_to_assemble_is_an_error(damaged):
     with pytest.raises(StorageError, match=r"L0\.E[01]"):
         evaluate(DiskSource(damaged("L0.E0", "L0.E1")), held_out(), device=CPU)
 
 
-def test_assembled_paths_hold_the_states_of_their_modules(
-    trained: tuple[Path, list[dict]],
-) -> None:
+def test_assembled_paths_hold_the_states_of_their_modules(trained):
     source = DiskSource(trained[0])
     model = None
     for path in range(4):
@@ -195,14 +156,14 @@ def test_assembled_paths_hold_the_states_of_their_modules(
 
 
 @pytest.fixture(scope="module")
-def rerouter(trained: tuple[Path, list[dict]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rerouter(trained, tmp_path_factory):
     """A rerouter fitted to documents of two languages each, with the command."""
     folder = tmp_path_factory.mktemp("rerouter")
     data = write_jsonl(folder / "mixed.jsonl", mixed_documents(20, HELD_OUT_SEED + 1))
     out = folder / "rerouter.safetensors"
     arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--threads", "1", "--json"]
     with pytest.MonkeyPatch.context() as patch:
-        lines: list[str] = []
+        lines = []
         patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
         fit = ["--fit-rerouter", str(out), "--fit-steps", "150"]
         assert evaluate_cli.main([*arguments, *fit]) == 0
@@ -213,7 +174,7 @@ def rerouter(trained: tuple[Path, list[dict]], tmp_path_factory: pytest.TempPath
     return out
 
 
-def mixed_documents(count: int, seed: int) -> list[Document]:
+def mixed_documents(count, seed):
     """Documents that go on in another language after a third."""
     texts = tiny_documents(4, count, seed)
     firsts, seconds = texts[: 2 * count], texts[2 * count :]
@@ -223,40 +184,36 @@ def mixed_documents(count: int, seed: int) -> list[Document]:
     ]
 
 
-def test_labels_are_printed_as_they_are() -> None:
+def test_labels_are_printed_as_they_are():
     """Square brackets are markup to rich, and `all` is the name of the last row."""
     names = ("[red]x[/y]", "all", "a\nb")
     groups = {(0, name): Evaluated(number, LossSum(1, 1)) for number, name in enumerate(names)}
     console = Console(file=io.StringIO(), width=100)
     evaluate_cli.show(EvaluationReport("run", groups, (), 0, 0), console)
-    rows = [line.rsplit(maxsplit=3) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    rows = [line.rsplit(maxsplit=3) for line in console.file.getvalue().splitlines()]
     counts = [(row[0].strip(), row[2]) for row in rows if len(row) == 4]
     assert {name for name, _ in counts} >= {"[red]x[/y]", "a b"}
     assert [count for name, count in counts if name == "all"] == ["3", "1", "3"]
 
 
-def test_headings_of_all_columns_fit_into_eighty_characters() -> None:
+def test_headings_of_all_columns_fit_into_eighty_characters():
     loss = LossSum(1, 1)
     part = Evaluated(1, loss, base=loss, baseline=loss, chosen=loss, mixed=loss)
     console = Console(file=io.StringIO(), width=80)
     evaluate_cli.show(EvaluationReport("run", {(0, "textbook_en"): part}, (), 0, 0), console)
-    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
     columns = ["perplexity", "chosen", "mixed", "base", "model", "baseline", "documents", "tokens"]
     assert ["path", *columns] in lines
     assert ["label", *columns] in lines
 
 
-def test_rerouting_helps_where_documents_change(
-    trained: tuple[Path, list[dict]], rerouter: Path
-) -> None:
+def test_rerouting_helps_where_documents_change(trained, rerouter):
     source, documents = DiskSource(trained[0]), mixed_documents(4, HELD_OUT_SEED)
     plain = evaluate(source, documents, device=CPU, base=False).overall
     loaded = read_rerouter(rerouter, source.plan)
     found = {}
     for window in (8, 10_000):
-        report = evaluate(
-            source, documents, device=CPU, base=False, rerouting=Rerouting(loaded, window)
-        ).overall
+        report = evaluate(source, documents, device=CPU, base=False, rerouting=Rerouting(loaded, window)).overall
         assert report.routed.nll == pytest.approx(plain.routed.nll, rel=1e-6)
         assert report.rerouted is not None
         assert report.rerouted.tokens == plain.routed.tokens
@@ -265,9 +222,7 @@ def test_rerouting_helps_where_documents_change(
     assert found[8] < found[10_000]
 
 
-def test_rerouting_leaves_out_paths_without_a_state(
-    damaged: Callable[..., Path], rerouter: Path
-) -> None:
+def test_rerouting_leaves_out_paths_without_a_state(damaged, rerouter):
     source = DiskSource(damaged("P2"))
     rerouting = Rerouting(read_rerouter(rerouter, source.plan), 4)
     report = evaluate(source, held_out(), device=CPU, rerouting=rerouting, mix=2)
@@ -280,11 +235,9 @@ def test_rerouting_leaves_out_paths_without_a_state(
     assert report.overall.chosen == alone.overall.chosen
 
 
-def test_a_swarm_gives_the_same_as_a_directory(
-    trained: tuple[Path, list[dict]], tmp_path: Path
-) -> None:
+def test_a_swarm_gives_the_same_as_a_directory(trained, tmp_path):
     reader = FakeReader(trained[0], tmp_path)
-    with SwarmSource(reader) as source:  # type: ignore[arg-type]
+    with SwarmSource(reader) as source:
         report = evaluate(source, held_out(), device=CPU)
     assert reader.closed
     assert sorted(set(reader.fetched)) == sorted(source.grid.modules())
@@ -292,25 +245,15 @@ def test_a_swarm_gives_the_same_as_a_directory(
     assert report == evaluate(DiskSource(trained[0]), held_out(), device=CPU)
 
 
-def test_what_a_swarm_does_not_serve_is_missing(
-    trained: tuple[Path, list[dict]], tmp_path: Path
-) -> None:
+def test_what_a_swarm_does_not_serve_is_missing(trained, tmp_path):
     reader = FakeReader(trained[0], tmp_path, unserved=("L1.E0",))
-    source = SwarmSource(reader)  # type: ignore[arg-type]
+    source = SwarmSource(reader)
     assert evaluate(source, held_out(), device=CPU).missing_paths == (0, 2)
     with pytest.raises(NetworkError, match=r"L1\.E0"):
         assemble_path(source, 0)
 
 
-def test_exactly_one_source(tmp_path: Path) -> None:
-    for arguments in ({}, {"state_folder": tmp_path, "initial_peers": ["/ip4/127.0.0.1"]}):
-        with pytest.raises(ConfigurationError, match="--state-dir"):
-            open_source(**arguments)
-
-
-def test_a_baseline_of_another_shape_is_refused(
-    trained: tuple[Path, list[dict]], tmp_path: Path
-) -> None:
+def test_a_baseline_of_another_shape_is_refused(trained, tmp_path):
     source = DiskSource(trained[0])
     parameters = safetensors.torch.load_file(trained[0] / "dense.safetensors")
     parameters["model.norm.weight"] = torch.ones(3)
@@ -321,9 +264,7 @@ def test_a_baseline_of_another_shape_is_refused(
             load_baseline(tmp_path / f"{name}.safetensors", source.path_model(CPU))
 
 
-def test_the_command_prints_one_json_object(
-    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_one_json_object(trained, tmp_path, capsys):
     out, lines = trained
     data = write_jsonl(tmp_path / "held-out.jsonl", held_out())
     arguments = ["--state-dir", str(out), "--data", str(data), "--label-field", "domain"]
@@ -340,9 +281,7 @@ def test_the_command_prints_one_json_object(
     assert "language 1" not in text
 
 
-def test_paths_are_mixed(
-    trained: tuple[Path, list[dict]], damaged: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_paths_are_mixed(trained, damaged, tmp_path):
     """Each token by the best paths of its document, weighted by what they said before it."""
     source, documents = DiskSource(trained[0]), held_out()
     report = evaluate(source, documents, device=CPU, mix=4, base=False)
@@ -370,9 +309,7 @@ def test_paths_are_mixed(
     assert alone.overall.mixed is not None
 
 
-def test_the_prefix_chooses_among_the_best_paths(
-    trained: tuple[Path, list[dict]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_prefix_chooses_among_the_best_paths(trained, monkeypatch):
     """A path that the router likes least is taken when the first tokens cost it least."""
     source, documents = DiskSource(trained[0]), held_out()
     right = evaluate(source, documents, device=CPU, base=False).overall
@@ -384,27 +321,7 @@ def test_the_prefix_chooses_among_the_best_paths(
     assert found.routed.nll > 1.05 * right.routed.nll
 
 
-def test_paths_are_mixed_by_the_commands(
-    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = write_jsonl(tmp_path / "held-out.jsonl", held_out())
-    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base", "--mix"]
-    assert evaluate_cli.main([*arguments, "2"]) == 0
-    assert "mixed" in capsys.readouterr().out
-    assert evaluate_cli.main([*arguments, "2", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["mixed_perplexity"] > 1
-    assert report["chosen_perplexity"] > 1
-    assert evaluate_cli.main([*arguments, "5"]) == ConfigurationError.exit_code
-    assert "--mix 5: this run has 4 paths" in capsys.readouterr().err
-
-
-def test_the_command_reroutes(
-    trained: tuple[Path, list[dict]],
-    rerouter: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_reroutes(trained, rerouter, tmp_path, capsys):
     data = write_jsonl(tmp_path / "held-out.jsonl", mixed_documents(1, 3))
     arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base"]
     reroute = ["--reroute", "8", "--rerouter", str(rerouter)]
@@ -416,9 +333,7 @@ def test_the_command_reroutes(
     assert "rerouted" in capsys.readouterr().out
 
 
-def test_the_same_documents_give_the_same_rerouter(
-    trained: tuple[Path, list[dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_documents_give_the_same_rerouter(trained, tmp_path, capsys):
     data = write_jsonl(tmp_path / "mixed.jsonl", mixed_documents(10, 5))
     arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--fit-steps", "2"]
     files = [tmp_path / name for name in ("first", "second")]
@@ -428,9 +343,7 @@ def test_the_same_documents_give_the_same_rerouter(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_fitting_takes_enough_documents_and_every_path(
-    damaged: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_fitting_takes_enough_documents_and_every_path(damaged, tmp_path):
     source = DiskSource(damaged())
     with pytest.raises(CorpusError, match="16 documents"):
         fit_to_documents(source, held_out(), steps=2, device=CPU)
@@ -459,14 +372,7 @@ def test_fitting_takes_enough_documents_and_every_path(
         ),
     ],
 )
-def test_errors_say_what_to_type(
-    trained: tuple[Path, list[dict]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    extra: list[str],
-    code: int,
-    words: str,
-) -> None:
+def test_errors_say_what_to_type(trained, tmp_path, capsys, extra, code, words):
     data = write_jsonl(tmp_path / "held-out.jsonl", held_out()[:2])
     arguments = ["--state-dir", str(trained[0]), "--data", str(data)]
     assert evaluate_cli.main([*arguments, *extra]) == code

@@ -1,16 +1,10 @@
 """Held-out chats are scored by what the assistant says, and routed by what the user says first."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.runs.chat_runs import chat_rows, write_chats
-from support.runs.chat_templates import CHATML
-from support.runs.prepared_run import CPU, on_cpu
 
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.inference import evaluate_cli, generate_cli
@@ -25,9 +19,12 @@ from dipaco.routing.tokens.chat_tokens import ChatEncoder, routed_tokens
 from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator import cli as simulator_cli
 from dipaco.training.scoring import sum_losses
+from support.runs.chat_runs import chat_rows, write_chats
+from support.runs.chat_templates import CHATML
+from support.runs.prepared_run import CPU, on_cpu
 
 
-def test_held_out_chats_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_chats_are_scored(tmp_path, capsys):
     rows = chat_rows(10)
     toml = write_chats(tmp_path, rows, CHATML)
     (tmp_path / "held-out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[::4]))
@@ -70,17 +67,13 @@ def test_held_out_chats_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 'tokenizer("The city lies"' not in card
 
 
-def test_a_path_is_chosen_by_what_is_read_before_the_first_answer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_is_chosen_by_what_is_read_before_the_first_answer(tmp_path, capsys):
     """Not by the routing prefix: all chats begin with the same words of the template."""
     rows = chat_rows(10)
     toml = write_chats(tmp_path, rows, CHATML)
     prepare(toml, tmp_path / "run", on_cpu(), changes=("inner.learning_rate=0.02",))
     trained = ["--rounds", "2", "--steps-per-round", "6", "--validation-sequences", "0", "--json"]
-    assert (
-        simulator_cli.main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), *trained]) == 0
-    )
+    assert simulator_cli.main([str(tmp_path / "run"), "--out", str(tmp_path / "out"), *trained]) == 0
     source = DiskSource(tmp_path / "out")
     models = [assemble_path(source, path) for path in range(4)]
     encoder = ChatEncoder(source.tokenizer(), source.plan.routing.prefix_tokens)

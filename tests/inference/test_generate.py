@@ -1,40 +1,29 @@
 """Generation: the cache changes nothing, the same seed gives the same text, one path is loaded."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate, generate_cli
-from dipaco.inference.generate import (
-    choose_token,
-    generate_tokens,
-    prompt_tokens,
-    stream_text,
-)
+from dipaco.inference.generate import choose_token, generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.options import SamplingSettings
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
-from dipaco.modules.transformer import PathModel, token_losses
+from dipaco.modules.transformer import token_losses
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import cli as simulator_cli
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 GREEDY = Sampling(temperature=0, max_tokens=20)
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("generate")
     make_tiny_run(folder / "run", private_embedding=True)
     arguments = [str(folder / "run"), "--rounds", "3", "--out", str(folder / "out")]
@@ -43,7 +32,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(out: Path) -> PathModel:
+def model(out):
     """A model with such large weights that every token of its context matters."""
     model = DiskSource(out).base_model(torch.device("cpu"))
     with torch.no_grad():
@@ -54,11 +43,11 @@ def model(out: Path) -> PathModel:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(out: Path) -> Tokenizer:
+def tokenizer(out):
     return DiskSource(out).document_router(torch.device("cpu")).tokenizer
 
 
-def test_greedy_generation_is_the_likeliest_token_each_time(model: PathModel) -> None:
+def test_greedy_generation_is_the_likeliest_token_each_time(model):
     prompt = [BEGIN_TOKEN, 40, 41, 42]
     tokens = list(prompt)
     for token in generate_tokens(model, prompt, GREEDY):
@@ -70,9 +59,9 @@ def test_greedy_generation_is_the_likeliest_token_each_time(model: PathModel) ->
     assert len(tokens) > len(prompt)
 
 
-def test_a_seed_gives_one_text(model: PathModel) -> None:
-    def text(seed: int, **options: float) -> list[int]:
-        sampling = Sampling(seed=seed, max_tokens=12, **options)  # type: ignore[arg-type]
+def test_a_seed_gives_one_text(model):
+    def text(seed, **options):
+        sampling = Sampling(seed=seed, max_tokens=12, **options)
         return list(generate_tokens(model, [BEGIN_TOKEN], sampling))
 
     assert text(1) == text(1)
@@ -84,7 +73,7 @@ def test_a_seed_gives_one_text(model: PathModel) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_generation_goes_on_when_the_context_is_full(model: PathModel) -> None:
+def test_generation_goes_on_when_the_context_is_full(model):
     length = model.config.sequence_length
     sampling = Sampling(temperature=1.0, top_k=0, max_tokens=3 * length)
     tokens = list(generate_tokens(model, [BEGIN_TOKEN] * (length + 5), sampling))
@@ -92,7 +81,7 @@ def test_generation_goes_on_when_the_context_is_full(model: PathModel) -> None:
     assert max(tokens) < model.config.vocabulary_size
 
 
-def test_a_full_context_continues_from_its_newer_half(model: PathModel) -> None:
+def test_a_full_context_continues_from_its_newer_half(model):
     length = model.config.sequence_length
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(10, 300, (length,), generator=generator).tolist()
@@ -102,10 +91,8 @@ def test_a_full_context_continues_from_its_newer_half(model: PathModel) -> None:
     assert next(generate_tokens(model, recent[1:], GREEDY)) != second
 
 
-@pytest.mark.parametrize(
-    "sampling", [GREEDY, Sampling(temperature=1e-6), Sampling(temperature=5.0, top_k=0)]
-)
-def test_pieces_that_are_no_text_are_never_chosen(sampling: Sampling) -> None:
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1e-6), Sampling(temperature=5.0, top_k=0)])
+def test_pieces_that_are_no_text_are_never_chosen(sampling):
     logits = torch.zeros(6)
     logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = 100.0
     generator = torch.Generator().manual_seed(0)
@@ -114,11 +101,11 @@ def test_pieces_that_are_no_text_are_never_chosen(sampling: Sampling) -> None:
     assert logits[PAD_TOKEN] == 100.0
 
 
-def test_top_k_and_temperature_shape_the_choice() -> None:
+def test_top_k_and_temperature_shape_the_choice():
     logits = torch.tensor([0.0, 0.0, 0.0, 0.0, 5.0, 4.0, 3.0, 2.0])
     generator = torch.Generator().manual_seed(0)
 
-    def chosen(temperature: float, top_k: int) -> list[int]:
+    def chosen(temperature, top_k):
         sampling = Sampling(temperature=temperature, top_k=top_k)
         return [choose_token(logits, sampling, generator) for _ in range(400)]
 
@@ -128,11 +115,11 @@ def test_top_k_and_temperature_shape_the_choice() -> None:
     assert set(chosen(0.01, 0)) == {4}
 
 
-def test_top_p_leaves_the_likeliest_tokens() -> None:
+def test_top_p_leaves_the_likeliest_tokens():
     logits = torch.tensor([-9.0, -9.0, -9.0, -9.0, 0.0, 0.0, 0.0, 0.0]) - torch.arange(8) * 0.01
     generator = torch.Generator().manual_seed(0)
 
-    def chosen(top_p: float) -> set[int]:
+    def chosen(top_p):
         sampling = Sampling(temperature=1.0, top_k=0, top_p=top_p)
         return {choose_token(logits, sampling, generator) for _ in range(200)}
 
@@ -144,26 +131,24 @@ def test_top_p_leaves_the_likeliest_tokens() -> None:
             SamplingSettings(top_p=wrong)
 
 
-def test_the_end_of_the_document_ends_generation(
-    model: PathModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def ending(logits: torch.Tensor, *arguments: Any) -> int:
+def test_the_end_of_the_document_ends_generation(model, monkeypatch):
+    def ending(logits, *arguments):
         chosen.append(choose_token(logits, *arguments) if len(chosen) < 4 else END_TOKEN)
         return chosen[-1]
 
-    chosen: list[int] = []
+    chosen = []
     monkeypatch.setattr(generate, "choose_token", ending)
     assert list(generate_tokens(model, [BEGIN_TOKEN], GREEDY)) == chosen[:4]
 
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
-def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer, text: str) -> None:
+def test_streamed_text_is_the_decoded_text(tokenizer, text):
     tokens = tokenizer.encode(text)
     assert "".join(stream_text(tokenizer, tokens)) == tokenizer.decode(tokens)
 
 
-def test_no_half_characters_are_streamed(tokenizer: Tokenizer) -> None:
+def test_no_half_characters_are_streamed(tokenizer):
     text = "ba \u00e9\u4e16\U0001f642 ba"
     pieces = list(stream_text(tokenizer, tokenizer.encode(text)))
     assert "".join(pieces) == text
@@ -177,44 +162,38 @@ def test_no_half_characters_are_streamed(tokenizer: Tokenizer) -> None:
 class BytePieces:
     """A tokenizer whose pieces are any bytes of a text, as those of byte-level BPE are."""
 
-    def __init__(self, pieces: list[bytes]) -> None:
+    def __init__(self, pieces):
         self.pieces = pieces
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens):
         return b"".join(self.pieces[token] for token in tokens).decode("utf-8", "replace")
 
 
 @settings(max_examples=60)
 @given(text=st.text(st.characters(exclude_characters="\ufffd", codec="utf-8")), data=st.data())
-def test_pieces_that_end_within_characters_are_streamed_as_their_text(
-    text: str, data: st.DataObject
-) -> None:
+def test_pieces_that_end_within_characters_are_streamed_as_their_text(text, data):
     text += "\uc548\ub155\ud558\uc138\uc694."
     rest, pieces = text.encode(), list[bytes]()
     while rest:
         size = data.draw(st.integers(1, 5))
         pieces.append(rest[:size])
         rest = rest[size:]
-    tokenizer: Any = BytePieces(pieces)
+    tokenizer = BytePieces(pieces)
     assert "".join(stream_text(tokenizer, range(len(pieces)))) == text
 
 
-def test_a_prompt_is_the_beginning_of_a_document(tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_the_beginning_of_a_document(tokenizer):
     text = tiny_documents(1, 1, 0)[0]
     document = tokenizer.document_tokens(text)
     assert prompt_tokens(tokenizer, text) == document[:-1]
     assert prompt_tokens(tokenizer, "") == [BEGIN_TOKEN]
 
 
-def test_the_command_routes_the_prompt_and_loads_one_path(
-    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded: list[str] = []
+def test_the_command_routes_the_prompt_and_loads_one_path(out, capsys, monkeypatch):
+    loaded = []
     load = DiskSource._newest_state
     monkeypatch.setattr(
-        DiskSource,
-        "_newest_state",
-        lambda self, module: (loaded.append(module), load(self, module))[1],
+        DiskSource, "_newest_state", lambda self, module: (loaded.append(module), load(self, module))[1]
     )
     prompt = tiny_documents(4, 1, 5)[2][:40]
     source = DiskSource(out)
@@ -231,7 +210,7 @@ def test_the_command_routes_the_prompt_and_loads_one_path(
     assert capsys.readouterr().out == first.out
 
 
-def test_the_command_mixes(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_mixes(out, capsys):
     arguments = ["--state-dir", str(out), "ba du", "--temperature", "0", "--max-tokens", "9"]
     assert generate_cli.main([*arguments, "--path", "1", "--mix", "2"]) == 0
     said = capsys.readouterr()
@@ -240,13 +219,11 @@ def test_the_command_mixes(out: Path, capsys: pytest.CaptureFixture[str]) -> Non
     source = DiskSource(out)
     models = [assemble_path(source, path) for path in numbers]
     tokens = prompt_tokens(source.tokenizer(), "ba du")
-    made = generate_tokens(
-        models[0], tokens, Sampling(temperature=0, max_tokens=9), mixed_with=models[1:]
-    )
+    made = generate_tokens(models[0], tokens, Sampling(temperature=0, max_tokens=9), mixed_with=models[1:])
     assert said.out == "ba du" + "".join(stream_text(source.tokenizer(), made)) + "\n"
 
 
-def test_the_command_chooses_by_the_prompt(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_chooses_by_the_prompt(out, capsys):
     """Of so many paths the one to which the prompt costs least, whatever the router likes."""
     source = DiskSource(out)
     router = source.document_router(torch.device("cpu"))
@@ -263,37 +240,21 @@ def test_the_command_chooses_by_the_prompt(out: Path, capsys: pytest.CaptureFixt
             assert f"path {chosen} (" in capsys.readouterr().err
 
 
-def test_what_of_a_long_prompt_is_not_read_is_said(
-    out: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_of_a_long_prompt_is_not_read_is_said(out, capsys):
     prompt = "ba " * 60
     arguments = ["--state-dir", str(out), "--path", "1", "--max-tokens", "1"]
     assert generate_cli.main([*arguments, prompt]) == 0
-    assert re.search(
-        r"the prompt has \d+ tokens, of which the last \d+ are read", capsys.readouterr().err
-    )
+    assert re.search(r"the prompt has \d+ tokens, of which the last \d+ are read", capsys.readouterr().err)
     assert generate_cli.main([*arguments, "ba"]) == 0
     assert "are read" not in capsys.readouterr().err
 
 
-def test_a_path_can_be_chosen(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--state-dir", str(out), "", "--max-tokens", "3"]
-    assert generate_cli.main([*arguments, "--path", "3"]) == 0
-    assert "path 3" in capsys.readouterr().err
-    assert generate_cli.main([*arguments, "--path", "4"]) == ConfigurationError.exit_code
-    assert "paths 0 to 3" in capsys.readouterr().err
-    assert generate_cli.main([*arguments, "--chat"]) == ConfigurationError.exit_code
-    assert "no chat template" in capsys.readouterr().err
-
-
-def test_a_chosen_path_needs_no_router(
-    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chosen_path_needs_no_router(out, capsys, monkeypatch):
     blobs = DiskSource(out).plan.blobs
-    asked: list[str] = []
+    asked = []
     require = DiskSource._require_blob
 
-    def record(self: DiskSource, sha256: str) -> None:
+    def record(self, sha256):
         asked.append(sha256)
         require(self, sha256)
 
@@ -319,9 +280,7 @@ def test_a_chosen_path_needs_no_router(
         ["--choose", "5"],
     ],
 )
-def test_impossible_options_are_refused(
-    out: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
+def test_impossible_options_are_refused(out, capsys, arguments):
     command = ["--state-dir", str(out), "ba", *arguments]
     assert generate_cli.main(command) == ConfigurationError.exit_code
     assert arguments[0] in capsys.readouterr().err

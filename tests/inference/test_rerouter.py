@@ -1,38 +1,25 @@
 """The rerouter: when it chooses, what it sees, and the file it is kept in."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
-from support.runs.make_plan import make_plan
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.inference.document_windows import DocumentWindows
-from dipaco.inference.rerouter import (
-    Rerouter,
-    decided_at,
-    read_rerouter,
-    rerouted_nats,
-    rerouter_bytes,
-)
+from dipaco.inference.rerouter import Rerouter, decided_at, read_rerouter, rerouted_nats, rerouter_bytes
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import GridConfig, ModelConfig
-from dipaco.protocol.plan import RunPlan
+from support.runs.make_plan import make_plan
 
 PREFIX, LENGTH, PATHS = 4, 16, 3
 
 
-def plan_of(seed: int = 0, paths: int = PATHS) -> RunPlan:
-    model = ModelConfig(
-        vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=LENGTH
-    )
+def plan_of(seed=0, paths=PATHS):
+    model = ModelConfig(vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=LENGTH)
     return make_plan(seed=seed, model=model, grid=GridConfig(modules_per_level=(paths,)))
 
 
-def random_rerouter(paths: int = PATHS) -> Rerouter:
+def random_rerouter(paths=PATHS):
     plan = plan_of(paths=paths)
     base = PathModel(plan.model)
     initialise(base, 0)
@@ -43,7 +30,7 @@ def random_rerouter(paths: int = PATHS) -> Rerouter:
     return rerouter.eval()
 
 
-def random_rows() -> DocumentWindows:
+def random_rows():
     """Two documents, of two rows and of one; the last row of each is short."""
     random = np.random.default_rng(0)
     return DocumentWindows(
@@ -59,14 +46,14 @@ def random_rows() -> DocumentWindows:
     )
 
 
-def test_the_first_choice_is_made_when_the_prefix_has_been_read() -> None:
+def test_the_first_choice_is_made_when_the_prefix_has_been_read():
     assert decided_at(12, 4, 3).tolist() == [3, 3, 3, 3, 3, 3, 6, 6, 6, 9, 9, 9]
     assert decided_at(6, 4, 1).tolist() == [3, 3, 3, 3, 4, 5]
     assert set(decided_at(12, 4, 100).tolist()) == {3}
 
 
 @pytest.mark.parametrize("window", [1, 5, 100])
-def test_every_target_costs_what_the_path_chosen_last_says(window: int) -> None:
+def test_every_target_costs_what_the_path_chosen_last_says(window):
     rerouter, windows = random_rerouter(), random_rows()
     rows = np.arange(3)
     nats = np.random.default_rng(1).random((PATHS, 3, LENGTH - 1), np.float32)
@@ -90,7 +77,7 @@ def test_every_target_costs_what_the_path_chosen_last_says(window: int) -> None:
     assert np.isin(fewer[:, PREFIX - 1 : 8], nats[1:, :, PREFIX - 1 : 8]).all()
 
 
-def test_an_unfitted_rerouter_stays_on_the_routed_path() -> None:
+def test_an_unfitted_rerouter_stays_on_the_routed_path():
     windows = random_rows()
     nats = np.random.default_rng(1).random((PATHS, 3, LENGTH - 1), np.float32)
     paths = np.tile(np.arange(PATHS), (3, 1))
@@ -100,7 +87,7 @@ def test_an_unfitted_rerouter_stays_on_the_routed_path() -> None:
         assert np.array_equal(found[row, scored], nats[path, row, scored])
 
 
-def test_a_file_gives_back_the_rerouter_of_its_run(tmp_path: Path) -> None:
+def test_a_file_gives_back_the_rerouter_of_its_run(tmp_path):
     plan, rerouter = plan_of(), random_rerouter()
     file = tmp_path / "rerouter.safetensors"
     file.write_bytes(rerouter_bytes(rerouter, plan))
@@ -112,7 +99,7 @@ def test_a_file_gives_back_the_rerouter_of_its_run(tmp_path: Path) -> None:
         read_rerouter(tmp_path / "absent", plan)
 
 
-def test_a_broken_file_is_refused(tmp_path: Path) -> None:
+def test_a_broken_file_is_refused(tmp_path):
     plan, file = plan_of(), tmp_path / "rerouter.safetensors"
     sound = rerouter_bytes(random_rerouter(), plan)
     unfit = random_rerouter()

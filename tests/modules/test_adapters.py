@@ -1,59 +1,57 @@
 """Adapters over a frozen base: what is trained, what lies where, and that the base is the one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 import torch
-from support.runs.foreign_base import make_foreign_base
 
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import sha256_of_file
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.modules.adapters import initial_adapters
-from dipaco.modules.compose import gather_module, load_path
-from dipaco.modules.frozen_base import FrozenBase, Nf4Weight
-from dipaco.modules.frozen_file import base_shapes, open_base, row_runs, write_base
+from dipaco.modules.compose import load_path
+from dipaco.modules.frozen_base import Nf4Weight
+from dipaco.modules.frozen_file import open_base, row_runs, write_base
 from dipaco.modules.layout import layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.memory import pass_bytes
 from dipaco.modules.state import genesis_state
 from dipaco.modules.transformer import PathModel, token_losses
-from dipaco.protocol.config import AdaptersConfig, GridConfig, ModelConfig
+from dipaco.protocol.config import AdaptersConfig, GridConfig
 from dipaco.protocol.grid import Grid
+from support.runs.foreign_base import make_foreign_base
 
 TOKENS = torch.arange(4, 36).view(2, 16)
 
 
-def model_of(imported: ImportedBase, base_format: str = "bf16", rank: int = 4) -> ModelConfig:
+def model_of(imported, base_format="bf16", rank=4):
     adapters = AdaptersConfig(rank=rank, base_format=base_format)
     return imported.model.model_copy(update={"adapters": adapters, "sequence_length": 32})
 
 
-def base_in(folder: Path, imported: ImportedBase, model: ModelConfig) -> tuple[Path, str]:
+def base_in(folder, imported, model):
     assert model.adapters is not None
     file = folder / f"base-{model.adapters.base_format}"
     write_base(imported.folder, imported.rows, model.adapters.base_format, file)
     return file, sha256_of_file(file)
 
 
-def opened(folder: Path, imported: ImportedBase, model: ModelConfig) -> FrozenBase:
+def opened(folder, imported, model):
     return open_base(*base_in(folder, imported, model), model)
 
 
 @pytest.fixture(params=["smollm2", "llama", "qwen2", "qwen3"])
-def imported(request: pytest.FixtureRequest, tmp_path: Path) -> ImportedBase:
+def imported(request, tmp_path):
     make_foreign_base(tmp_path / "checkpoint", request.param)
     return ImportedBase(tmp_path / "checkpoint")
 
 
 @pytest.fixture
-def smollm2(tmp_path: Path) -> ImportedBase:
+def smollm2(tmp_path):
     make_foreign_base(tmp_path / "checkpoint", "smollm2")
     return ImportedBase(tmp_path / "checkpoint")
 
 
-def filled(model: ModelConfig, base: FrozenBase, seed: int = 0) -> PathModel:
+def filled(model, base, seed=0):
     """Return a model whose adapters do something."""
     path = PathModel(model, base)
     generator = torch.Generator().manual_seed(seed)
@@ -63,7 +61,7 @@ def filled(model: ModelConfig, base: FrozenBase, seed: int = 0) -> PathModel:
     return path
 
 
-def test_only_adapters_are_parameters(smollm2: ImportedBase) -> None:
+def test_only_adapters_are_parameters(smollm2):
     model = model_of(smollm2)
     shapes = parameter_shapes(model)
     assert len(shapes) == 7 * 2 * model.block_count
@@ -74,7 +72,7 @@ def test_only_adapters_are_parameters(smollm2: ImportedBase) -> None:
     assert all("lora_" in name for name in layout_of(grid, "L1.E3").names)
 
 
-def test_adapters_begin_as_the_base_itself(imported: ImportedBase, tmp_path: Path) -> None:
+def test_adapters_begin_as_the_base_itself(imported, tmp_path):
     model = model_of(imported, "float32")
     base = opened(tmp_path, imported, model)
     whole = PathModel(imported.model)
@@ -95,7 +93,7 @@ def test_adapters_begin_as_the_base_itself(imported: ImportedBase, tmp_path: Pat
         assert torch.equal(PathModel(model.without_adapters, base)(TOKENS), whole(TOKENS))
 
 
-def test_base_and_adapters_are_added_up(imported: ImportedBase, tmp_path: Path) -> None:
+def test_base_and_adapters_are_added_up(imported, tmp_path):
     model = model_of(imported)
     path = filled(model, opened(tmp_path, imported, model))
     merged = PathModel(model.without_adapters)
@@ -104,7 +102,7 @@ def test_base_and_adapters_are_added_up(imported: ImportedBase, tmp_path: Path) 
         torch.testing.assert_close(path(TOKENS), merged(TOKENS), atol=1e-3, rtol=1e-3)
 
 
-def test_gradients_are_those_of_the_merged_model(imported: ImportedBase, tmp_path: Path) -> None:
+def test_gradients_are_those_of_the_merged_model(imported, tmp_path):
     """dL/dA and dL/dB follow from dL/dW: with a base in bf16, fp32, recomputed or not."""
     for base_format in ("bf16", "float32"):
         model = model_of(imported, base_format)
@@ -128,7 +126,7 @@ def test_gradients_are_those_of_the_merged_model(imported: ImportedBase, tmp_pat
                 torch.testing.assert_close(a.grad, 2 * b.detach().T @ whole, atol=2e-3, rtol=1e-3)
 
 
-def test_a_pass_in_16_bits(smollm2: ImportedBase, tmp_path: Path) -> None:
+def test_a_pass_in_16_bits(smollm2, tmp_path):
     """As on a GPU: nothing is converted, and the loss is about the same."""
     model = model_of(smollm2)
     path = filled(model, opened(tmp_path, smollm2, model))
@@ -140,7 +138,7 @@ def test_a_pass_in_16_bits(smollm2: ImportedBase, tmp_path: Path) -> None:
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in path.parameters())
 
 
-def test_all_models_stand_on_one_mapped_base(smollm2: ImportedBase, tmp_path: Path) -> None:
+def test_all_models_stand_on_one_mapped_base(smollm2, tmp_path):
     model = model_of(smollm2)
     file, sha256 = base_in(tmp_path, smollm2, model)
     first, second = (PathModel(model, open_base(file, sha256, model)) for _ in range(2))
@@ -153,7 +151,7 @@ def test_all_models_stand_on_one_mapped_base(smollm2: ImportedBase, tmp_path: Pa
     assert first.to("cpu").model.embed_tokens.weight is table
 
 
-def test_nf4_is_close_to_the_base(smollm2: ImportedBase, tmp_path: Path) -> None:
+def test_nf4_is_close_to_the_base(smollm2, tmp_path):
     model = model_of(smollm2, "nf4")
     path = filled(model, opened(tmp_path, smollm2, model))
     near = filled(model_of(smollm2), opened(tmp_path, smollm2, model_of(smollm2)))
@@ -164,13 +162,7 @@ def test_nf4_is_close_to_the_base(smollm2: ImportedBase, tmp_path: Path) -> None
     assert all(p.grad is not None for p in path.parameters())
 
 
-def test_estimates_need_no_base(smollm2: ImportedBase) -> None:
-    model = model_of(smollm2)
-    assert 0 < pass_bytes(model) < pass_bytes(model.without_adapters) * 1.5
-    assert sum(1 for _ in base_shapes(model)) == len(smollm2.parameters())
-
-
-def test_another_base_is_refused_in_one_line(smollm2: ImportedBase, tmp_path: Path) -> None:
+def test_another_base_is_refused_in_one_line(smollm2, tmp_path):
     model = model_of(smollm2)
     file, sha256 = base_in(tmp_path, smollm2, model)
     other = model.model_copy(update={"block_count": 3})
@@ -185,32 +177,21 @@ def test_another_base_is_refused_in_one_line(smollm2: ImportedBase, tmp_path: Pa
         open_base(file, sha256, model)
 
 
-def test_rows_are_runs() -> None:
+def test_rows_are_runs():
     assert row_runs((2, 5, 5, None, None, 0, 1, 3)) == (
         (2, 1), (5, 1), (5, 1), (-1, 2), (0, 2), (3, 1),
     )  # fmt: skip
 
 
-def test_modules_of_adapters_come_back(smollm2: ImportedBase, tmp_path: Path) -> None:
-    model = model_of(smollm2)
-    path = filled(model, opened(tmp_path, smollm2, model))
-    grid = Grid(model, GridConfig(modules_per_level=(1, 4)))
-    flat = gather_module(path, grid, "L1.E2")
-    name = "model.layers.1.mlp.gate_proj.lora_B.weight"
-    assert torch.equal(layout_of(grid, "L1.E2").views(flat)[name], path.get_parameter(name))
-
-
-def test_what_a_pass_keeps_is_as_estimated(smollm2: ImportedBase, tmp_path: Path) -> None:
+def test_what_a_pass_keeps_is_as_estimated(smollm2, tmp_path):
     """The base's tensors are not kept again, in whatever format a pass is."""
     model = model_of(smollm2)
     path = filled(model, opened(tmp_path, smollm2, model))
     held = {tensor.untyped_storage()._cdata for tensor in path.tensors()}
     for in_16_bits in (True, False):
-        kept: dict[int, torch.UntypedStorage] = {}
+        kept = {}
 
-        def keep(
-            tensor: torch.Tensor, kept: dict[int, torch.UntypedStorage] = kept
-        ) -> torch.Tensor:
+        def keep(tensor, kept=kept):
             storage = tensor.untyped_storage()
             if storage._cdata not in held:
                 kept[storage._cdata] = storage

@@ -1,7 +1,5 @@
 """`dipaco.modules.device`: told to a process of its own, because it cannot be taken back."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -41,7 +39,7 @@ over.set()
 """
 
 
-def page_faults(mode: str) -> tuple[str, int]:
+def page_faults(mode):
     """Return the result and the page faults of twenty tensors of 4 MiB, taken and freed."""
     output = subprocess.run(
         [sys.executable, "-c", SCRIPT, mode], stdout=subprocess.PIPE, check=True, timeout=280
@@ -49,7 +47,7 @@ def page_faults(mode: str) -> tuple[str, int]:
     return output[0].decode(), int(output[1])
 
 
-def test_freed_memory_is_taken_again_without_page_faults_and_results_are_the_same() -> None:
+def test_freed_memory_is_taken_again_without_page_faults_and_results_are_the_same():
     result, faults = page_faults("keep")
     plain_result, plain_faults = page_faults("plain")
     assert result == plain_result
@@ -57,7 +55,7 @@ def test_freed_memory_is_taken_again_without_page_faults_and_results_are_the_sam
     assert faults < 64 <= plain_faults or plain_faults < 64
 
 
-def test_what_one_thread_freed_another_takes() -> None:
+def test_what_one_thread_freed_another_takes():
     command = [sys.executable, "-c", THREADS]
     output = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=280).stdout
     # Each of eight had 4 MiB.

@@ -1,46 +1,34 @@
 """Modules go into a model and come out of it unchanged, in place."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from dipaco.modules.compose import (
-    add_to_module,
-    gather_module,
-    lent_parameters,
-    load_path,
-    scatter_module,
-)
+from dipaco.modules.compose import add_to_module, gather_module, lent_parameters, load_path, scatter_module
 from dipaco.modules.layout import layout_of
-from dipaco.modules.state import ModuleState, genesis_state
+from dipaco.modules.state import genesis_state
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.grid import Grid
 
-MODEL = ModelConfig(
-    vocabulary_size=32, block_count=3, hidden_size=16, head_count=2, sequence_length=16
-)
+MODEL = ModelConfig(vocabulary_size=32, block_count=3, hidden_size=16, head_count=2, sequence_length=16)
 GRID = Grid(MODEL, GridConfig(modules_per_level=(2, 2), private_blocks=(1,)))
 
 
-def model_of(seed: int) -> PathModel:
+def model_of(seed):
     model = PathModel(MODEL)
     initialise(model, seed)
     return model
 
 
-def states_of(seed: int = 0) -> dict[str, ModuleState]:
+def states_of(seed=0):
     """Every module from another base, so that a mix-up shows."""
     return {
-        module: genesis_state(
-            module, layout_of(GRID, module), dict(model_of(seed + i).named_parameters())
-        )
+        module: genesis_state(module, layout_of(GRID, module), dict(model_of(seed + i).named_parameters()))
         for i, module in enumerate(GRID.modules())
     }
 
 
-def test_a_path_is_its_modules() -> None:
+def test_a_path_is_its_modules():
     model, states = model_of(99), states_of()
     kept = dict(model.named_parameters())
     for path in range(GRID.path_count):
@@ -52,7 +40,7 @@ def test_a_path_is_its_modules() -> None:
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_a_missing_module_changes_nothing() -> None:
+def test_a_missing_module_changes_nothing():
     model, states = model_of(99), states_of()
     before = [p.detach().clone() for p in model.parameters()]
     del states["P3"]
@@ -61,7 +49,7 @@ def test_a_missing_module_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_gathered_parameters_are_a_copy() -> None:
+def test_gathered_parameters_are_a_copy():
     model = model_of(0)
     flat = gather_module(model, GRID, "L0.E1")
     before = flat.clone()
@@ -75,7 +63,7 @@ def test_gathered_parameters_are_a_copy() -> None:
     assert torch.equal(gather_module(model, GRID, "L0.E1"), before)
 
 
-def test_scatter_touches_only_its_module() -> None:
+def test_scatter_touches_only_its_module():
     model = model_of(0)
     others = {m: gather_module(model, GRID, m) for m in ("L1.E0", "P0")}
     scatter_module(model, GRID, "L0.E0", torch.zeros(layout_of(GRID, "L0").size))
@@ -85,7 +73,7 @@ def test_scatter_touches_only_its_module() -> None:
         scatter_module(model, GRID, "L0.E0", torch.zeros(3))
 
 
-def test_parameters_are_lent_without_a_copy_and_come_back() -> None:
+def test_parameters_are_lent_without_a_copy_and_come_back():
     model, path = model_of(0), 0
     states = {
         module: genesis_state(module, layout_of(GRID, module), dict(model_of(1).named_parameters()))
@@ -104,7 +92,7 @@ def test_parameters_are_lent_without_a_copy_and_come_back() -> None:
         pass
 
 
-def test_progress_since_a_snapshot_is_put_on_a_new_anchor() -> None:
+def test_progress_since_a_snapshot_is_put_on_a_new_anchor():
     model = model_of(0)
     snapshot = gather_module(model, GRID, "L1.E0")
     anchor = gather_module(model_of(1), GRID, "L1.E0")

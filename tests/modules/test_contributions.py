@@ -1,7 +1,5 @@
 """Contributions: a file means the same numbers everywhere, and bad files are refused."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -14,33 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runs.contribution_files import BITS, BLOCKS, made_file
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.modules.contributions import (
-    CHUNK_VALUES,
-    CODECS,
-    MAX_SCALE,
-    Codec,
-    contribution_norm,
-)
+from dipaco.modules.contributions import CHUNK_VALUES, CODECS, MAX_SCALE, contribution_norm
 from dipaco.protocol.config import CodecName, ContributionsConfig, parse_config
+from support.runs.contribution_files import BITS, BLOCKS, made_file
 
 VALUES = 2 * CHUNK_VALUES + 300
-BYTES_A_VALUE = {
-    "float32": 4,
-    "int8": 1.01,
-    "int4": 0.54,
-    "int2": 0.27,
-    "sign": 0.15,
-}
-MAX_LOSS = {
-    "float32": 0,
-    "int8": 0.01,
-    "int4": 0.16,
-    "int2": 0.36,
-    "sign": 0.61,
-}
+BYTES_A_VALUE = {"float32": 4, "int8": 1.01, "int4": 0.54, "int2": 0.27, "sign": 0.15}
+MAX_LOSS = {"float32": 0, "int8": 0.01, "int4": 0.16, "int2": 0.36, "sign": 0.61}
 """Norm of what the encoding of normal numbers loses, as a share of their norm."""
 GOLDEN_DIGESTS = {
     "float32": "a463860e5223ef12b7e25c2a8a7ff797d23f105a529cc64ff725fc07d2563b8f",
@@ -53,19 +33,17 @@ names = st.sampled_from(get_args(CodecName))
 every_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 
 
-def drawn(values: int, seed: int = 0, scale: float = 1e-3) -> torch.Tensor:
+def drawn(values, seed=0, scale=1e-3):
     return scale * torch.randn(values, generator=torch.Generator().manual_seed(seed))
 
 
-def numbers_of(name: str, data: bytes, values: int) -> list[float]:
+def numbers_of(name, data, values):
     """Return what a file says, read a value at a time as the protocol describes it."""
     if name == "float32":
         return list(struct.unpack(f"<{values}f", data))
     width = BLOCKS[name]
     blocks = -(-values // width)
-    scales = [
-        struct.unpack("<f", b"\0\0" + data[2 * block : 2 * block + 2])[0] for block in range(blocks)
-    ]
+    scales = [struct.unpack("<f", b"\0\0" + data[2 * block : 2 * block + 2])[0] for block in range(blocks)]
     found = [0.0] * (blocks * width)
     bits = BITS[name]
     raw = data[2 * blocks :]
@@ -82,7 +60,7 @@ def numbers_of(name: str, data: bytes, values: int) -> list[float]:
 
 
 @every_codec
-def test_golden_numbers_are_as_the_protocol_describes_them(codec: Codec) -> None:
+def test_golden_numbers_are_as_the_protocol_describes_them(codec):
     data = made_file(codec.name, VALUES)
     codec.check(data, VALUES)
     decoded = codec.decode(data, VALUES)
@@ -91,7 +69,7 @@ def test_golden_numbers_are_as_the_protocol_describes_them(codec: Codec) -> None
 
 
 @every_codec
-def test_threads_and_ranges_do_not_change_the_bits(codec: Codec) -> None:
+def test_threads_and_ranges_do_not_change_the_bits(codec):
     values = 80 * CHUNK_VALUES + 5  # enough for PyTorch to use several threads
     data = codec.encode(drawn(values))
     threads, found, norms = torch.get_num_threads(), set(), set()
@@ -109,7 +87,7 @@ def test_threads_and_ranges_do_not_change_the_bits(codec: Codec) -> None:
 
 
 @every_codec
-def test_files_are_small_and_lose_little(codec: Codec) -> None:
+def test_files_are_small_and_lose_little(codec):
     flat = drawn(64 * CHUNK_VALUES)
     data = codec.encode(flat)
     assert len(data) == codec.file_bytes(flat.numel())
@@ -120,7 +98,7 @@ def test_files_are_small_and_lose_little(codec: Codec) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(names, st.integers(1, 3 * CHUNK_VALUES), st.floats(0, 1e30), st.integers(0, 99))
-def test_what_is_encoded_passes_the_check(name: str, values: int, scale: float, seed: int) -> None:
+def test_what_is_encoded_passes_the_check(name, values, scale, seed):
     codec = CODECS[name]
     flat = drawn(values, seed, scale)
     data = codec.encode(flat)
@@ -134,7 +112,7 @@ def test_what_is_encoded_passes_the_check(name: str, values: int, scale: float, 
 
 
 @every_codec
-def test_nothing_trained_is_nothing_changed(codec: Codec) -> None:
+def test_nothing_trained_is_nothing_changed(codec):
     data = codec.encode(torch.zeros(VALUES))
     codec.check(data, VALUES)
     assert not codec.decode(data, VALUES).any()
@@ -142,7 +120,7 @@ def test_nothing_trained_is_nothing_changed(codec: Codec) -> None:
 
 @every_codec
 @pytest.mark.parametrize("change", [-1, 1, "empty"])
-def test_files_of_another_length_are_refused(codec: Codec, change: int | str) -> None:
+def test_files_of_another_length_are_refused(codec, change):
     data = made_file(codec.name, VALUES)
     wrong = b"" if change == "empty" else data[:-1] if change == -1 else data + b"\0"
     with pytest.raises(IntegrityError, match="bytes, not"):
@@ -151,7 +129,7 @@ def test_files_of_another_length_are_refused(codec: Codec, change: int | str) ->
 
 @every_codec
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0])
-def test_numbers_that_no_encoding_gives_are_refused(codec: Codec, value: float) -> None:
+def test_numbers_that_no_encoding_gives_are_refused(codec, value):
     data = bytearray(made_file(codec.name, VALUES))
     half = struct.pack("<f", value)[2:]
     if codec.name == "float32":
@@ -162,7 +140,7 @@ def test_numbers_that_no_encoding_gives_are_refused(codec: Codec, value: float) 
         codec.check(bytes(data), VALUES)
 
 
-def test_a_scale_that_would_overflow_is_refused() -> None:
+def test_a_scale_that_would_overflow_is_refused():
     codec = CODECS["int4"]
     data = bytearray(made_file("int4", VALUES))
     data[:2] = struct.pack("<f", MAX_SCALE * 2)[2:]
@@ -175,7 +153,7 @@ def test_a_scale_that_would_overflow_is_refused() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(names, st.integers(0, 2**32))
-def test_arbitrary_bytes_never_do_more_than_raise(name: str, seed: int) -> None:
+def test_arbitrary_bytes_never_do_more_than_raise(name, seed):
     codec = CODECS[name]
     data = np.random.default_rng(seed).bytes(codec.file_bytes(VALUES))
     try:
@@ -185,7 +163,7 @@ def test_arbitrary_bytes_never_do_more_than_raise(name: str, seed: int) -> None:
     assert bool(torch.isfinite(codec.decode(data, VALUES)).all())
 
 
-def test_the_table_has_the_codecs_that_a_plan_may_name() -> None:
+def test_the_table_has_the_codecs_that_a_plan_may_name():
     assert list(CODECS) == list(get_args(CodecName))
     with pytest.raises(ConfigurationError, match="'int4'"):
         parse_config(ContributionsConfig, {"codec": "float8"}, "run.toml")

@@ -1,40 +1,30 @@
 """Which device trains, in which number format, and what is said of the others."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.settings import check_device
 from dipaco.modules import device as devices
-from dipaco.modules.device import (
-    autocast_for,
-    choose_device,
-    limit_memory,
-    number_format,
-    training_format,
-)
+from dipaco.modules.device import autocast_for, choose_device, limit_memory, number_format, training_format
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 NO_KERNELS = "no kernel image is available for execution on the device"
 
 
 @pytest.fixture
-def two_cards(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def two_cards(monkeypatch):
     """A machine with two cards; returns what is wrong with each, to be filled."""
-    wrong: dict[str, str] = {}
+    wrong = {}
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(devices, "device_name", lambda device: f"card {device.index}")
-    monkeypatch.setattr(
-        devices, "why_it_does_not_compute", lambda device: wrong.get(str(device), "")
-    )
+    monkeypatch.setattr(devices, "why_it_does_not_compute", lambda device: wrong.get(str(device), ""))
     return wrong
 
 
-def test_the_first_card_that_computes(two_cards: dict[str, str]) -> None:
+def test_the_first_card_that_computes(two_cards):
     assert choose_device("auto") == (CUDA, "card 0 is there")
     two_cards["cuda:0"] = NO_KERNELS
     chosen, reason = choose_device("auto")
@@ -47,7 +37,7 @@ def test_the_first_card_that_computes(two_cards: dict[str, str]) -> None:
     assert "out of memory" in reason
 
 
-def test_a_card_that_was_asked_for(two_cards: dict[str, str]) -> None:
+def test_a_card_that_was_asked_for(two_cards):
     assert choose_device("cuda:1")[0] == torch.device("cuda", 1)
     assert choose_device("cuda")[0] == CUDA
     two_cards["cuda:1"] = NO_KERNELS
@@ -59,7 +49,7 @@ def test_a_card_that_was_asked_for(two_cards: dict[str, str]) -> None:
         choose_device("xpu")
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     assert choose_device("auto") == (CPU, "PyTorch sees no GPU")
     assert choose_device("cpu")[0] == CPU
@@ -67,10 +57,10 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda")
 
 
-def test_a_card_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_card_is_tried(monkeypatch):
     assert devices.why_it_does_not_compute(CPU) == ""
 
-    def ones(*size: int, device: torch.device) -> torch.Tensor:
+    def ones(*size, device):
         raise RuntimeError(f"CUDA error: {NO_KERNELS}\nFor debugging consider ...")
 
     monkeypatch.setattr(torch, "ones", ones)
@@ -87,14 +77,12 @@ def test_a_card_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         ((12, 0), torch.bfloat16),
     ],
 )
-def test_number_formats(
-    capability: tuple[int, int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_number_formats(capability, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert number_format(CUDA) == expected
 
 
-def test_number_formats_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_formats_elsewhere(monkeypatch):
     assert number_format(CPU) == torch.float32
     assert number_format(torch.device("mps")) == torch.float32
     assert number_format(torch.device("xpu")) == torch.bfloat16
@@ -102,7 +90,7 @@ def test_number_formats_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert number_format(CUDA) == torch.bfloat16
 
 
-def test_training_on_a_cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_on_a_cpu_with_bf16(monkeypatch):
     for has_bf16, exact, expected in (
         (True, False, torch.bfloat16),
         (True, True, torch.float32),
@@ -113,7 +101,7 @@ def test_training_on_a_cpu_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert number_format(CPU) == torch.float32
 
 
-def test_passes_are_in_the_format() -> None:
+def test_passes_are_in_the_format():
     matrix = torch.ones(4, 4)
     with autocast_for(CPU):
         assert (matrix @ matrix).dtype == torch.float32
@@ -121,18 +109,13 @@ def test_passes_are_in_the_format() -> None:
         assert (matrix @ matrix).dtype == torch.bfloat16
 
 
-def test_a_limit_of_gpu_memory_is_for_gpus() -> None:
+def test_a_limit_of_gpu_memory_is_for_gpus():
     limit_memory(CPU, None)
     with pytest.raises(ConfigurationError, match="--vram-gb 8 is for a GPU"):
         limit_memory(CPU, 8.0)
 
 
-@pytest.mark.parametrize("name", ["auto", "cpu", "cuda", "cuda:3", "xpu", "xpu:0", "mps"])
-def test_devices_that_can_be_given(name: str) -> None:
-    check_device("--device", name)
-
-
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "mps:1", "CUDA", "cuda:0,1"])
-def test_devices_that_cannot(name: str) -> None:
+def test_devices_that_cannot(name):
     with pytest.raises(ConfigurationError, match=r"--device '.*' is not a device"):
         check_device("--device", name)

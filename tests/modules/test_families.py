@@ -1,10 +1,6 @@
 """Checkpoints of Llama, SmolLM2, Qwen2 and Qwen3 shapes: the same logits here, there and back."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,7 +11,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -27,7 +22,7 @@ from dipaco.modules.llama import llama_config, read_llama_config, read_llama_par
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import ModelConfig, parse_config
 
-SMALL: dict[str, Any] = {
+SMALL = {
     "vocab_size": 300,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -45,15 +40,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
-MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
+MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
     "llama-3": (LlamaForCausalLM, LlamaConfig(**SMALL, head_dim=12, rope_parameters=LLAMA3)),
     "llama-linear": (LlamaForCausalLM, LlamaConfig(**SMALL, rope_parameters=LINEAR)),
     "llama-biases": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
-    "smollm2": (
-        LlamaForCausalLM,
-        LlamaConfig(**SMALL, tie_word_embeddings=True, rope_theta=130_000.0),
-    ),
+    "smollm2": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True, rope_theta=130_000.0)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)),
     "mistral": (MistralForCausalLM, MistralConfig(**SMALL, head_dim=12, sliding_window=None)),
@@ -62,38 +54,35 @@ MODELS: dict[str, tuple[type[PreTrainedModel], Any]] = {
 TOKENS = torch.arange(60)[None] * 7 % 300
 
 
-def random_model(name: str) -> PreTrainedModel:
+def random_model(name):
     """A model in which every parameter matters: biases are not zero, norms are not one."""
     kind, config = MODELS[name]
     torch.manual_seed(0)
-    model: PreTrainedModel = kind(config).eval()
+    model = kind(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(5) if parameter.ndim > 1 else parameter.add_(
-                0.3 * torch.randn_like(parameter)
-            )
+            parameter.mul_(5) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
     return model
 
 
-def imported(folder: Path) -> PathModel:
+def imported(folder):
     config = parse_config(ModelConfig, read_llama_config(folder), "it")
     model = PathModel(config).eval()
     model.load_state_dict(read_llama_parameters(folder, config))
     return model
 
 
-def exported(model: PathModel, folder: Path) -> PreTrainedModel:
+def exported(model, folder):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(llama_config(model.config, torch.float32)))
     stored = {name: value.detach() for name, value in model.named_parameters()}
     safetensors.torch.save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    opened: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder).eval()
-    return opened
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_transformers(name, tmp_path):
     theirs = random_model(name)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
@@ -109,13 +98,13 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_precision_is_read_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_is_read_exactly(dtype, tmp_path):
     random_model("qwen3").to(dtype).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert float((imported(tmp_path)(TOKENS) - theirs(TOKENS).logits).abs().max()) < 1e-5
 
 
-def test_a_new_model_begins_with_biases_of_zero_and_norms_of_one() -> None:
+def test_a_new_model_begins_with_biases_of_zero_and_norms_of_one():
     model = PathModel(ModelConfig(hidden_size=16, family="qwen3", attention_bias=True))
     initialise(model, seed=0)
     values = dict(model.named_parameters())
@@ -135,6 +124,6 @@ def test_a_new_model_begins_with_biases_of_zero_and_norms_of_one() -> None:
         ),
     ],
 )
-def test_settings_that_no_family_has_are_refused(values: dict[str, Any], words: str) -> None:
+def test_settings_that_no_family_has_are_refused(values, words):
     with pytest.raises(ConfigurationError, match=words):
         parse_config(ModelConfig, values, "it")

@@ -1,7 +1,5 @@
 """The grid gives every parameter to one module, and paths and modules find each other."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,22 +14,16 @@ from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.grid import Grid, module_name_is_valid
 
 
-def small_model(**overrides: object) -> ModelConfig:
-    values: dict[str, object] = {
-        "vocabulary_size": 32,
-        "block_count": 4,
-        "hidden_size": 16,
-        "head_count": 2,
-        "sequence_length": 16,
-    }
+def small_model(**overrides):
+    values = {"vocabulary_size": 32, "block_count": 4, "hidden_size": 16, "head_count": 2, "sequence_length": 16}
     return ModelConfig.model_validate({**values, **overrides})
 
 
-def grid_of(model: ModelConfig | None = None, **values: object) -> Grid:
+def grid_of(model=None, **values):
     return Grid(model or small_model(), GridConfig.model_validate(values))
 
 
-def test_first_level_is_the_most_significant_digit() -> None:
+def test_first_level_is_the_most_significant_digit():
     grid = grid_of(modules_per_level=(2, 3))
     assert grid.path_count == 6
     assert grid.modules() == ("L0.E0", "L0.E1", "L1.E0", "L1.E1", "L1.E2")
@@ -42,7 +34,7 @@ def test_first_level_is_the_most_significant_digit() -> None:
     assert grid.level_names == ("L0", "L1")
 
 
-def test_private_modules_come_last() -> None:
+def test_private_modules_come_last():
     grid = grid_of(modules_per_level=(2, 2), private_blocks=(0, 3), private_embedding=True)
     assert grid.level_names == ("L0", "L1", "P")
     assert grid.modules_of_path(2) == ("L0.E1", "L1.E0", "P2")
@@ -56,7 +48,7 @@ def test_private_modules_come_last() -> None:
     assert grid.level_offset("L0") == pytest.approx(1 / 3)
 
 
-def test_an_added_path_has_a_module_of_its_own_in_every_level() -> None:
+def test_an_added_path_has_a_module_of_its_own_in_every_level():
     grid = grid_of(modules_per_level=(2, 3), private_head=True, added_paths=2)
     assert (grid.path_count, grid.config.combination_count) == (8, 6)
     assert grid.modules_of_path(5) == ("L0.E1", "L1.E2", "P5")
@@ -69,7 +61,7 @@ def test_an_added_path_has_a_module_of_its_own_in_every_level() -> None:
     assert parameter_counts(grid)["total"] == sum(sizes)
 
 
-def test_where_embedding_norm_and_head_belong() -> None:
+def test_where_embedding_norm_and_head_belong():
     untied = small_model(tied_embedding=False)
     shared = grid_of(untied)
     assert EMBEDDING in layout_of(shared, "L0.E0").names
@@ -79,12 +71,10 @@ def test_where_embedding_norm_and_head_belong() -> None:
     assert set(layout_of(grid_of(private_head=True), "P").names) == {FINAL_NORM}
 
 
-def test_paper_arithmetic_of_path_specific_modules() -> None:
+def test_paper_arithmetic_of_path_specific_modules():
     # DiPaCo 8x8: blocks 0, 5, 6, 11 and the embedding are private.
     model = small_model(block_count=12)
-    grid = grid_of(
-        model, modules_per_level=(8, 8), private_blocks=(0, 5, 6, 11), private_embedding=True
-    )
+    grid = grid_of(model, modules_per_level=(8, 8), private_blocks=(0, 5, 6, 11), private_embedding=True)
     counts = parameter_counts(grid)
     block = sum(p.numel() for p in PathModel(model).model.layers[0].parameters())
     embedding = 32 * 16
@@ -94,13 +84,13 @@ def test_paper_arithmetic_of_path_specific_modules() -> None:
     assert counts["path"] == sum(p.numel() for p in PathModel(model).parameters())
 
 
-def test_steps_before_is_exact_for_thirds() -> None:
+def test_steps_before_is_exact_for_thirds():
     grid = grid_of(private_blocks=(0,))
     assert [grid.steps_before(level, 9) for level in grid.level_names] == [3, 6, 9]
     assert [grid.steps_before(level, 4) for level in grid.level_names] == [1, 2, 4]
 
 
-def test_given_offsets() -> None:
+def test_given_offsets():
     grid = Grid(small_model(), GridConfig(), (0.25, 1.0))
     assert grid.level_offset("L0") == 0.25
     for wrong in ((0.5,), (0.0, 1.0), (0.5, 1.5)):
@@ -123,17 +113,17 @@ def test_given_offsets() -> None:
         ({"modules_per_level": (1024, 1024, 2)}, "paths"),
     ],
 )
-def test_impossible_grids(values: dict[str, object], message: str) -> None:
+def test_impossible_grids(values, message):
     with pytest.raises(ConfigurationError, match=message):
         grid_of(**values)
 
 
-def test_a_level_may_live_from_the_embedding_alone() -> None:
+def test_a_level_may_live_from_the_embedding_alone():
     grid = grid_of(private_blocks=(0, 1))
     assert layout_of(grid, "L0").names == (EMBEDDING,)
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused():
     grid = grid_of()
     for module in ("L0.E2", "P0", "L2.E0", "", "L0", "L0.E00"):
         assert not grid.has_module(module)
@@ -146,7 +136,7 @@ def test_unknown_names_are_refused() -> None:
     assert not module_name_is_valid("../P17")
 
 
-def test_views_share_memory_and_cover_everything() -> None:
+def test_views_share_memory_and_cover_everything():
     layout = ModuleLayout(("a", "b", "c"), ((2, 3), (4,), ()))
     flat = torch.arange(11.0)
     views = layout.views(flat)
@@ -162,7 +152,7 @@ def test_views_share_memory_and_cover_everything() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_every_parameter_belongs_to_exactly_one_module_of_a_path(data: st.DataObject) -> None:
+def test_every_parameter_belongs_to_exactly_one_module_of_a_path(data):
     blocks = data.draw(st.integers(1, 6))
     levels = data.draw(st.integers(1, min(3, blocks)))
     model = small_model(block_count=blocks, tied_embedding=data.draw(st.booleans()))

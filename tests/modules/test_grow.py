@@ -1,7 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -14,16 +10,14 @@ from dipaco.modules.transformer import EMBEDDING, PathModel
 from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.grid import Grid
 
-MODEL = ModelConfig(
-    vocabulary_size=16, block_count=4, hidden_size=8, head_count=1, sequence_length=8
-)
+MODEL = ModelConfig(vocabulary_size=16, block_count=4, hidden_size=8, head_count=1, sequence_length=8)
 
 
-def grid_of(levels: tuple[int, ...], model: ModelConfig = MODEL, **fields: object) -> Grid:
+def grid_of(levels, model=MODEL, **fields):
     return Grid(model, GridConfig.model_validate({"modules_per_level": levels, **fields}))
 
 
-def trained(grid: Grid) -> dict[str, ModuleState]:
+def trained(grid):
     """States as after some training: every number of every module is another one."""
     states = {}
     for number, module in enumerate(grid.modules()):
@@ -39,26 +33,23 @@ def trained(grid: Grid) -> dict[str, ModuleState]:
     return states
 
 
-def grown(old: Grid, new: Grid) -> tuple[dict[str, ModuleState], dict[str, ModuleState]]:
+def grown(old, new):
     before = trained(old)
     return before, {state.module: state for state in Growth(old, new).states(before.__getitem__)}
 
 
-def both(state: ModuleState, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        state.layout.views(state.parameters)[name],
-        state.layout.views(state.momentum)[name],
-    )
+def both(state, name):
+    return (state.layout.views(state.parameters)[name], state.layout.views(state.momentum)[name])
 
 
-def model_of(grid: Grid, path: int, states: dict[str, ModuleState]) -> dict[str, torch.Tensor]:
+def model_of(grid, path, states):
     model = PathModel(grid.model)
     load_path(model, grid, path, states)
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
 @pytest.mark.parametrize("fields", [{}, {"private_blocks": (1, 3), "private_embedding": True}])
-def test_the_same_grid_carries_everything_over_bit_for_bit(fields: dict[str, object]) -> None:
+def test_the_same_grid_carries_everything_over_bit_for_bit(fields):
     grid = grid_of((2, 2), **fields)
     before, after = grown(grid, grid)
     assert tuple(after) == grid.modules()
@@ -68,7 +59,7 @@ def test_the_same_grid_carries_everything_over_bit_for_bit(fields: dict[str, obj
         assert (state.version, state.tokens, dict(state.progress)) == (0, 0, {})
 
 
-def test_a_dense_model_is_forked_into_every_path() -> None:
+def test_a_dense_model_is_forked_into_every_path():
     dense = grid_of((1,))
     grid = grid_of((2, 4), private_blocks=(2,), private_head=True)
     before, after = grown(dense, grid)
@@ -81,7 +72,7 @@ def test_a_dense_model_is_forked_into_every_path() -> None:
             assert torch.equal(both(state, name)[1], both(before["L0.E0"], name)[1])
 
 
-def test_every_path_of_a_grown_grid_begins_as_its_origin() -> None:
+def test_every_path_of_a_grown_grid_begins_as_its_origin():
     fields = {"private_blocks": (1,), "private_embedding": True}
     old, new = grid_of((2, 2), **fields), grid_of((4, 4), **fields)
     before, after = grown(old, new)
@@ -97,7 +88,7 @@ def test_every_path_of_a_grown_grid_begins_as_its_origin() -> None:
     assert growth.unused() == ()
 
 
-def test_an_added_path_begins_as_a_copy_and_the_others_go_on() -> None:
+def test_an_added_path_begins_as_a_copy_and_the_others_go_on():
     fields = {"private_blocks": (1,), "private_embedding": True}
     old, new = grid_of((2, 2), added_paths=1, **fields), grid_of((2, 2), added_paths=3, **fields)
     before = trained(old)
@@ -114,13 +105,13 @@ def test_an_added_path_begins_as_a_copy_and_the_others_go_on() -> None:
     assert growth.unused() == ()
 
 
-def test_another_grid_has_no_place_for_added_paths() -> None:
+def test_another_grid_has_no_place_for_added_paths():
     old, new = grid_of((2, 2), added_paths=1), grid_of((4, 2))
     assert Growth(old, new).unused() == ("L0.E2", "L1.E2")
     assert Growth(old, grid_of((8,))).origin_path(7) == 3
 
 
-def test_paths_survive_another_number_of_levels() -> None:
+def test_paths_survive_another_number_of_levels():
     flat, grid = grid_of((4,)), grid_of((2, 2))
     before, after = grown(grid, flat)
     for path in range(4):
@@ -133,13 +124,11 @@ def test_paths_survive_another_number_of_levels() -> None:
         for number in (0, 1):
             state = shared[f"L{level}.E{number}"]
             for name in state.layout.names:
-                assert torch.equal(
-                    both(state, name)[0], both(flat_states[f"L0.E{2 * number}"], name)[0]
-                )
+                assert torch.equal(both(state, name)[0], both(flat_states[f"L0.E{2 * number}"], name)[0])
     assert Growth(flat, grid).unused() == ("L0.E1", "L0.E3")
 
 
-def test_private_becomes_shared_as_the_mean_and_shared_becomes_private_as_a_copy() -> None:
+def test_private_becomes_shared_as_the_mean_and_shared_becomes_private_as_a_copy():
     old = grid_of((2, 2), private_blocks=(1,), private_embedding=True)
     new = grid_of((2, 2), private_blocks=(2,))
     before, after = grown(old, new)
@@ -152,18 +141,16 @@ def test_private_becomes_shared_as_the_mean_and_shared_becomes_private_as_a_copy
         assert torch.equal(both(after["L0.E0"], EMBEDDING)[index], embedding.float())
     name = "model.layers.2.self_attn.q_proj.weight"
     for path in range(4):
-        assert torch.equal(
-            both(after[f"P{path}"], name)[0], both(before[f"L1.E{path % 2}"], name)[0]
-        )
+        assert torch.equal(both(after[f"P{path}"], name)[0], both(before[f"L1.E{path % 2}"], name)[0])
 
 
-def test_growing_is_deterministic() -> None:
+def test_growing_is_deterministic():
     old, new = grid_of((2, 2), private_blocks=(1,)), grid_of((4, 2))
     first, second = (grown(old, new)[1] for _ in range(2))
     assert {m: s.digest for m, s in first.items()} == {m: s.digest for m, s in second.items()}
 
 
-def test_another_model_is_refused() -> None:
+def test_another_model_is_refused():
     other = MODEL.model_copy(update={"hidden_size": 16})
     with pytest.raises(ConfigurationError, match="hidden_size is 16, but .* trained with 8"):
         Growth(grid_of((2, 2)), grid_of((2, 2), other))
@@ -178,11 +165,9 @@ def test_another_model_is_refused() -> None:
         (lambda index: index.update({"L0.E0": 3}), "not a table of modules"),
     ],
 )
-def test_a_wrong_index_is_refused(
-    change: Callable[[dict[str, object]], object], message: str
-) -> None:
+def test_a_wrong_index_is_refused(change, message):
     grid = grid_of((2, 2))
-    index: dict[str, object] = dict.fromkeys(grid.modules(), "0" * 64)
+    index = dict.fromkeys(grid.modules(), "0" * 64)
     assert check_genesis_index(index, grid) == index
     change(index)
     with pytest.raises(IntegrityError, match=message):
@@ -191,7 +176,7 @@ def test_a_wrong_index_is_refused(
         check_genesis_index(["L0.E0"], grid)
 
 
-def test_a_run_begins_with_version_0_of_the_right_module() -> None:
+def test_a_run_begins_with_version_0_of_the_right_module():
     grid = grid_of((2, 2))
     before, after = grown(grid, grid)
     assert check_genesis(after["L0.E0"], "L0.E0") is after["L0.E0"]

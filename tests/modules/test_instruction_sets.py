@@ -1,7 +1,5 @@
 """What has one digest has it on every processor: golden values under lesser instruction sets."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,17 +8,12 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-GOLDEN_TESTS = (
-    "test_contributions.py",
-    "test_outer.py",
-    "test_trimmed_mean.py",
-    "test_state.py",
-)
+GOLDEN_TESTS = ("test_contributions.py", "test_outer.py", "test_trimmed_mean.py", "test_state.py")
 TIMEOUT_S = 300
 
 
 @pytest.mark.parametrize(("vectors", "math_library"), [("default", "SSE4_2"), ("avx2", "AVX2")])
-def test_golden_values_are_those_of_an_older_processor(vectors: str, math_library: str) -> None:
+def test_golden_values_are_those_of_an_older_processor(vectors, math_library):
     """PyTorch and MKL choose their kernels by these when they are loaded."""
     chosen = {"ATEN_CPU_CAPABILITY": vectors, "MKL_ENABLE_INSTRUCTIONS": math_library}
     arguments = ["-q", "-k", "golden", "-p", "no:cacheprovider", *GOLDEN_TESTS]

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from support.runs.inner_loops import CPU, MODEL, batch_of, flat, loop_of
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounter
 
@@ -18,14 +15,15 @@ from dipaco.inference.token_losses import batch_losses
 from dipaco.modules.memory import AtOnce, free_bytes, head_bytes, is_out_of_memory, pass_bytes
 from dipaco.modules.transformer import PathModel, initialise, logits_at_once
 from dipaco.training import inner
+from support.runs.inner_loops import CPU, MODEL, batch_of, flat, loop_of
 
 
-def caused(error: Exception, cause: Exception) -> Exception:
+def caused(error, cause):
     error.__cause__, error.__suppress_context__ = cause, True
     return error
 
 
-def in_context(error: Exception, context: Exception) -> Exception:
+def in_context(error, context):
     error.__context__ = context
     return error
 
@@ -34,18 +32,14 @@ FORMS = {
     "PyTorch's allocator": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."),
     "a kernel": getattr(torch, "AcceleratorError", RuntimeError)("CUDA error: out of memory"),
     "an older PyTorch": RuntimeError("CUDA error: out of memory"),
-    "cuBLAS": RuntimeError(
-        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-    ),
+    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "ROCm": RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."),
     "Level Zero": RuntimeError("level_zero backend failed: UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"),
     "Metal": RuntimeError("MPS backend out of memory (MPS allocated: 9 GB)"),
     "the CPU": RuntimeError("DefaultCPUAllocator: can't allocate memory: 17 bytes"),
     "Python": MemoryError(),
-    "the compiler": BackendCompilerFailed(
-        lambda: None, torch.OutOfMemoryError("CUDA out of memory."), None
-    ),
+    "the compiler": BackendCompilerFailed(lambda: None, torch.OutOfMemoryError("CUDA out of memory."), None),
     "a cause": caused(ValueError("autotuning"), RuntimeError("CUDA error: out of memory")),
     "a context": in_context(KeyError("graph"), torch.OutOfMemoryError("CUDA out of memory.")),
 }
@@ -58,12 +52,12 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("error", FORMS.values(), ids=FORMS.keys())
-def test_every_form_of_it(error: Exception) -> None:
+def test_every_form_of_it(error):
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", OTHERS.values(), ids=OTHERS.keys())
-def test_what_a_smaller_piece_would_not_help(error: Exception) -> None:
+def test_what_a_smaller_piece_would_not_help(error):
     assert not is_out_of_memory(error)
 
 
@@ -73,21 +67,21 @@ class SmallMemory(PathModel):
     max_rows = 1
     calls: list[int]
 
-    def hidden_states(self, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+    def hidden_states(self, tokens, *others):
         self.calls.append(len(tokens))
         if len(tokens) > self.max_rows:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return super().hidden_states(tokens, *others)
 
 
-def small_memory(rows: int) -> SmallMemory:
+def small_memory(rows):
     model = SmallMemory(MODEL)
     model.max_rows, model.calls = rows, []
     initialise(model, 0)
     return model
 
 
-def test_running_out_of_memory_halves_the_batch_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_running_out_of_memory_halves_the_batch_once(caplog):
     model = small_memory(2)
     loop, reference = loop_of(model), loop_of()
     with caplog.at_level(logging.WARNING, logger="dipaco"):
@@ -99,18 +93,18 @@ def test_running_out_of_memory_halves_the_batch_once(caplog: pytest.LogCaptureFi
     torch.testing.assert_close(flat(model), flat(reference.model), rtol=1e-4, atol=1e-5)
 
 
-def test_memory_may_run_out_in_the_middle_of_a_batch() -> None:
+def test_memory_may_run_out_in_the_middle_of_a_batch():
     model = small_memory(2)
     loop, reference = loop_of(model, micro_batch_size=2), loop_of(micro_batch_size=1)
     original, failed = model.hidden_states, []
 
-    def hidden_states(tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+    def hidden_states(tokens, *others):
         if len(model.calls) == 1 and not failed:
             failed.append(True)
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: 17 bytes")
         return original(tokens, *others)
 
-    model.hidden_states = hidden_states  # type: ignore[method-assign]
+    model.hidden_states = hidden_states
     loop.step(batch_of(), 0)
     reference.step(batch_of(), 0)
     assert failed
@@ -122,15 +116,13 @@ class SmallerMemory(SmallMemory):
 
     max_rows = 4
 
-    def hidden_states(self, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+    def hidden_states(self, tokens, *others):
         if not self.recomputes:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return super().hidden_states(tokens, *others)
 
 
-def test_blocks_are_computed_twice_where_one_sequence_does_not_fit(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_blocks_are_computed_twice_where_one_sequence_does_not_fit(caplog):
     model = SmallerMemory(MODEL)
     model.calls = []
     initialise(model, 0)
@@ -142,20 +134,18 @@ def test_blocks_are_computed_twice_where_one_sequence_does_not_fit(
     assert model.calls == [1] * 8
 
 
-def test_not_even_one_sequence_fits() -> None:
+def test_not_even_one_sequence_fits():
     with pytest.raises(ConfigurationError, match=r"one sequence of 16 tokens does not fit.*--"):
         loop_of(small_memory(0)).step(batch_of(), 0)
 
 
-def test_other_errors_are_not_swallowed() -> None:
+def test_other_errors_are_not_swallowed():
     with pytest.raises(IndexError):
         loop_of().step(torch.full((4, 16), 1000), 0)
 
 
-def test_a_failed_compilation_is_no_catastrophe(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*given: torch.Tensor) -> torch.Tensor:
+def test_a_failed_compilation_is_no_catastrophe(monkeypatch, caplog):
+    def broken(*given):
         raise RuntimeError("no compiler was found")
 
     monkeypatch.setattr(torch, "compile", lambda function: broken)
@@ -168,7 +158,7 @@ def test_a_failed_compilation_is_no_catastrophe(
     assert loop.micro_batch_size == 4
 
 
-def test_the_first_micro_batch_comes_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_micro_batch_comes_from_free_memory(monkeypatch):
     """Beside gradients and AdamW, with a tenth left over, and in pieces of like size."""
     head = head_bytes(MODEL, 4, logits_at_once(torch.device("cpu")))
     kept = 12 * sum(p.numel() for p in PathModel(MODEL).parameters()) + head
@@ -179,21 +169,21 @@ def test_the_first_micro_batch_comes_from_free_memory(monkeypatch: pytest.Monkey
         assert loop_of(micro_batch_size=3).micro_batch_size == 3
 
 
-def test_free_memory_is_what_the_owner_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_what_the_owner_leaves(monkeypatch):
     class Accelerator:
         @staticmethod
-        def mem_get_info(device: torch.device) -> tuple[int, int]:
+        def mem_get_info(device):
             return 700, 1000
 
         @staticmethod
-        def get_per_process_memory_fraction(device: torch.device) -> float:
+        def get_per_process_memory_fraction(device):
             # As PyTorch does it.
             if device.type == "cuda" and device.index is None:
                 raise ValueError("Expected a torch.device with a specified index")
             return 0.5
 
         @staticmethod
-        def memory_reserved(device: torch.device) -> int:
+        def memory_reserved(device):
             return 100
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Accelerator)
@@ -203,14 +193,12 @@ def test_free_memory_is_what_the_owner_leaves(monkeypatch: pytest.MonkeyPatch) -
     assert free_bytes(CPU) is None
 
 
-def test_evaluation_remembers_how_many_tokens_fitted() -> None:
+def test_evaluation_remembers_how_many_tokens_fitted():
     model, reference = small_memory(3), small_memory(100)
     at_once = AtOnce(8 * 16, CPU, "scoring", in_tokens=True)
     for rows in (8, 4):
         tokens = batch_of(rows=rows)
-        torch.testing.assert_close(
-            batch_losses(model, tokens, at_once), batch_losses(reference, tokens, at_once)
-        )
+        torch.testing.assert_close(batch_losses(model, tokens, at_once), batch_losses(reference, tokens, at_once))
     assert model.calls == [8, 4, 2, 2, 2, 2, 2, 2]
     model.max_rows = 4
     batch_losses(model, batch_of(rows=4)[:, :8], at_once)
@@ -221,14 +209,12 @@ def test_evaluation_remembers_how_many_tokens_fitted() -> None:
 
 
 @pytest.mark.parametrize("error", FORMS.values(), ids=FORMS.keys())
-def test_no_form_of_it_ends_compilation(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_form_of_it_ends_compilation(error, monkeypatch, caplog):
     """The function is tried again with half of the batch, and stays."""
-    calls: list[int] = []
+    calls = []
 
-    def compiling(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def compiled(*given: torch.Tensor) -> torch.Tensor:
+    def compiling(function):
+        def compiled(*given):
             # The blocks get rows of tokens; the head a row of outputs each.
             if given[0].dtype == torch.int64:
                 calls.append(len(given[0]))
@@ -245,16 +231,16 @@ def test_no_form_of_it_ends_compilation(
     assert "continuing without" not in caplog.text
 
 
-def test_ten_halvings_leave_the_model_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_halvings_leave_the_model_compiled(monkeypatch):
     """PyTorch compiles a function eight times at most, and is silent about it."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     torch._dynamo.reset()
     fits = [1024]
-    run: list[int] = []
+    run = []
 
     class Shrinking(PathModel):
-        def hidden_states(self, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+        def hidden_states(self, tokens, *others):
             if not torch.compiler.is_compiling():
                 run.append(len(tokens))
             return super().hidden_states(tokens, *others)
@@ -265,7 +251,7 @@ def test_ten_halvings_leave_the_model_compiled(monkeypatch: pytest.MonkeyPatch) 
     # What runs out is the backward pass, behind the compiled function.
     whole = torch.Tensor.backward
 
-    def backward(result: torch.Tensor, *given: torch.Tensor) -> None:
+    def backward(result, *given):
         if loop.micro_batch_size > fits[0]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         whole(result, *given)

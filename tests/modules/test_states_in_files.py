@@ -1,9 +1,6 @@
 """Large arrays in memory of their own, and states that lie in their files."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ LAYOUT = ModuleLayout(("w",), ((SIZE,),))
 
 @pytest.mark.parametrize("count", [0, 5, SIZE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_own_pages_are_zeros_that_may_be_written(count: int, dtype: torch.dtype) -> None:
+def test_own_pages_are_zeros_that_may_be_written(count, dtype):
     flat = own_pages(count, dtype)
     assert (flat.shape, flat.dtype) == ((count,), dtype)
     assert not flat.any()
@@ -26,7 +23,7 @@ def test_own_pages_are_zeros_that_may_be_written(count: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_one_number_that_is_not_finite_is_found_anywhere(bad: float) -> None:
+def test_one_number_that_is_not_finite_is_found_anywhere(bad):
     flat = torch.linspace(-1e38, 1e38, LOOKED_AT_VALUES + 2)
     assert all_finite(flat)
     assert all_finite(flat[:0])
@@ -36,12 +33,12 @@ def test_one_number_that_is_not_finite_is_found_anywhere(bad: float) -> None:
         assert not all_finite(spoilt)
 
 
-def made_state(value: float = 1.0) -> ModuleState:
+def made_state(value=1.0):
     parameters = torch.full((SIZE,), value)
     return ModuleState("L0.E0", 1, parameters, parameters / 2, {0: PathProgress(5, 0)}, LAYOUT)
 
 
-def test_a_state_lies_in_its_file_for_all_who_hold_it(tmp_path: Path) -> None:
+def test_a_state_lies_in_its_file_for_all_who_hold_it(tmp_path):
     state, file = made_state(), tmp_path / "state"
     numbers, digest = state.parameters.clone(), state.digest
     write_state(state, file)

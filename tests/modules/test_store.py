@@ -1,7 +1,5 @@
 """The store keeps the last good state and the one before it, whatever happens to files."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -17,7 +15,7 @@ from dipaco.modules.store import StateStore
 LAYOUT = ModuleLayout(("w",), ((4,),))
 
 
-def state_of(version: int, module: str = "L0.E0", value: float | None = None) -> ModuleState:
+def state_of(version, module="L0.E0", value=None):
     return ModuleState(
         module=module,
         version=version,
@@ -29,21 +27,21 @@ def state_of(version: int, module: str = "L0.E0", value: float | None = None) ->
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> StateStore:
+def store(tmp_path):
     return StateStore(tmp_path / "states")
 
 
-def versions(store: StateStore) -> list[int]:
+def versions(store):
     return [summary.version for summary in store.summaries("L0.E0")]
 
 
-def damage(file: Path) -> None:
+def damage(file):
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
 
 
-def test_latest_state_comes_back(store: StateStore) -> None:
+def test_latest_state_comes_back(store):
     assert store.load_latest("L0.E0", LAYOUT) is None
     assert store.summaries("L0.E0") == []
     for version in range(4):
@@ -56,7 +54,7 @@ def test_latest_state_comes_back(store: StateStore) -> None:
     assert store.digests("P12") == (state_of(9, "P12").digest,)
 
 
-def test_latest_is_the_last_saved_not_the_highest_version(store: StateStore) -> None:
+def test_latest_is_the_last_saved_not_the_highest_version(store):
     # A heavier state that won after a network split may have fewer outer steps.
     store.save(state_of(8))
     store.save(state_of(5))
@@ -65,7 +63,7 @@ def test_latest_is_the_last_saved_not_the_highest_version(store: StateStore) -> 
     assert loaded.version == 5
 
 
-def test_files_for_people_and_for_serving(store: StateStore) -> None:
+def test_files_for_people_and_for_serving(store):
     path = store.save(state_of(2))
     described = json.loads(path.with_suffix(".json").read_text())
     assert described["module"] == "L0.E0"
@@ -78,7 +76,7 @@ def test_files_for_people_and_for_serving(store: StateStore) -> None:
     assert store.find("0" * 64) is None
 
 
-def test_saving_again_writes_nothing(store: StateStore) -> None:
+def test_saving_again_writes_nothing(store):
     path = store.save(state_of(1))
     before = path.stat().st_mtime_ns
     assert store.save(state_of(1)) == path
@@ -88,7 +86,7 @@ def test_saving_again_writes_nothing(store: StateStore) -> None:
     assert versions(store) == [1, 2]
 
 
-def test_only_two_states_stay(store: StateStore) -> None:
+def test_only_two_states_stay(store):
     for version in range(6):
         store.save(state_of(version))
     names = sorted(file.suffix for file in (store.folder / "L0.E0").iterdir())
@@ -97,9 +95,7 @@ def test_only_two_states_stay(store: StateStore) -> None:
     assert store.find(state_of(3).digest) is None
 
 
-def test_a_damaged_file_is_reported_once_and_the_previous_used(
-    store: StateStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_reported_once_and_the_previous_used(store, caplog):
     store.save(state_of(1))
     damage(store.save(state_of(2)))
     with caplog.at_level(logging.WARNING, logger="dipaco"):
@@ -114,7 +110,7 @@ def test_a_damaged_file_is_reported_once_and_the_previous_used(
     assert versions(store) == [3, 1]
 
 
-def test_nothing_undamaged(store: StateStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_undamaged(store, caplog):
     damage(store.save(state_of(1)))
     store.save(state_of(2)).write_bytes(b"")
     with caplog.at_level(logging.WARNING, logger="dipaco"):
@@ -125,7 +121,7 @@ def test_nothing_undamaged(store: StateStore, caplog: pytest.LogCaptureFixture) 
     assert versions(store) == [3]
 
 
-def test_a_state_in_the_folder_of_another_module(store: StateStore) -> None:
+def test_a_state_in_the_folder_of_another_module(store):
     other = state_of(1, module="L0.E1")
     folder = store.folder / "L0.E0"
     folder.mkdir()
@@ -133,7 +129,7 @@ def test_a_state_in_the_folder_of_another_module(store: StateStore) -> None:
     assert store.load_latest("L0.E0", LAYOUT) is None
 
 
-def test_a_missing_json_does_no_harm(store: StateStore) -> None:
+def test_a_missing_json_does_no_harm(store):
     path = store.save(state_of(1))
     path.with_suffix(".json").unlink()
     assert versions(store) == [1]
@@ -141,13 +137,13 @@ def test_a_missing_json_does_no_harm(store: StateStore) -> None:
     store.save(state_of(2))
 
 
-def test_unreadable_headers_are_left_out_of_the_list(store: StateStore) -> None:
+def test_unreadable_headers_are_left_out_of_the_list(store):
     store.save(state_of(1))
     store.save(state_of(2)).write_bytes(b"rubbish, not a state at all")
     assert versions(store) == [1]
 
 
-def test_optimizers_are_kept_for_a_return(store: StateStore) -> None:
+def test_optimizers_are_kept_for_a_return(store):
     assert store.load_optimizer(3) is None
     state = {"kind": "adamw", "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}, "n": 5}
     for path in (1, 2, 3):
@@ -165,9 +161,7 @@ def test_optimizers_are_kept_for_a_return(store: StateStore) -> None:
     assert len(list((store.folder / "optimizers").iterdir())) == 2
 
 
-def test_a_damaged_optimizer_is_no_catastrophe(
-    store: StateStore, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_optimizer_is_no_catastrophe(store, caplog):
     store.write_optimizer(3, {"a": torch.ones(100)})()
     (file,) = (store.folder / "optimizers").iterdir()
     file.write_bytes(file.read_bytes()[:50])
@@ -177,9 +171,9 @@ def test_a_damaged_optimizer_is_no_catastrophe(
     assert not file.exists()
 
 
-def test_code_in_an_optimizer_file_is_not_run(store: StateStore, tmp_path: Path) -> None:
+def test_code_in_an_optimizer_file_is_not_run(store, tmp_path):
     class Trap:
-        def __reduce__(self) -> tuple[object, tuple[str]]:
+        def __reduce__(self):
             return Path.touch, (str(tmp_path / "sprung"),)
 
     folder = store.folder / "optimizers"
@@ -189,7 +183,7 @@ def test_code_in_an_optimizer_file_is_not_run(store: StateStore, tmp_path: Path)
     assert not (tmp_path / "sprung").exists()
 
 
-def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StorageError, match="cannot use"):
         StateStore(tmp_path / "file")

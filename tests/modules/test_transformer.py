@@ -1,7 +1,5 @@
 """The path model against a slow reference in float64, its cache, and its losses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -21,8 +19,8 @@ from dipaco.protocol.config import PAD_TOKEN, ModelConfig
 from dipaco.training.scoring import sum_losses
 
 
-def config_of(**overrides: object) -> ModelConfig:
-    values: dict[str, object] = {
+def config_of(**overrides):
+    values = {
         "vocabulary_size": 40,
         "block_count": 2,
         "hidden_size": 16,
@@ -34,7 +32,7 @@ def config_of(**overrides: object) -> ModelConfig:
     return ModelConfig.model_validate({**values, **overrides})
 
 
-def model_of(seed: int = 0, **overrides: object) -> PathModel:
+def model_of(seed=0, **overrides):
     model = PathModel(config_of(**overrides))
     initialise(model, seed)
     with torch.no_grad():
@@ -46,21 +44,21 @@ def model_of(seed: int = 0, **overrides: object) -> PathModel:
     return model
 
 
-def tokens_of(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+def tokens_of(batch, length, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, 40, (batch, length), generator=generator)
 
 
-def reference_logits(model: PathModel, tokens: list[int]) -> np.ndarray:
+def reference_logits(model, tokens):
     """A Llama written out position by position and head by head."""
     config = model.config
     weights = {k: v.detach().numpy().astype(np.float64) for k, v in model.named_parameters()}
     width = config.hidden_size // config.head_count
 
-    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    def norm(x, weight):
         return weight * x / np.sqrt((x**2).mean() + config.norm_epsilon)
 
-    def turn(x: np.ndarray, position: int) -> np.ndarray:
+    def turn(x, position):
         out = np.empty_like(x)
         for i in range(width // 2):
             angle = position / config.rope_theta ** (2 * i / width)
@@ -73,7 +71,7 @@ def reference_logits(model: PathModel, tokens: list[int]) -> np.ndarray:
     for block in range(config.block_count):
         at = f"model.layers.{block}."
 
-        def w(name: str, at: str = at) -> np.ndarray:
+        def w(name, at=at):
             return weights[f"{at}{name}.weight"]
 
         normed = [norm(x, w("input_layernorm")) for x in stream]
@@ -102,7 +100,7 @@ def reference_logits(model: PathModel, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kv_heads", [None, 1, 2])
-def test_logits_equal_the_reference(tied: bool, kv_heads: int | None) -> None:
+def test_logits_equal_the_reference(tied, kv_heads):
     model = model_of(tied_embedding=tied, kv_head_count=kv_heads)
     tokens = tokens_of(1, 9)
     with torch.no_grad():
@@ -112,7 +110,7 @@ def test_logits_equal_the_reference(tied: bool, kv_heads: int | None) -> None:
     np.testing.assert_allclose(logits[0].numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_parameter_names_are_those_of_a_llama_checkpoint() -> None:
+def test_parameter_names_are_those_of_a_llama_checkpoint():
     names = {name for name, _ in PathModel(config_of(block_count=1)).named_parameters()}
     assert names == {
         "model.embed_tokens.weight",
@@ -136,7 +134,7 @@ def test_parameter_names_are_those_of_a_llama_checkpoint() -> None:
     assert not list(PathModel(config_of()).buffers())
 
 
-def test_later_tokens_do_not_change_earlier_logits() -> None:
+def test_later_tokens_do_not_change_earlier_logits():
     model, tokens = model_of(), tokens_of(2, 12)
     changed = tokens.clone()
     changed[:, 7:] = tokens_of(2, 5, seed=9)
@@ -146,7 +144,7 @@ def test_later_tokens_do_not_change_earlier_logits() -> None:
     assert not torch.allclose(before[:, 7:], after[:, 7:])
 
 
-def test_hidden_states_come_before_the_final_norm() -> None:
+def test_hidden_states_come_before_the_final_norm():
     model, tokens = model_of(), tokens_of(2, 8)
     with torch.no_grad():
         hidden = model.hidden_states(tokens)
@@ -155,7 +153,7 @@ def test_hidden_states_come_before_the_final_norm() -> None:
     assert hidden.shape == (2, 8, 16)
 
 
-def test_initialise_is_a_function_of_the_seed_alone() -> None:
+def test_initialise_is_a_function_of_the_seed_alone():
     first, second, other = (PathModel(config_of(block_count=8)) for _ in range(3))
     before = torch.get_rng_state()
     initialise(first, 3)
@@ -174,13 +172,13 @@ def test_initialise_is_a_function_of_the_seed_alone() -> None:
     assert down.std().item() == pytest.approx(0.02 / 4, rel=0.1)
 
 
-def test_building_a_model_spends_no_randomness() -> None:
+def test_building_a_model_spends_no_randomness():
     before = torch.get_rng_state()
     PathModel(config_of())
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_loss_counts_targets_after_the_prefix_and_no_padding() -> None:
+def test_loss_counts_targets_after_the_prefix_and_no_padding():
     model, tokens = model_of(), tokens_of(3, 10)
     tokens[1, 6:] = PAD_TOKEN
     tokens[2, :] = PAD_TOKEN
@@ -199,9 +197,7 @@ def test_loss_counts_targets_after_the_prefix_and_no_padding() -> None:
 
 
 @pytest.mark.parametrize("logits", [1, 7 * 40, 40 * 11, 40 * 12])
-def test_logits_in_pieces_give_the_same_losses(
-    logits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_in_pieces_give_the_same_losses(logits, monkeypatch):
     model, tokens = model_of(), tokens_of(2, 6)
     expected = token_losses(model, tokens)
     monkeypatch.setattr(transformer, "LOGITS_AT_ONCE", logits)
@@ -211,7 +207,7 @@ def test_logits_in_pieces_give_the_same_losses(
     assert max(len(targets) for _, targets in pieces) <= max(1, logits // 40)
 
 
-def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
+def test_uniform_logits_cost_the_log_of_the_vocabulary():
     tokens = tokens_of(2, 6)
     losses = token_losses(PathModel(config_of()), tokens)
     torch.testing.assert_close(losses, torch.full((2, 5), float(np.log(40))))
@@ -220,16 +216,9 @@ def test_uniform_logits_cost_the_log_of_the_vocabulary() -> None:
 
 @pytest.mark.parametrize(
     ("total_gib", "share", "least", "most"),
-    [
-        (8, 1.0, 2**27, 2**27),
-        (24, None, 2**27, 2**27),
-        (140, None, 2**29, 2**30),
-        (141, 0.2, 2**27, 2**27),
-    ],
+    [(8, 1.0, 2**27, 2**27), (24, None, 2**27, 2**27), (140, None, 2**29, 2**30), (141, 0.2, 2**27, 2**27)],
 )
-def test_a_large_gpu_computes_more_logits_at_once(
-    monkeypatch: pytest.MonkeyPatch, total_gib: int, share: float | None, least: int, most: int
-) -> None:
+def test_a_large_gpu_computes_more_logits_at_once(monkeypatch, total_gib, share, least, most):
     memory = (0, total_gib * 2**30)
     monkeypatch.setattr(transformer, "free_and_total_bytes", lambda device: memory)
     monkeypatch.setattr(transformer, "permitted_share", lambda device: share)

@@ -1,7 +1,5 @@
 """The trimmed mean: what a few can move, and what the bits are."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 
@@ -9,16 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runs.exact_numbers import square_roots
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.trimmed_mean import (
-    of_paths,
-    trim_count,
-    trimmed_mean,
-    weighted_mean,
-)
+from dipaco.modules.trimmed_mean import of_paths, trim_count, trimmed_mean, weighted_mean
 from dipaco.protocol.config import ContributionsConfig, parse_config
+from support.runs.exact_numbers import square_roots
 
 SIZE = 300
 SHARE = 0.2
@@ -26,7 +19,7 @@ TRIMMED = functools.partial(trimmed_mean, share=SHARE)
 GOLDEN_DIGEST = "8c2cf105c8ca5de512c8bd487888eb773c98f289fcdb072df53cfa3290d3223c"
 
 
-def drawn(count: int, seed: int = 0, size: int = SIZE) -> list[torch.Tensor]:
+def drawn(count, seed=0, size=SIZE):
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(size, generator=generator)
     return [common + 0.5 * torch.randn(size, generator=generator) for _ in range(count)]
@@ -39,12 +32,12 @@ weights_of = st.lists(st.floats(0.05, 20.0), min_size=3, max_size=12)
     ("voters", "share", "trimmed"),
     [(1, 0.2, 0), (2, 0.4, 0), (3, 0.01, 1), (4, 0.4, 1), (5, 0.2, 1), (6, 0.2, 2), (32, 0.2, 7)],
 )
-def test_how_many_are_left_out(voters: int, share: float, trimmed: int) -> None:
+def test_how_many_are_left_out(voters, share, trimmed):
     assert trim_count(voters, share) == trimmed
 
 
 @given(st.integers(1, 300), st.floats(0.001, 0.499))
-def test_one_or_two_remain_at_least(voters: int, share: float) -> None:
+def test_one_or_two_remain_at_least(voters, share):
     trimmed = trim_count(voters, share)
     assert voters - 2 * trimmed >= 1
     assert trimmed >= min(share * voters, (voters - 1) // 2) * 0.999
@@ -52,9 +45,7 @@ def test_one_or_two_remain_at_least(voters: int, share: float) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(weights_of, st.integers(0, 99), st.floats(-1e30, 1e30))
-def test_trimming_keeps_every_coordinate_within_what_the_others_say(
-    weights: list[float], seed: int, lie: float
-) -> None:
+def test_trimming_keeps_every_coordinate_within_what_the_others_say(weights, seed, lie):
     values = drawn(len(weights), seed)
     liars = trim_count(len(weights), 0.2)
     others = torch.stack(values[liars:])
@@ -64,19 +55,19 @@ def test_trimming_keeps_every_coordinate_within_what_the_others_say(
     assert bool((average >= others.amin(0)).all() and (average <= others.amax(0)).all())
 
 
-def test_of_two_the_weighted_mean_is_taken() -> None:
+def test_of_two_the_weighted_mean_is_taken():
     values = drawn(2)
     values[1].mul_(1e6)
     assert torch.equal(TRIMMED(values, [3.0, 1.0]), weighted_mean(values, [0.75, 0.25]))
 
 
-def test_equal_values_are_their_own_average() -> None:
+def test_equal_values_are_their_own_average():
     value = drawn(1)[0]
     average = TRIMMED([value.clone() for _ in range(5)], [1.0, 2.0, 3.0, 4.0, 5.0])
     torch.testing.assert_close(average, value, rtol=1e-6, atol=0)
 
 
-def test_a_trimmed_mean_is_that_of_exact_arithmetic() -> None:
+def test_a_trimmed_mean_is_that_of_exact_arithmetic():
     values, weights = drawn(7), [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     found = TRIMMED(values, weights)
     for coordinate in range(SIZE):
@@ -87,7 +78,7 @@ def test_a_trimmed_mean_is_that_of_exact_arithmetic() -> None:
         assert float(found[coordinate]) == pytest.approx(exact, rel=1e-5, abs=1e-6)
 
 
-def test_many_replicas_of_a_lying_path_have_one_vote() -> None:
+def test_many_replicas_of_a_lying_path_have_one_vote():
     honest, lie = drawn(3), torch.full((SIZE,), 1e6)
     rows, paths = [*honest, lie, lie, lie, lie], [0, 1, 2, 3, 3, 3, 3]
     weights = [0.25, 0.25, 0.25, *[0.0625] * 4]
@@ -95,13 +86,13 @@ def test_many_replicas_of_a_lying_path_have_one_vote() -> None:
     assert bool((average <= torch.stack(honest).amax(0)).all())
 
 
-def test_a_lying_replica_among_three_is_outvoted() -> None:
+def test_a_lying_replica_among_three_is_outvoted():
     honest, lie = drawn(2), torch.full((SIZE,), 1e6)
     average = of_paths([honest[0], lie, honest[1]], [0.3, 0.4, 0.3], [5, 5, 5], SHARE)
     assert bool((average <= torch.stack(honest).amax(0)).all())
 
 
-def test_replicas_count_alike_whatever_they_say_of_their_tokens() -> None:
+def test_replicas_count_alike_whatever_they_say_of_their_tokens():
     """Others' values lie around a negated one where they are hardly apart: there tokens that nobody
     can check would decide."""
     rows = drawn(4)
@@ -110,7 +101,7 @@ def test_replicas_count_alike_whatever_they_say_of_their_tokens() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_golden_mean() -> None:
+def test_a_golden_mean():
     """Pins the bits; a change that is meant raises the protocol version too."""
     roots = square_roots(12_000)
     rows = [roots.roll(1_000 * number) * (1 + number % 3) for number in range(6)]
@@ -118,10 +109,7 @@ def test_a_golden_mean() -> None:
     assert hashlib.sha256(average.numpy().tobytes()).hexdigest() == GOLDEN_DIGEST
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("trim_share", 0.5), ("trim_share", 0.0), ("combine", "median")],
-)
-def test_impossible_settings_are_refused(key: str, value: object) -> None:
+@pytest.mark.parametrize(("key", "value"), [("trim_share", 0.5), ("trim_share", 0.0), ("combine", "median")])
+def test_impossible_settings_are_refused(key, value):
     with pytest.raises(ConfigurationError, match=key):
         parse_config(ContributionsConfig, {key: value}, "run.toml")

@@ -1,16 +1,11 @@
 """`dipaco-peer --check`: what it looks at, what it says of it, and which remedy it names."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
 from dipaco.base.errors import AddressError, ConfigurationError, StorageError, UnreachableError
 from dipaco.modules import device
@@ -18,11 +13,13 @@ from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import free_bytes, head_bytes
 from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
 from dipaco.peer.check import checks, doctor, machine, needs
-from dipaco.peer.check.checks import Check, MemoryNeed
+from dipaco.peer.check.checks import MemoryNeed
 from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
 from dipaco.peer.check.swarm import SwarmReport
 from dipaco.peer.exchange.contact.diagnosis import Finding
 from dipaco.peer.settings import PeerSettings
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
 LINUX = System("Debian", "6.1")
 WSL = replace(LINUX, wsl=2)
@@ -32,7 +29,7 @@ GIB = 2**30
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
 
 
-def machine_root(folder: Path, files: dict[str, str]) -> Path:
+def machine_root(folder, files):
     """Make up the files of a machine."""
     for name, text in files.items():
         file = folder / name
@@ -44,18 +41,15 @@ def machine_root(folder: Path, files: dict[str, str]) -> Path:
 # -- what is looked at
 
 
-def test_windows_containers_and_notebooks_are_recognised(tmp_path: Path) -> None:
+def test_windows_containers_and_notebooks_are_recognised(tmp_path):
     release = {"etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04 LTS"\n'}
     two = machine_root(
-        tmp_path / "two",
-        {"proc/version": "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)", **release},
+        tmp_path / "two", {"proc/version": "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)", **release}
     )
     found = machine.look_at_system(two, {})
     assert (found.wsl, found.name) == (2, "Ubuntu 24.04 LTS")
     assert found.kernel == "5.15.153.1-microsoft-standard-WSL2"
-    one = machine_root(
-        tmp_path / "one", {"proc/version": "Linux version 4.4.0-19041-Microsoft (Microsoft@x)"}
-    )
+    one = machine_root(tmp_path / "one", {"proc/version": "Linux version 4.4.0-19041-Microsoft (Microsoft@x)"})
     assert machine.look_at_system(one, {}).wsl == 1
     plain = machine_root(tmp_path / "plain", {"proc/version": "Linux version 6.1.0 (debian)"})
     assert machine.look_at_system(plain, {}).wsl == 0
@@ -66,29 +60,24 @@ def test_windows_containers_and_notebooks_are_recognised(tmp_path: Path) -> None
     assert machine.look_at_system(plain, {"KAGGLE_KERNEL_RUN_TYPE": "x"}).notebook == "Kaggle"
 
 
-def test_a_container_s_limit_is_the_memory(tmp_path: Path) -> None:
+def test_a_container_s_limit_is_the_memory(tmp_path):
     files = {"proc/meminfo": "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n"}
     assert machine.look_at_memory(machine_root(tmp_path / "a", files)) == Memory(16 * GIB, 8 * GIB)
-    files |= {
-        "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
-        "sys/fs/cgroup/memory.current": f"{GIB}\n",
-    }
+    files |= {"sys/fs/cgroup/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/memory.current": f"{GIB}\n"}
     assert machine.look_at_memory(machine_root(tmp_path / "b", files)) == Memory(4 * GIB, 3 * GIB)
     files["sys/fs/cgroup/memory.max"] = "max\n"
     assert machine.look_at_memory(machine_root(tmp_path / "c", files)) == Memory(16 * GIB, 8 * GIB)
 
 
-def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    root = machine_root(
-        tmp_path / "root", {"proc/mounts": f"a / ext4 rw\nC: {tmp_path} 9p rw\nx /other tmpfs rw\n"}
-    )
+def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path):
+    root = machine_root(tmp_path / "root", {"proc/mounts": f"a / ext4 rw\nC: {tmp_path} 9p rw\nx /other tmpfs rw\n"})
     found = machine.look_at_disk(tmp_path / "not" / "there", root)
     assert found.file_system == "9p"
     assert found.is_writable
     assert found.spare_bytes > 0
 
 
-def test_versions_are_compared_with_what_dipaco_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_compared_with_what_dipaco_needs(monkeypatch):
     assert machine.look_at_versions().unfit == ()
     monkeypatch.setattr(machine, "version", lambda name: "2.4.1" if name == "numpy" else "1.1.12")
     monkeypatch.setattr(machine, "requires", lambda name: ["numpy<2.4", "hivemind==1.1.12"])
@@ -103,13 +92,13 @@ def test_versions_are_compared_with_what_dipaco_needs(monkeypatch: pytest.Monkey
 # -- what is said of it
 
 
-def remedy(check: Check, verdict: str, exit_code: int = 0) -> str:
+def remedy(check, verdict, exit_code=0):
     assert (check.verdict, check.exit_code) == (verdict, exit_code), check
     assert check.value
     return check.remedy
 
 
-def test_systems() -> None:
+def test_systems():
     assert remedy(checks.check_system(LINUX), "ok") == ""
     assert "--set-version" in remedy(checks.check_system(replace(LINUX, wsl=1)), "problem", 3)
     assert "docs/windows.md" in remedy(checks.check_system(WSL), "ok")
@@ -117,7 +106,7 @@ def test_systems() -> None:
     assert "published port" in remedy(checks.check_system(CONTAINER), "ok")
 
 
-def test_versions_and_limits() -> None:
+def test_versions_and_limits():
     assert checks.check_versions(Versions(("dipaco 0.1.0",))).verdict == "ok"
     missing = Versions((), (("torch", "", ">=2.6,<2.14"),))
     assert "pip install 'torch>=2.6,<2.14'" in remedy(checks.check_versions(missing), "problem", 3)
@@ -125,7 +114,7 @@ def test_versions_and_limits() -> None:
     assert f"ulimit -n {checks.OPEN_FILES}" in remedy(checks.check_open_files(1024), "warning")
 
 
-def test_ports() -> None:
+def test_ports():
     free, fixed = ("/ip4/0.0.0.0/tcp/0",), ("/ip4/0.0.0.0/tcp/31337",)
     assert "--port 31337" in remedy(checks.check_ports(free, []), "ok")
     assert remedy(checks.check_ports(fixed, []), "ok") == ""
@@ -134,7 +123,7 @@ def test_ports() -> None:
     assert checks.check_ports(fixed, taken, peer_is_running=True).verdict == "warning"
 
 
-def test_neighbours() -> None:
+def test_neighbours():
     other = ADDRESS.replace("203", "204")
     assert checks.check_neighbours([(ADDRESS, "")]).verdict == "ok"
     some = checks.check_neighbours([(ADDRESS, ""), (other, "connection refused")])
@@ -143,7 +132,7 @@ def test_neighbours() -> None:
     assert remedy(checks.check_neighbours([(ADDRESS, "timed out")]), "problem", 2)
 
 
-def test_clocks() -> None:
+def test_clocks():
     assert checks.check_clock(0.02, 2, LINUX).verdict == "ok"
     assert "timedatectl" in remedy(checks.check_clock(3.0, 1, LINUX), "warning")
     # With such a clock Hivemind does not join.
@@ -156,23 +145,17 @@ def test_clocks() -> None:
     assert "container" in remedy(checks.check_clock(12.0, 2, CONTAINER), "problem", 8)
 
 
-def test_reachability() -> None:
+def test_reachability():
     own = ("/ip4/172.20.1.2/tcp/31337/p2p/12D3KooWPeer",)
     assert checks.check_reachability(own, "direct", 0, LINUX).verdict == "ok"
     plain = remedy(checks.check_reachability(own, "unknown", 4000, LINUX), "warning")
     assert "forward TCP port 4000" in plain
-    assert "netsh interface portproxy" in remedy(
-        checks.check_reachability(own, "unknown", 0, WSL), "warning"
-    )
-    assert "-p 31337:31337" in remedy(
-        checks.check_reachability(own, "unknown", 0, CONTAINER), "warning"
-    )
-    assert "cannot be called" in remedy(
-        checks.check_reachability(own, "unknown", 0, COLAB), "warning"
-    )
+    assert "netsh interface portproxy" in remedy(checks.check_reachability(own, "unknown", 0, WSL), "warning")
+    assert "-p 31337:31337" in remedy(checks.check_reachability(own, "unknown", 0, CONTAINER), "warning")
+    assert "cannot be called" in remedy(checks.check_reachability(own, "unknown", 0, COLAB), "warning")
 
 
-def test_the_base_of_adapters() -> None:
+def test_the_base_of_adapters():
     assert not remedy(checks.check_base("OWNER/NAME", 10**9, is_in_hub_cache=True), "ok")
     fetched = checks.check_base("OWNER/NAME", 10**9, is_in_hub_cache=False)
     assert "1 GB of OWNER/NAME are fetched once" in fetched.value
@@ -181,7 +164,7 @@ def test_the_base_of_adapters() -> None:
     assert not remedy(checks.check_base("checkpoint", 10**9, is_in_hub_cache=False), "ok")
 
 
-def test_disks(tmp_path: Path) -> None:
+def test_disks(tmp_path):
     disk = Disk(tmp_path, 10 * GIB, "ext4", True)
     assert checks.check_disk(disk, None, 0, LINUX).verdict == "ok"
     assert checks.check_disk(disk, 9 * GIB, 0, LINUX).verdict == "ok"
@@ -196,10 +179,10 @@ def test_disks(tmp_path: Path) -> None:
     assert remedy(checks.check_disk(replace(disk, is_writable=False), None, 0, LINUX), "problem", 9)
 
 
-def test_devices() -> None:
+def test_devices():
     gpu = Gpu("RTX 3060", 11 * GIB, 12 * GIB, "bf16")
 
-    def check(gpu: Gpu | None, device: str = "auto", maker: str = "NVIDIA", of: str = "") -> Check:
+    def check(gpu, device="auto", maker="NVIDIA", of=""):
         return checks.check_gpu(gpu, device, "cuda:0: no kernels", "2.9.1+cpu", maker, of)
 
     assert "bf16 (cuda:0: no kernels)" in check(gpu).value
@@ -217,7 +200,7 @@ def test_devices() -> None:
     assert check(None, maker="").verdict == "ok"
 
 
-def test_the_compiler() -> None:
+def test_the_compiler():
     gpu = Gpu("RTX 3060", 11 * GIB, 12 * GIB, "bf16")
     assert checks.check_compiler(gpu, True).verdict == "ok"
     bare = replace(gpu, missing=("a C compiler", "Python's headers"))
@@ -226,7 +209,7 @@ def test_the_compiler() -> None:
     assert checks.check_compiler(bare, False).verdict == "ok"
 
 
-def test_what_of_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_of_the_compiler_is_missing(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
@@ -237,7 +220,7 @@ def test_what_of_the_compiler_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert machine.missing_for_compiler() == ()
 
 
-def test_a_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_apple(monkeypatch):
     mps = torch.device("mps")
     monkeypatch.setattr(device, "choose_device", lambda name: (mps, "mps is there"))
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 * GIB)
@@ -248,10 +231,9 @@ def test_a_gpu_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "maker"),
-    [("dev/nvidia0", "NVIDIA"), ("dev/kfd", "AMD"), ("usr/lib/wsl/lib/libcuda.so.1", "NVIDIA")],
+    ("file", "maker"), [("dev/nvidia0", "NVIDIA"), ("dev/kfd", "AMD"), ("usr/lib/wsl/lib/libcuda.so.1", "NVIDIA")]
 )
-def test_gpus_that_pytorch_may_not_see(file: str, maker: str, tmp_path: Path) -> None:
+def test_gpus_that_pytorch_may_not_see(file, maker, tmp_path):
     assert machine.look_for_gpu_hardware(tmp_path, "Linux aarch64") == ""
     assert machine.look_for_gpu_hardware(tmp_path, "Darwin arm64") == "Apple"
     made_up = machine_root(tmp_path, {file: ""})
@@ -268,7 +250,7 @@ NEED = MemoryNeed(
 )
 
 
-def test_memory_of_a_gpu() -> None:
+def test_memory_of_a_gpu():
     gpu = Gpu("RTX 3060", 10 * GIB, 12 * GIB, "bf16")
     fits = checks.check_device_memory(NEED, gpu, None)
     assert fits.verdict == "ok"
@@ -282,10 +264,10 @@ def test_memory_of_a_gpu() -> None:
     assert "adamw8bit" in remedy(checks.check_device_memory(NEED, small, None), "problem", 3)
 
 
-def test_main_memory() -> None:
+def test_main_memory():
     gpu = Gpu("RTX 3060", 10 * GIB, 12 * GIB, "bf16")
 
-    def check(available: float, gpu: Gpu | None, system: System = LINUX) -> Check:
+    def check(available, gpu, system=LINUX):
         return checks.check_main_memory(NEED, Memory(32 * GIB, int(available)), gpu, None, system)
 
     assert check(4 * GIB, gpu).verdict == "ok"
@@ -302,7 +284,7 @@ def test_main_memory() -> None:
     assert "--memory" in remedy(check(4 * GIB, None, CONTAINER), "problem", 3)
 
 
-def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
+def test_a_run_s_needs(tmp_path, settings):
     plan = make_tiny_run(tmp_path / "run", inner={"optimizer": "adamw"}).plan()
     need = doctor.memory_need(plan, settings, None)
     logits = head_bytes(plan.model, 1, LOGITS_AT_ONCE_ON_GPU)
@@ -310,8 +292,7 @@ def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     assert need.batch == plan.inner.batch_sequences
     assert (
         need.pass_bytes
-        > doctor.memory_need(plan, settings, Gpu("x", 1, 1, "bf16")).pass_bytes
-        - 4 * need.path_parameters
+        > doctor.memory_need(plan, settings, Gpu("x", 1, 1, "bf16")).pass_bytes - 4 * need.path_parameters
     )
     eight = replace(settings, optimizer="adamw8bit")
     assert doctor.memory_need(plan, eight, None).fixed_bytes == 10 * need.path_parameters + logits
@@ -321,9 +302,7 @@ def test_a_run_s_needs(tmp_path: Path, settings: PeerSettings) -> None:
     assert sum(main.values()) <= 13 * need.path_parameters
 
 
-def test_nothing_is_claimed_on_a_machine_that_is_too_small(
-    tmp_path: Path, settings: PeerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_claimed_on_a_machine_that_is_too_small(tmp_path, settings, monkeypatch):
     run = make_tiny_run(tmp_path / "run")
     plan = run.plan()
     shards = run.shard_index(plan)
@@ -344,7 +323,7 @@ def test_nothing_is_claimed_on_a_machine_that_is_too_small(
         doctor.fitting_batch(settings, plan, shards)
 
 
-def test_a_member_receives_everybody_else_s_contributions(tmp_path: Path) -> None:
+def test_a_member_receives_everybody_else_s_contributions(tmp_path):
     plan = make_tiny_run(tmp_path / "run", modules_per_level=(2, 3), codec="float32").plan()
     grid = needs.grid_of(plan)
     for level, members in (("L0", 3), ("L1", 2)):
@@ -358,13 +337,11 @@ def test_a_member_receives_everybody_else_s_contributions(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> PeerSettings:
+def settings(tmp_path):
     return PeerSettings(initial_peers=(ADDRESS,), device="cpu", cache_folder=tmp_path / "cache")
 
 
-def test_what_fails_ends_what_depends_on_it(
-    monkeypatch: pytest.MonkeyPatch, settings: PeerSettings
-) -> None:
+def test_what_fails_ends_what_depends_on_it(monkeypatch, settings):
     """Nobody answers: the machine itself is looked at all the same, and the exit code says it."""
     silent = Finding(ADDRESS, error=UnreachableError("connection refused"))
     monkeypatch.setattr(doctor, "ask_neighbours", lambda settings: (silent,))
@@ -378,9 +355,7 @@ def test_what_fails_ends_what_depends_on_it(
 
 
 @pytest.mark.parametrize("flags", [{"vram_gb": 8.0}, {"max_gpu_temp": 80.0}])
-def test_limits_of_a_gpu_where_there_is_none(
-    settings: PeerSettings, flags: dict[str, float]
-) -> None:
+def test_limits_of_a_gpu_where_there_is_none(settings, flags):
     """A peer with these flags would end with the same code."""
     found = list(doctor.examine_all(replace(settings, initial_peers=(), device="cpu", **flags)))
     [problem] = [check for check in found if check.verdict == "problem"]
@@ -388,18 +363,16 @@ def test_limits_of_a_gpu_where_there_is_none(
     assert "is for a GPU" in problem.value
 
 
-def test_a_wrong_clock_ends_it_before_joining(
-    monkeypatch: pytest.MonkeyPatch, settings: PeerSettings
-) -> None:
-    answer = Finding(ADDRESS, hello=object(), clock_offset_s=9.0)  # type: ignore[arg-type]
+def test_a_wrong_clock_ends_it_before_joining(monkeypatch, settings):
+    answer = Finding(ADDRESS, hello=object(), clock_offset_s=9.0)
     monkeypatch.setattr(doctor, "ask_neighbours", lambda settings: (answer,))
     monkeypatch.setattr(doctor, "ask_swarm", lambda *a, **k: pytest.fail("the clock comes first"))
     found = list(doctor.examine_all(settings))
     assert doctor.summary(found)["exit_code"] == 8
 
 
-def test_a_swarm_without_the_run(monkeypatch: pytest.MonkeyPatch, settings: PeerSettings) -> None:
-    answer = Finding(ADDRESS, hello=object())  # type: ignore[arg-type]
+def test_a_swarm_without_the_run(monkeypatch, settings):
+    answer = Finding(ADDRESS, hello=object())
     report = SwarmReport(failure=UnreachableError("none answered"))
     monkeypatch.setattr(doctor, "ask_neighbours", lambda settings: (answer,))
     monkeypatch.setattr(doctor, "ask_swarm", lambda settings, port_is_free: report)
@@ -408,7 +381,7 @@ def test_a_swarm_without_the_run(monkeypatch: pytest.MonkeyPatch, settings: Peer
 
 
 @pytest.mark.p2pd
-def test_the_command_beside_a_served_run(tmp_path: Path) -> None:
+def test_the_command_beside_a_served_run(tmp_path):
     run = make_tiny_run(tmp_path / "run")
     with Swarm(tmp_path, run) as swarm:
         address = swarm.start_bootstrap().address()

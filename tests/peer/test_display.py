@@ -7,13 +7,9 @@ import logging
 import re
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import pytest
 from rich.console import Console
-from support.runs.make_plan import make_plan
-from support.swarms.fake_swarm import FakeRun, FakeSwarm, FakeTime
-from support.swarms.swarm_views import record
 
 from dipaco.base import running
 from dipaco.base.errors import NetworkError
@@ -21,15 +17,12 @@ from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.reporting.display import Display, Given, LivePanel
 from dipaco.protocol.view import SwarmView
+from support.runs.make_plan import make_plan
+from support.swarms.fake_swarm import FakeRun, FakeSwarm, FakeTime
+from support.swarms.swarm_views import record
 
 
-def lines_of(
-    status: PeerStatus,
-    *events: tuple[str, dict[str, Any]],
-    others: int = 0,
-    width: int = 80,
-    sent_bytes: int = 0,
-) -> list[str]:
+def lines_of(status, *events, others=0, width=80, sent_bytes=0):
     """Return the panel's lines in the middle of round 5, after some events."""
     plan = make_plan(name="a-run-with-a-rather-long-name")
     uplink = Uplink()
@@ -48,23 +41,18 @@ def lines_of(
     return capture.get().rstrip("\n").split("\n")
 
 
-def text_of(lines: list[str]) -> str:
+def text_of(lines):
     return re.sub(r"\s+", " ", " ".join(line.strip("│ ") for line in lines))
 
 
-def step(tokens: int) -> tuple[str, dict[str, Any]]:
+def step(tokens):
     said = {"path": 1, "path_step": 7, "tokens_per_s": 9.0}
     return "inner", {"tokens": tokens, "loss": 5.4321, **said}
 
 
-def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> None:
+def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know():
     claim = Activity("training", 1, reason="nobody trains it")
-    status = PeerStatus(
-        claim,
-        device="NVIDIA GeForce RTX 4090 Laptop GPU",
-        tokens_per_s=12345.6,
-        reachable="outgoing",
-    )
+    status = PeerStatus(claim, device="NVIDIA GeForce RTX 4090 Laptop GPU", tokens_per_s=12345.6, reachable="outgoing")
     lines = lines_of(
         status,
         step(1500),
@@ -92,7 +80,7 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know() -> N
         assert word not in text
 
 
-def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run() -> None:
+def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run():
     given = Given()
     given.before = 5000
     for run, path, module in (("a", 0, "L0.E0"), ("a", 3, "L0.E1"), ("b", 0, "L0.E0")):
@@ -105,10 +93,8 @@ def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run() -> None:
     assert str(given).endswith("3,000 of them are in the model, 8,000 with those before")
 
 
-def test_the_panel_of_a_peer_that_waits_or_rests() -> None:
-    status = PeerStatus(
-        Activity("joining", 2), waiting_for="the shard of path 2", reachable="direct"
-    )
+def test_the_panel_of_a_peer_that_waits_or_rests():
+    status = PeerStatus(Activity("joining", 2), waiting_for="the shard of path 2", reachable="direct")
     text = text_of(lines_of(status, others=1))
     for part in ("joining path 2", "for the shard of path 2", "1 other is here; they can call"):
         assert part in text, text
@@ -118,7 +104,7 @@ def test_the_panel_of_a_peer_that_waits_or_rests() -> None:
         assert part in text, text
 
 
-def test_lines_are_for_people() -> None:
+def test_lines_are_for_people():
     output = io.StringIO()
     display = Display(Console(file=output, width=200))
     taken = {"module": "L0.E0", "round": 3, "version": 4, "rows": 1, "expected": 1}
@@ -135,15 +121,15 @@ class HandTimer(threading.Timer):
 
     made: ClassVar[list[HandTimer]] = []
 
-    def start(self) -> None:
+    def start(self):
         self.made.append(self)
 
-    def fire(self) -> None:
+    def fire(self):
         if not self.finished.is_set():
             self.function()
 
 
-def test_what_an_owner_does_not_read_is_left_out() -> None:
+def test_what_an_owner_does_not_read_is_left_out():
     taken = {"round": 3, "version": 4, "rows": 1, "expected": 1, "own_tokens": 9}
     move = {"from_path": 1, "to_path": 2, "reason": "it waited longest"}
     said = []
@@ -157,17 +143,14 @@ def test_what_an_owner_does_not_read_is_left_out() -> None:
         display.on_event("kept", {"module": "L1.E0", "version": 2})
         display.on_event(*step(1))
         said.append([line.split()[1] for line in output.getvalue().splitlines()])
-    assert said == [
-        ["moving", "path"],
-        ["round", "moving", "waiting", "claimed", "keeps", "path"],
-    ]
+    assert said == [["moving", "path"], ["round", "moving", "waiting", "claimed", "keeps", "path"]]
 
 
-def test_a_wait_is_told_when_it_is_long() -> None:
+def test_a_wait_is_told_when_it_is_long():
     output = io.StringIO()
     display = Display(Console(file=output, width=200), timer=HandTimer)
 
-    def told(*events: tuple[str, dict[str, Any]]) -> list[str]:
+    def told(*events):
         """Return what is said once the time is over, after some events."""
         HandTimer.made.clear()
         before = len(output.getvalue())
@@ -178,7 +161,7 @@ def test_a_wait_is_told_when_it_is_long() -> None:
         lines = output.getvalue()[before:].splitlines()
         return [line.split(maxsplit=1)[1] for line in lines if "waiting" in line]
 
-    def states(have: int) -> tuple[str, dict[str, Any]]:
+    def states(have):
         return "waiting", {"what": f"states: have {have} of 3"}
 
     assert told(states(0), states(1)) == ["waiting for states: have 1 of 3"]
@@ -191,15 +174,13 @@ HOSTILE = "nice\x1b]0;owned\x07\x1b[2J\u202egnp.exe\r\nsecond"
 PLAIN = "nice?]0;owned??[2J?gnp.exe  second"
 
 
-def test_no_text_of_others_commands_a_terminal(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_no_text_of_others_commands_a_terminal(capsys):
     """One place makes it printable, for the console, the log and the line of an error."""
     console = Console(file=io.StringIO(), force_terminal=True, width=200, highlight=False)
     Display(console).say(f"  indented {HOSTILE}")
-    assert console.file.getvalue() == f"  indented {PLAIN}\n"  # type: ignore[attr-defined]
+    assert console.file.getvalue() == f"  indented {PLAIN}\n"
 
-    def fail() -> int:
+    def fail():
         raise NetworkError(HOSTILE)
 
     assert running.run_command(fail, debug=False) == NetworkError.exit_code

@@ -1,13 +1,10 @@
 """A command of the owner's hears what becomes of the peer, and never holds the peer up."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +17,7 @@ RUN = {"run": "a1b2", "plan": {"name": "tiny"}}
 LIMIT_S = 120.0
 
 
-def script(folder: Path, text: str) -> str:
+def script(folder, text):
     """Write a program, and return a command with a word of its own."""
     program = folder / "a command"
     program.write_text(f"#!/bin/sh\n{text}\n")
@@ -28,7 +25,7 @@ def script(folder: Path, text: str) -> str:
     return f"'{program}' mine"
 
 
-def test_events_arrive_in_order_as_words(tmp_path: Path) -> None:
+def test_events_arrive_in_order_as_words(tmp_path):
     log = tmp_path / "log"
     command = EventCommand(script(tmp_path, f'echo "$#|$1|$2|$3" >> {log}'))
     events = EventLog()
@@ -53,9 +50,7 @@ def test_events_arrive_in_order_as_words(tmp_path: Path) -> None:
     ]
 
 
-def test_a_command_that_hangs_is_ended_with_its_children(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_command_that_hangs_is_ended_with_its_children(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "dipaco.peer.reporting.event_command")
     log = tmp_path / "log"
     hangs = f"echo $2 >> {log}; [ $2 = error ] && (sleep 600; echo late >> {log}) ; true"
@@ -71,9 +66,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(
     assert "it took too long" in caplog.text
 
 
-def test_too_many_are_dropped_and_close_does_not_wait_for_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_are_dropped_and_close_does_not_wait_for_them(tmp_path, caplog, monkeypatch):
     caplog.set_level(logging.WARNING, "dipaco.peer.reporting.event_command")
     monkeypatch.setattr("dipaco.peer.reporting.event_command.CLOSE_LIMIT_S", 0.2)
     command = EventCommand(script(tmp_path, "sleep 600"), limit_s=600)
@@ -83,9 +76,7 @@ def test_too_many_are_dropped_and_close_does_not_wait_for_them(
     command.close()
 
 
-def test_a_command_that_fails_is_told_and_no_more(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_command_that_fails_is_told_and_no_more(tmp_path, caplog):
     caplog.set_level(logging.WARNING, "dipaco.peer.reporting.event_command")
     command = EventCommand(script(tmp_path, "exit 7"))
     command.tell("error", "x")
@@ -96,12 +87,10 @@ def test_a_command_that_fails_is_told_and_no_more(
     command.close()
 
 
-def test_a_command_that_cannot_be_ended_does_not_end_the_telling(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_cannot_be_ended_does_not_end_the_telling(tmp_path, caplog, monkeypatch):
     """It may run as another user, like sudo."""
 
-    def refuse(process: int, number: int) -> None:
+    def refuse(process, number):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(event_command.os, "killpg", refuse)
@@ -119,7 +108,7 @@ def test_a_command_that_cannot_be_ended_does_not_end_the_telling(
     assert "Operation not permitted" in caplog.text
 
 
-def test_letters_that_the_locale_has_not_hinder_nothing(tmp_path: Path) -> None:
+def test_letters_that_the_locale_has_not_hinder_nothing(tmp_path):
     log = tmp_path / "log"
     program = (
         "import sys; from dipaco.peer.reporting.event_command import EventCommand\n"
@@ -133,6 +122,6 @@ def test_letters_that_the_locale_has_not_hinder_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["", "  ", "no-such-program-here x", "echo 'open"])
-def test_what_cannot_be_run_is_refused_at_the_start(command: str) -> None:
+def test_what_cannot_be_run_is_refused_at_the_start(command):
     with pytest.raises(ConfigurationError, match=r"--on-event"):
         EventCommand(command)

@@ -1,13 +1,9 @@
 """The listener of examples/monitoring: what events are worth to a tracker."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -19,7 +15,7 @@ STEP = {"event": "outer_step", "module": "L0.E1", "group": ["A", "B"], "version"
 
 
 @pytest.fixture(scope="module")
-def listener() -> ModuleType:
+def listener():
     spec = importlib.util.spec_from_file_location("follow_events", FILE)
     assert spec is not None
     assert spec.loader is not None
@@ -28,14 +24,12 @@ def listener() -> ModuleType:
     return module
 
 
-def log(path: Path, *events: dict[str, Any], rest: str = "") -> Path:
+def log(path, *events, rest=""):
     path.write_text("".join(json.dumps(event) + "\n" for event in events) + rest)
     return path
 
 
-def test_events_become_numbers_at_the_step_they_came_at(
-    listener: ModuleType, tmp_path: Path
-) -> None:
+def test_events_become_numbers_at_the_step_they_came_at(listener, tmp_path):
     file = log(
         tmp_path / "peer.jsonl",
         INNER,
@@ -58,10 +52,8 @@ def test_events_become_numbers_at_the_step_they_came_at(
         },
         rest='no event\n[]\n{"event": "inner", "pa',
     )
-    seen: list[tuple[dict[str, float], int, float]] = []
-    steps = listener.follow(
-        listener.events_of(file, once=True), lambda *values: seen.append(values)
-    )
+    seen = []
+    steps = listener.follow(listener.events_of(file, once=True), lambda *values: seen.append(values))
     assert steps == 2
     assert seen[0] == (
         {"train/loss": 3.5, "train/tokens_per_s": 9.0, "train/step_seconds": 0.5, "train/path": 1},
@@ -77,7 +69,7 @@ def test_events_become_numbers_at_the_step_they_came_at(
     assert [values[0] for values in seen[4:]] == [{"carry_on/L0": 5}, {"validation/path_1": 2.5}]
 
 
-def test_it_goes_on_with_what_is_appended(listener: ModuleType, tmp_path: Path) -> None:
+def test_it_goes_on_with_what_is_appended(listener, tmp_path):
     file = log(tmp_path / "peer.jsonl", INNER, rest='{"event": "inn')
     events = listener.events_of(file, once=False)
     assert next(events) == INNER
@@ -87,13 +79,7 @@ def test_it_goes_on_with_what_is_appended(listener: ModuleType, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tracker", ["tensorboard", "trackio", "wandb"])
-def test_a_tracker_that_is_not_installed_is_said_in_one_line(
-    listener: ModuleType,
-    tmp_path: Path,
-    tracker: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_tracker_that_is_not_installed_is_said_in_one_line(listener, tmp_path, tracker, monkeypatch, capsys):
     for name in ("torch.utils.tensorboard", "trackio", "wandb"):
         monkeypatch.setitem(sys.modules, name, None)
     file = log(tmp_path / "peer.jsonl", INNER)

@@ -1,14 +1,11 @@
 """While a peer trains, the machine does not go to sleep; afterwards it does, whatever ended it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -23,23 +20,21 @@ echo given back >> {log}
 LIMIT_S = 120.0
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def install(folder, monkeypatch, text):
     program = folder / "systemd-inhibit"
     program.write_text(text)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
-def wait_for_lines(log: Path, lines: list[str]) -> None:
+def wait_for_lines(log, lines):
     until_s = time.monotonic() + LIMIT_S
     while not log.exists() or log.read_text().splitlines() != lines:
         assert time.monotonic() < until_s, log.read_text() if log.exists() else "nothing"
         time.sleep(0.02)
 
 
-def test_the_lock_is_held_while_a_peer_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_is_held_while_a_peer_trains(tmp_path, monkeypatch):
     log = tmp_path / "log"
     install(tmp_path, monkeypatch, INHIBIT.format(log=log))
     awake = KeepAwake()
@@ -58,9 +53,7 @@ def test_the_lock_is_held_while_a_peer_trains(
     wait_for_lines(log, ["taken", "given back", "taken", "given back"])
 
 
-def test_the_lock_ends_with_a_peer_that_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lock_ends_with_a_peer_that_is_killed(tmp_path, monkeypatch):
     log = tmp_path / "log"
     install(tmp_path, monkeypatch, INHIBIT.format(log=log))
     program = (
@@ -77,12 +70,7 @@ def test_the_lock_ends_with_a_peer_that_is_killed(
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\necho Access denied >&2; exit 1", None])
-def test_without_such_a_lock_a_peer_trains_and_says_so_once(
-    text: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_without_such_a_lock_a_peer_trains_and_says_so_once(text, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, "dipaco.peer.owner.keep_awake")
     if text is None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -103,16 +91,14 @@ def test_without_such_a_lock_a_peer_trains_and_says_so_once(
     assert ("Access denied" if text else "No such file") in record.getMessage()
 
 
-def test_a_lock_that_is_killed_holds_nobody_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_that_is_killed_holds_nobody_up(tmp_path, monkeypatch, caplog):
     """What it has started then still has its output open, and ends only with its input."""
     caplog.set_level(logging.DEBUG, "dipaco.peer.owner.keep_awake")
     install(tmp_path, monkeypatch, '#!/bin/bash\n"${@: -1}" <&0 &\nkill -KILL $$\n')
     awake = KeepAwake()
     awake.on_event("training", {})
 
-    def train() -> None:
+    def train():
         while not caplog.records:
             threading.Event().wait(0.02)
             awake.on_event("inner", {})

@@ -1,16 +1,10 @@
 """What concerns other peers: each message reports one outcome, failures too."""
 
-from __future__ import annotations
-
 import logging
 import queue
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.swarms.fake_swarm import ME, FakeSwarm, peer_id
-from support.wire.exchanges import rows_in
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.chain_store import ChainStore
@@ -19,6 +13,8 @@ from dipaco.peer.shell.messenger import Messenger
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
+from support.swarms.fake_swarm import ME, FakeSwarm, peer_id
+from support.wire.exchanges import rows_in
 
 OTHER, MODULE, RUN = peer_id(1), "L0.E0", "0123456789abcdef"
 WAIT_S = 30.0
@@ -30,55 +26,51 @@ ANSWER = e.Answered(OTHER, MODULE, (STEP,), (ROW,), has_more=True)
 class Others:
     """Other peers: what they are told, and what they answer."""
 
-    def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
-        self.put_to: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.answer: e.Answered | Exception | None = ANSWER
-        self.refusing: set[str] = set()
+    def __init__(self):
+        self.told = []
+        self.put_to = queue.SimpleQueue()
+        self.answer = ANSWER
+        self.refusing = set()
 
-    def tell(self, *said: Any) -> None:
+    def tell(self, *said):
         self.told.append(said)
 
-    def ask(self, peer: str, module: str, locator: Sequence[str]) -> e.Answered | None:
+    def ask(self, peer, module, locator):
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
 
-    def put(self, peer: str, row: Row, data: Path) -> bool:
+    def put(self, peer, row, data):
         self.put_to.put(peer)
         return peer not in self.refusing
 
 
 class Peer:
-    def __init__(self) -> None:
+    def __init__(self):
         self.swarm, self.others, self.status = FakeSwarm(), Others(), PeerStatus()
         self.chains = ChainStore(RUN, [MODULE], None)
-        self.reported: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
-        files: Any = type("Files", (), {"find": lambda self, sha256: Path("file")})()
-        others: Any = self.others
-        swarm: Any = self.swarm
-        self.messenger = Messenger(
-            swarm, others, self.chains, files, self.status, self.reported.put
-        )
+        self.reported = queue.SimpleQueue()
+        files = type("Files", (), {"find": lambda self, sha256: Path("file")})()
+        others = self.others
+        swarm = self.swarm
+        self.messenger = Messenger(swarm, others, self.chains, files, self.status, self.reported.put)
 
-    def do(self, action: a.Action) -> None:
+    def do(self, action):
         assert self.messenger.handlers()[type(action)](action) is None
 
-    def outcome(self, action: a.Action) -> e.Event:
+    def outcome(self, action):
         self.do(action)
         return self.reported.get(timeout=WAIT_S)
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
+def peer():
     made = Peer()
     yield made
     made.messenger.stop()
 
 
-def test_what_others_do_again_and_again_is_said_now_and_then(
-    peer: Peer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_others_do_again_and_again_is_said_now_and_then(peer, caplog):
     """Somebody who tells one bad step after the other does not fill the log."""
     for number in range(1000):
         peer.do(a.Warn(f"{MODULE}: a state is refused"))
@@ -88,7 +80,7 @@ def test_what_others_do_again_and_again_is_said_now_and_then(
     assert len(said) < 50
 
 
-def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer: Peer) -> None:
+def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer):
     peer.do(a.Tell((), MODULE, rows=(ROW,), steps=(STEP,)))
     assert rows_in(peer.chains, MODULE) == (ROW,)
     assert peer.others.told == []
@@ -96,7 +88,7 @@ def test_what_is_told_is_kept_too_also_when_nobody_hears_it(peer: Peer) -> None:
     assert peer.others.told == [((OTHER,), MODULE, (), (STEP,), True)]
 
 
-def test_an_answer_a_silence_and_a_failure_are_told(peer: Peer) -> None:
+def test_an_answer_a_silence_and_a_failure_are_told(peer):
     ask = a.Ask(OTHER, MODULE, (ROW.parent,))
     found = peer.outcome(ask)
     assert found == ANSWER
@@ -107,12 +99,12 @@ def test_an_answer_a_silence_and_a_failure_are_told(peer: Peer) -> None:
         assert failed.action == ask
 
 
-def test_a_file_is_pushed_to_every_mailbox(peer: Peer) -> None:
+def test_a_file_is_pushed_to_every_mailbox(peer):
     peer.do(a.Put((OTHER, ME), ROW, 2))
     assert {peer.others.put_to.get(timeout=WAIT_S) for _ in range(2)} == {OTHER, ME}
 
 
-def test_a_mailbox_that_takes_no_file_is_made_up_for_by_the_next(peer: Peer) -> None:
+def test_a_mailbox_that_takes_no_file_is_made_up_for_by_the_next(peer):
     peer.others.refusing = {OTHER, "dead"}
     peer.do(a.Put((OTHER, "dead", ME, "last"), ROW, 1))
     asked = [peer.others.put_to.get(timeout=WAIT_S) for _ in range(3)]
@@ -121,10 +113,10 @@ def test_a_mailbox_that_takes_no_file_is_made_up_for_by_the_next(peer: Peer) -> 
     assert peer.others.put_to.get(timeout=WAIT_S) == "another"
 
 
-def test_a_look_that_fails_is_told(peer: Peer) -> None:
+def test_a_look_that_fails_is_told(peer):
     assert peer.outcome(a.Look()) == e.Viewed(peer.swarm.view, is_answer=True)
 
-    def fail() -> None:
+    def fail():
         raise NetworkError("the DHT did not answer")
 
     peer.swarm.on_refresh = fail

@@ -1,7 +1,5 @@
 """An outer round takes the memory that `plan` says, and gives it back."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,7 +12,7 @@ LIMIT_S = 300.0
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-def test_the_peak_of_an_outer_round_in_bytes_a_parameter(levels: int) -> None:
+def test_the_peak_of_an_outer_round_in_bytes_a_parameter(levels):
     """What a real trainer, its states and its files take, above what the inner loop has.
 
     A copy of a module too many would be 4 bytes, and what does not depend on the parameters is one

@@ -1,41 +1,35 @@
 """An outer round from boundary to adoption: real files, chains and states, and no network."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.runs.tiny_run import make_tiny_run
-from support.wire.outer_peer import MODULE, Peer
 
-from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.node.states import States, head_of
-from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step
+from dipaco.protocol.chain import MARK_BYTES, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.routing.run_folder import RunFolder
+from support.runs.tiny_run import make_tiny_run
+from support.wire.outer_peer import MODULE, Peer
 
 OTHER = "L1.E0"
 
 
 @pytest.fixture(params=["float32", "int4", "sign"])
-def swarm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer, Peer, Peer]]:
+def swarm(request, tmp_path):
     """Return trainers of paths 0 and 1, which share a module, and a keeper."""
     run = make_tiny_run(tmp_path / "run", codec=request.param)
-    peers = [
-        Peer(run, tmp_path / name, path) for name, path in zip("abk", (0, 1, None), strict=True)
-    ]
+    peers = [Peer(run, tmp_path / name, path) for name, path in zip("abk", (0, 1, None), strict=True)]
     for peer in peers:
         peer.node.exchange.others = [p.node.contributions for p in peers if p is not peer]
     yield peers[0], peers[1], peers[2]
@@ -43,7 +37,7 @@ def swarm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Peer
         peer.outer.stop()
 
 
-def lost(peer: Peer, row: Row, trained: torch.Tensor) -> torch.Tensor:
+def lost(peer, row, trained):
     """Return what the encoding of a first contribution lost."""
     anchor = peer.genesis[MODULE].parameters
     data = peer.node.contributions.find(row.file).read_bytes()[MARK_BYTES:]
@@ -51,11 +45,11 @@ def lost(peer: Peer, row: Row, trained: torch.Tensor) -> torch.Tensor:
     return trained - told
 
 
-def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Peer]) -> None:
+def test_all_who_gather_the_files_compute_one_state(swarm):
     one, other, keeper = swarm
     rows = (one.publish(), other.publish())
     trained = one.local()
-    assert rows[0].tokens == 2 * one.trainer.tokens_per_step  # type: ignore[union-attr]
+    assert rows[0].tokens == 2 * one.trainer.tokens_per_step
     step = Step.of(rows)
     heads = []
     for peer in swarm:
@@ -92,7 +86,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm: tuple[Peer, Peer, Pee
     assert keeper.compute(heads[0], second).version == 2
 
 
-def test_what_is_missing_or_bad_is_reported(swarm: tuple[Peer, Peer, Peer]) -> None:
+def test_what_is_missing_or_bad_is_reported(swarm):
     one, other, _ = swarm
     row = other.publish()
     other.node.exchange.others = one.node.exchange.others = []
@@ -113,9 +107,7 @@ def test_what_is_missing_or_bad_is_reported(swarm: tuple[Peer, Peer, Peer]) -> N
     assert isinstance(found, e.Gathered)
 
 
-def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
-    swarm: tuple[Peer, Peer, Peer],
-) -> None:
+def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(swarm):
     one, other, _ = swarm
     step = Step.of([other.publish()])
     head = other.compute(other.head0(MODULE), step)
@@ -136,16 +128,14 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(
     assert isinstance(one.do(a.Publish(MODULE, 1, step.name, state.digest, 0.0)), e.Failed)
 
 
-def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
-    swarm: tuple[Peer, Peer, Peer],
-) -> None:
+def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(swarm):
     """The first of two downloads of one state would remove what the second is about to read."""
     one, other, _ = swarm
     step = Step.of([other.publish()])
     head = other.compute(other.head0(MODULE), step)
     state, go, asked = other.node.held.waiting(MODULE, step.name), threading.Event(), []
 
-    def slow(wanted: Head, holders: Sequence[str]) -> ModuleState:
+    def slow(wanted, holders):
         asked.append(wanted)
         assert go.wait(60)
         return state
@@ -158,7 +148,7 @@ def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(
     assert asked == [head]
 
 
-def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer]) -> None:
+def test_numbers_that_are_none_are_not_published(swarm):
     one, _, _ = swarm
     assert one.trainer is not None
     one.trainer.inner_step()
@@ -171,15 +161,11 @@ def test_numbers_that_are_none_are_not_published(swarm: tuple[Peer, Peer, Peer])
     assert failed.is_final
 
 
-def test_a_step_for_which_there_is_no_memory_is_left_out_and_told_once(
-    swarm: tuple[Peer, Peer, Peer],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_step_for_which_there_is_no_memory_is_left_out_and_told_once(swarm, monkeypatch, caplog):
     one, _, _ = swarm
     step = Step.of([one.publish()])
 
-    def no_room(*given: object) -> ModuleState:
+    def no_room(*given):
         raise MemoryError
 
     with monkeypatch.context() as patched:
@@ -193,9 +179,7 @@ def test_a_step_for_which_there_is_no_memory_is_left_out_and_told_once(
     assert one.compute(one.head0(MODULE), step).version == 1
 
 
-def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(
-    swarm: tuple[Peer, Peer, Peer],
-) -> None:
+def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(swarm):
     one, _, _ = swarm
     assert one.trainer is not None
     held = one.node.held
@@ -221,7 +205,7 @@ def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(
         head = newer
 
 
-def test_a_restart_finds_what_was_saved(swarm: tuple[Peer, Peer, Peer], tmp_path: Path) -> None:
+def test_a_restart_finds_what_was_saved(swarm, tmp_path):
     one, _, _ = swarm
     step = Step.of([one.publish()])
     head = one.compute(one.head0(MODULE), step)
@@ -240,9 +224,7 @@ def test_a_restart_finds_what_was_saved(swarm: tuple[Peer, Peer, Peer], tmp_path
     assert head_of(state, step.name, 1, 0) == found[MODULE]
 
 
-def test_a_copy_alone_lets_a_newcomer_compute_its_last_step(
-    swarm: tuple[Peer, Peer, Peer], tmp_path: Path
-) -> None:
+def test_a_copy_alone_lets_a_newcomer_compute_its_last_step(swarm, tmp_path):
     """A state is believed when rows that stand on it name it, so the one before it is needed."""
     one, _, keeper = swarm
     first = Step.of([one.publish()])
@@ -263,9 +245,7 @@ def test_a_copy_alone_lets_a_newcomer_compute_its_last_step(
     assert set(again.digests(MODULE)) == {before.digest, head.digest}
 
 
-def test_a_state_that_others_replaced_before_it_was_saved_keeps_no_memory(
-    swarm: tuple[Peer, Peer, Peer],
-) -> None:
+def test_a_state_that_others_replaced_before_it_was_saved_keeps_no_memory(swarm):
     one = swarm[0]
     held, step_of = one.node.held, one.node.rule.step
     states = [one.genesis[MODULE]]
@@ -275,9 +255,7 @@ def test_a_state_that_others_replaced_before_it_was_saved_keeps_no_memory(
         data = one.node.contributions.find(row.file).read_bytes()[MARK_BYTES:]
         rows = Step.of([row]).outer_rows
         states.append(step_of(states[-1], [data], rows, round_index, paths))
-    heads = [
-        head_of(state, f"{number:064x}", number, number) for number, state in enumerate(states)
-    ]
+    heads = [head_of(state, f"{number:064x}", number, number) for number, state in enumerate(states)]
     for number in (2, 4):
         held.put(heads[number].step, states[number], states[number - 1])
         held.hold(heads[number])

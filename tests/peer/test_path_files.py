@@ -1,22 +1,19 @@
 """What a peer begins with in a successor run: fetched by digest, believed only if it fits."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from support.runs.tiny_run import make_tiny_run
 
 from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.base.files import canonical_json
-from dipaco.modules.state import ModuleState, PathProgress, state_chunks
+from dipaco.modules.state import PathProgress, state_chunks
 from dipaco.peer.keeping.path_files import PathData, PathFiles
 from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
+from support.runs.tiny_run import make_tiny_run
 
 MODULE = "L0.E1"
 
@@ -24,28 +21,26 @@ MODULE = "L0.E1"
 class Served:
     """A successor whose genesis lies with others; `files` is a peer that has nothing yet."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.source = make_tiny_run(folder / "source", documents_per_path=8)
         plan = self.source.plan()
-        self.genesis: dict[str, ModuleState] = {}
+        self.genesis = {}
         for module in self.source.grid(plan).modules():
             state = self.source.genesis_state(plan, module)
             momentum = torch.full_like(state.momentum, 0.25)
             self.genesis[module] = dataclasses.replace(state, momentum=momentum)
         self.index = {module: self.serve(state) for module, state in self.genesis.items()}
         self.own = RunFolder(folder / "own")
-        self.fetched: list[str] = []
+        self.fetched = []
 
-    def serve(self, state: ModuleState) -> str:
+    def serve(self, state):
         return self.source.blobs.add_bytes(b"".join(bytes(part) for part in state_chunks(state)))
 
-    def files(self) -> PathFiles:
+    def files(self):
         plan = self.source.plan()
         genesis = self.source.blobs.add_bytes(canonical_json(self.index))
-        plan = RunPlan.model_validate(
-            {**plan.model_dump(), "blobs": {**plan.blobs.model_dump(), "genesis": genesis}}
-        )
-        node: Any = SimpleNamespace(
+        plan = RunPlan.model_validate({**plan.model_dump(), "blobs": {**plan.blobs.model_dump(), "genesis": genesis}})
+        node = SimpleNamespace(
             plan=plan,
             grid=self.own.grid(plan),
             run_folder=self.own,
@@ -53,7 +48,7 @@ class Served:
         )
         return PathFiles(node)
 
-    def _fetch(self, sha256: str, what: str, max_bytes: int = 2**40) -> Path:
+    def _fetch(self, sha256, what, max_bytes=2**40):
         if not self.source.blobs.has(sha256):
             raise NetworkError(f"could not fetch {what}")
         assert self.source.blobs.path(sha256).stat().st_size <= max_bytes
@@ -62,27 +57,25 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Served:
+def served(tmp_path):
     return Served(tmp_path)
 
 
-def test_only_what_is_needed_is_fetched(served: Served) -> None:
+def test_only_what_is_needed_is_fetched(served):
     state = served.files().genesis_state(MODULE)
     assert state.digest == served.genesis[MODULE].digest
     assert bool((state.momentum == 0.25).all())
     assert served.fetched == ["the genesis index", f"the genesis state of {MODULE}"]
 
 
-def test_what_comes_late_for_a_path_that_was_given_up_is_not_kept(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_late_for_a_path_that_was_given_up_is_not_kept(served, monkeypatch):
     """Another path would be trained, or checked, with its documents."""
-    opened: list[int] = []
+    opened = []
     rows = torch.zeros(1, 1, dtype=torch.int64)
 
-    def open_files(_: PathFiles, path: int) -> PathData:
+    def open_files(_, path):
         opened.append(path)
-        return PathData(path, None, rows)  # type: ignore[arg-type]
+        return PathData(path, None, rows)
 
     monkeypatch.setattr(PathFiles, "_open", open_files)
     files = served.files()
@@ -99,21 +92,18 @@ def test_what_comes_late_for_a_path_that_was_given_up_is_not_kept(
     assert opened == [5, 3, 5, 5]
 
 
-def test_a_state_that_nobody_serves_is_named(served: Served) -> None:
+def test_a_state_that_nobody_serves_is_named(served):
     served.source.blobs.remove(served.index[MODULE])
     with pytest.raises(NetworkError, match=f"genesis state of {MODULE}"):
         served.files().genesis_state(MODULE)
 
 
-def test_what_is_no_first_state_of_the_module_is_refused(served: Served) -> None:
+def test_what_is_no_first_state_of_the_module_is_refused(served):
     good = served.genesis[MODULE]
     for bad, message in (
         (served.genesis["L0.E0"], "expected a state of L0.E1, got one of L0.E0"),
         (dataclasses.replace(good, version=3), "has version 3"),
-        (
-            dataclasses.replace(good, progress={0: PathProgress(7, 0)}),
-            "counts 7 tokens|differ|describes",
-        ),
+        (dataclasses.replace(good, progress={0: PathProgress(7, 0)}), "counts 7 tokens|differ|describes"),
         (dataclasses.replace(good, parameters=good.parameters / 0), "not finite"),
     ):
         served.index[MODULE] = served.serve(bad)
@@ -121,7 +111,7 @@ def test_what_is_no_first_state_of_the_module_is_refused(served: Served) -> None
             served.files().genesis_state(MODULE)
 
 
-def test_an_index_that_is_none_is_refused(served: Served) -> None:
+def test_an_index_that_is_none_is_refused(served):
     del served.index["L1.E0"]
     with pytest.raises(IntegrityError, match=r"names no state of module L1\.E0"):
         served.files().genesis_state(MODULE)

@@ -3,23 +3,14 @@
 It starts again, says a line at most, and loses nothing but what is in that file.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from support.programs.power_cut import CUTS, Disk, cut
-from support.runs.make_plan import make_plan
-from support.runs.tiny_run import make_tiny_run
-from support.wire.exchanges import GRID, MODULE, OPERATOR, chain_of, file_of, row_of
-from support.wire.peers import RUN, identity, peer
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import AdmissionError, ConfigurationError, StorageError
@@ -44,6 +35,11 @@ from dipaco.protocol.invitations import Terms, make_invitation, opened
 from dipaco.protocol.manifest import sign_manifest, verify_manifest
 from dipaco.protocol.revocations import sign_revocations
 from dipaco.routing.run_folder import RunFolder
+from support.programs.power_cut import CUTS, Disk, cut
+from support.runs.make_plan import make_plan
+from support.runs.tiny_run import make_tiny_run
+from support.wire.exchanges import GRID, MODULE, OPERATOR, chain_of, file_of, row_of
+from support.wire.peers import RUN, identity, peer
 
 NOW_S = 1_000_000.0
 LAYOUT = layout_of(GRID, MODULE)
@@ -55,7 +51,7 @@ BESIDE = CUTS[-1]
 # -- chains and states
 
 
-def state_of(version: int) -> ModuleState:
+def state_of(version):
     values = torch.full((LAYOUT.size,), float(version))
     return ModuleState(MODULE, version, values, torch.zeros(LAYOUT.size), {}, LAYOUT)
 
@@ -63,14 +59,14 @@ def state_of(version: int) -> ModuleState:
 class Life:
     """A peer's chains and states, in a folder that stays."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.chains = ChainStore(RUN, GRID.modules(), folder / "chains")
         self.store = StateStore(folder / "states")
         self.blobs = BlobStore(folder / "blobs")
         self.states = States(GRID, self.store, self.blobs, self.chains)
         self.taken_up = self.states.load_from_disk()
 
-    def take(self, *steps: Any) -> None:
+    def take(self, *steps):
         """Hold the state after each of these steps, and save it."""
         for step in steps:
             head = self.head(step)
@@ -80,14 +76,12 @@ class Life:
             self.states.serve(MODULE, step.name, [step])
             self.states.save(state)
 
-    def head(self, step: Any) -> Any:
+    def head(self, step):
         version = 1 + step.round_index
         return head_of(state_of(version), step.name, version, step.round_index)
 
 
-def test_the_step_of_a_state_that_is_safe_is_safe_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_step_of_a_state_that_is_safe_is_safe_too(tmp_path, monkeypatch):
     """Where all machines lose their power at once, nobody else can say which step it is of."""
     steps = chain_of(4)
     disk = Disk(monkeypatch)
@@ -99,9 +93,7 @@ def test_the_step_of_a_state_that_is_safe_is_safe_too(
 
 
 @every_cut
-def test_of_states_the_one_before_is_held_and_the_next_is_written_again(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_states_the_one_before_is_held_and_the_next_is_written_again(tmp_path, how, caplog):
     steps = chain_of(4)
     first = Life(tmp_path)
     first.take(*steps[:3])
@@ -121,7 +113,7 @@ def test_of_states_the_one_before_is_held_and_the_next_is_written_again(
 
 
 @every_cut
-def test_a_chain_is_told_up_to_where_its_log_is_whole(tmp_path: Path, how: str) -> None:
+def test_a_chain_is_told_up_to_where_its_log_is_whole(tmp_path, how):
     steps = chain_of(4)
     Life(tmp_path).take(*steps)
     cut(tmp_path / "chains" / f"{MODULE}.log", how)
@@ -133,9 +125,7 @@ def test_a_chain_is_told_up_to_where_its_log_is_whole(tmp_path: Path, how: str) 
 
 
 @every_cut
-def test_an_optimizer_begins_afresh(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_optimizer_begins_afresh(tmp_path, how, caplog):
     store = StateStore(tmp_path)
     store.write_optimizer(3, {"moments": torch.ones(100)})()
     [file] = (tmp_path / "optimizers").iterdir()
@@ -151,12 +141,10 @@ def test_an_optimizer_begins_afresh(
 
 
 @every_cut
-def test_a_contribution_that_is_no_longer_whole_is_fetched_again(tmp_path: Path, how: str) -> None:
+def test_a_contribution_that_is_no_longer_whole_is_fetched_again(tmp_path, how):
     row, other = row_of(0, data=b"work" * 100), row_of(1, data=b"other work")
     files = ContributionFiles(tmp_path)
-    paths = [
-        files.add(r, (file_of(r, d),)) for r, d in ((row, b"work" * 100), (other, b"other work"))
-    ]
+    paths = [files.add(r, (file_of(r, d),)) for r, d in ((row, b"work" * 100), (other, b"other work"))]
     cut(paths[0], how)
     again = ContributionFiles(tmp_path)
     assert again.find(other.file) == paths[1]
@@ -175,28 +163,24 @@ def test_a_contribution_that_is_no_longer_whole_is_fetched_again(tmp_path: Path,
 class Fetcher(ContentFetcher):
     """Has every blob of a run from its operator's folder."""
 
-    def __init__(self, source: RunFolder, own: RunFolder) -> None:
+    def __init__(self, source, own):
         self.blobs, self.source, self.said = own.blobs, source, list[str]()
         self.say = self.said.append
 
-    def blob(self, sha256: str, what: str = "a blob") -> Path:
+    def blob(self, sha256, what="a blob"):
         if not self.blobs.has(sha256):
             self.blobs.add_bytes(self.source.blobs.read(sha256))
         return self.blobs.path(sha256)
 
 
 @every_cut
-@pytest.mark.parametrize(
-    "what", ["the base model", "the shard of path 1", "the held-out split of path 1"]
-)
-def test_a_blob_that_is_no_longer_whole_is_fetched_again(
-    tmp_path: Path, how: str, what: str
-) -> None:
+@pytest.mark.parametrize("what", ["the base model", "the shard of path 1", "the held-out split of path 1"])
+def test_a_blob_that_is_no_longer_whole_is_fetched_again(tmp_path, how, what):
     source = make_tiny_run(tmp_path / "source", documents_per_path=8)
     plan, own = source.plan(), RunFolder(tmp_path / "own")
     index = source.shard_index(plan)
     fetcher = Fetcher(source, own)
-    node: Any = SimpleNamespace(
+    node = SimpleNamespace(
         plan=plan,
         grid=source.grid(plan),
         run_folder=own,
@@ -215,9 +199,7 @@ def test_a_blob_that_is_no_longer_whole_is_fetched_again(
     data, state = files.take(1), files.genesis_state(MODULE)
     assert data.validation.shape == torch.Size(source.validation_tokens(plan, 1).shape)
     assert state.digest == source.genesis_state(plan, MODULE).digest
-    assert fetcher.said == (
-        [] if how == BESIDE else [f"{what} is damaged on this disk and is fetched again"]
-    )
+    assert fetcher.said == ([] if how == BESIDE else [f"{what} is damaged on this disk and is fetched again"])
     assert own.blobs.verify(sha256)
 
 
@@ -225,7 +207,7 @@ def test_a_blob_that_is_no_longer_whole_is_fetched_again(
 
 
 @every_cut
-def test_a_key_is_never_made_anew_in_the_place_of_another(tmp_path: Path, how: str) -> None:
+def test_a_key_is_never_made_anew_in_the_place_of_another(tmp_path, how):
     file = tmp_path / "identity.key"
     first = load_or_create_identity(file)
     first.release()
@@ -243,9 +225,7 @@ def test_a_key_is_never_made_anew_in_the_place_of_another(tmp_path: Path, how: s
 
 @every_cut
 @pytest.mark.parametrize("is_open", [True, False])
-def test_an_admission_is_made_again_where_what_it_is_made_of_is_here(
-    tmp_path: Path, how: str, is_open: bool
-) -> None:
+def test_an_admission_is_made_again_where_what_it_is_made_of_is_here(tmp_path, how, is_open):
     plan = make_plan()
     text = None
     if is_open:
@@ -267,9 +247,7 @@ def test_an_admission_is_made_again_where_what_it_is_made_of_is_here(
 
 
 @every_cut
-def test_a_list_of_revoked_invitations_is_not_used(
-    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_list_of_revoked_invitations_is_not_used(tmp_path, how, caplog):
     plan = make_plan()
     manifest = verify_manifest(sign_manifest(plan, OPERATOR))
     file = tmp_path / REVOCATIONS
@@ -285,7 +263,7 @@ def test_a_list_of_revoked_invitations_is_not_used(
 
 
 @every_cut
-def test_addresses_that_are_whole_are_used(tmp_path: Path, how: str) -> None:
+def test_addresses_that_are_whole_are_used(tmp_path, how):
     one, other = (f"/ip4/203.0.113.{n}/tcp/31337/p2p/{peer(n)}" for n in (1, 2))
     keep_addresses(tmp_path, (one, other))
     cut(tmp_path / "address", how)
@@ -299,7 +277,7 @@ def test_addresses_that_are_whole_are_used(tmp_path: Path, how: str) -> None:
 
 
 @every_cut
-def test_what_was_sent_is_counted_from_nothing(tmp_path: Path, how: str) -> None:
+def test_what_was_sent_is_counted_from_nothing(tmp_path, how):
     uplink = Uplink(None)
     UploadBudget(tmp_path, uplink, gb_month=1.0).count()
     cut(tmp_path / "upload.json", how)
@@ -310,7 +288,7 @@ def test_what_was_sent_is_counted_from_nothing(tmp_path: Path, how: str) -> None
 
 
 @every_cut
-def test_a_port_is_taken(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_is_taken(tmp_path, how, monkeypatch):
     monkeypatch.setattr("dipaco.dht.node._taken", {})
     take_port(42_000)
     note_port(tmp_path / "port", 42_000)
@@ -320,7 +298,7 @@ def test_a_port_is_taken(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPat
 
 
 @every_cut
-def test_events_go_on_in_a_line_of_their_own(tmp_path: Path, how: str) -> None:
+def test_events_go_on_in_a_line_of_their_own(tmp_path, how):
     file = tmp_path / "events.jsonl"
     log = EventLog(file)
     log.emit("joined", run="a")
@@ -335,7 +313,7 @@ def test_events_go_on_in_a_line_of_their_own(tmp_path: Path, how: str) -> None:
 # -- what is left over
 
 
-def test_what_was_never_finished_is_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_what_was_never_finished_is_removed_at_the_next_start(tmp_path):
     row = row_of(0)
     kept = ContributionFiles(tmp_path / "contributions").add(row, (file_of(row, b"data"),))
     old, young = tmp_path / ".upload.json.1-a.tmp", tmp_path / ".known_peers.json.1-b.tmp"
@@ -349,16 +327,14 @@ def test_what_was_never_finished_is_removed_at_the_next_start(tmp_path: Path) ->
     assert list(kept.parent.iterdir()) == [kept]
 
 
-def test_what_a_killed_peer_had_just_fetched_does_not_stay(tmp_path: Path) -> None:
+def test_what_a_killed_peer_had_just_fetched_does_not_stay(tmp_path):
     """A state is read and removed as soon as it is here; a peer may be killed in between, often."""
     scratch = BlobStore(tmp_path / "incoming")
     contributions = ContributionFiles(tmp_path / "contributions")
     for store in (scratch, contributions.incoming):
         store.add_bytes(b"a state")
         store.partial_path("0" * 64).write_bytes(b"a part")
-    ContentFetcher(
-        SimpleNamespace(), SimpleNamespace(), BlobStore(tmp_path), scratch, make_plan(), GRID
-    )  # type: ignore[arg-type]
+    ContentFetcher(SimpleNamespace(), SimpleNamespace(), BlobStore(tmp_path), scratch, make_plan(), GRID)
     ContributionFiles(tmp_path / "contributions")
     for store in (scratch, contributions.incoming):
         assert store.total_bytes == len(b"a part"), "an unfinished download goes on"

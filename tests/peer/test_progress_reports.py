@@ -1,9 +1,6 @@
 """What a trainer tells of its path: how often it is scored."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,10 +12,10 @@ from dipaco.training.scoring import LossSum
 
 
 @pytest.mark.parametrize(("takes_s", "scored"), [(0.5, 20), (1.0, 20), (2.5, 7), (60.0, 1)])
-def test_a_slow_peer_spends_no_more_than_its_share_on_scoring(takes_s: float, scored: int) -> None:
+def test_a_slow_peer_spends_no_more_than_its_share_on_scoring(takes_s, scored):
     now_s, times = 0.0, 0
 
-    def score() -> LossSum:
+    def score():
         nonlocal now_s
         now_s += takes_s
         return LossSum(1.0, 1)
@@ -32,16 +29,14 @@ def test_a_slow_peer_spends_no_more_than_its_share_on_scoring(takes_s: float, sc
     assert times == scored
 
 
-def test_without_a_bound_every_round_is_scored() -> None:
+def test_without_a_bound_every_round_is_scored():
     budget = ScoringBudget(float("inf"), lambda: 0.0)
     budget.spend(LossSum)
     assert budget.is_due()
 
 
 @pytest.mark.parametrize(("fixed_steps", "scored"), [(0, [0, 4, 8]), (20, list(range(12)))])
-def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
-    monkeypatch: pytest.MonkeyPatch, fixed_steps: int, scored: list[int]
-) -> None:
+def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(monkeypatch, fixed_steps, scored):
     """Rounds of 10 s, the scoring takes 4 s."""
     now_s, scored_in = 0.0, []
     monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
@@ -51,7 +46,7 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
     trainer = MagicMock(path=0)
     trainer.anchors.return_value = {}
 
-    def score(path: int, states: object, rows: object) -> LossSum:
+    def score(path, states, rows):
         nonlocal now_s
         now_s += 4.0
         return LossSum(2.0, 1)
@@ -61,8 +56,8 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(
     # Another peer's figure, which this one does not repeat.
     refresher.view.progress = {0: SimpleNamespace(validation_nll=9.0, validation_tokens=9)}
     node.load_shard_index = lambda: SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)])
-    files: Any = MagicMock()
-    reports = ProgressReports(node, refresher, trainer, files, status, MagicMock())  # type: ignore[arg-type]
+    files = MagicMock()
+    reports = ProgressReports(node, refresher, trainer, files, status, MagicMock())
     rounds.validation_every_rounds = 2
     reports.end_round(0, 1.0)
     assert status.progress[0].validation_tokens == 0

@@ -1,15 +1,22 @@
 """The refresher: what it says of this peer, whom it calls, and what it does without the DHT."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import ClockError, NetworkError
+from dipaco.peer.background import Background, BackgroundError
+from dipaco.peer.exchange.contact.contributors import Contributors
+from dipaco.peer.presence.own_status import Activity, PeerStatus
+from dipaco.peer.presence.refresher import Refresher
+from dipaco.protocol.config import GridConfig, RoundsConfig
+from dipaco.protocol.coverage import scope_of
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.records import ProgressEntry
+from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
 from support.swarms.fake_swarm import (
     ME,
@@ -23,25 +30,13 @@ from support.swarms.fake_swarm import (
     peer_record,
 )
 
-from dipaco.base.blobs import BlobStore
-from dipaco.base.errors import ClockError, NetworkError
-from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.exchange.contact.contributors import Contributors
-from dipaco.peer.presence.own_status import Activity, PeerStatus
-from dipaco.peer.presence.refresher import Refresher
-from dipaco.protocol.config import GridConfig, RoundsConfig
-from dipaco.protocol.coverage import scope_of
-from dipaco.protocol.grid import Grid
-from dipaco.protocol.records import ProgressEntry
-from dipaco.protocol.view import SwarmView
-
 OTHER = peer_id(1)
 
 
 class FakeNode(FakeRun):
     """What is told of a node (`RecordedNode`), and what its neighbours are looked after with."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer):
         super().__init__(peer.plan, peer.time.clock)
         self.directory, self.blobs, self.exchange = peer.directory, peer.blobs, FakeExchange()
         self.held = SimpleNamespace(all=lambda: tuple(peer.held.values()))
@@ -55,45 +50,42 @@ class FakeNode(FakeRun):
 class Peer:
     """A refresher that runs on its own thread against a directory in memory."""
 
-    def __init__(
-        self, folder: Path, sizes: tuple[int, ...] = (2, 2), *, inner_steps: int = 0
-    ) -> None:
+    def __init__(self, folder, sizes=(2, 2), *, inner_steps=0):
         # Nothing is read in these tests but what they wait for: it is due every ten minutes, or
         # every 20 s when rounds have fixed steps.
         self.plan = make_plan(
-            grid=GridConfig(modules_per_level=sizes),
-            rounds=RoundsConfig(duration_s=4000.0, inner_steps=inner_steps),
+            grid=GridConfig(modules_per_level=sizes), rounds=RoundsConfig(duration_s=4000.0, inner_steps=inner_steps)
         )
         self.grid = Grid(self.plan.model, self.plan.grid)
         self.time = FakeTime()
-        self.directory: Any = FakeDirectory()
-        self.events: Any = FakeEvents()
+        self.directory = FakeDirectory()
+        self.events = FakeEvents()
         self.held = {"L0.E0": head("L0.E0")}
         self.blobs = BlobStore(folder / "blobs")
         self.status = PeerStatus()
         self.background = Background()
-        node: Any = FakeNode(self)
+        node = FakeNode(self)
         self.refresher = Refresher(node, self.status, self.background)
         self.refresher.start()
         self.refresher.refresh()
 
-    def claim(self, path: int, *, pinned: bool = False) -> None:
+    def claim(self, path, *, pinned=False):
         """Claim a path now."""
         self.status.claim = Activity("joining", path, self.time.clock.now(), pinned=pinned)
 
 
 @pytest.fixture
-def peer(tmp_path: Path) -> Iterator[Peer]:
+def peer(tmp_path):
     peer = Peer(tmp_path)
     yield peer
     peer.refresher.stop(withdraw=False)
 
 
-def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
+def test_a_half_written_claim_is_never_published(peer):
     """A record is signed at every look at the clock while claims are made and moved."""
     main, inside = threading.current_thread(), threading.Lock()
 
-    def publish_meanwhile() -> None:
+    def publish_meanwhile():
         if threading.current_thread() is main and inside.acquire(blocking=False):
             peer.refresher.refresh()
             inside.release()
@@ -112,7 +104,7 @@ def test_a_half_written_claim_is_never_published(peer: Peer) -> None:
     assert list(dict.fromkeys(said)) == [*whole, (2, 5000.0, False)]
 
 
-def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
+def test_it_publishes_reads_and_withdraws(peer):
     peer.claim(1, pinned=True)
     peer.status.waiting_for = "L0: have 1, need 2 [of L0.E0]" + " and more" * 20
     view = peer.refresher.refresh()
@@ -130,7 +122,7 @@ def test_it_publishes_reads_and_withdraws(peer: Peer) -> None:
     assert peer.directory.holdings == {}
 
 
-def test_who_leaves_says_goodbye_and_does_not_vanish(peer: Peer) -> None:
+def test_who_leaves_says_goodbye_and_does_not_vanish(peer):
     """The last one left would believe itself cut off, and take no step for eight rounds."""
     peer.claim(1)
     peer.refresher.refresh()
@@ -144,14 +136,14 @@ def test_who_leaves_says_goodbye_and_does_not_vanish(peer: Peer) -> None:
 
 
 @pytest.fixture
-def one_of_many(tmp_path: Path) -> Iterator[Peer]:
+def one_of_many(tmp_path):
     """A peer in a run of 128 paths, so of two buckets: even paths, and odd ones."""
     peer = Peer(tmp_path, (8, 16))
     yield peer
     peer.refresher.stop(withdraw=False)
 
 
-def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many: Peer) -> None:
+def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many):
     peer = one_of_many
     peer.claim(17)
     peer.refresher.refresh()
@@ -163,7 +155,7 @@ def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many: 
     assert [m for m, record in said.items() if record.held is not None] == ["L0.E0"]
 
 
-def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many: Peer) -> None:
+def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many):
     peer = one_of_many
     peer.claim(17)
     peer.refresher.refresh()
@@ -181,28 +173,20 @@ def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many: Peer) -> None
     assert {record.state for record in peer.directory.modules.values()} == {"leaving"}
 
 
-def test_progress_stands_in_the_bucket_of_its_path(one_of_many: Peer) -> None:
+def test_progress_stands_in_the_bucket_of_its_path(one_of_many):
     peer = one_of_many
     for path in (3, 4, 5):
         peer.status.progress[path] = ProgressEntry(
-            path=path,
-            last_round=path,
-            tokens=1,
-            validation_nll=1.0,
-            validation_tokens=1,
-            train_loss=1.0,
+            path=path, last_round=path, tokens=1, validation_nll=1.0, validation_tokens=1, train_loss=1.0
         )
     peer.refresher.refresh()
-    found = {
-        bucket: [entry.path for entry in record.entries]
-        for bucket, record in peer.directory.progress.items()
-    }
+    found = {bucket: [entry.path for entry in record.entries] for bucket, record in peer.directory.progress.items()}
     assert found == {0: [4], 1: [5, 3]}
 
 
-def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many: Peer) -> None:
+def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many):
     peer = one_of_many
-    seen: list[SwarmView] = []
+    seen = []
     peer.refresher.on_view(seen.append)
     far = peer_record(OTHER, "training").model_copy(update={"path": 3})
     peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: far})
@@ -216,12 +200,12 @@ def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many: Peer) 
     assert peer.refresher.refresh().scope == own
 
 
-def test_what_changed_is_published_without_reading(peer: Peer) -> None:
+def test_what_changed_is_published_without_reading(peer):
     reads = peer.directory.reads
     published = threading.Event()
     publish = peer.directory.publish_peer
 
-    def note(record: Any, bucket: int, life_s: float) -> None:
+    def note(record, bucket, life_s):
         publish(record, bucket, life_s)
         if record.path == 1:
             published.set()
@@ -233,7 +217,7 @@ def test_what_changed_is_published_without_reading(peer: Peer) -> None:
     assert peer.directory.reads == reads
 
 
-def test_with_fixed_steps_every_change_is_a_reason_to_read(tmp_path: Path) -> None:
+def test_with_fixed_steps_every_change_is_a_reason_to_read(tmp_path):
     peer = Peer(tmp_path, inner_steps=3)
     for round_index in (1, 2, 3):
         reads = peer.directory.reads
@@ -246,7 +230,7 @@ def test_with_fixed_steps_every_change_is_a_reason_to_read(tmp_path: Path) -> No
     peer.refresher.stop(withdraw=False)
 
 
-def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:
+def test_a_read_that_fails_is_tried_again(peer):
     peer.directory.error = NetworkError("the DHT is slow")
     before = peer.refresher.view
     reads = peer.directory.reads
@@ -258,7 +242,7 @@ def test_a_read_that_fails_is_tried_again(peer: Peer) -> None:
     peer.background.check()
 
 
-def test_a_dht_that_died_ends_the_peer(peer: Peer) -> None:
+def test_a_dht_that_died_ends_the_peer(peer):
     peer.directory.error, peer.directory.failure = NetworkError("no answer"), "p2pd has ended"
     with pytest.raises(NetworkError, match="p2pd has ended; start again to rejoin"):
         peer.refresher.refresh()
@@ -267,12 +251,10 @@ def test_a_dht_that_died_ends_the_peer(peer: Peer) -> None:
 
 
 @pytest.mark.parametrize("has_jumped", [True, False])
-def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_does_not(
-    peer: Peer, monkeypatch: pytest.MonkeyPatch, has_jumped: bool
-) -> None:
+def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_does_not(peer, monkeypatch, has_jumped):
     measured = threading.Event()
 
-    def measure(*_: Any) -> int:
+    def measure(*_):
         measured.set()
         raise ClockError("an hour ahead")
 
@@ -294,7 +276,7 @@ def test_a_clock_that_was_set_wrongly_ends_the_peer_and_what_others_say_alone_do
         peer.background.check()
 
 
-def test_an_unforeseen_exception_is_raised_by_who_waits(peer: Peer) -> None:
+def test_an_unforeseen_exception_is_raised_by_who_waits(peer):
     peer.directory.error = KeyError("x")
     with pytest.raises(BackgroundError, match="the refresher thread failed: KeyError: 'x'"):
         peer.refresher.refresh()
@@ -302,7 +284,7 @@ def test_an_unforeseen_exception_is_raised_by_who_waits(peer: Peer) -> None:
         peer.background.check()
 
 
-def test_peers_that_went_missing_are_called(peer: Peer) -> None:
+def test_peers_that_went_missing_are_called(peer):
     record = peer.directory.peers[-1]
     peer.directory.others = SwarmView(now_s=0.0, peers={OTHER: record})
     peer.refresher.refresh()

@@ -1,7 +1,5 @@
 """`--install-service`, and the address that nobody is asked for twice."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shutil
@@ -14,28 +12,27 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.peer import cli, service_unit
 from dipaco.peer.node.given_address import keep_addresses, kept_addresses
 from dipaco.peer.service_unit import FLAG, install_service, unit
-from dipaco.peer.settings import PeerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path, monkeypatch):
     """A machine with systemd, and a home."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "root/run/systemd/system").mkdir(parents=True)
     return tmp_path / "root"
 
 
-def settings_of(text: str) -> configparser.RawConfigParser:
+def settings_of(text):
     parser = configparser.RawConfigParser(strict=False)
-    parser.optionxform = str  # type: ignore[assignment]
+    parser.optionxform = str
     parser.read_string(text)
     return parser
 
 
-def test_the_unit_starts_the_command_that_was_typed(root: Path, tmp_path: Path) -> None:
+def test_the_unit_starts_the_command_that_was_typed(root, tmp_path):
     words = [ADDRESS, FLAG, "--name", "kitchen laptop", "--max-upload-mbps", "5"]
     said = install_service(words, {"HF_HOME": "/data/hf", "PATH": "/bin", "TERM": "x"}, root)
     file = tmp_path / "config/systemd/user/dipaco-peer.service"
@@ -60,13 +57,13 @@ def test_the_unit_starts_the_command_that_was_typed(root: Path, tmp_path: Path) 
     assert "kitchen" not in file.read_text()
 
 
-def test_others_on_the_machine_read_no_invitation(root: Path, tmp_path: Path) -> None:
+def test_others_on_the_machine_read_no_invitation(root, tmp_path):
     install_service([ADDRESS, "--invitation", "dipaco-invitation-x", FLAG], {}, root)
     file = tmp_path / "config/systemd/user/dipaco-peer.service"
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_both_units_end_with_the_same_codes_and_in_the_same_way() -> None:
+def test_both_units_end_with_the_same_codes_and_in_the_same_way():
     ours = settings_of(unit(["dipaco-peer"], {}, Path("/")))["Service"]
     systems = settings_of((ROOT / "examples/deploy/dipaco-peer.service").read_text())["Service"]
     for key in ("KillSignal", "KillMode", "TimeoutStopSec", "Restart", "RestartSec", "LimitNOFILE"):
@@ -74,7 +71,7 @@ def test_both_units_end_with_the_same_codes_and_in_the_same_way() -> None:
     assert ours["RestartPreventExitStatus"] == systems["RestartPreventExitStatus"]
 
 
-def test_systemd_reads_the_unit(tmp_path: Path) -> None:
+def test_systemd_reads_the_unit(tmp_path):
     """Also words that it would take for its own."""
     analyze = shutil.which("systemd-analyze")
     if analyze is None:
@@ -83,11 +80,7 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     file = tmp_path / "dipaco-peer.service"
     file.write_text(unit(words, {"DIPACO_CONFIG": "/a b/50%.toml"}, tmp_path))
     done = subprocess.run(
-        [analyze, "verify", "--man=no", str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+        [analyze, "verify", "--man=no", str(file)], capture_output=True, text=True, check=False, timeout=120
     )
     complaints = [line for line in done.stderr.splitlines() if "dipaco-peer" in line]
     assert complaints == []
@@ -95,9 +88,7 @@ def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     assert start == ('/bin/true 50%% $$HOME "a \\"b\\" c" "back\\\\slash" "" "it\'s; so"')
 
 
-def test_without_systemd_the_command_says_what_else_to_do(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_systemd_the_command_says_what_else_to_do(tmp_path, capsys, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"does not run systemd; .*tmux"):
         install_service([ADDRESS, FLAG], {}, tmp_path)
     monkeypatch.setattr(cli, "install_service", lambda words: " ".join(words))
@@ -109,14 +100,14 @@ def test_without_systemd_the_command_says_what_else_to_do(
         assert cli.main([ADDRESS, FLAG, *words]) == 3
 
 
-def test_a_program_of_this_environment_is_started() -> None:
+def test_a_program_of_this_environment_is_started():
     assert Path(service_unit.program()[0]).is_file()
 
 
-def test_an_address_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[tuple[str, ...]] = []
+def test_an_address_is_given_once(tmp_path, monkeypatch):
+    joined = []
 
-    def join(settings: PeerSettings) -> int:
+    def join(settings):
         joined.append(settings.initial_peers)
         keep_addresses(settings.cache_folder, settings.initial_peers)
         return 0
@@ -132,7 +123,7 @@ def test_an_address_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert joined == [(pinned,), (pinned,), (ADDRESS,), (ADDRESS,)]
 
 
-def test_the_address_of_several_trainers_and_one_that_is_none(tmp_path: Path) -> None:
+def test_the_address_of_several_trainers_and_one_that_is_none(tmp_path):
     (tmp_path / "trainer-0").mkdir()
     keep_addresses(tmp_path / "trainer-0", [ADDRESS])
     assert kept_addresses(tmp_path) == (ADDRESS,)

@@ -1,10 +1,7 @@
 """Peers of one machine have one copy of what several of them hold."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,17 +21,15 @@ TEXT = b"what all of them need"
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> SharedContent:
+def shared(tmp_path):
     return SharedContent(tmp_path / "content")
 
 
-def files(shared: SharedContent) -> list[Path]:
+def files(shared):
     return [f for f in shared.folder.rglob("*") if f.is_file() and f.parent.name != "turns"]
 
 
-def test_a_blob_of_one_is_the_blob_of_all_and_one_file(
-    shared: SharedContent, tmp_path: Path
-) -> None:
+def test_a_blob_of_one_is_the_blob_of_all_and_one_file(shared, tmp_path):
     one, other = (BlobStore(tmp_path / name, shared) for name in "ab")
     sha = one.add_bytes(TEXT)
     assert other.has(sha)
@@ -43,9 +38,7 @@ def test_a_blob_of_one_is_the_blob_of_all_and_one_file(
     assert one.path(sha).stat().st_nlink == 3
 
 
-def test_what_two_have_fetched_at_once_becomes_one_file(
-    shared: SharedContent, tmp_path: Path
-) -> None:
+def test_what_two_have_fetched_at_once_becomes_one_file(shared, tmp_path):
     one, alone = BlobStore(tmp_path / "a", shared), BlobStore(tmp_path / "b")
     sha = one.add_bytes(TEXT)
     alone.add_bytes(TEXT)
@@ -54,9 +47,7 @@ def test_what_two_have_fetched_at_once_becomes_one_file(
     assert one.path(sha).samefile(alone.path(sha))
 
 
-def test_a_damaged_blob_that_is_removed_does_not_come_back(
-    shared: SharedContent, tmp_path: Path
-) -> None:
+def test_a_damaged_blob_that_is_removed_does_not_come_back(shared, tmp_path):
     one, other = (BlobStore(tmp_path / name, shared) for name in "ab")
     sha = one.add_bytes(TEXT)
     one.path(sha).write_bytes(b"damaged")
@@ -65,9 +56,7 @@ def test_a_damaged_blob_that_is_removed_does_not_come_back(
     assert not other.has(sha)
 
 
-def test_a_state_is_written_once_and_goes_with_its_last_holder(
-    shared: SharedContent, tmp_path: Path
-) -> None:
+def test_a_state_is_written_once_and_goes_with_its_last_holder(shared, tmp_path):
     one, other = (StateStore(tmp_path / name, shared=shared) for name in "ab")
     layout = ModuleLayout(("w",), ((4,),))
     state = ModuleState("L0.E0", 1, torch.ones(4), torch.zeros(4), {}, layout)
@@ -81,10 +70,8 @@ def test_a_state_is_written_once_and_goes_with_its_last_holder(
     assert files(shared) == []
 
 
-def test_where_files_cannot_be_linked_each_has_its_own(
-    shared: SharedContent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_where_files_cannot_be_linked_each_has_its_own(shared, tmp_path, monkeypatch):
+    def refuse(*_):
         raise OSError("Invalid cross-device link")
 
     monkeypatch.setattr("os.link", refuse)
@@ -95,7 +82,7 @@ def test_where_files_cannot_be_linked_each_has_its_own(
     assert other.read(sha) == TEXT
 
 
-def test_one_at_a_time_fetches(shared: SharedContent) -> None:
+def test_one_at_a_time_fetches(shared):
     with shared.turn("ab" * 32) as mine, shared.turn("ab" * 32) as too:
         assert mine
         assert not too
@@ -104,11 +91,9 @@ def test_one_at_a_time_fetches(shared: SharedContent) -> None:
         assert other
 
 
-def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path: Path) -> None:
+def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path):
     settings = PeerSettings(
-        initial_peers=(
-            "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",
-        ),
+        initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",),
         devices=("cuda:0", "cuda:1"),
         cache_folder=tmp_path,
         threads=5,
@@ -128,7 +113,7 @@ def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path: Path) -
     assert second.devices == ()
 
 
-def test_flags_of_one_peer_are_refused_for_several(tmp_path: Path) -> None:
+def test_flags_of_one_peer_are_refused_for_several(tmp_path):
     peers = ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",)
     with pytest.raises(ConfigurationError, match=r"--device is for one peer.*--content-dir"):
         trainer_settings(PeerSettings(initial_peers=peers, devices=("cpu", "cpu"), device="cpu"))
@@ -136,23 +121,21 @@ def test_flags_of_one_peer_are_refused_for_several(tmp_path: Path) -> None:
         PeerSettings(initial_peers=peers, devices=("gpu",))
 
 
-def test_who_presses_ctrl_c_while_the_first_joins_starts_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[int] = []
-    heard: list[int] = []
+def test_who_presses_ctrl_c_while_the_first_joins_starts_no_other(tmp_path, monkeypatch):
+    started = []
+    heard = []
 
     class Joining(trainers._Trainer):
         """A trainer without a process; while it joins, somebody stops the whole."""
 
-        def start(self) -> None:
+        def start(self):
             started.append(len(started))
 
-        def joins_in_time(self) -> bool:
+        def joins_in_time(self):
             os.kill(os.getpid(), signal.SIGINT)
             return True
 
-        def signal(self, number: int) -> None:
+        def signal(self, number):
             heard.append(number)
 
     monkeypatch.setattr(trainers, "_Trainer", Joining)
@@ -172,7 +155,7 @@ def test_who_presses_ctrl_c_while_the_first_joins_starts_no_other(
     assert heard == [signal.SIGINT] * 3
 
 
-def test_pause_means_every_trainer_that_runs(tmp_path: Path) -> None:
+def test_pause_means_every_trainer_that_runs(tmp_path):
     keys = [tmp_path / f"trainer-{number}" / "identity.key" for number in range(3)]
     running = [load_or_create_identity(key, lambda line: None) for key in keys[:2]]
     load_or_create_identity(keys[2], lambda line: None).release()

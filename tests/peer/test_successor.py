@@ -1,23 +1,18 @@
 """Getting ready for a successor: nobody moves to a run that is not at hand."""
 
-from __future__ import annotations
-
 import logging
 import time
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from support.runs.operators import KEY, STRANGER, manifest
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.background import Background
 from dipaco.peer.shell import successor
 from dipaco.peer.shell.successor import SuccessorWatch
-from dipaco.protocol.manifest import SignedManifest, sign_manifest
+from dipaco.protocol.manifest import sign_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION
+from support.runs.operators import KEY, STRANGER, manifest
 
 FIRST = manifest(1, 100.0)
 SECOND = manifest(2, 200.0, FIRST.plan.run_id)
@@ -27,73 +22,73 @@ THIRD = manifest(3, 300.0, SECOND.plan.run_id)
 class StandIn:
     """A node: of the run, or of one that was opened to succeed it."""
 
-    def __init__(self, signed: SignedManifest, content: dict[str, bool]) -> None:
+    def __init__(self, signed, content):
         self.manifest, self.run_id, self.plan = signed, signed.plan.run_id, signed.plan
         self.content = content
-        self.opened: list[StandIn] = []
+        self.opened = []
         self.released = False
         self.fetcher = SimpleNamespace(blob=self.blob)
         self.is_loaded = False
 
-    def open_successor(self, signed: SignedManifest) -> StandIn:
+    def open_successor(self, signed):
         self.opened.append(StandIn(signed, self.content))
         return self.opened[-1]
 
-    def admit(self) -> None:
+    def admit(self):
         """It is an open run."""
 
-    def blob(self, sha256: str, what: str) -> None:
+    def blob(self, sha256, what):
         if not self.content["is there"]:
             raise NetworkError(f"could not fetch {what}")
 
-    def load_shard_index(self) -> None:
+    def load_shard_index(self):
         """Look for it again and again, and say so each time."""
         self.is_loaded = True
 
-    def release(self) -> None:
+    def release(self):
         self.released = True
 
 
 class Listing:
     """A directory that lists manifests."""
 
-    def __init__(self, *manifests: SignedManifest) -> None:
+    def __init__(self, *manifests):
         self.manifests = list(manifests)
-        self.foreign_manifests: tuple[bytes, ...] = ()
+        self.foreign_manifests = ()
 
-    def list_manifests(self) -> list[SignedManifest]:
+    def list_manifests(self):
         return self.manifests
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(monkeypatch):
     monkeypatch.setattr(successor, "RETRY_AFTER_S", 0.01)
 
 
-def watch_of(node: StandIn, events: list[Any], **options: bool) -> SuccessorWatch:
-    log: Any = SimpleNamespace(emit=lambda kind, **values: events.append(values))
-    watched: Any = node
+def watch_of(node, events, **options):
+    log = SimpleNamespace(emit=lambda kind, **values: events.append(values))
+    watched = node
     return SuccessorWatch(watched, log, Background(), **options)
 
 
-def until(condition: Callable[[], object]) -> None:
+def until(condition):
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_it_goes_straight_to_the_newest_run() -> None:
+def test_it_goes_straight_to_the_newest_run():
     node, events = StandIn(FIRST, {"is there": True}), []
     watch = watch_of(node, events)
-    listing: Any = Listing(FIRST)
+    listing = Listing(FIRST)
     watch.read(listing)
     assert (watch.take(), events) == (None, [])
     listing.manifests = [THIRD, FIRST, SECOND, manifest(9, 900.0, FIRST.plan.run_id, STRANGER)]
     watch.read(listing)
     watch.read(listing)
     until(lambda: "ready" in [event["state"] for event in events])
-    taken: Any = watch.take()
+    taken = watch.take()
     assert taken.manifest == THIRD
     assert not taken.released
     watch.stop()
@@ -102,13 +97,11 @@ def test_it_goes_straight_to_the_newest_run() -> None:
     assert {event["run"] for event in events} == {THIRD.plan.run_id}
 
 
-def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place(caplog):
     content = {"is there": False}
     node, events = StandIn(FIRST, content), []
     watch = watch_of(node, events)
-    listing: Any = Listing(FIRST, SECOND)
+    listing = Listing(FIRST, SECOND)
     watch.read(listing)
     until(lambda: len(node.opened) > 3)
     assert watch.take() is None
@@ -126,10 +119,10 @@ def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place(
     assert kept.released
 
 
-def test_who_stays_is_told_once() -> None:
+def test_who_stays_is_told_once():
     node, events = StandIn(FIRST, {"is there": True}), []
     watch = watch_of(node, events, follow=False)
-    listing: Any = Listing(FIRST, SECOND)
+    listing = Listing(FIRST, SECOND)
     watch.read(listing)
     watch.read(listing)
     assert (node.opened, watch.take()) == ([], None)
@@ -138,16 +131,13 @@ def test_who_stays_is_told_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "said"),
-    [(1, "this dipaco is the older one: install"), (-1, "this dipaco is the newer one: install")],
+    ("step", "said"), [(1, "this dipaco is the older one: install"), (-1, "this dipaco is the newer one: install")]
 )
-def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(
-    step: int, said: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(step, said, caplog):
     other = PROTOCOL_VERSION + step
     node, events = StandIn(FIRST, {"is there": True}), []
     watch, listing = watch_of(node, events), Listing(FIRST)
-    directory: Any = listing
+    directory = listing
     with caplog.at_level(logging.WARNING):
         listing.foreign_manifests = (
             b"no manifest",
@@ -169,7 +159,7 @@ def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(
     assert (watch.take(), events) == (None, [{"what": line}])
 
 
-def upgraded(signed: SignedManifest, key: Ed25519PrivateKey, protocol: int) -> bytes:
+def upgraded(signed, key, protocol):
     """Return a manifest as another version of the protocol would sign it."""
     plan = signed.plan.model_copy(update={"protocol_version": protocol})
     return sign_manifest(plan, key)

@@ -1,23 +1,20 @@
 """A peer notices that another machine speaks for it."""
 
-from __future__ import annotations
-
-from support.wire.peers import peer
-
 from dipaco.peer.presence.twin import TwinWatch
 from dipaco.protocol.records import PeerRecord
 from dipaco.protocol.view import SwarmView
+from support.wire.peers import peer
 
 OWN, FOREIGN = "/ip4/192.0.2.1/tcp/1", "/ip4/192.0.2.2/tcp/1"
 
 
-def view(since_s: float, *addresses: str) -> SwarmView:
+def view(since_s, *addresses):
     record = PeerRecord.model_construct(peer_id=peer(1), since_s=since_s, addresses=addresses)
     return SwarmView(100.0, peers={peer(1): record})
 
 
-def test_what_only_another_machine_can_have_said() -> None:
-    told: list[tuple[str, ...]] = []
+def test_what_only_another_machine_can_have_said():
+    told = []
     watch = TwinWatch(peer(1), 10.0, told.append)
     watch.said((OWN,))
     for quiet in (SwarmView(100.0), view(20.0, OWN), view(20.0), view(5.0, FOREIGN)):

@@ -1,7 +1,5 @@
 """The benchmarks start, and what they share measures what it says."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -10,7 +8,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +70,7 @@ print(json.dumps(said))
 """
 
 
-def test_what_hostile_peers_replace_is_there(tmp_path: Path) -> None:
+def test_what_hostile_peers_replace_is_there(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", BECOME_HOSTILE, str(tmp_path / "notes")],
         cwd=FOLDER,
@@ -87,7 +84,7 @@ def test_what_hostile_peers_replace_is_there(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def helps() -> dict[str, tuple[int | None, str]]:
+def helps():
     done = subprocess.run(
         [sys.executable, "-c", ASK_FOR_HELP, str(FOLDER), *NAMES],
         env=common.one_thread(),
@@ -97,12 +94,11 @@ def helps() -> dict[str, tuple[int | None, str]]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, tuple[int | None, str]] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_shows_the_command(helps: dict[str, tuple[int | None, str]], name: str) -> None:
+def test_help_shows_the_command(helps, name):
     code, output = helps[name]
     assert code == 0, output
     assert f"python benchmarks/{name}.py" in output
@@ -110,17 +106,17 @@ def test_help_shows_the_command(helps: dict[str, tuple[int | None, str]], name: 
     assert "json" in output.lower()
 
 
-def test_alternating_pairs_each_measure_with_its_neighbours() -> None:
+def test_alternating_pairs_each_measure_with_its_neighbours():
     speeds = iter([100.0, 95.0, 90.0, 81.0, 80.0])
 
-    def take() -> dict[str, Any]:
+    def take():
         return {"speed": next(speeds)}
 
     found = common.alternate(take, take, 2)
     assert common.paired_ratios(found, "speed") == [1.0, round(81 / 85, 4)]
 
 
-def test_two_programs_take_turns_and_who_is_first_changes(tmp_path: Path) -> None:
+def test_two_programs_take_turns_and_who_is_first_changes(tmp_path):
     program = """
 import sys, time
 from rivals.turns import take_turns
@@ -131,15 +127,13 @@ take_turns(turn)
 """
     (tmp_path / "counting.py").write_text(program)
     pairs = turns.side_by_side(
-        turns.Worker("counting", "6", packages=[tmp_path]),
-        turns.Worker("counting", "3", packages=[tmp_path]),
-        3,
+        turns.Worker("counting", "6", packages=[tmp_path]), turns.Worker("counting", "3", packages=[tmp_path]), 3
     )
     assert turns.ratios(pairs, "value") == [2.0, 2.0, 2.0]
     assert [ours["at"] < theirs["at"] for ours, theirs in pairs] == [True, False, True]
 
 
-def test_a_program_that_ends_in_its_turn_is_an_error(tmp_path: Path) -> None:
+def test_a_program_that_ends_in_its_turn_is_an_error(tmp_path):
     (tmp_path / "ending.py").write_text("raise SystemExit(3)")
     with (
         turns.Worker("ending", packages=[tmp_path]) as worker,
@@ -148,17 +142,17 @@ def test_a_program_that_ends_in_its_turn_is_an_error(tmp_path: Path) -> None:
         worker.turn()
 
 
-def test_a_cell_has_the_median_and_the_quarters() -> None:
+def test_a_cell_has_the_median_and_the_quarters():
     assert turns.told([1.0, 2.0, 3.0, 4.0, 5.0]) == "3 (2 to 4)"
     assert turns.told([1234.5]) == "1,234"
 
 
-def test_rivals_are_pinned() -> None:
+def test_rivals_are_pinned():
     for pins in packages.PINNED.values():
         assert all(pin.count("==") == 1 for pin in pins)
 
 
-def test_report_shows_numbers_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_shows_numbers_and_the_machine(capsys):
     report = common.Report("a measure", ("", "seconds"))
     report.row("slow", 12345.678)
     report.row("fast", 0.25)
@@ -172,7 +166,7 @@ def test_report_shows_numbers_and_the_machine(capsys: pytest.CaptureFixture[str]
     assert '"ratio": 0.5' in capsys.readouterr().out
 
 
-def test_memory_of_a_process_tree() -> None:
+def test_memory_of_a_process_tree():
     text = "0-1 ---p 0 00:00 0 [rollup]\nRss: 2048 kB\nPss:  1024 kB\nPss_Anon:   512 kB\n"
     assert common.smaps_rollup(text) == {"Rss": 2.0, "Pss": 1.0, "Pss_Anon": 0.5}
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
@@ -183,10 +177,8 @@ def test_memory_of_a_process_tree() -> None:
         child.communicate(b"\n")
 
 
-def test_synthetic_run_is_a_whole_run(tmp_path: Path) -> None:
-    model = ModelConfig(
-        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
-    )
+def test_synthetic_run_is_a_whole_run(tmp_path):
+    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
     run = make_synthetic_run(tmp_path / "run", model, duration_s=30.0, train_sequences=8)
     plan = run.plan()
     assert plan.rounds.duration_s == 30.0
@@ -197,10 +189,8 @@ def test_synthetic_run_is_a_whole_run(tmp_path: Path) -> None:
     assert run.tokenizer(plan).vocabulary_size == 320
 
 
-def test_one_path_has_what_all_paths_have(tmp_path: Path) -> None:
-    model = ModelConfig(
-        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
-    )
+def test_one_path_has_what_all_paths_have(tmp_path):
+    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
     run = make_synthetic_run(tmp_path / "run", model, train_sequences=8, validation_sequences=40)
     changes = read_changes(["outer.momentum=0.5", "contributions.codec=sign", "seed=3"])
     grid = ChangedRun(run.path, changes, held_out_every=2)
@@ -223,19 +213,19 @@ def test_one_path_has_what_all_paths_have(tmp_path: Path) -> None:
     assert of_one["loss"] == pytest.approx(mean, abs=1e-3)
 
 
-def grid_modules(run: ChangedRun) -> tuple[str, ...]:
+def grid_modules(run):
     return run.grid(run.plan()).modules()
 
 
-def test_the_steps_to_a_loss_lie_between_the_rounds_that_were_scored() -> None:
+def test_the_steps_to_a_loss_lie_between_the_rounds_that_were_scored():
     curve = [(40, 3.0), (90, 2.0)]
     assert worth.steps_to(2.5, curve) == pytest.approx(60.0)
     assert worth.steps_to(3.0, curve) == 40
     assert worth.steps_to(1.9, curve) is None
 
 
-def test_a_speed_up_spreads_as_far_as_sequences_differ() -> None:
-    def scored(steps: int, *nats: float) -> dict[str, Any]:
+def test_a_speed_up_spreads_as_far_as_sequences_differ():
+    def scored(steps, *nats):
         return {"of": {"steps": 10}, "round": steps // 10, "nats": nats, "targets": [2] * 4}
 
     machine = scored(480, 6.0, 6.0, 6.0, 6.0)
@@ -247,8 +237,8 @@ def test_a_speed_up_spreads_as_far_as_sequences_differ() -> None:
     assert list(worth.speed_ups(machine, alike[:1], 480)) == [0.0, 0.0]
 
 
-def test_a_row_of_the_table_has_the_setting_that_other_sequences_choose() -> None:
-    def scored(row: str, peers: int, rate: float, steps: int, *losses: float) -> dict[str, Any]:
+def test_a_row_of_the_table_has_the_setting_that_other_sequences_choose():
+    def scored(row, peers, rate, steps, *losses):
         of = {"row": row, "peers": peers, "steps": 10, "set": {"inner.learning_rate": rate}}
         chosen_by, loss = losses
         return {
@@ -273,7 +263,7 @@ def test_a_row_of_the_table_has_the_setting_that_other_sequences_choose() -> Non
         worth.table(lines, 480)
 
 
-def test_a_power_law_is_found_again_and_tells_where_it_reaches_a_gap() -> None:
+def test_a_power_law_is_found_again_and_tells_where_it_reaches_a_gap():
     lengths = np.array([1e6, 2e6, 4e6, 8e6])
     shrinks, grows = 0.3 * (lengths / 1e6) ** -0.5, 0.1 * (lengths / 1e6) ** 0.2
     laws = fit(lengths, np.stack([shrinks, grows]))
@@ -287,7 +277,7 @@ def test_a_power_law_is_found_again_and_tells_where_it_reaches_a_gap() -> None:
         fit(lengths[:2], shrinks[:2])
 
 
-def curve_lines(gaps: list[float], spread: float) -> list[dict[str, Any]]:
+def curve_lines(gaps, spread):
     """Return figures of one machine and of four paths after 1, 2, 4, ... M tokens."""
     rng = np.random.default_rng(1)
     lines = []
@@ -304,12 +294,12 @@ def curve_lines(gaps: list[float], spread: float) -> list[dict[str, Any]]:
     return lines
 
 
-def curve_of(lines: list[dict[str, Any]], equal: str = "tokens") -> dict[str, Any]:
+def curve_of(lines, equal="tokens"):
     chosen = argparse.Namespace(run="2x2", one_machine_of=None, equal=equal, at=0.05)
     return worth_curve.curve(lines, chosen)
 
 
-def test_a_gap_that_shrinks_is_told_with_the_length_at_which_it_is_small() -> None:
+def test_a_gap_that_shrinks_is_told_with_the_length_at_which_it_is_small():
     lines = curve_lines([0.4 * 2 ** (-0.5 * n) for n in range(5)], spread=0.2)
     dearer = [{**line, "loss": 9.0, "chosen_by": 9.0} for line in lines]
     law = curve_of([*dearer, *lines, *dearer])["law"]
@@ -323,13 +313,13 @@ def test_a_gap_that_shrinks_is_told_with_the_length_at_which_it_is_small() -> No
     assert "5% after 64.0 M tokens" in worth_curve.told(curve_of(lines))
 
 
-def test_a_gap_that_may_not_shrink_has_no_length_within_reach() -> None:
+def test_a_gap_that_may_not_shrink_has_no_length_within_reach():
     law = curve_of(curve_lines([0.2, 0.21, 0.19, 0.2], spread=0.2))["law"]
     assert law["length_at_interval"][1] is None
     assert "not within reach" in worth_curve.told(curve_of(curve_lines([0.2, 0.3, 0.4], 0.0)))
 
 
-def test_a_gap_that_is_closed_is_told_with_the_length_at_which_it_was() -> None:
+def test_a_gap_that_is_closed_is_told_with_the_length_at_which_it_was():
     figures = curve_of(curve_lines([0.2, 0.3, 0.1, -0.1], spread=0.1))
     assert figures["law"] is None
     closed = figures["closed_after"]
@@ -342,7 +332,7 @@ def test_a_gap_that_is_closed_is_told_with_the_length_at_which_it_was() -> None:
     assert "no gap" in worth_curve.told(never)
 
 
-def test_at_equal_steps_the_gap_is_what_one_machine_lacks() -> None:
+def test_at_equal_steps_the_gap_is_what_one_machine_lacks():
     lines = curve_lines([0.4, 0.3, 0.2, 0.1, 0.05], spread=0.0)
     for line in lines:
         line["loss"] -= 0.5 * (line["of"]["peers"] > 1)
@@ -354,20 +344,17 @@ def test_at_equal_steps_the_gap_is_what_one_machine_lacks() -> None:
     assert points[0]["tokens"] == 4 * 800 * 1_250
 
 
-def test_figures_of_different_sequences_are_not_compared() -> None:
+def test_figures_of_different_sequences_are_not_compared():
     lines = curve_lines([0.4, 0.3, 0.2], spread=0.0)
     lines[0]["targets"] = [9] * 400
     with pytest.raises(ConfigurationError, match="different sequences"):
         curve_of(lines)
 
 
-def test_a_queue_is_read_without_comments_and_a_log_has_whole_lines(tmp_path: Path) -> None:
+def test_a_queue_is_read_without_comments_and_a_log_has_whole_lines(tmp_path):
     queue, log = tmp_path / "queue", tmp_path / "0.jsonl"
     queue.write_text("# first\n\nrun --rounds 1,2  # short\nrun --set 'a.b=[1, 2]'\n")
-    assert worth_queue.read_queue(queue) == [
-        ["run", "--rounds", "1,2"],
-        ["run", "--set", "a.b=[1, 2]"],
-    ]
+    assert worth_queue.read_queue(queue) == [["run", "--rounds", "1,2"], ["run", "--set", "a.b=[1, 2]"]]
     queue.write_text("run --log elsewhere\n")
     with pytest.raises(ConfigurationError, match="line 1"):
         worth_queue.read_queue(queue)
@@ -376,15 +363,13 @@ def test_a_queue_is_read_without_comments_and_a_log_has_whole_lines(tmp_path: Pa
     assert worth.read_log(log) == [{"round": 1}]
 
 
-def test_a_queue_is_run_in_several_processes_and_made_once(tmp_path: Path) -> None:
-    model = ModelConfig(
-        vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16
-    )
+def test_a_queue_is_run_in_several_processes_and_made_once(tmp_path):
+    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
     make_synthetic_run(tmp_path / "run", model, train_sequences=8)
     short = f"{tmp_path / 'run'} --steps 1 --rounds 1 --held-out-every 1"
     (tmp_path / "queue").write_text(f"{short} --one-path\nno-run\n{short}\n")
 
-    def run_queue(seconds: float) -> tuple[int, dict[str, Any]]:
+    def run_queue(seconds):
         done = subprocess.run(
             [sys.executable, "worth_queue.py", str(tmp_path / "queue"),
              "--logs", str(tmp_path / "logs"), "--workers", "2", "--seconds", str(seconds)],
@@ -400,10 +385,10 @@ def test_a_queue_is_run_in_several_processes_and_made_once(tmp_path: Path) -> No
     assert run_queue(0)[1]["time_was_up"]
 
 
-def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling() -> None:
+def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling():
     sample = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
 
-    def inputs(seed: int) -> list[bytes]:
+    def inputs(seed):
         rng = random.Random(seed)
         return [mutations.mutate(rng, [sample], "json") for _ in range(200)]
 

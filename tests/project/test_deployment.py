@@ -1,7 +1,5 @@
 """What people install and run for long: wheel, source archive, container, services, notebook."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -15,18 +13,16 @@ import time
 import tomllib
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from support.programs.commands import ROOT, options_of, parsers
 
-from dipaco.base.command_line import Command, Program
 from dipaco.base.settings_file import CONFIG_VARIABLE
 from dipaco.bootstrap import cli as bootstrap_cli
 from dipaco.peer import cli as peer_cli
+from support.programs.commands import ROOT, options_of, parsers
 
 # dipaco/ has a link to each room.
 DEPLOY = ROOT / "examples" / "deploy"
@@ -38,16 +34,11 @@ UNITS = sorted(DEPLOY.glob("*.service"))
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
-def files_of(root: Path, folders: tuple[str, ...]) -> set[str]:
-    return {
-        str(file.relative_to(root))
-        for folder in folders
-        for file in (root / folder).rglob("*")
-        if file.is_file()
-    }
+def files_of(root, folders):
+    return {str(file.relative_to(root)) for folder in folders for file in (root / folder).rglob("*") if file.is_file()}
 
 
-def test_the_archives_hold_everything(tmp_path: Path) -> None:
+def test_the_archives_hold_everything(tmp_path):
     """The source archive holds the sources, tests and pages. The wheel, which is made from it,
     holds every module and what else lies in their folders.
     """
@@ -80,20 +71,15 @@ def test_the_archives_hold_everything(tmp_path: Path) -> None:
         assert f"{name} = {target}" in scripts
 
 
-def _build(tree: Path, kind: str, out: Path) -> None:
+def _build(tree, kind, out):
     program = f"import setuptools.build_meta as b; b.build_{kind}({str(out)!r})"
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=tree,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
+        [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
 
 
-def text_of(file: Path) -> str:
+def text_of(file):
     """Return what a file tells a shell to do; of a notebook its cells."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".ipynb":
@@ -103,7 +89,7 @@ def text_of(file: Path) -> str:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_commands_and_flags_in_the_files_exist(file: Path) -> None:
+def test_commands_and_flags_in_the_files_exist(file):
     known = parsers()
     text = re.sub(r"\s*\\\n[#\s]*", " ", text_of(file))
     for line in text.splitlines():
@@ -116,13 +102,13 @@ def test_commands_and_flags_in_the_files_exist(file: Path) -> None:
                 assert flags <= options_of(known[name]), line
 
 
-def test_no_settings_are_in_variables() -> None:
+def test_no_settings_are_in_variables():
     named = {name for file in FILES for name in re.findall(r"\bDIPACO_\w+", text_of(file))}
     assert named == {CONFIG_VARIABLE}
 
 
-def test_the_settings_files_are_ones(tmp_path: Path) -> None:
-    def read(command: Command[Any] | Program, words: list[str], file: Path) -> Any:
+def test_the_settings_files_are_ones(tmp_path):
+    def read(command, words, file):
         parsed = command.parse([*words, "--config", str(file)])
         return parsed._command.read(parsed)
 
@@ -140,12 +126,10 @@ def test_the_settings_files_are_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda file: file.name)
-def test_a_service_is_not_started_again_after_what_that_does_not_mend(unit: Path) -> None:
+def test_a_service_is_not_started_again_after_what_that_does_not_mend(unit):
     text = unit.read_text()
     [codes] = re.findall(r"^RestartPreventExitStatus=(.*)$", text, re.M)
-    rows = re.findall(
-        r"^\| (\d+) \| ([\w ]+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M
-    )
+    rows = re.findall(r"^\| (\d+) \| ([\w ]+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M)
     names = {name for code, name in rows if code in codes.split()}
     assert names == {"configuration", "manifest", "protocol version"}
     assert "Restart=on-failure" in text
@@ -153,8 +137,8 @@ def test_a_service_is_not_started_again_after_what_that_does_not_mend(unit: Path
     assert "TimeoutStopSec=20" in text
 
 
-def test_the_compose_file_names_what_there_is() -> None:
-    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+def test_the_compose_file_names_what_there_is():
+    found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     services = found["services"]
     assert services["peer"]["deploy"]["replicas"] == 3
     build = services["bootstrap"]["build"]
@@ -171,7 +155,7 @@ def test_the_compose_file_names_what_there_is() -> None:
     assert (ROOT / "examples" / "tiny" / "RUN.toml").is_file()
 
 
-def test_the_image_has_what_its_build_needs() -> None:
+def test_the_image_has_what_its_build_needs():
     """Whatever is left out of the build is nothing that the package is made of."""
     left_out = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -184,10 +168,9 @@ def test_the_image_has_what_its_build_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"),
-    [("dipaco.lock", ["mirrors"]), ("dev.lock", ["mirrors", "serve", "gguf", "dask", "dev"])],
+    ("lock", "extras"), [("dipaco.lock", ["mirrors"]), ("dev.lock", ["mirrors", "serve", "gguf", "dask", "dev"])]
 )
-def test_the_locks_hold_what_the_project_asks_for(lock: str, extras: list[str]) -> None:
+def test_the_locks_hold_what_the_project_asks_for(lock, extras):
     """After a change of dependencies: make lock."""
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (LOCKS / lock).read_text(), re.M))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -199,9 +182,9 @@ def test_the_locks_hold_what_the_project_asks_for(lock: str, extras: list[str]) 
 
 
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.name)
-def test_a_workflow_calls_targets_of_the_makefile(file: Path) -> None:
+def test_a_workflow_calls_targets_of_the_makefile(file):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    jobs: dict[str, Any] = yaml.safe_load(file.read_text())["jobs"]
+    jobs = yaml.safe_load(file.read_text())["jobs"]
     called = set()
     for job in jobs.values():
         assert job["timeout-minutes"] <= 360, "no job has longer"
@@ -212,7 +195,7 @@ def test_a_workflow_calls_targets_of_the_makefile(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.name)
-def test_a_notebook_is_one_without_outputs(file: Path) -> None:
+def test_a_notebook_is_one_without_outputs(file):
     notebook = json.loads(file.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     ids = [cell["id"] for cell in notebook["cells"]]
@@ -236,7 +219,7 @@ while :; do sleep 0.05; done
 """
 
 
-def test_the_peers_of_a_slurm_job_are_told_before_its_limit(tmp_path: Path) -> None:
+def test_the_peers_of_a_slurm_job_are_told_before_its_limit(tmp_path):
     """The script alone gets Slurm's signal, tells the peers of each node, and waits for them."""
     for name, text in (("srun", SRUN), ("dipaco-peer", PEER)):
         (tmp_path / name).write_text(text)

@@ -1,11 +1,8 @@
 """The pages say what the code does: settings, exit codes, commands, links, test vectors."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import get_args
@@ -15,7 +12,6 @@ import torch
 from packaging.version import Version
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from support.programs.commands import options_of, parsers
 
 from dipaco.base import errors, exit_codes
 from dipaco.base.files import canonical_json
@@ -30,6 +26,7 @@ from dipaco.protocol.outer_row import OuterRow
 from dipaco.protocol.plan import PROTOCOL_VERSION
 from dipaco.protocol.record_keys import NAMESPACE
 from dipaco.routing.batches import batch_indices
+from support.programs.commands import options_of, parsers
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -42,14 +39,14 @@ PAGES = sorted(
 FOLDERS = ("dipaco", "tests", "benchmarks", "examples", "docs")
 
 
-def page(name: str) -> str:
+def page(name):
     return (DOCS / name).read_text(encoding="utf-8")
 
 
 # -- docs/configuration.md
 
 
-def sections(config: type[BaseModel], name: str = "") -> list[tuple[str, type[BaseModel]]]:
+def sections(config, name=""):
     """Return the tables of a RUN.toml: the top level, then every class that is a field of it."""
     found = [(name, config)]
     for key, field in config.model_fields.items():
@@ -59,16 +56,16 @@ def sections(config: type[BaseModel], name: str = "") -> list[tuple[str, type[Ba
     return found
 
 
-def table_of(annotation: object, *, may_be_left_out: bool) -> type[BaseModel] | None:
+def table_of(annotation, *, may_be_left_out):
     """Return the class of a field that is a table; of the top level also one that may be none."""
     kinds = [annotation, *(get_args(annotation) if may_be_left_out else ())]
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
 
 
-def documented_keys() -> dict[str, dict[str, str]]:
+def documented_keys():
     """Return the rows of docs/configuration.md: section to key to its default, as written."""
-    tables: dict[str, dict[str, str]] = {}
-    section: str | None = None
+    tables = {}
+    section = None
     for line in page("configuration.md").splitlines():
         if line.startswith("## "):
             heading = re.fullmatch(r"## (?:`\[(\w+)\]`|Top level)", line)
@@ -79,7 +76,7 @@ def documented_keys() -> dict[str, dict[str, str]]:
     return tables
 
 
-def toml(value: object) -> str:
+def toml(value):
     """Write a default as a RUN.toml would."""
     if value is None:
         return "none"
@@ -92,7 +89,7 @@ def toml(value: object) -> str:
     return f"`{value!r}`"
 
 
-def test_every_key_of_a_run_toml_is_documented_with_its_default() -> None:
+def test_every_key_of_a_run_toml_is_documented_with_its_default():
     documented = documented_keys()
     for name, config in sections(RunConfig):
         expected = {
@@ -107,13 +104,13 @@ def test_every_key_of_a_run_toml_is_documented_with_its_default() -> None:
 # -- docs/exit-codes.md
 
 
-def test_every_exit_code_is_documented() -> None:
+def test_every_exit_code_is_documented():
     classes = [errors.DipacoError, *errors.DipacoError.__subclasses__()]
     codes = {cls.exit_code for cls in classes if cls.__module__ == errors.__name__}
     assert {code.code for code in exit_codes.EXIT_CODES} == codes | {0, 130}
 
 
-def test_the_page_has_the_table_of_exit_codes() -> None:
+def test_the_page_has_the_table_of_exit_codes():
     """After a change: python -m dipaco.base.exit_codes."""
     assert re.findall(r"^\| \d+ \|.*$", page("exit-codes.md"), re.M) == exit_codes.table()
 
@@ -121,7 +118,7 @@ def test_the_page_has_the_table_of_exit_codes() -> None:
 # -- commands
 
 
-def code_of(text: str) -> list[str]:
+def code_of(text):
     """Return the code of a page: indented and fenced lines (continued ones joined), and spans."""
     text = re.sub(r"\\\n\s*", "", text)
     lines = [line.strip() for line in text.splitlines() if line.startswith("    ")]
@@ -132,7 +129,7 @@ def code_of(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_commands_in_the_pages_exist(file: Path) -> None:
+def test_commands_in_the_pages_exist(file):
     known = parsers()
     text = file.read_text(encoding="utf-8")
     for line in code_of(text):
@@ -155,7 +152,7 @@ def test_commands_in_the_pages_exist(file: Path) -> None:
 
 
 @cache
-def flags_of_scripts() -> frozenset[str]:
+def flags_of_scripts():
     """Return the flags that benchmarks and examples read."""
     files = [file for name in ("benchmarks", "examples") for file in (ROOT / name).rglob("*.py")]
     texts = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -166,14 +163,14 @@ def flags_of_scripts() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_links_lead_somewhere(file: Path) -> None:
+def test_links_lead_somewhere(file):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", file.read_text(encoding="utf-8")):
         if "://" not in target:
             assert (file.parent / target).exists(), f"{file.name} links to {target}"
 
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_the_files_that_are_named_exist(file: Path) -> None:
+def test_the_files_that_are_named_exist(file):
     text = file.read_text(encoding="utf-8")
     for folder in (*FOLDERS, *ROOMS):
         # A page may leave out `dipaco/`.
@@ -185,16 +182,16 @@ def test_the_files_that_are_named_exist(file: Path) -> None:
 # -- references to docs/design.md, and to tests
 
 
-def prose_of(file: Path) -> str:
+def prose_of(file):
     """Return the text of a source or page on one line, without what begins a comment's lines."""
     return " ".join(file.read_text(encoding="utf-8").replace("\n#", "\n").split())
 
 
-def sources() -> list[Path]:
+def sources():
     return [file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def wrong_references(text: str, titles: Mapping[str, str], promises: int) -> list[str]:
+def wrong_references(text, titles, promises):
     """Return the references to the design that name no promise, or no section with that title.
 
     A reference is the number of a section and words of its title, up to the next punctuation mark.
@@ -208,7 +205,7 @@ def wrong_references(text: str, titles: Mapping[str, str], promises: int) -> lis
     return wrong + [f"promise {number}" for number in numbers if not 0 < int(number) <= promises]
 
 
-def test_references_to_the_design_name_what_stands_there() -> None:
+def test_references_to_the_design_name_what_stands_there():
     text = page("design.md")
     titles = dict(re.findall(r"^##+ (\d+(?:\.\d+)?)\.? (.+)$", text, re.M))
     promises = len(re.findall(r"^\d+\. ", text.partition("## 5. ")[2].partition("## 6. ")[0], re.M))
@@ -223,7 +220,7 @@ def test_references_to_the_design_name_what_stands_there() -> None:
     assert not found, f"each needs a word of the title that it means: {found}"
 
 
-def is_there(name: str) -> bool:
+def is_there(name):
     """Tell whether a dotted name is one of our modules, or of something in one of them."""
     parts = name.split(".")[1:]
     for count in range(len(parts), 0, -1):
@@ -235,7 +232,7 @@ def is_there(name: str) -> bool:
     return False
 
 
-def test_the_modules_that_are_named_exist() -> None:
+def test_the_modules_that_are_named_exist():
     assert is_there("dipaco.protocol.grid.Grid")
     assert not is_there("dipaco.protocol.grid.Lattice")
     assert not is_there("dipaco.modules.lattice")
@@ -246,14 +243,14 @@ def test_the_modules_that_are_named_exist() -> None:
         assert not wrong or file == Path(__file__), f"{file.relative_to(ROOT)} names {wrong}"
 
 
-def test_a_logger_is_named_after_its_file() -> None:
+def test_a_logger_is_named_after_its_file():
     for file in sorted((ROOT / "dipaco").rglob("*.py")):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for said in re.findall(r'getLogger\("(dipaco\.[\w.]+)"\)', file.read_text("utf-8")):
             assert said == name, f"{file}: {said}"
 
 
-def test_the_tests_that_are_named_exist() -> None:
+def test_the_tests_that_are_named_exist():
     files = sorted((ROOT / "tests").rglob("*.py"))
     known = {file.stem for file in files}
     for file in files:
@@ -263,7 +260,7 @@ def test_the_tests_that_are_named_exist() -> None:
         assert named <= known, f"{file.relative_to(ROOT)} names {sorted(named - known)}"
 
 
-def test_the_pages_name_the_last_release_and_the_code_comes_after_it() -> None:
+def test_the_pages_name_the_last_release_and_the_code_comes_after_it():
     changes = (ROOT / "CHANGELOG.md").read_text()
     headings = re.findall(r"^## (.+)", changes, re.M)
     assert all(re.fullmatch(r"Unreleased|[\d.]+ \(\d{4}-\d\d-\d\d\)", line) for line in headings)
@@ -284,21 +281,21 @@ def test_the_pages_name_the_last_release_and_the_code_comes_after_it() -> None:
 # -- docs/protocol.md
 
 
-def test_the_page_is_of_the_protocol_that_is_spoken() -> None:
+def test_the_page_is_of_the_protocol_that_is_spoken():
     text = page("protocol.md")
     assert text.startswith(f"# The protocol, version {PROTOCOL_VERSION}\n")
     assert f"`protocol_version` ({PROTOCOL_VERSION})" in text
     assert f'key     "{NAMESPACE}/' in text
 
 
-def vectors() -> dict[str, str]:
+def vectors():
     """Return the test vectors of the protocol: name to value."""
     block = re.search(r"<!-- vectors -->\n```\n(.*?)```", page("protocol.md"), re.S)
     assert block
     return dict(line.split(" = ", 1) for line in block[1].splitlines() if " = " in line)
 
 
-def computed_vectors() -> dict[str, str]:
+def computed_vectors():
     """Return what the code computes."""
     layout = ModuleLayout(("a", "b"), ((2,), (1, 2)))
     state = ModuleState(
@@ -310,14 +307,8 @@ def computed_vectors() -> dict[str, str]:
         layout=layout,
     )
     header = bytes(list(state_chunks(state))[1])
-    ordered = canonical_rows(
-        [OuterRow(1, "QmB", 300), OuterRow(0, "QmA", 100), OuterRow(1, "QmC", 100)]
-    )
-    rule = OuterRule(
-        ContributionsConfig(codec="int4"),
-        OuterConfig(learning_rate=0.7, momentum=0.9),
-        {0: 3, 1: 7},
-    )
+    ordered = canonical_rows([OuterRow(1, "QmB", 300), OuterRow(0, "QmA", 100), OuterRow(1, "QmC", 100)])
+    rule = OuterRule(ContributionsConfig(codec="int4"), OuterConfig(learning_rate=0.7, momentum=0.9), {0: 3, 1: 7})
     gradients = [torch.tensor([0.1, 0.2, 0.3, 0.4]) * number for number in (1, -2, 3)]
     files = [CODECS["int4"].encode(gradient) for gradient in gradients]
     parent = genesis_name("0123456789abcdef", "L0.E0")
@@ -344,5 +335,5 @@ def computed_vectors() -> dict[str, str]:
     }
 
 
-def test_the_test_vectors_of_the_protocol() -> None:
+def test_the_test_vectors_of_the_protocol():
     assert vectors() == computed_vectors()

@@ -1,7 +1,5 @@
 """The kit for a GPU that is to be had for ten minutes: its scripts, and its parts on the CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,19 +26,19 @@ from dipaco.modules.transformer import PathModel  # noqa: E402
 
 
 @pytest.fixture
-def part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Part:
+def part(tmp_path, monkeypatch):
     # A rehearsal has graphs traced without code; what it sets is put back.
     monkeypatch.setattr(torch, "compile", torch.compile)
     return Part("a part", tmp_path / "part.json", rehearses=True)
 
 
 @pytest.mark.parametrize("script", ["collect.sh", "run.sh"])
-def test_scripts_are_sound(script: str) -> None:
+def test_scripts_are_sound(script):
     subprocess.run(["bash", "-n", str(KIT / script)], check=True, timeout=30)
     assert os.access(KIT / script, os.X_OK)
 
 
-def test_every_part_that_the_script_runs_is_there() -> None:
+def test_every_part_that_the_script_runs_is_there():
     script = (KIT / "run.sh").read_text()
     named = re.search(r'^all="(.*)"$', script, re.MULTILINE)
     assert named is not None
@@ -50,31 +48,29 @@ def test_every_part_that_the_script_runs_is_there() -> None:
     assert all((KIT / f"{part}.py").exists() for part in parts)
 
 
-def test_a_part_that_is_not_there_is_an_error() -> None:
-    done = subprocess.run(
-        [str(KIT / "run.sh"), "nothing"], capture_output=True, text=True, timeout=30, check=False
-    )
+def test_a_part_that_is_not_there_is_an_error():
+    done = subprocess.run([str(KIT / "run.sh"), "nothing"], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 3
     assert "there is no part 'nothing'; there are: paper_path" in done.stderr
 
 
-def names_in(file: Path) -> set[str]:
+def names_in(file):
     return {line for line in file.read_text().splitlines() if line and not line.startswith("#")}
 
 
-def locked_in(name: str) -> set[str]:
+def locked_in(name):
     lock = BENCHMARKS.parent / "requirements" / name
     return set(re.findall(r"^([a-z0-9._-]+)==", lock.read_text(), re.MULTILINE))
 
 
-def test_whatever_the_project_needs_is_collected_or_brought() -> None:
+def test_whatever_the_project_needs_is_collected_or_brought():
     lacking, brought = names_in(KIT / "lacking.txt"), names_in(KIT / "brought.txt")
     assert lacking <= locked_in("dev.lock")
     assert not locked_in("dipaco.lock") - lacking - brought
     assert not lacking & brought
 
 
-def test_another_checkout_is_noticed(tmp_path: Path) -> None:
+def test_another_checkout_is_noticed(tmp_path):
     for folder in ("one", "other"):
         (tmp_path / folder / "modules").mkdir(parents=True)
         (tmp_path / folder / "modules" / "grid.py").write_text("same\n")
@@ -86,7 +82,7 @@ def test_another_checkout_is_noticed(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "other")
 
 
-def test_the_file_of_a_part_is_whole_after_each_measure(part: Part, tmp_path: Path) -> None:
+def test_the_file_of_a_part_is_whole_after_each_measure(part, tmp_path):
     part.note("first", {"tokens_per_s": 12345.6, "inside": {"a|b": 1}})
     with part.measuring("second"):
         raise RuntimeError("it broke")
@@ -99,7 +95,7 @@ def test_the_file_of_a_part_is_whole_after_each_measure(part: Part, tmp_path: Pa
     assert part.conclude() == 1
 
 
-def test_a_path_and_a_plain_loop_are_timed(part: Part) -> None:
+def test_a_path_and_a_plain_loop_are_timed(part):
     loop = paper_path.path_loop(part, 2, compiled=False)
     ours = paper_path.path_figures(part, loop, 2, 0.0)
     theirs = paper_path.nano_figures(part, 2, 0.0)
@@ -111,14 +107,12 @@ def test_a_path_and_a_plain_loop_are_timed(part: Part) -> None:
     assert profiled(lambda: loop.step(batch, 9))["copies"]
 
 
-def test_memory_that_runs_out_is_survived_in_a_rehearsal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Part
-) -> None:
+def test_memory_that_runs_out_is_survived_in_a_rehearsal(tmp_path, monkeypatch, part):
     monkeypatch.setattr(out_of_memory, "begin", lambda name, text: part)
     assert out_of_memory.main() == 0, (tmp_path / "part.json").read_text()
 
 
-def test_without_a_gpu_a_part_says_so(tmp_path: Path) -> None:
+def test_without_a_gpu_a_part_says_so(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "gpu_kit.unit_tests", "--json", str(tmp_path / "part.json")],
         cwd=BENCHMARKS,
@@ -133,7 +127,7 @@ def test_without_a_gpu_a_part_says_so(tmp_path: Path) -> None:
     assert "no CUDA device" in done.stderr
 
 
-def test_a_roofline_counts_what_a_pass_computes() -> None:
+def test_a_roofline_counts_what_a_pass_computes():
     model = cards.TINY_PATH
     work = roofline.work_of(model, 2)
     tokens = 2 * model.sequence_length
@@ -147,7 +141,7 @@ def test_a_roofline_counts_what_a_pass_computes() -> None:
     assert 0 < work.wide_bytes < fused < eager
 
 
-def test_the_150m_path_counts_its_operations() -> None:
+def test_the_150m_path_counts_its_operations():
     parameters = path_parameters(cards.PATH_150M)
     assert 140e6 < parameters < 160e6
     attention = 12 * 12 * 896 * 1024
@@ -177,5 +171,5 @@ def test_the_150m_path_counts_its_operations() -> None:
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
     ],
 )
-def test_peaks_of_cards(name: str, tflops: float | None) -> None:
+def test_peaks_of_cards(name, tflops):
     assert (found.tflops if (found := card_of(name)) else None) == tflops

@@ -1,7 +1,5 @@
 """Which room may import which (design 3, layout), and what a room has."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -14,41 +12,33 @@ ROOMS = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
 AT_THE_ROOT = ("bootstrap", "dht", "modules", "peer", "routing")
 
 
-def test_who_may_import_whom() -> None:
+def test_who_may_import_whom():
     """The contracts are in pyproject.toml; what is wrong stands in the output.
 
     In a process of its own: the linter configures logging and silences every logger that exists.
     """
     program = (
-        "from importlinter.cli import lint_imports\n"
-        "raise SystemExit(lint_imports('pyproject.toml', no_cache=True))"
+        "from importlinter.cli import lint_imports\nraise SystemExit(lint_imports('pyproject.toml', no_cache=True))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def loaded_by(names: list[str], wanted: tuple[str, ...]) -> str:
+def loaded_by(names, wanted):
     """Import modules in a fresh process, and return which of the wanted ones that loads."""
     program = (
         "import importlib, sys\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
         f"print([name for name in {wanted!r} if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=False)
     assert done.stderr == ""
     return done.stdout.strip()
 
 
-def modules_of(*rooms: str) -> list[str]:
+def modules_of(*rooms):
     return [
         ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for room in rooms
@@ -57,24 +47,24 @@ def modules_of(*rooms: str) -> list[str]:
     ]
 
 
-def test_what_knows_no_network_loads_none() -> None:
+def test_what_knows_no_network_loads_none():
     """Also by way of others: importing all of it leaves Hivemind unloaded."""
     names = modules_of("base", "protocol", "modules", "routing", "training", "simulator")
     assert loaded_by(names, ("hivemind", "dipaco.dht", "dipaco.peer")) == "[]"
 
 
-def test_what_is_decided_loads_no_tensors() -> None:
+def test_what_is_decided_loads_no_tensors():
     names = [*modules_of("base", "protocol", "simulator/swarm"), "dipaco.bootstrap.invite"]
     assert loaded_by(names, ("torch", "numpy", "hivemind")) == "[]"
 
 
-def test_the_root_has_a_link_to_each_room_that_the_layout_demands() -> None:
+def test_the_root_has_a_link_to_each_room_that_the_layout_demands():
     assert set(AT_THE_ROOT) < set(ROOMS)
     for room in AT_THE_ROOT:
         assert (ROOT / room).readlink() == Path("dipaco", room)
 
 
-def test_what_tests_share_is_in_support() -> None:
+def test_what_tests_share_is_in_support():
     found = []
     for file in sorted((ROOT / "tests").rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

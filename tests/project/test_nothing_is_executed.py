@@ -5,12 +5,9 @@ walks every file of the packages and refuses what would run code that bytes say;
 listed, each with its reason.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -116,14 +113,14 @@ EXCEPTIONS = {
 }
 
 
-def _name(node: ast.expr) -> list[str]:
+def _name(node):
     """Return the parts of a dotted name; of anything else, what follows it."""
     if isinstance(node, ast.Attribute):
         return [*_name(node.value), node.attr]
     return [node.id] if isinstance(node, ast.Name) else [""]
 
 
-def _imports(node: ast.AST) -> Iterator[str]:
+def _imports(node):
     """Yield what an import statement names: modules, and names in modules."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
@@ -132,15 +129,13 @@ def _imports(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _is_forbidden(module: str) -> bool:
+def _is_forbidden(module):
     parts = module.split(".")
     above = {".".join(parts[: n + 1]) for n in range(len(parts))}
-    return bool(above & FORBIDDEN_MODULES) or (
-        parts[0] == "hivemind" and parts[-1] in FORBIDDEN_HIVEMIND
-    )
+    return bool(above & FORBIDDEN_MODULES) or (parts[0] == "hivemind" and parts[-1] in FORBIDDEN_HIVEMIND)
 
 
-def _findings_of(node: ast.AST) -> Iterator[str]:
+def _findings_of(node):
     yield from (f"imports {module}" for module in _imports(node) if _is_forbidden(module))
     if isinstance(node, ast.Name) and node.id in FORBIDDEN_CALLS | FORBIDDEN_ALONE:
         yield f"uses {node.id}"
@@ -164,13 +159,13 @@ def _findings_of(node: ast.AST) -> Iterator[str]:
                 yield f"gives {name}"
 
 
-def findings(file: Path) -> Iterator[str]:
+def findings(file):
     """Yield what in a file would run what bytes say; one line for each kind."""
     found = (what for node in ast.walk(ast.parse(file.read_text())) for what in _findings_of(node))
     yield from sorted(dict.fromkeys(found))
 
 
-def _all_findings() -> set[tuple[str, str]]:
+def _all_findings():
     return {
         (str(file.relative_to(PACKAGE)), what)
         for folder in FOLDERS
@@ -179,11 +174,11 @@ def _all_findings() -> set[tuple[str, str]]:
     }
 
 
-def test_no_code_of_a_peer_unpickles_or_executes() -> None:
+def test_no_code_of_a_peer_unpickles_or_executes():
     assert _all_findings() - set(EXCEPTIONS) == set()
 
 
-def test_every_exception_is_still_one() -> None:
+def test_every_exception_is_still_one():
     assert set(EXCEPTIONS) - _all_findings() == set()
 
 
@@ -227,20 +222,20 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize(("text", "found"), HOSTILE)
-def test_the_check_finds(text: str, found: str, tmp_path: Path) -> None:
+def test_the_check_finds(text, found, tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text(text)
     assert any(found in line for line in findings(file))
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_the_check_leaves_alone(text: str, tmp_path: Path) -> None:
+def test_the_check_leaves_alone(text, tmp_path):
     file = tmp_path / "right.py"
     file.write_text(text)
     assert list(findings(file)) == []
 
 
-def test_no_unused_handler_of_hivemind_is_served() -> None:
+def test_no_unused_handler_of_hivemind_is_served():
     """Its averager would send anybody the state, and read streams of any length for a group."""
     script = (
         "import dipaco.peer.app, dipaco.bootstrap.cli\n"
@@ -254,7 +249,5 @@ def test_no_unused_handler_of_hivemind_is_served() -> None:
         "        kind._collect_rpc_handlers()\n"
         "        print(*(handler.method_name for handler in kind._rpc_handlers))\n"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True
-    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
     assert not answer.stdout.split(), "peers talk over streams of their own framing"

@@ -1,7 +1,5 @@
 """The worked round of docs/design.md has the names and sizes that the code gives."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from dataclasses import replace
@@ -13,15 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import layout_of
-from dipaco.peer.exchange.streams.messages import (
-    AskReply,
-    AskRequest,
-    GetReply,
-    GetRequest,
-    Message,
-    TellRequest,
-    framed,
-)
+from dipaco.peer.exchange.streams.messages import AskReply, AskRequest, GetReply, GetRequest, TellRequest, framed
 from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, pack_row, pack_step, sign_row
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
@@ -32,15 +22,12 @@ RUN, MODULE, ROUND = "0123456789abcdef", "L0.E0", 7
 TRAINERS = {"Ada": (0, 30_720), "Ben": (1, 30_720), "Cem": (1, 21_504)}
 
 
-def keys() -> dict[str, Ed25519PrivateKey]:
+def keys():
     """Return a fixed key for each of the three peers."""
-    return {
-        name: Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest())
-        for name in TRAINERS
-    }
+    return {name: Ed25519PrivateKey.from_private_bytes(hashlib.sha256(name.encode()).digest()) for name in TRAINERS}
 
 
-def computed() -> dict[str, str]:
+def computed():
     """Return what the page says of the round: a word or two to its value."""
     config = load_run_config(ROOT / "examples" / "tiny" / "RUN.toml")
     values = layout_of(Grid(config.model, config.grid), MODULE).size
@@ -61,12 +48,10 @@ def computed() -> dict[str, str]:
     step = Step.of(rows)
     file_bytes = rows[0].bytes
 
-    def size(message: Message) -> str:
+    def size(message):
         return f"{len(framed(message)):,}"
 
-    tell = TellRequest(
-        run=RUN, module=MODULE, rows=[pack_row(rows[0])], steps=[], keep=False, admissions={}
-    )
+    tell = TellRequest(run=RUN, module=MODULE, rows=[pack_row(rows[0])], steps=[], keep=False, admissions={})
     get = GetRequest(sha256=bytes.fromhex(rows[1].file), offset=0)
     got = GetReply(status="ok", total_bytes=file_bytes)
     proposal = tell.model_copy(update={"rows": [], "steps": [pack_step(step)]})
@@ -91,7 +76,7 @@ def computed() -> dict[str, str]:
     }
 
 
-def test_the_worked_round() -> None:
+def test_the_worked_round():
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     block = re.search(r"<!-- worked round -->\n```\n(.*?)```", page, re.S)
     assert block

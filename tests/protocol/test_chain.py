@@ -1,19 +1,14 @@
 """Rows, steps and chains: what is signed, what is refused, and which chain wins."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
 import random
-from typing import Any
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs.make_plan import make_plan
-from support.wire.peers import RUN, key, peer
 
 from dipaco.protocol import chain_book
 from dipaco.protocol.chain import (
@@ -32,6 +27,8 @@ from dipaco.protocol.chain import (
 from dipaco.protocol.chain_book import ChainBook
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.record_errors import MAX_COUNT, RecordError
+from support.runs.make_plan import make_plan
+from support.wire.peers import RUN, key, peer
 
 PLAN = make_plan()
 GRID = Grid(PLAN.model, PLAN.grid)
@@ -41,7 +38,7 @@ GENESIS = genesis_name(RUN, MODULE)
 MAX_BYTES = 1000
 
 
-def row(number: int = 0, round_index: int = 0, parent: str = GENESIS, **fields: Any) -> Row:
+def row(number=0, round_index=0, parent=GENESIS, **fields):
     said = {
         "module": MODULE,
         "round_index": round_index,
@@ -57,21 +54,21 @@ def row(number: int = 0, round_index: int = 0, parent: str = GENESIS, **fields: 
     return sign_row(Row(**said), key(number))
 
 
-def step(*numbers: int, on: Step | None = None, round_index: int | None = None) -> Step:
+def step(*numbers, on=None, round_index=None):
     """Return a step with the rows of these peers on top of another one or of the genesis."""
     parent = GENESIS if on is None else on.name
     after = (0 if on is None else on.round_index + 1) if round_index is None else round_index
     return Step.of(row(number, after, parent) for number in numbers)
 
 
-def chain(length: int, *numbers: int, on: Step | None = None) -> list[Step]:
-    steps: list[Step] = []
+def chain(length, *numbers, on=None):
+    steps = []
     for _ in range(length):
         steps.append(step(*numbers, on=steps[-1] if steps else on))
     return steps
 
 
-def book(*steps: Step) -> ChainBook:
+def book(*steps):
     made = ChainBook(RUN, (MODULE, OTHER))
     assert all(made.add(one) for one in steps)
     return made
@@ -80,17 +77,17 @@ def book(*steps: Step) -> ChainBook:
 # -- rows
 
 
-def verify(one: Row) -> None:
+def verify(one):
     verify_row(one, GRID, max_bytes=MAX_BYTES)
 
 
-def test_a_signed_row_is_good_and_only_its_owner_signs_it() -> None:
+def test_a_signed_row_is_good_and_only_its_owner_signs_it():
     verify(row())
     with pytest.raises(ValueError, match="the key is not"):
         sign_row(row(0), key(1))
 
 
-CHANGES: dict[str, Any] = {
+CHANGES = {
     "module": "L1.E0",
     "round_index": 1,
     "parent": "0" * 64,
@@ -105,13 +102,13 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", CHANGES)
-def test_every_field_is_signed(field: str) -> None:
+def test_every_field_is_signed(field):
     assert CHANGES.keys() == {field.name for field in dataclasses.fields(Row)}
     with pytest.raises(RecordError, match="has not signed"):
         verify(dataclasses.replace(row(), **{field: CHANGES[field]}))
 
 
-def test_every_bit_of_a_signature_counts() -> None:
+def test_every_bit_of_a_signature_counts():
     good = row()
     for position in range(64):
         forged = bytearray(good.signature)
@@ -134,12 +131,12 @@ def test_every_bit_of_a_signature_counts() -> None:
         ({"bytes": MAX_BYTES + 1}, "at most 1000 are possible"),
     ],
 )
-def test_what_cannot_be_is_refused_though_it_is_signed(fields: Any, message: str) -> None:
+def test_what_cannot_be_is_refused_though_it_is_signed(fields, message):
     with pytest.raises(RecordError, match=message):
         verify(row(**fields))
 
 
-def test_a_row_of_nobody_is_refused() -> None:
+def test_a_row_of_nobody_is_refused():
     for nobody in ("", "x" * 52, "Qm" + "1" * 44, peer(0) + "1"):
         with pytest.raises(RecordError, match="not a peer id"):
             verify(dataclasses.replace(row(), peer=nobody))
@@ -148,7 +145,7 @@ def test_a_row_of_nobody_is_refused() -> None:
 # -- steps
 
 
-def test_a_step_has_one_name_however_its_rows_came() -> None:
+def test_a_step_has_one_name_however_its_rows_came():
     rows = [row(number) for number in range(5)]
     names = {Step.of(order).name for order in itertools.permutations(rows)}
     assert len(names) == 1
@@ -157,7 +154,7 @@ def test_a_step_has_one_name_however_its_rows_came() -> None:
     assert names == {Step.of(unsigned).name}
 
 
-def test_a_name_covers_everything_before_it_and_the_run() -> None:
+def test_a_name_covers_everything_before_it_and_the_run():
     first = step(0, 1)
     names = [first, step(0), step(0, 2), step(0, 1, round_index=1), step(0, 1, on=first)]
     assert len({one.name for one in names}) == len(names)
@@ -166,7 +163,7 @@ def test_a_name_covers_everything_before_it_and_the_run() -> None:
     assert len({genesis_name(r, m) for r in (RUN, "f" * 16) for m in (MODULE, OTHER)}) == 4
 
 
-def test_rows_that_do_not_belong_together_are_no_step() -> None:
+def test_rows_that_do_not_belong_together_are_no_step():
     for other in (row(1, 1), row(1, parent="0" * 64), row(1, module="L1.E0")):
         with pytest.raises(ValueError, match="another module, round, parent or state"):
             Step.of([row(0), other])
@@ -179,7 +176,7 @@ def test_rows_that_do_not_belong_together_are_no_step() -> None:
 # -- the wire
 
 
-def test_the_largest_step_comes_back_as_it_was() -> None:
+def test_the_largest_step_comes_back_as_it_was():
     made = Step.of(row(number, 2**31 - 1, tokens=MAX_COUNT) for number in range(MAX_ROWS))
     packed = msgpack.packb(pack_step(made))
     assert len(packed) <= 2**15
@@ -189,7 +186,7 @@ def test_the_largest_step_comes_back_as_it_was() -> None:
     assert [one.signature for one in found.rows] == [one.signature for one in made.rows]
 
 
-def test_a_step_has_one_spelling() -> None:
+def test_a_step_has_one_spelling():
     packed = pack_step(step(0, 1, 2))
     for wrong in (packed[::-1], packed[:1] * 2, [], packed * 30, [*packed, pack_row(row(3, 1))]):
         with pytest.raises(RecordError):
@@ -204,14 +201,14 @@ values = st.recursive(
 
 
 @given(values)
-def test_junk_is_refused_in_one_way(junk: Any) -> None:
+def test_junk_is_refused_in_one_way(junk):
     for unpack in (unpack_row, unpack_step):
         with pytest.raises(RecordError):
             unpack(junk)
 
 
 @given(st.integers(0, 8), values)
-def test_a_row_with_a_field_of_junk_is_refused_or_is_not_signed(place: int, junk: Any) -> None:
+def test_a_row_with_a_field_of_junk_is_refused_or_is_not_signed(place, junk):
     good = row()
     packed = pack_row(good)
     packed[place] = junk
@@ -226,7 +223,7 @@ def test_a_row_with_a_field_of_junk_is_refused_or_is_not_signed(place: int, junk
 # -- the book
 
 
-def test_a_step_follows_its_parent_in_a_later_round() -> None:
+def test_a_step_follows_its_parent_in_a_later_round():
     first, second = chain(2, 0)
     empty = book()
     assert not empty.add(second)
@@ -242,7 +239,7 @@ def test_a_step_follows_its_parent_in_a_later_round() -> None:
         empty.add(Step.of([row(0, 5, second.name, module=OTHER)]))
 
 
-def test_more_rows_win_over_more_steps_and_then_the_smaller_name() -> None:
+def test_more_rows_win_over_more_steps_and_then_the_smaller_name():
     long, short = chain(3, 0), chain(1, 1, 2, 3, 4)
     made = book(*long, *short)
     assert made.heaviest(MODULE).name == short[-1].name
@@ -256,7 +253,7 @@ def test_more_rows_win_over_more_steps_and_then_the_smaller_name() -> None:
     assert made.heaviest(MODULE, {short[0].name, long[0].name}).name == GENESIS
 
 
-def test_the_winner_does_not_depend_on_the_order_in_which_steps_came() -> None:
+def test_the_winner_does_not_depend_on_the_order_in_which_steps_came():
     trunk = chain(2, 0, 1)
     steps = [*trunk, *chain(2, 0, on=trunk[0]), *chain(3, 2, on=trunk[1]), *chain(2, 3, 4)]
     winners = set()
@@ -270,7 +267,7 @@ def test_the_winner_does_not_depend_on_the_order_in_which_steps_came() -> None:
     assert len(winners) == 1
 
 
-def test_where_two_chains_parted() -> None:
+def test_where_two_chains_parted():
     trunk = chain(3, 0)
     left, right = chain(2, 1, on=trunk[-1]), chain(4, 2, on=trunk[-1])
     made = book(*trunk, *left, *right)
@@ -291,9 +288,7 @@ def test_where_two_chains_parted() -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 9, 10, 11, 60])
 @pytest.mark.parametrize("common", [0, 1, 7, 60])
-def test_a_locator_finds_where_chains_parted_and_all_after_it_is_told(
-    length: int, common: int
-) -> None:
+def test_a_locator_finds_where_chains_parted_and_all_after_it_is_told(length, common):
     trunk = chain(min(length, common), 0)
     last = trunk[-1] if trunk else None
     mine = [*trunk, *chain(length - len(trunk), 1, on=last)]
@@ -318,7 +313,7 @@ def test_a_locator_finds_where_chains_parted_and_all_after_it_is_told(
     assert answerer.after((theirs[-12].name,), theirs[-1].name, 10)[1]
 
 
-def test_a_state_is_had_through_a_step_of_most_or_from_the_genesis() -> None:
+def test_a_state_is_had_through_a_step_of_most_or_from_the_genesis():
     first, second = chain(2, 0, 1)
     half = step(0, on=second)
     made = book(first, second, half)
@@ -329,7 +324,7 @@ def test_a_state_is_had_through_a_step_of_most_or_from_the_genesis() -> None:
     assert ways[0].steps == (second, half)
 
 
-def test_branches_that_nobody_went_on_from_are_forgotten() -> None:
+def test_branches_that_nobody_went_on_from_are_forgotten():
     trunk = chain(8, 0)
     old, young = chain(2, 1, on=trunk[1]), chain(1, 1, on=trunk[4])
     made = book(*trunk, *old, *chain(1, 2, on=old[0]), *young)
@@ -346,12 +341,12 @@ class Names(set[str]):
 
     looks = 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self):
         self.looks += 1
         return super().__iter__()
 
 
-def test_steps_that_are_passed_over_are_looked_at_once_however_many_branches_there_are() -> None:
+def test_steps_that_are_passed_over_are_looked_at_once_however_many_branches_there_are():
     """Somebody can tell a thousand steps that are refused."""
     trunk = chain(3, 0)
     refused = [step(number, on=trunk[-1]) for number in range(1, 40)]
@@ -360,9 +355,7 @@ def test_steps_that_are_passed_over_are_looked_at_once_however_many_branches_the
     assert names.looks == 1
 
 
-def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_kept(monkeypatch):
     monkeypatch.setattr(chain_book, "MAX_SIDE_STEPS", 10)
     monkeypatch.setattr(chain_book, "KEPT_TIPS", 2)
     kept, long = chain(2, 0), chain(3, 7, 8, 9)

@@ -1,11 +1,8 @@
 """Which part of a run a peer reads."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
-from support.swarms.swarm_views import peer_name, plan_of
 
 from dipaco.protocol.coverage import (
     BUCKET_PATHS,
@@ -18,14 +15,13 @@ from dipaco.protocol.coverage import (
     whole_scope,
 )
 from dipaco.protocol.view import SwarmView
+from support.swarms.swarm_views import peer_name, plan_of
 
 MANY = 64
 
 
-@pytest.mark.parametrize(
-    ("paths", "count"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (4096, 64)]
-)
-def test_paths_are_dealt_out_evenly(paths: int, count: int) -> None:
+@pytest.mark.parametrize(("paths", "count"), [(1, 1), (64, 1), (65, 2), (128, 2), (129, 3), (4096, 64)])
+def test_paths_are_dealt_out_evenly(paths, count):
     assert bucket_count(paths) == count
     sizes = Counter(home_bucket("anybody", path, count) for path in range(paths))
     assert set(sizes) == set(range(count))
@@ -33,23 +29,23 @@ def test_paths_are_dealt_out_evenly(paths: int, count: int) -> None:
     assert max(sizes.values()) - min(sizes.values()) <= 1
 
 
-def test_peers_without_a_path_are_spread() -> None:
+def test_peers_without_a_path_are_spread():
     homes = Counter(home_bucket(peer_name(n), None, MANY) for n in range(100 * MANY))
     assert set(homes) == set(range(MANY))
     assert max(homes.values()) < 200
 
 
-def test_a_run_of_few_paths_has_nothing_to_sample() -> None:
+def test_a_run_of_few_paths_has_nothing_to_sample():
     assert next_buckets(0, 1) == ()
     assert sampled_buckets("anybody", 0, 0, 1) == ()
 
 
-def test_next_buckets_are_a_ring() -> None:
+def test_next_buckets_are_a_ring():
     assert next_buckets(0, 3) == (1, 2)
     assert next_buckets(62, MANY) == (63, 0, 1, 2)
 
 
-def test_samples_differ_by_peer_and_attempt_and_reach_everything() -> None:
+def test_samples_differ_by_peer_and_attempt_and_reach_everything():
     home = 7
     samples = [sampled_buckets(peer_name(n), 0, home, MANY) for n in range(200)]
     assert all(len(set(sample) - {home}) == SAMPLED_AT_ONCE for sample in samples)
@@ -58,7 +54,7 @@ def test_samples_differ_by_peer_and_attempt_and_reach_everything() -> None:
     assert set().union(*own) == set(range(MANY)) - {home}
 
 
-def test_a_view_says_what_it_covers() -> None:
+def test_a_view_says_what_it_covers():
     _, grid = plan_of(10, 20)
     view = SwarmView(0.0, scope=scope_of(("L0.E3", "L0.E3"), (1,), grid))
     assert view.covers_module("L0.E3")

@@ -1,7 +1,5 @@
 """One key is libp2p's identity and the signer of records, and one process uses it at a time."""
 
-from __future__ import annotations
-
 import stat
 import subprocess
 import sys
@@ -30,12 +28,10 @@ LIBP2P_PRIVATE = bytes.fromhex(
     "080112407e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d1ed1e8fae2c4a144b8be8f"
     "d4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
 )
-LIBP2P_PUBLIC = bytes.fromhex(
-    "080112201ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
-)
+LIBP2P_PUBLIC = bytes.fromhex("080112201ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e")
 
 
-def test_the_key_is_made_once_and_is_libp2ps(tmp_path: Path) -> None:
+def test_the_key_is_made_once_and_is_libp2ps(tmp_path):
     path = tmp_path / "deep" / "identity.key"
     identity = load_or_create_identity(path)
     data = path.read_bytes()
@@ -47,7 +43,7 @@ def test_the_key_is_made_once_and_is_libp2ps(tmp_path: Path) -> None:
     again.release()
 
 
-def test_keys_and_ids_are_those_of_libp2ps_specification(tmp_path: Path) -> None:
+def test_keys_and_ids_are_those_of_libp2ps_specification(tmp_path):
     path = tmp_path / "identity.key"
     path.write_bytes(LIBP2P_PRIVATE)
     identity = load_or_create_identity(path)
@@ -56,7 +52,7 @@ def test_keys_and_ids_are_those_of_libp2ps_specification(tmp_path: Path) -> None
     identity.release()
 
 
-def test_p2pd_takes_the_identity_and_hivemind_makes_no_key_of_its_own(tmp_path: Path) -> None:
+def test_p2pd_takes_the_identity_and_hivemind_makes_no_key_of_its_own(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
         "from hivemind.utils.crypto import RSAPrivateKey\n"
@@ -74,25 +70,25 @@ def test_p2pd_takes_the_identity_and_hivemind_makes_no_key_of_its_own(tmp_path: 
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_a_peer_id_contains_its_key(public_key: bytes) -> None:
+def test_a_peer_id_contains_its_key(public_key):
     peer_id = peer_id_of_public_key(public_key)
     assert public_key_of_peer_id(peer_id) == public_key
     assert PeerID.from_base58(peer_id).to_base58() == peer_id
 
 
 @pytest.mark.parametrize("key", [b"", b"x" * 31, b"x" * 33])
-def test_what_is_no_key_has_no_peer_id(key: bytes) -> None:
+def test_what_is_no_key_has_no_peer_id(key):
     with pytest.raises(ValueError, match="32 bytes"):
         peer_id_of_public_key(key)
 
 
 @given(st.text(max_size=60) | st.text(BASE58, min_size=52, max_size=52))
-def test_no_other_text_is_a_peer_id(text: str) -> None:
+def test_no_other_text_is_a_peer_id(text):
     with pytest.raises(ValueError, match=r".*"):
         public_key_of_peer_id(text)
 
 
-def test_a_signature_is_of_one_message_and_one_key(tmp_path: Path) -> None:
+def test_a_signature_is_of_one_message_and_one_key(tmp_path):
     identity = load_or_create_identity(tmp_path / "identity.key")
     signature = identity.key.sign(b"message")
     assert is_signed(b"message", signature, identity.public_key)
@@ -105,7 +101,7 @@ def test_a_signature_is_of_one_message_and_one_key(tmp_path: Path) -> None:
     identity.release()
 
 
-def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:
+def test_a_second_process_cannot_use_the_identity(tmp_path):
     path = tmp_path / "identity.key"
     identity = load_or_create_identity(path)
     with pytest.raises(AddressError, match="used by another process"):
@@ -123,7 +119,7 @@ def test_a_second_process_cannot_use_the_identity(tmp_path: Path) -> None:
     assert subprocess.run(command, check=False, timeout=200).returncode == 0
 
 
-def test_a_file_that_is_no_key_is_named_and_kept(tmp_path: Path) -> None:
+def test_a_file_that_is_no_key_is_named_and_kept(tmp_path):
     path = tmp_path / "identity.key"
     # The last one's halves do not belong together: p2pd would sign what nobody can check.
     for data in (b"something else", LIBP2P_PRIVATE[:-1], LIBP2P_PRIVATE[:-1] + b"x"):
@@ -134,14 +130,14 @@ def test_a_file_that_is_no_key_is_named_and_kept(tmp_path: Path) -> None:
         assert path.read_bytes() == data
 
 
-def test_an_empty_key_file_left_by_a_crash_is_named(tmp_path: Path) -> None:
+def test_an_empty_key_file_left_by_a_crash_is_named(tmp_path):
     path = tmp_path / "identity.key"
     path.touch()
     with pytest.raises(StorageError, match="move it away"):
         load_or_create_identity(path)
 
 
-def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_a_storage_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="identity"):
         load_or_create_identity(tmp_path / "file" / "identity.key")
@@ -156,20 +152,17 @@ sys.stdin.read()
 """
 
 
-def test_a_start_waits_for_its_predecessor_to_leave(tmp_path: Path) -> None:
+def test_a_start_waits_for_its_predecessor_to_leave(tmp_path):
     path = tmp_path / "identity.key"
-    said: list[str] = []
+    said = []
     waits = threading.Event()
 
-    def say(line: str) -> None:
+    def say(line):
         said.append(line)
         waits.set()
 
     with subprocess.Popen(
-        [sys.executable, "-c", OWNER, str(path) + ".lock"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", OWNER, str(path) + ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "locked\n"
@@ -178,13 +171,11 @@ def test_a_start_waits_for_its_predecessor_to_leave(tmp_path: Path) -> None:
             assert waits.wait(60)
             owner.communicate("", timeout=60)
             starting.result(120).release()
-    assert said == [
-        f"waiting for the process {owner.pid} that uses identity {path} to leave (at most 120 s)"
-    ]
+    assert said == [f"waiting for the process {owner.pid} that uses identity {path} to leave (at most 120 s)"]
 
 
-def test_a_predecessor_that_stays_is_named_with_the_remedy(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_predecessor_that_stays_is_named_with_the_remedy(tmp_path):
+    said = []
     lock = take_lock(tmp_path / ".lock", "the folder", "--cache-dir", said.append)
     assert said == []
     with pytest.raises(AddressError, match="the folder is used by another process.*--cache-dir"):

@@ -1,7 +1,5 @@
 """Copies: enough peers keep them, and few copies move when a peer comes or goes."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given
@@ -13,11 +11,11 @@ from dipaco.protocol.records import PeerRecord
 COPIES = 3
 
 
-def name(number: int) -> str:
+def name(number):
     return "Qm" + "1" * 42 + chr(ord("A") + number // 8) + chr(ord("a") + number % 8)
 
 
-def peer(number: int, state: str = "training") -> PeerRecord:
+def peer(number, state="training"):
     return PeerRecord.model_validate(
         {
             "peer_id": name(number),
@@ -37,7 +35,7 @@ def peer(number: int, state: str = "training") -> PeerRecord:
 
 
 @given(st.integers(1, 40), st.integers(1, 6), st.text(max_size=8))
-def test_keepers_are_few_moves_away_from_one_another(count: int, copies: int, what: str) -> None:
+def test_keepers_are_few_moves_away_from_one_another(count, copies, what):
     peers = [name(n) for n in range(count)]
     before = keepers(what, peers, copies)
     assert len(set(before)) == min(copies, count)
@@ -49,7 +47,7 @@ def test_keepers_are_few_moves_away_from_one_another(count: int, copies: int, wh
         assert set(before) - {gone} <= set(left)
 
 
-def test_the_load_is_spread() -> None:
+def test_the_load_is_spread():
     peers = [name(n) for n in range(16)]
     load = Counter(peer for n in range(200) for peer in keepers(f"P{n}", peers, COPIES))
     assert len(load) == 16

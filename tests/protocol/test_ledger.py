@@ -1,10 +1,7 @@
 """How much each peer trained, by the rows in chains."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
-from typing import Any
 
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.ledger import credits_of, exported
@@ -12,9 +9,9 @@ from dipaco.protocol.ledger import credits_of, exported
 RUN = "0" * 16
 
 
-def chain(module: str, *rounds: dict[str, tuple[int, int]]) -> list[Step]:
+def chain(module, *rounds):
     """Return the steps of a module: of each round, the path and the tokens of each peer."""
-    steps: list[Step] = []
+    steps = []
     for index, said in enumerate(rounds):
         parent = steps[-1].name if steps else genesis_name(RUN, module)
         rows = (
@@ -25,7 +22,7 @@ def chain(module: str, *rounds: dict[str, tuple[int, int]]) -> list[Step]:
     return steps
 
 
-def test_work_on_a_path_counts_once_by_the_module_that_counts_most() -> None:
+def test_work_on_a_path_counts_once_by_the_module_that_counts_most():
     credits = credits_of(
         {
             "L0.E0": chain("L0.E0", {"ann": (0, 100), "bob": (1, 50)}, {"ann": (0, 100)}),
@@ -37,7 +34,7 @@ def test_work_on_a_path_counts_once_by_the_module_that_counts_most() -> None:
     assert (credits["ann"].rows, credits["ann"].last_round) == (3, 1)
 
 
-def test_paths_add_up_and_the_most_tokens_come_first() -> None:
+def test_paths_add_up_and_the_most_tokens_come_first():
     chains = {"L0.E0": chain("L0.E0", {"ann": (0, 10), "bob": (0, 15)}, {"ann": (1, 20)})}
     ledger = exported(RUN, credits_of(chains), None)
     assert [peer["peer_id"] for peer in ledger["peers"]] == ["ann", "bob"]
@@ -45,13 +42,13 @@ def test_paths_add_up_and_the_most_tokens_come_first() -> None:
     assert ledger["tokens"] == 45
 
 
-def view_of(**said: tuple[str, str]) -> Any:
+def view_of(**said):
     """Return a view in which peers say a name and a team."""
     peers = {peer: SimpleNamespace(name=name, team=team) for peer, (name, team) in said.items()}
     return SimpleNamespace(peers=peers)
 
 
-def test_names_are_what_peers_say_and_teams_add_up() -> None:
+def test_names_are_what_peers_say_and_teams_add_up():
     chains = {"L0.E0": chain("L0.E0", {"ann": (0, 10), "bob": (1, 15), "eve": (0, 7)})}
     view = view_of(ann=("same", "red"), bob=("same", "red"), other=("", "blue"))
     ledger = exported(RUN, credits_of(chains), view)

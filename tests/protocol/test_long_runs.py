@@ -1,19 +1,15 @@
 """What a peer remembers of a module does not grow with the run, beside the chain itself."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
-
-from support.runs.trainer import BOUNDARY_S, DURATION_S, MODULE, Trainer, name
 
 from dipaco.protocol.chain import Step
 from dipaco.protocol.chain_book import ChainBook
 from dipaco.protocol.member import events as e
+from support.runs.trainer import BOUNDARY_S, DURATION_S, MODULE, Trainer, name
 
 
-def entries(found: Any, seen: set[int]) -> int:
+def entries(found, seen):
     """Count the entries of all containers in an object of ours, but for those of the chain."""
     if id(found) in seen or isinstance(found, str | bytes | ChainBook):
         return 0
@@ -26,16 +22,13 @@ def entries(found: Any, seen: set[int]) -> int:
     return 0
 
 
-def test_what_is_remembered_of_a_module_does_not_grow_with_its_rounds() -> None:
+def test_what_is_remembered_of_a_module_does_not_grow_with_its_rounds():
     trainer = Trainer("A", "ABCD")
     counts = []
     for round_index in range(400):
         trainer.known.now_s = BOUNDARY_S + round_index * DURATION_S
         trainer.module.begin(round_index, trainer.known.now_s)
-        rows = [
-            trainer.row(peer, round_index=round_index, file=name(f"{peer}{round_index}"))
-            for peer in "BCD"
-        ]
+        rows = [trainer.row(peer, round_index=round_index, file=name(f"{peer}{round_index}")) for peer in "BCD"]
         for teller in "BCD":
             trainer.module.hear_steps([Step.of(rows)], teller)
         trainer.gathered(*rows)

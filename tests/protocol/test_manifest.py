@@ -1,18 +1,12 @@
 """The signed manifest: what is signed is what is trained, and everything else is refused."""
 
-from __future__ import annotations
-
 import base64
 import json
 import stat
-from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
-from support.runs.make_plan import make_plan
-from support.wire.hostile_mirrors import HOSTILE_MIRRORS
 
 from dipaco.base.errors import ManifestError, ProtocolVersionError, StorageError
 from dipaco.base.files import canonical_json
@@ -25,19 +19,21 @@ from dipaco.protocol.manifest import (
     verify_manifest,
 )
 from dipaco.protocol.plan import PROTOCOL_VERSION
+from support.runs.make_plan import make_plan
+from support.wire.hostile_mirrors import HOSTILE_MIRRORS
 
 
 @pytest.fixture(scope="module")
-def key_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def key_path(tmp_path_factory):
     return tmp_path_factory.mktemp("operator") / "deep" / "operator.pem"
 
 
 @pytest.fixture(scope="module")
-def envelope(key_path: Path) -> bytes:
+def envelope(key_path):
     return sign_manifest(make_plan(), load_or_create_operator_key(key_path))
 
 
-def changed(envelope: bytes, *keys: str, value: Any) -> bytes:
+def changed(envelope, *keys, value):
     content = json.loads(envelope)
     at = content
     for key in keys[:-1]:
@@ -46,7 +42,7 @@ def changed(envelope: bytes, *keys: str, value: Any) -> bytes:
     return json.dumps(content).encode()
 
 
-def resigned(key_path: Path, values: dict[str, Any]) -> bytes:
+def resigned(key_path, values):
     """Sign plan values that `sign_manifest` would not, as another version might."""
     key = load_or_create_operator_key(key_path)
     raw = key.public_key().public_bytes_raw()
@@ -54,14 +50,12 @@ def resigned(key_path: Path, values: dict[str, Any]) -> bytes:
         {
             "plan": values,
             "operator": {"public_key": base64.b64encode(raw).decode()},
-            "signature": base64.b64encode(
-                key.sign(b"dipaco-manifest/1\n" + canonical_json(values))
-            ).decode(),
+            "signature": base64.b64encode(key.sign(b"dipaco-manifest/1\n" + canonical_json(values))).decode(),
         }
     ).encode()
 
 
-def test_a_signed_plan_comes_back_as_it_was(envelope: bytes) -> None:
+def test_a_signed_plan_comes_back_as_it_was(envelope):
     plan = make_plan()
     manifest = verify_manifest(envelope, plan.run_id)
     assert manifest.plan == plan
@@ -70,7 +64,7 @@ def test_a_signed_plan_comes_back_as_it_was(envelope: bytes) -> None:
     assert run_and_operator(envelope) == (plan.run_id, manifest.operator_fingerprint)
 
 
-def test_a_changed_copy_of_a_plan_is_another_run() -> None:
+def test_a_changed_copy_of_a_plan_is_another_run():
     plan = make_plan()
     assert plan.run_id == plan.fingerprint[:16]
     changed = plan.model_copy(update={"seed": plan.seed + 1})
@@ -81,7 +75,7 @@ def test_a_changed_copy_of_a_plan_is_another_run() -> None:
     assert plan == make_plan()
 
 
-def test_white_space_does_not_matter_but_content_does(envelope: bytes) -> None:
+def test_white_space_does_not_matter_but_content_does(envelope):
     compact = json.dumps(json.loads(envelope)).encode()
     assert verify_manifest(compact).plan == make_plan()
     with pytest.raises(ManifestError, match="changed after it was signed"):
@@ -90,7 +84,7 @@ def test_white_space_does_not_matter_but_content_does(envelope: bytes) -> None:
         verify_manifest(changed(envelope, "plan", "extra", value=7))
 
 
-def test_somebody_elses_signature_is_refused(envelope: bytes, tmp_path: Path) -> None:
+def test_somebody_elses_signature_is_refused(envelope, tmp_path):
     other = sign_manifest(make_plan(), load_or_create_operator_key(tmp_path / "other.pem"))
     public_key = json.loads(other)["operator"]["public_key"]
     with pytest.raises(ManifestError, match="signature"):
@@ -100,7 +94,7 @@ def test_somebody_elses_signature_is_refused(envelope: bytes, tmp_path: Path) ->
     assert mine.operator_fingerprint != theirs.operator_fingerprint
 
 
-def test_a_manifest_stored_under_another_run_is_refused(envelope: bytes) -> None:
+def test_a_manifest_stored_under_another_run_is_refused(envelope):
     with pytest.raises(ManifestError, match="stored as run 0000000000000000"):
         verify_manifest(envelope, "0" * 16)
 
@@ -117,18 +111,18 @@ def test_a_manifest_stored_under_another_run_is_refused(envelope: bytes) -> None
         b'{"plan": {}, "operator": {"public_key": "AAAA"}, "signature": "AAAA"}',
     ],
 )
-def test_what_is_no_manifest_is_refused_with_one_line(broken: bytes) -> None:
+def test_what_is_no_manifest_is_refused_with_one_line(broken):
     with pytest.raises(ManifestError, match="cannot be read") as caught:
         verify_manifest(broken)
     assert "\n" not in str(caught.value)
 
 
-def test_an_oversized_manifest_is_not_even_parsed() -> None:
+def test_an_oversized_manifest_is_not_even_parsed():
     with pytest.raises(ManifestError, match="at most"):
         verify_manifest(b" " * (MAX_MANIFEST_BYTES + 1))
 
 
-def test_another_protocol_is_named_before_its_unknown_fields(key_path: Path) -> None:
+def test_another_protocol_is_named_before_its_unknown_fields(key_path):
     other = PROTOCOL_VERSION + 1
     values = {**make_plan().model_dump(mode="json"), "protocol_version": other, "novelty": True}
     envelope = resigned(key_path, values)
@@ -138,10 +132,8 @@ def test_another_protocol_is_named_before_its_unknown_fields(key_path: Path) -> 
     assert [len(name) for name in run_and_operator(envelope)] == [16, 16]
 
 
-def test_a_run_of_an_older_protocol_can_be_continued_and_nothing_else(
-    key_path: Path, tmp_path: Path
-) -> None:
-    def envelope(protocol: int) -> bytes:
+def test_a_run_of_an_older_protocol_can_be_continued_and_nothing_else(key_path, tmp_path):
+    def envelope(protocol):
         plan = make_plan().model_copy(update={"protocol_version": protocol})
         return sign_manifest(plan, load_or_create_operator_key(key_path))
 
@@ -154,21 +146,21 @@ def test_a_run_of_an_older_protocol_can_be_continued_and_nothing_else(
         open_predecessor(tmp_path)
 
 
-def test_a_plan_that_is_valid_but_not_spelled_out_is_refused(key_path: Path) -> None:
+def test_a_plan_that_is_valid_but_not_spelled_out_is_refused(key_path):
     values = make_plan().model_dump(mode="json")
     del values["seed"]
     with pytest.raises(ManifestError, match="leaves out"):
         verify_manifest(resigned(key_path, values))
 
 
-def test_a_well_signed_impossible_plan_names_the_field(key_path: Path) -> None:
+def test_a_well_signed_impossible_plan_names_the_field(key_path):
     values = make_plan().model_dump(mode="json")
     values["model"]["head_count"] = 3
     with pytest.raises(ManifestError, match="head_count 3"):
         verify_manifest(resigned(key_path, values))
 
 
-def test_a_well_signed_model_of_overflowing_size_is_refused(key_path: Path) -> None:
+def test_a_well_signed_model_of_overflowing_size_is_refused(key_path):
     # A peer that lists the runs of a DHT looks at the plans of strangers.
     values = make_plan().model_dump(mode="json")
     values["model"] |= {"hidden_size": 2**32 + 16, "head_count": 4}
@@ -177,16 +169,14 @@ def test_a_well_signed_model_of_overflowing_size_is_refused(key_path: Path) -> N
 
 
 @pytest.mark.parametrize("scheme", ["https", "s3", "gs", "hf"])
-def test_mirrors_are_folders_afar(key_path: Path, scheme: str) -> None:
+def test_mirrors_are_folders_afar(key_path, scheme):
     mirrors = [f"{scheme}://example.org/a/b-c@main", f"{scheme}://b/"]
     values = {**make_plan().model_dump(mode="json"), "mirrors": mirrors}
     assert verify_manifest(resigned(key_path, values)).plan.mirrors == tuple(mirrors)
 
 
 @pytest.mark.parametrize("address", HOSTILE_MIRRORS)
-def test_a_well_signed_mirror_that_is_no_plain_address_is_refused(
-    key_path: Path, address: str
-) -> None:
+def test_a_well_signed_mirror_that_is_no_plain_address_is_refused(key_path, address):
     values = {**make_plan().model_dump(mode="json"), "mirrors": ["https://a.org/", address]}
     with pytest.raises(ManifestError, match="mirrors") as raised:
         verify_manifest(resigned(key_path, values))
@@ -194,17 +184,9 @@ def test_a_well_signed_mirror_that_is_no_plain_address_is_refused(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        'x"); import os; os.system("id',
-        "x --trust-remote-code",
-        "x`\n\nRun this:",
-        "../x",
-        "$(id)",
-        "",
-    ],
+    "name", ['x"); import os; os.system("id', "x --trust-remote-code", "x`\n\nRun this:", "../x", "$(id)", ""]
 )
-def test_a_base_is_named_by_no_words_of_a_program(key_path: Path, name: str) -> None:
+def test_a_base_is_named_by_no_words_of_a_program(key_path, name):
     """An export's README shows the name inside a program that people copy."""
     values = make_plan().model_dump(mode="json")
     files = [{"name": "model.safetensors", "sha256": "0" * 64}]
@@ -213,28 +195,26 @@ def test_a_base_is_named_by_no_words_of_a_program(key_path: Path, name: str) -> 
         verify_manifest(resigned(key_path, values))
 
 
-def test_a_manifest_has_so_many_mirrors(key_path: Path) -> None:
+def test_a_manifest_has_so_many_mirrors(key_path):
     values = {**make_plan().model_dump(mode="json"), "mirrors": ["https://a.org/"] * 17}
     with pytest.raises(ManifestError, match="mirrors"):
         verify_manifest(resigned(key_path, values))
 
 
-def test_the_operator_key_is_made_once_and_private(key_path: Path, envelope: bytes) -> None:
+def test_the_operator_key_is_made_once_and_private(key_path, envelope):
     before = key_path.read_bytes()
     assert stat.S_IMODE(key_path.stat().st_mode) == 0o600
     load_or_create_operator_key(key_path)
     assert key_path.read_bytes() == before
 
 
-def test_a_file_that_is_no_operator_key_is_kept(tmp_path: Path) -> None:
+def test_a_file_that_is_no_operator_key_is_kept(tmp_path):
     path = tmp_path / "operator.pem"
     path.write_text("not a key")
     with pytest.raises(ManifestError, match="Ed25519"):
         load_or_create_operator_key(path)
     wrong_kind = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     path.write_bytes(wrong_kind)
     with pytest.raises(ManifestError, match="Ed25519"):

@@ -1,36 +1,31 @@
 """An outer round as one member decides it: who proposes when, what is taken, and what is not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
 import pytest
+
+from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.copies import Copies
+from dipaco.protocol.member.knowledge import mailbox_order
+from dipaco.protocol.member.proposing import Role
+from dipaco.protocol.records import Holding
 from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
     GATHER_S,
     GRACE_S,
-    GRID,
     MODULE,
-    PLAN,
     Trainer,
     first_and_second,
     name,
     view_of,
 )
 
-from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.member import actions as a
-from dipaco.protocol.member import events as e
-from dipaco.protocol.member.copies import Copies
-from dipaco.protocol.member.knowledge import MemberSettings, mailbox_order
-from dipaco.protocol.member.member import Member
-from dipaco.protocol.member.proposing import Role
-from dipaco.protocol.records import Holding
 
-
-def test_the_first_mailbox_proposes_as_soon_as_everybody_s_file_is_here() -> None:
+def test_the_first_mailbox_proposes_as_soon_as_everybody_s_file_is_here():
     first, _ = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
@@ -43,7 +38,7 @@ def test_the_first_mailbox_proposes_as_soon_as_everybody_s_file_is_here() -> Non
     assert step.peers == set("ABC")
 
 
-def test_it_waits_no_longer_than_for_the_time_to_gather() -> None:
+def test_it_waits_no_longer_than_for_the_time_to_gather():
     first, _ = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
@@ -55,7 +50,7 @@ def test_it_waits_no_longer_than_for_the_time_to_gather() -> None:
     assert len(step.rows) == 2
 
 
-def test_the_next_mailbox_proposes_when_it_hears_nothing() -> None:
+def test_the_next_mailbox_proposes_when_it_hears_nothing():
     _, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
@@ -67,7 +62,7 @@ def test_the_next_mailbox_proposes_when_it_hears_nothing() -> None:
     assert len(member.proposed()) == 1
 
 
-def test_a_peer_that_cannot_be_called_puts_its_file_and_never_proposes_beside_mailboxes() -> None:
+def test_a_peer_that_cannot_be_called_puts_its_file_and_never_proposes_beside_mailboxes():
     member = Trainer("C", "ABC", closed="C")
     member.publish()
     (put,) = member.take(a.Put)
@@ -79,7 +74,7 @@ def test_a_peer_that_cannot_be_called_puts_its_file_and_never_proposes_beside_ma
     assert {ask.peer for ask in member.take(a.Ask)} <= {"A", "B"}
 
 
-def test_a_file_goes_to_two_of_four_mailboxes_as_some_may_have_died() -> None:
+def test_a_file_goes_to_two_of_four_mailboxes_as_some_may_have_died():
     member = Trainer("F", "ABCDEF", closed="F")
     member.publish()
     order = tuple(mailbox_order(MODULE, 0, set("ABCDE")))
@@ -91,14 +86,14 @@ def test_a_file_goes_to_two_of_four_mailboxes_as_some_may_have_died() -> None:
     assert set(tell.peers) == set(order[2:])
 
 
-def test_a_peer_alone_steps_at_once() -> None:
+def test_a_peer_alone_steps_at_once():
     member = Trainer("A", "A")
     member.publish()
     (compute,) = member.take(a.Compute)
     assert [step.peers for step in compute.steps] == [{"A"}]
 
 
-def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None:
+def test_the_step_is_computed_once_all_files_are_here_and_then_adopted():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
@@ -119,10 +114,10 @@ def test_the_step_is_computed_once_all_files_are_here_and_then_adopted() -> None
     assert member.module.stand == step.name
 
 
-def test_who_hears_of_the_whole_chain_asks_for_no_files_that_are_gone() -> None:
+def test_who_hears_of_the_whole_chain_asks_for_no_files_that_are_gone():
     """Files are kept for three rounds: who comes later would ask everybody for the first ones."""
     member = Trainer("A", "ABC")
-    steps: list[Step] = []
+    steps = []
     for number in range(6):
         parent = steps[-1].name if steps else member.module.stand
         fields = {"parent": parent, "round_index": number}
@@ -134,7 +129,7 @@ def test_who_hears_of_the_whole_chain_asks_for_no_files_that_are_gone() -> None:
     assert wanted == {5}
 
 
-def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round() -> None:
+def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round():
     """It contributes before the boundary; those who stay wait for theirs, and make one step."""
     boxes = mailbox_order(MODULE, 1, set("AB"))
     member = Trainer(boxes[0], "ABC")
@@ -145,7 +140,7 @@ def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round() -> Non
     module.round.is_open = False
     member.known.view = view_of("AB")
 
-    def row(peer: str) -> Row:
+    def row(peer):
         return member.row(peer, round_index=1, file=name(f"file {peer} 1"))
 
     member.known.now_s += 0.5 * DURATION_S
@@ -161,7 +156,7 @@ def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round() -> Non
     assert step.peers == set("ABC")
 
 
-def test_the_heavier_chain_wins_and_then_the_smaller_name() -> None:
+def test_the_heavier_chain_wins_and_then_the_smaller_name():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     light = Step.of([member.row(peer) for peer in "AB"])
@@ -173,7 +168,7 @@ def test_the_heavier_chain_wins_and_then_the_smaller_name() -> None:
     assert member.chain.heaviest().name == min(heavy.name, also.name)
 
 
-def test_of_a_peer_one_row_counts_in_a_round() -> None:
+def test_of_a_peer_one_row_counts_in_a_round():
     first, _ = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
@@ -187,7 +182,7 @@ def test_of_a_peer_one_row_counts_in_a_round() -> None:
     assert next(row.tokens for row in step.rows if row.peer == other) == 10
 
 
-def test_a_file_that_is_no_contribution_is_in_no_step() -> None:
+def test_a_file_that_is_no_contribution_is_in_no_step():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
@@ -199,7 +194,7 @@ def test_a_file_that_is_no_contribution_is_in_no_step() -> None:
     assert member.chain.heaviest().name == member.chain.book.genesis(MODULE)
 
 
-def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
+def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody():
     """Its step is no step after G; it is passed over, and in the next round not awaited."""
     first, second = first_and_second()
     member = Trainer(second, "ABC")
@@ -207,7 +202,7 @@ def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
     member.hear(*sorted(set("ABC") - {first, second}))
     silent = Step.of([member.row(peer) for peer in "ABC"])
     member.module.hear_steps([silent], first)
-    proposed: list[Step] = []
+    proposed = []
     while not proposed and member.known.now_s < BOUNDARY_S + DURATION_S:
         member.wait(1.0)
         actions, member.known.actions = member.known.actions, []
@@ -228,7 +223,7 @@ def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody() -> None:
     assert (fetch.head.step, fetch.head.digest) == (silent.name, name(silent.name))
 
 
-def test_who_kept_a_file_back_is_waited_for_once() -> None:
+def test_who_kept_a_file_back_is_waited_for_once():
     """Another step with that file counts only once it is here; any other step counts at once."""
     first, second = first_and_second()
     member = Trainer(second, "ABCD")
@@ -249,7 +244,7 @@ def test_who_kept_a_file_back_is_waited_for_once() -> None:
     assert member.chain.heaviest().name == silent.name
 
 
-def test_slow_files_are_no_reason_to_step_without_most_others() -> None:
+def test_slow_files_are_no_reason_to_step_without_most_others():
     """A slow machine is the first mailbox and holds its own file alone when the time is up."""
     first, second = first_and_second()
     member = Trainer(first, "ABC")
@@ -263,7 +258,7 @@ def test_slow_files_are_no_reason_to_step_without_most_others() -> None:
     assert step.peers == {first, second}
 
 
-def test_a_file_is_asked_for_at_a_few_mailboxes_however_many_train_the_module() -> None:
+def test_a_file_is_asked_for_at_a_few_mailboxes_however_many_train_the_module():
     peers = [f"peer {number}" for number in range(40)]
     member = Trainer("peer 0", peers)
     member.hear("peer 1", gathered=False)
@@ -271,7 +266,7 @@ def test_a_file_is_asked_for_at_a_few_mailboxes_however_many_train_the_module() 
     assert len(gather.others) <= 5
 
 
-def test_a_peer_whose_file_is_refused_is_not_waited_for() -> None:
+def test_a_peer_whose_file_is_refused_is_not_waited_for():
     first, _ = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
@@ -284,7 +279,7 @@ def test_a_peer_whose_file_is_refused_is_not_waited_for() -> None:
     assert step.peers == {first, other}
 
 
-def test_what_stands_on_an_unknown_parent_is_asked_for() -> None:
+def test_what_stands_on_an_unknown_parent_is_asked_for():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     strange = Step.of([member.row("A", parent=name("unknown"), round_index=3)])
@@ -295,7 +290,7 @@ def test_what_stands_on_an_unknown_parent_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("loss", [9.0, math.nan])
-def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss: float) -> None:
+def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss):
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     module = member.module
@@ -324,9 +319,7 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss: float) -> None:
 
 
 @pytest.mark.parametrize(("peers", "is_taken"), [("ABC", True), ("AB", True), ("BC", False)])
-def test_a_fuller_step_of_the_own_round_is_taken_whatever_its_loss(
-    peers: str, is_taken: bool
-) -> None:
+def test_a_fuller_step_of_the_own_round_is_taken_whatever_its_loss(peers, is_taken):
     """With this peer's row, it would have been taken at once if it had come in time. In the first
     round nobody counted before, who could be most: each would stay alone."""
     member = Trainer("A", "ABC")
@@ -343,7 +336,7 @@ def test_a_fuller_step_of_the_own_round_is_taken_whatever_its_loss(
     assert module.stand == (fuller if is_taken else mine).name
 
 
-def test_honest_rows_in_a_step_that_their_peers_never_took_vouch_for_nothing() -> None:
+def test_honest_rows_in_a_step_that_their_peers_never_took_vouch_for_nothing():
     """An insider has put a step of everybody's rows under a step of its own, and serves a state of
     its choice; only its own row names that."""
     _, second = first_and_second()
@@ -366,7 +359,7 @@ def test_honest_rows_in_a_step_that_their_peers_never_took_vouch_for_nothing() -
     assert module.stand == mine.name
 
 
-def test_a_step_of_few_is_taken_once_there_was_time_for_a_better_one() -> None:
+def test_a_step_of_few_is_taken_once_there_was_time_for_a_better_one():
     """Nobody who is always first puts a state under the others; and a copy follows a lone trainer,
     whose rows are told inside its steps alone."""
     member = Trainer("D", "ABC")
@@ -384,7 +377,7 @@ def test_a_step_of_few_is_taken_once_there_was_time_for_a_better_one() -> None:
 
 
 @pytest.mark.parametrize(("there", "is_most"), [("ABC", True), ("ABCD", False)])
-def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain(there: str, is_most: bool) -> None:
+def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain(there, is_most):
     member = Trainer("A", there)
     module = member.module
     base = Step.of([member.row(peer) for peer in "ABCD"])
@@ -399,7 +392,7 @@ def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain(there: str, is_
     assert (member.take(a.Adopt) != []) is is_most
 
 
-def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:
+def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain():
     """Held-out documents of the new path say little: its other modules are another's."""
     member = Trainer("A", "ABC")
     module = member.module
@@ -419,7 +412,7 @@ def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain() -> None:
     assert module.ready == head
 
 
-def test_a_peer_that_leaves_hands_over_what_it_alone_holds() -> None:
+def test_a_peer_that_leaves_hands_over_what_it_alone_holds():
     member = Trainer("A", "A")
     module, known = member.module, member.known
     step = Step.of([member.row("A")])
@@ -432,26 +425,10 @@ def test_a_peer_that_leaves_hands_over_what_it_alone_holds() -> None:
         copies = Copies(known, {MODULE: module})
         assert copies.hand_over() is told
         tells = member.take(a.Tell)
-        assert [(set(t.peers), t.steps, t.keep) for t in tells] == (
-            [({"B", "C"}, (step,), True)] if told else []
-        )
+        assert [(set(t.peers), t.steps, t.keep) for t in tells] == ([({"B", "C"}, (step,), True)] if told else [])
 
 
-def test_equal_events_give_equal_actions() -> None:
-    def life() -> list[a.Action]:
-        member = Member(MemberSettings("A"), PLAN, GRID)
-        done = member.handle(e.Turn(), BOUNDARY_S)
-        for _ in range(4):
-            done += member.handle(e.Viewed(view_of("BC"), is_answer=True), BOUNDARY_S + 1.0)
-            done += member.handle(e.Turn(), BOUNDARY_S + 3.0)
-        return done
-
-    first, second = life(), life()
-    assert first == second
-    assert any(isinstance(action, a.FetchPath) for action in first)
-
-
-def test_half_are_no_quorum_until_two_rounds_brought_no_step() -> None:
+def test_half_are_no_quorum_until_two_rounds_brought_no_step():
     member = Trainer("A", "ABCD")
     module = member.module
     base = Step.of([member.row(peer) for peer in "ABCD"])
@@ -474,14 +451,14 @@ def test_half_are_no_quorum_until_two_rounds_brought_no_step() -> None:
     assert made == [[], [], [{"A", "B"}]]
 
 
-def test_a_boundary_that_was_slept_through_does_not_come() -> None:
+def test_a_boundary_that_was_slept_through_does_not_come():
     member = Trainer("A", "AB")
     member.known.now_s = BOUNDARY_S + DURATION_S + GATHER_S + 1.0
     member.module.begin(1, BOUNDARY_S + DURATION_S)
     assert member.take(a.Publish) == []
 
 
-def test_more_trainers_than_a_step_has_room_for_take_turns() -> None:
+def test_more_trainers_than_a_step_has_room_for_take_turns():
     peers = [f"peer {number}" for number in range(70)]
     member = Trainer(mailbox_order(MODULE, 1, set(peers[:64]))[0], peers)
     module = member.module

@@ -1,10 +1,13 @@
 """What a peer that is admitted and lies cannot do to the outer rounds of the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
-import pytest
+from dipaco.protocol import chain_book
+from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.proposing import Role
+from dipaco.protocol.records import Holding
 from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
@@ -17,15 +20,8 @@ from support.runs.trainer import (
     view_of,
 )
 
-from dipaco.protocol import chain_book
-from dipaco.protocol.chain import Head, Step
-from dipaco.protocol.member import actions as a
-from dipaco.protocol.member import events as e
-from dipaco.protocol.member.proposing import Role
-from dipaco.protocol.records import Holding
 
-
-def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
+def test_rows_that_one_peer_invents_crowd_out_nobody():
     first, _ = first_and_second()
     member = Trainer(first, "ABC")
     others = sorted(set("ABC") - {first})
@@ -39,7 +35,7 @@ def test_rows_that_one_peer_invents_crowd_out_nobody() -> None:
     assert step.peers == {first, others[1]}
 
 
-def test_one_peer_makes_others_fetch_a_few_of_its_files_alone() -> None:
+def test_one_peer_makes_others_fetch_a_few_of_its_files_alone():
     """It signs row after row, on every step that is known, and step after step of them."""
     first, second = first_and_second()
     member = Trainer(second, "ABC")
@@ -64,7 +60,7 @@ def test_one_peer_makes_others_fetch_a_few_of_its_files_alone() -> None:
     assert any(len(step.peers) == 2 for step in member.proposed())
 
 
-def test_a_mailbox_fetches_a_few_files_of_one_peer_who_tells_steps_without_end() -> None:
+def test_a_mailbox_fetches_a_few_files_of_one_peer_who_tells_steps_without_end():
     member = Trainer("N", "ABC", closed="ABC")
     member.module.follow(Role.MAILBOX)
     member.known.path = None
@@ -78,7 +74,7 @@ def test_a_mailbox_fetches_a_few_files_of_one_peer_who_tells_steps_without_end()
     assert [step.peers for step in member.proposed()] == [{"B", "C"}]
 
 
-def test_branches_that_one_peer_invents_are_forgotten() -> None:
+def test_branches_that_one_peer_invents_are_forgotten():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     module, genesis = member.module, member.module.stand
@@ -94,9 +90,7 @@ def test_branches_that_one_peer_invents_are_forgotten() -> None:
     assert [compute.steps for compute in member.take(a.Compute)][-1] == (step,)
 
 
-def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_forgotten(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_forgotten(monkeypatch):
     monkeypatch.setattr(chain_book, "MAX_SIDE_STEPS", 32)
     member = Trainer("A", "ABC")
     chain = member.chain
@@ -108,7 +102,7 @@ def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_for
     assert max(map(len, (chain.doubted, chain.refused, chain.absent))) < 50
 
 
-def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
+def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round():
     """Nobody who trains can be called, and one row is of the round that is under way."""
     member = Trainer("N", "ABC", closed="ABC")
     module, known = member.module, member.known
@@ -124,7 +118,7 @@ def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round() -> None:
     assert (step.round_index, step.peers) == (0, {"B", "C"})
 
 
-def test_a_row_of_the_round_after_the_next_takes_no_round_from_the_others() -> None:
+def test_a_row_of_the_round_after_the_next_takes_no_round_from_the_others():
     """It is told once the last round has its step, and before the next one's boundary comes."""
     member = Trainer("N", "ABC", closed="ABC")
     module, known = member.module, member.known
@@ -145,7 +139,7 @@ def test_a_row_of_the_round_after_the_next_takes_no_round_from_the_others() -> N
     assert [(step.round_index, step.peers) for step in member.proposed()] == [(1, {"B", "C"})]
 
 
-def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution() -> None:
+def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution():
     """Nobody who trains can be called: it alone makes steps, from rows that stand where it does."""
     member = Trainer("N", "ABC", closed="ABC")
     member.module.follow(Role.MAILBOX)
@@ -160,7 +154,7 @@ def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution() -> No
     assert member.module.stand == honest.name
 
 
-def test_it_is_remembered_of_so_many_peers_that_they_were_asked() -> None:
+def test_it_is_remembered_of_so_many_peers_that_they_were_asked():
     """An open run gives places to one key after the other."""
     member = Trainer("A", "ABC")
     for number in range(3000):
@@ -170,7 +164,7 @@ def test_it_is_remembered_of_so_many_peers_that_they_were_asked() -> None:
     assert len(member.module._asked_s) < 1500
 
 
-def test_who_tells_a_step_of_its_own_row_alone_shuts_nobody_out() -> None:
+def test_who_tells_a_step_of_its_own_row_alone_shuts_nobody_out():
     """Of two trainers, one keeps its row back, and so the other may propose no step."""
     member = Trainer("A", "AB")
     member.publish()
@@ -183,12 +177,9 @@ def test_who_tells_a_step_of_its_own_row_alone_shuts_nobody_out() -> None:
     assert step.peers == {"A", "B"}
 
 
-def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
+def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s():
     member = Trainer("A", "ABCDE")
-    heads = [
-        Head(MODULE, name(p), 9, weight, 8, name(p), 9)
-        for p, weight in zip("BCDE", (4, 4, 4, 3), strict=True)
-    ]
+    heads = [Head(MODULE, name(p), 9, weight, 8, name(p), 9) for p, weight in zip("BCDE", (4, 4, 4, 3), strict=True)]
     heads.append(replace(heads[0], weight=5))
     # Nobody calls F.
     member.known.view = view_of("ABCDEF", closed="F", held=map(Holding, "BCDEF", heads))
@@ -200,7 +191,7 @@ def test_those_who_only_say_that_their_chain_is_heavier_hide_nobody_s() -> None:
     assert sorted(asked) == ["B", "C", "D", "E"]
 
 
-def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing() -> None:
+def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
@@ -219,7 +210,7 @@ def test_a_mailbox_that_always_has_more_to_say_keeps_nobody_from_proposing() -> 
     raise AssertionError("no step was proposed")
 
 
-def test_a_copy_that_was_behind_for_long_hears_of_the_present_round() -> None:
+def test_a_copy_that_was_behind_for_long_hears_of_the_present_round():
     """Rows of rounds that it could not begin have not filled its memory."""
     member = Trainer("N", "ABC", closed="ABC")
     module, known = member.module, member.known

@@ -1,13 +1,9 @@
 """The life of a member around its outer rounds: to begin, to rest, to leave, and to keep copies."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
-from support.runs.make_plan import make_plan
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import ChainBook
@@ -21,18 +17,19 @@ from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.protocol.records import Claim, Holding, PeerRecord, refresh_period_s
 from dipaco.protocol.view import SwarmView
+from support.runs.make_plan import make_plan
 
 MODULE, DURATION_S = "L0.E0", 1000.0
 
 
-def name(text: str) -> str:
+def name(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Life:
     """A member of a run of paths with a module each, and what it wanted."""
 
-    def __init__(self, me: str = "A", paths: int = 2, *, holds: bool = False, **settings: Any):
+    def __init__(self, me="A", paths=2, *, holds=False, **settings):
         plan = make_plan(duration_s=DURATION_S, grid=GridConfig(modules_per_level=(paths,)))
         self.plan, self.grid, self.me = plan, Grid(plan.model, plan.grid), me
         genesis = ChainBook(plan.run_id, [MODULE]).genesis(MODULE)
@@ -42,15 +39,15 @@ class Life:
         given = {"steps": [self.step], "held": [self.head]} if holds else {}
         self.member = Member(MemberSettings(me, **settings), plan, self.grid, **given)
         self.now_s = plan.start_s + 6.3 * DURATION_S
-        self.wanted: list[a.Action] = []
-        self.silent: set[type[a.Action]] = set()
+        self.wanted = []
+        self.silent = set()
         """What is not answered."""
-        self.others: dict[str, int | None] = {}
+        self.others = {}
         """Peers in sight, each with the path that it trains, or None."""
-        self.holdings: list[Holding] = []
+        self.holdings = []
         self.said = a.Say("serving", None, 0.0, "", False)
 
-    def see(self, *, is_answer: bool = False) -> None:
+    def see(self, *, is_answer=False):
         """Let it read the swarm."""
         claims, peers = {}, {}
         known = {p: (n, "training", self.plan.start_s) for p, n in self.others.items()}
@@ -62,15 +59,11 @@ class Life:
                 more = {"since_s": since_s, "round": 0, "pinned": False}
                 claims[peer] = Claim.model_construct(**said, **more)
         view = SwarmView(
-            now_s=self.now_s,
-            claims=claims,
-            peers=peers,
-            holdings={MODULE: tuple(self.holdings)},
-            duration_s=DURATION_S,
+            now_s=self.now_s, claims=claims, peers=peers, holdings={MODULE: tuple(self.holdings)}, duration_s=DURATION_S
         )
         self.tell(e.Viewed(view, is_answer))
 
-    def tell(self, event: e.Event) -> list[a.Action]:
+    def tell(self, event):
         """Hand an event over, and answer what is wanted; returns all that was."""
         found = self.member.handle(event, self.now_s)
         self.wanted += found
@@ -94,30 +87,30 @@ class Life:
                         self.tell(e.Failed(action, "nothing was trained", is_final=True))
         return found
 
-    def live(self, seconds: float, step_s: float = 0.5) -> None:
+    def live(self, seconds, step_s=0.5):
         """Let time pass, turn by turn."""
         until_s = self.now_s + seconds
         while self.now_s < until_s:
             self.now_s += step_s
             self.tell(e.Turn())
 
-    def take(self, kind: type[a.Action]) -> list[Any]:
+    def take(self, kind):
         """Return what was wanted of this kind since the last time, and forget all."""
         found, self.wanted = [w for w in self.wanted if isinstance(w, kind)], []
         return found
 
-    def has(self, kind: type[a.Action]) -> bool:
+    def has(self, kind):
         """Tell whether something of this kind was wanted since."""
         return any(isinstance(action, kind) for action in self.wanted)
 
-    def begun(self) -> Life:
+    def begun(self):
         """Let it begin to train."""
         self.live(5.0)
         assert self.take(a.StartPath)
         return self
 
 
-def test_a_newcomer_gives_way_to_a_peer_that_was_on_the_path_before() -> None:
+def test_a_newcomer_gives_way_to_a_peer_that_was_on_the_path_before():
     life = Life()
     life.tell(e.Turn())
     first = life.said.path
@@ -126,7 +119,7 @@ def test_a_newcomer_gives_way_to_a_peer_that_was_on_the_path_before() -> None:
     assert [start.path != first for start in life.take(a.StartPath)] == [True]
 
 
-def test_a_shard_that_nobody_gives_is_asked_for_again_and_then_left_to_others() -> None:
+def test_a_shard_that_nobody_gives_is_asked_for_again_and_then_left_to_others():
     life = Life()
     life.silent = {a.FetchPath}
     life.live(3.0)
@@ -140,7 +133,7 @@ def test_a_shard_that_nobody_gives_is_asked_for_again_and_then_left_to_others() 
     assert life.take(a.Left), "no wait is endless"
 
 
-def test_a_state_on_its_way_is_waited_for_longer() -> None:
+def test_a_state_on_its_way_is_waited_for_longer():
     life = Life()
     life.silent = {a.FetchState}
     life.live(200.0)
@@ -150,14 +143,14 @@ def test_a_state_on_its_way_is_waited_for_longer() -> None:
     assert life.take(a.Left) == []
 
 
-def test_it_leaves_after_as_many_rounds_as_its_owner_wants() -> None:
+def test_it_leaves_after_as_many_rounds_as_its_owner_wants():
     life = Life(max_rounds=1).begun()
     life.live(0.9 * DURATION_S, 5.0)
     assert life.take(a.Left)
     assert life.member.rounds_done == 1
 
 
-def test_a_pause_is_one_whatever_more_reasons_come() -> None:
+def test_a_pause_is_one_whatever_more_reasons_come():
     life = Life().begun()
     for reason in ("battery", "disk"):
         life.tell(e.PauseWanted(reason))
@@ -169,7 +162,7 @@ def test_a_pause_is_one_whatever_more_reasons_come() -> None:
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_a_peer_goes_on_in_a_successor_unless_its_owner_wants_otherwise(follows: bool) -> None:
+def test_a_peer_goes_on_in_a_successor_unless_its_owner_wants_otherwise(follows):
     life = Life(holds=True, pinned=0, follows=follows).begun()
     life.others = {"B": None}
     life.tell(e.SuccessorReady())
@@ -180,7 +173,7 @@ def test_a_peer_goes_on_in_a_successor_unless_its_owner_wants_otherwise(follows:
     assert [left.to_successor for left in life.take(a.Left)] == [True] * follows
 
 
-def test_others_have_time_to_take_over_what_a_peer_alone_holds() -> None:
+def test_others_have_time_to_take_over_what_a_peer_alone_holds():
     life = Life(holds=True, pinned=0).begun()
     life.others = {"B": None}
     life.see()
@@ -191,9 +184,7 @@ def test_others_have_time_to_take_over_what_a_peer_alone_holds() -> None:
     assert life.take(a.Left)
 
 
-def test_no_more_modules_are_followed_for_others_than_a_bound_and_silent_ones_are_forgotten() -> (
-    None
-):
+def test_no_more_modules_are_followed_for_others_than_a_bound_and_silent_ones_are_forgotten():
     life = Life(paths=300, trains=False)
     for module in life.grid.modules():
         life.tell(e.Told("B", module))
@@ -204,9 +195,7 @@ def test_no_more_modules_are_followed_for_others_than_a_bound_and_silent_ones_ar
 
 
 @pytest.mark.parametrize(("left", "contributes"), [(0.7, True), (0.98, False)])
-def test_a_peer_that_leaves_contributes_what_it_trained_in_the_round(
-    left: float, contributes: bool
-) -> None:
+def test_a_peer_that_leaves_contributes_what_it_trained_in_the_round(left, contributes):
     life = Life()
     life.now_s = life.plan.start_s + (7.0 - left) * DURATION_S
     life.begun()
@@ -214,7 +203,7 @@ def test_a_peer_that_leaves_contributes_what_it_trained_in_the_round(
     assert bool(life.take(a.Publish)) is contributes
 
 
-def test_a_peer_with_few_neighbours_reads_more_of_a_large_run_and_looks_after_its_dwell() -> None:
+def test_a_peer_with_few_neighbours_reads_more_of_a_large_run_and_looks_after_its_dwell():
     life = Life(paths=130, pinned=None).begun()
     bucket_count = bucket_count_of(130)
     home = (life.said.path or 0) % bucket_count
@@ -233,7 +222,7 @@ def test_a_peer_with_few_neighbours_reads_more_of_a_large_run_and_looks_after_it
     assert life.take(a.Look)
 
 
-def test_a_peer_that_moves_gives_others_time_although_its_step_takes_longer() -> None:
+def test_a_peer_that_moves_gives_others_time_although_its_step_takes_longer():
     life = Life(paths=130).begun()
     own = life.said.path
     # Another has its path too, so it may go to one that nobody trains.
@@ -255,11 +244,11 @@ def test_a_peer_that_moves_gives_others_time_although_its_step_takes_longer() ->
 # -- copies
 
 
-def test_as_many_are_asked_to_keep_a_copy_as_are_missing() -> None:
+def test_as_many_are_asked_to_keep_a_copy_as_are_missing():
     life = Life(holds=True, pinned=0).begun()
     life.others = dict.fromkeys("BCDEFG")
 
-    def asked() -> tuple[str, ...]:
+    def asked():
         life.see()
         return tuple(peer for tell in life.take(a.Tell) if tell.keep for peer in tell.peers)
 
@@ -278,7 +267,7 @@ def test_as_many_are_asked_to_keep_a_copy_as_are_missing() -> None:
     assert asked() == ()
 
 
-def test_who_says_that_it_is_the_oldest_and_does_nothing_keeps_nobody_from_copying() -> None:
+def test_who_says_that_it_is_the_oldest_and_does_nothing_keeps_nobody_from_copying():
     life = Life(holds=True, pinned=0).begun()
     life.others = {"B": 0, **dict.fromkeys("CDEFG")}
     life.see()
@@ -288,7 +277,7 @@ def test_who_says_that_it_is_the_oldest_and_does_nothing_keeps_nobody_from_copyi
     assert [len(tell.peers) for tell in life.take(a.Tell) if tell.keep] == [2]
 
 
-def test_a_peer_keeps_so_many_copies_for_others_and_no_more() -> None:
+def test_a_peer_keeps_so_many_copies_for_others_and_no_more():
     life = Life(paths=70, trains=False)
     life.silent, life.others = {a.FetchState}, {"B": None}
     life.see()
@@ -302,9 +291,7 @@ NEAREST, *_, FARTHEST = keepers(MODULE, PEERS, len(PEERS))
 
 
 @pytest.mark.parametrize(("me", "keeps"), [(NEAREST, True), (FARTHEST, False)])
-def test_the_next_peers_in_rendezvous_order_keep_what_they_are_asked_to(
-    me: str, keeps: bool
-) -> None:
+def test_the_next_peers_in_rendezvous_order_keep_what_they_are_asked_to(me, keeps):
     life = Life(me, trains=False)
     life.others, life.holdings = dict.fromkeys(PEERS), [Holding("B", life.head)]
     life.see()
@@ -313,9 +300,7 @@ def test_the_next_peers_in_rendezvous_order_keep_what_they_are_asked_to(
 
 
 @pytest.mark.parametrize("others", [2, 3])
-def test_a_copy_that_is_not_a_peer_s_to_keep_is_dropped_once_enough_others_have_one(
-    others: int,
-) -> None:
+def test_a_copy_that_is_not_a_peer_s_to_keep_is_dropped_once_enough_others_have_one(others):
     life = Life(FARTHEST, holds=True, trains=False)
     life.others = dict.fromkeys(PEERS)
     life.holdings = [Holding(peer, life.head) for peer in PEERS if peer != FARTHEST][:others]
@@ -323,32 +308,26 @@ def test_a_copy_that_is_not_a_peer_s_to_keep_is_dropped_once_enough_others_have_
     assert bool(life.take(a.Drop)) is (others == 3)
 
 
-def chain_on(parent: Step, *rounds: int) -> list[Step]:
+def chain_on(parent, *rounds):
     """Steps of B alone, one on the other."""
     found = [parent]
     for index in rounds:
         file = name(f"B {index}")
-        found.append(
-            Step.of(
-                [Row(MODULE, index, found[-1].name, name(found[-1].name), 0, "B", 10, file, 40)]
-            )
-        )
+        found.append(Step.of([Row(MODULE, index, found[-1].name, name(found[-1].name), 0, "B", 10, file, 40)]))
     return found
 
 
-def row_of(peer: str, parent: str, state: str, round_index: int) -> Row:
+def row_of(peer, parent, state, round_index):
     file = name(f"{peer} {round_index} {state}")
     return Row(MODULE, round_index, parent, state, 0, peer, 10, file, 40)
 
 
-def head_of(steps: list[Step]) -> Head:
+def head_of(steps):
     number = len(steps)
-    return Head(
-        MODULE, steps[-1].name, number, number, steps[-1].round_index, name(steps[-1].name), 10
-    )
+    return Head(MODULE, steps[-1].name, number, number, steps[-1].round_index, name(steps[-1].name), 10)
 
 
-def test_a_genesis_is_begun_with_only_after_a_chain_was_waited_for() -> None:
+def test_a_genesis_is_begun_with_only_after_a_chain_was_waited_for():
     """There is a chain, and nobody gives anything of it; a path that only its holders could begin
     would stay untrained for ever."""
     life = Life(pinned=0)
@@ -363,7 +342,7 @@ def test_a_genesis_is_begun_with_only_after_a_chain_was_waited_for() -> None:
     assert [start.heads[0].version for start in life.take(a.StartPath)] == [0]
 
 
-def test_a_newcomer_fetches_the_state_that_rows_name_and_computes_the_steps_on_top() -> None:
+def test_a_newcomer_fetches_the_state_that_rows_name_and_computes_the_steps_on_top():
     life = Life(pinned=0)
     life.silent, life.others = {a.Ask, a.Gather}, {"B": 0, "C": None}
     steps = chain_on(life.step, 6, 7, 8, 9)
@@ -375,13 +354,11 @@ def test_a_newcomer_fetches_the_state_that_rows_name_and_computes_the_steps_on_t
         life.tell(e.Answered(ask.peer, MODULE, held=wrong))
     life.live(1.0)
     wanted = [w for w in life.wanted if isinstance(w, a.FetchState) and w.head.version]
-    assert {(fetch.head.step, fetch.head.digest) for fetch in wanted} == {
-        (steps[-2].name, name(steps[-2].name))
-    }
+    assert {(fetch.head.step, fetch.head.digest) for fetch in wanted} == {(steps[-2].name, name(steps[-2].name))}
     assert {row for gather in life.take(a.Gather) for row in gather.rows} >= {*steps[-1].rows}
 
 
-def test_a_copy_of_a_chain_that_has_hardly_begun_is_computed_and_nobody_is_believed() -> None:
+def test_a_copy_of_a_chain_that_has_hardly_begun_is_computed_and_nobody_is_believed():
     life = Life(NEAREST, trains=False)
     life.others, life.holdings = dict.fromkeys(PEERS), [Holding("B", life.head)]
     life.see()
@@ -390,7 +367,7 @@ def test_a_copy_of_a_chain_that_has_hardly_begun_is_computed_and_nobody_is_belie
     assert [fetch.head.version for fetch in life.take(a.FetchState)] == [0]
 
 
-def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top_of_it() -> None:
+def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top_of_it():
     life = Life(pinned=0)
     life.silent, life.others = {a.Ask, a.FetchState}, {"B": 0}
     life.live(3.0)
@@ -413,7 +390,7 @@ def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top
 
 
 @pytest.mark.parametrize("others", ["B", "BCD"])
-def test_another_state_than_was_computed_here_is_taken_from_most_alone(others: str) -> None:
+def test_another_state_than_was_computed_here_is_taken_from_most_alone(others):
     """One machine that computes wrongly changes nobody's state; where most name another state than
     this machine has, it is this one that is wrong."""
     life = Life(pinned=0).begun()

@@ -5,28 +5,27 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runs.make_plan import make_plan
 
 from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.coverage import scope_of
 from dipaco.protocol.grid import Grid
-from dipaco.protocol.keeping import keepers
 from dipaco.protocol.policy import choose_path, lead_rank, resolve_collision, should_move
 from dipaco.protocol.records import Claim, ProgressEntry
 from dipaco.protocol.view import SwarmView
+from support.runs.make_plan import make_plan
 
 DURATION_S = 100.0
 _DIGITS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 @lru_cache(maxsize=1024)
-def peer_name(number: int) -> str:
+def peer_name(number):
     """Return a name in the alphabet of peer ids."""
     text = ""
     while number or not text:
@@ -36,11 +35,9 @@ def peer_name(number: int) -> str:
 
 
 @lru_cache(maxsize=64)
-def grid_of(modules_per_level: tuple[int, ...] = (2, 2), private: bool = False) -> Grid:
+def grid_of(modules_per_level=(2, 2), private=False):
     return Grid(
-        ModelConfig(
-            vocabulary_size=64, block_count=4, hidden_size=8, head_count=1, sequence_length=16
-        ),
+        ModelConfig(vocabulary_size=64, block_count=4, hidden_size=8, head_count=1, sequence_length=16),
         GridConfig(
             modules_per_level=modules_per_level,
             level_starts=tuple(range(len(modules_per_level))),
@@ -49,37 +46,28 @@ def grid_of(modules_per_level: tuple[int, ...] = (2, 2), private: bool = False) 
     )
 
 
-def claim(
-    number: int, path: int, since_s: float = 0.0, state: str = "training", round_index: int = 0
-) -> Claim:
-    return Claim(
-        peer_id=peer_name(number), path=path, state=state, since_s=since_s, round=round_index
-    )
+def claim(number, path, since_s=0.0, state="training", round_index=0):
+    return Claim(peer_id=peer_name(number), path=path, state=state, since_s=since_s, round=round_index)
 
 
-def progress(path: int, last_round: int) -> ProgressEntry:
+def progress(path, last_round):
     return ProgressEntry.model_construct(path=path, last_round=last_round)
 
 
-def view_of(
-    claims: Iterable[Claim] = (),
-    last_rounds: dict[int, int] | None = None,
-    now_s: float = 0.0,
-    **fields: object,
-) -> SwarmView:
+def view_of(claims=(), last_rounds=None, now_s=0.0, **fields):
     return SwarmView(
         now_s=now_s,
         claims={c.peer_id: c for c in claims},
         progress={p: progress(p, r) for p, r in (last_rounds or {}).items()},
         duration_s=DURATION_S,
-        **fields,  # type: ignore[arg-type]
+        **fields,
     )
 
 
 # -- choosing a path
 
 
-def test_a_newcomer_takes_the_path_with_the_fewest_trainers() -> None:
+def test_a_newcomer_takes_the_path_with_the_fewest_trainers():
     view = view_of([claim(1, 0), claim(2, 1), claim(3, 3)], {2: 50})
     decision = choose_path(view, grid_of(), peer_name(9))
     assert decision.path == 2
@@ -87,24 +75,24 @@ def test_a_newcomer_takes_the_path_with_the_fewest_trainers() -> None:
     assert "round 50" in decision.reason
 
 
-def test_among_unserved_paths_the_one_that_waited_longest_comes_first() -> None:
+def test_among_unserved_paths_the_one_that_waited_longest_comes_first():
     view = view_of([claim(1, 0)], {0: 9, 1: 7, 2: 5, 3: 6})
     assert choose_path(view, grid_of(), peer_name(9)).path == 2
     view = view_of([claim(1, 0)], {0: 9, 1: 7, 2: 5})
     assert choose_path(view, grid_of(), peer_name(9)).path == 3
 
 
-def test_own_claim_and_leaving_peers_do_not_count_as_service() -> None:
+def test_own_claim_and_leaving_peers_do_not_count_as_service():
     view = view_of([claim(1, 0, state="leaving"), claim(9, 1), claim(2, 2), claim(3, 3)], {1: 5})
     assert choose_path(view, grid_of(), peer_name(9)).path == 0
 
 
-def test_a_pinned_path_is_taken_whatever_the_view_says() -> None:
+def test_a_pinned_path_is_taken_whatever_the_view_says():
     view = view_of([claim(n, 3) for n in range(5)])
     assert choose_path(view, grid_of(), peer_name(9), pinned=3).path == 3
 
 
-def test_newcomers_to_an_empty_swarm_spread_over_the_paths() -> None:
+def test_newcomers_to_an_empty_swarm_spread_over_the_paths():
     grid = grid_of((4, 4))
     chosen = Counter(choose_path(view_of(), grid, peer_name(n)).path for n in range(160))
     assert len(chosen) == 16
@@ -114,7 +102,7 @@ def test_newcomers_to_an_empty_swarm_spread_over_the_paths() -> None:
 # -- collisions
 
 
-def test_of_two_that_join_one_path_exactly_one_gives_way() -> None:
+def test_of_two_that_join_one_path_exactly_one_gives_way():
     grid = grid_of()
     view = view_of([claim(1, 0, state="joining"), claim(2, 0, state="joining")])
     moves = [resolve_collision(view, grid, peer_name(n)) for n in (1, 2)]
@@ -123,14 +111,14 @@ def test_of_two_that_join_one_path_exactly_one_gives_way() -> None:
     assert moved.path != 0
 
 
-def test_who_trains_already_stays_and_the_newcomer_gives_way() -> None:
+def test_who_trains_already_stays_and_the_newcomer_gives_way():
     view = view_of([claim(1, 0, since_s=5.0), claim(2, 0, since_s=0.0, state="joining")])
     decision = resolve_collision(view, grid_of(), peer_name(2))
     assert decision is not None
     assert decision.path != 0
 
 
-def test_nobody_gives_way_when_no_path_is_worse_served() -> None:
+def test_nobody_gives_way_when_no_path_is_worse_served():
     claims = [claim(n, n) for n in range(4)] + [claim(9, 0, state="joining")]
     assert resolve_collision(view_of(claims), grid_of(), peer_name(9)) is None
     assert resolve_collision(view_of(), grid_of(), peer_name(9)) is None
@@ -141,29 +129,26 @@ def test_nobody_gives_way_when_no_path_is_worse_served() -> None:
 # -- moving
 
 
-def test_a_spare_replica_goes_to_an_unserved_path_at_once() -> None:
+def test_a_spare_replica_goes_to_an_unserved_path_at_once():
     claims = [claim(1, 0), claim(2, 0, since_s=5.0), claim(3, 1), claim(4, 2)]
     view = view_of(claims, {0: 3, 1: 3, 2: 3, 3: 1})
-    moves = {
-        n: should_move(view, grid_of(), peer_name(n), rounds_on_path=0, dwell_rounds=2)
-        for n in (1, 2, 3, 4)
-    }
+    moves = {n: should_move(view, grid_of(), peer_name(n), rounds_on_path=0, dwell_rounds=2) for n in (1, 2, 3, 4)}
     assert {n: move.path for n, move in moves.items() if move} == {2: 3}
 
 
-def test_nobody_moves_before_the_dwell_is_over() -> None:
+def test_nobody_moves_before_the_dwell_is_over():
     view = view_of([claim(1, 0, round_index=5)], {0: 5})
     me = peer_name(1)
     assert should_move(view, grid_of(), me, rounds_on_path=1, dwell_rounds=2) is None
     assert should_move(view, grid_of(), me, rounds_on_path=2, dwell_rounds=2) is not None
 
 
-def test_nobody_moves_to_a_path_that_waited_less() -> None:
+def test_nobody_moves_to_a_path_that_waited_less():
     view = view_of([claim(1, 0, round_index=2)], {0: 1, 1: 9, 2: 9, 3: 9})
     assert should_move(view, grid_of(), peer_name(1), rounds_on_path=4, dwell_rounds=1) is None
 
 
-def test_two_movers_take_different_paths() -> None:
+def test_two_movers_take_different_paths():
     view = view_of([claim(1, 0, round_index=5), claim(2, 1, round_index=5)], {0: 4, 1: 4})
     targets = {
         move.path
@@ -173,20 +158,16 @@ def test_two_movers_take_different_paths() -> None:
     assert targets == {2, 3}
 
 
-def test_replicas_even_out() -> None:
+def test_replicas_even_out():
     claims = [*(claim(n, 0, since_s=n) for n in range(3)), *(claim(10 + n, n) for n in (1, 2, 3))]
     view = view_of(claims)
-    moves = [
-        n
-        for n in range(3)
-        if should_move(view, grid_of(), peer_name(n), rounds_on_path=2, dwell_rounds=2)
-    ]
+    moves = [n for n in range(3) if should_move(view, grid_of(), peer_name(n), rounds_on_path=2, dwell_rounds=2)]
     assert moves == [2]
     two = view_of([claim(1, 0), claim(2, 0), *(claim(10 + n, n) for n in (1, 2, 3))])
     assert should_move(two, grid_of(), peer_name(2), rounds_on_path=9, dwell_rounds=1) is None
 
 
-def test_who_passes_over_all_other_paths_stays() -> None:
+def test_who_passes_over_all_other_paths_stays():
     claims = [*(claim(n, 0, since_s=n) for n in range(3)), *(claim(10 + n, n) for n in (1, 2, 3))]
     view, me = view_of(claims), peer_name(2)
     others = {1, 2, 3}
@@ -196,9 +177,7 @@ def test_who_passes_over_all_other_paths_stays() -> None:
         assert moved is not None
         assert moved.path == left
     for exclude in (others, {0, *others}):
-        assert not should_move(
-            view, grid_of(), me, rounds_on_path=2, dwell_rounds=2, exclude=exclude
-        )
+        assert not should_move(view, grid_of(), me, rounds_on_path=2, dwell_rounds=2, exclude=exclude)
     assert choose_path(view, grid_of(), peer_name(9), exclude=others).path == 0
     assert choose_path(view, grid_of(), peer_name(9), exclude={0, *others}).path in others
 
@@ -210,47 +189,40 @@ class Swarm:
     moves made before theirs.
     """
 
-    def __init__(self, grid: Grid, dwell_rounds: int, stale: float, seed: int) -> None:
+    def __init__(self, grid, dwell_rounds, stale, seed):
         self.grid = grid
         self.dwell_rounds = dwell_rounds
         self.stale = stale
         self.random = random.Random(seed)
         self.round = 0
-        self.claims: dict[str, Claim] = {}
-        self.pinned: set[str] = set()
-        self.expires: dict[str, int] = {}
-        self.rounds_on_path: dict[str, int] = {}
-        self.last_rounds: dict[int, int] = {}
+        self.claims = {}
+        self.pinned = set()
+        self.expires = {}
+        self.rounds_on_path = {}
+        self.last_rounds = {}
         self.born = 0
 
-    def view(self) -> SwarmView:
+    def view(self):
         now_s = self.round * DURATION_S + self.random.random()
         return view_of(self.claims.values(), self.last_rounds, now_s)
 
-    def join(self, pinned: int | None = None) -> None:
+    def join(self, pinned=None):
         me = peer_name(self.born)
         self.born += 1
         if pinned is not None:
             self.pinned.add(me)
         self._take(me, choose_path(self.view(), self.grid, me, pinned=pinned).path)
 
-    def kill(self) -> None:
+    def kill(self):
         """End a peer; its claim stands for another round."""
         self.expires[self.random.choice(sorted(self.rounds_on_path))] = self.round + 1
-        self.rounds_on_path = {
-            p: n for p, n in self.rounds_on_path.items() if p not in self.expires
-        }
+        self.rounds_on_path = {p: n for p, n in self.rounds_on_path.items() if p not in self.expires}
 
-    def _take(self, me: str, path: int) -> None:
+    def _take(self, me, path):
         since_s = self.round * DURATION_S + self.random.random()
         for _ in range(5):
             self.claims[me] = Claim(
-                peer_id=me,
-                path=path,
-                state="joining",
-                since_s=since_s,
-                round=self.round,
-                pinned=me in self.pinned,
+                peer_id=me, path=path, state="joining", since_s=since_s, round=self.round, pinned=me in self.pinned
             )
             if me in self.pinned:
                 break
@@ -260,12 +232,10 @@ class Swarm:
             path = better.path
         self.rounds_on_path[me] = 0
 
-    def train(self) -> None:
+    def train(self):
         """Train one round, then think about moving in a random order."""
         for me in self.rounds_on_path:
-            self.claims[me] = self.claims[me].model_copy(
-                update={"state": "training", "round": self.round + 1}
-            )
+            self.claims[me] = self.claims[me].model_copy(update={"state": "training", "round": self.round + 1})
             self.last_rounds[self.claims[me].path] = self.round
             self.rounds_on_path[me] += 1
         self.round += 1
@@ -278,16 +248,12 @@ class Swarm:
         for me in order:
             seen = before if self.random.random() < self.stale else self.view()
             move = should_move(
-                seen,
-                self.grid,
-                me,
-                rounds_on_path=self.rounds_on_path[me],
-                dwell_rounds=self.dwell_rounds,
+                seen, self.grid, me, rounds_on_path=self.rounds_on_path[me], dwell_rounds=self.dwell_rounds
             )
             if move is not None and me not in self.pinned:
                 self._take(me, move.path)
 
-    def longest_wait(self) -> int:
+    def longest_wait(self):
         """Rounds since the path that waited longest was trained."""
         paths = range(self.grid.path_count)
         return max(self.round - 1 - self.last_rounds.get(path, -1) for path in paths)
@@ -298,7 +264,7 @@ class DeceivedSwarm(Swarm):
 
     waiting: Mapping[int, int] = {}
 
-    def view(self) -> SwarmView:
+    def view(self):
         lies = {p: 10**6 + self.round - p for p in range(self.grid.path_count)}
         plan = make_plan(duration_s=DURATION_S, start_s=0.0)
         now_s = self.round * DURATION_S + self.random.random()
@@ -315,9 +281,7 @@ class DeceivedSwarm(Swarm):
     stale=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 2**16),
 )
-def test_whoever_says_that_all_paths_are_served_keeps_nobody_from_moving(
-    shape: tuple[int, ...], peers: int, dwell_rounds: int, stale: float, seed: int
-) -> None:
+def test_whoever_says_that_all_paths_are_served_keeps_nobody_from_moving(shape, peers, dwell_rounds, stale, seed):
     grid = grid_of(shape)
     swarm = DeceivedSwarm(grid, dwell_rounds, stale, seed)
     for _ in range(peers):
@@ -335,9 +299,7 @@ def test_whoever_says_that_all_paths_are_served_keeps_nobody_from_moving(
     stale=st.sampled_from([0.0, 1.0]),
     seed=st.integers(0, 2**16),
 )
-def test_no_path_waits_longer_than_its_turn(
-    shape: tuple[int, ...], peers: int, stale: float, seed: int
-) -> None:
+def test_no_path_waits_longer_than_its_turn(shape, peers, stale, seed):
     grid = grid_of(shape)
     swarm = Swarm(grid, dwell_rounds=1, stale=stale, seed=seed)
     for _ in range(peers):
@@ -358,15 +320,7 @@ def test_no_path_waits_longer_than_its_turn(
     seed=st.integers(0, 2**16),
     events=st.lists(st.sampled_from(["join", "kill", "train", "train"]), max_size=25),
 )
-def test_paths_come_round_after_any_churn(
-    shape: tuple[int, ...],
-    peers: int,
-    dwell_rounds: int,
-    pinned: bool,
-    stale: float,
-    seed: int,
-    events: list[str],
-) -> None:
+def test_paths_come_round_after_any_churn(shape, peers, dwell_rounds, pinned, stale, seed, events):
     grid = grid_of(shape)
     swarm = Swarm(grid, dwell_rounds, stale, seed)
     for number in range(peers):
@@ -391,9 +345,7 @@ def test_paths_come_round_after_any_churn(
 
 @settings(max_examples=40, deadline=None)
 @given(extra=st.integers(0, 6), stale=st.floats(0, 1), seed=st.integers(0, 2**16))
-def test_with_enough_peers_every_path_is_trained_every_round(
-    extra: int, stale: float, seed: int
-) -> None:
+def test_with_enough_peers_every_path_is_trained_every_round(extra, stale, seed):
     grid = grid_of((2, 3))
     swarm = Swarm(grid, dwell_rounds=2, stale=stale, seed=seed)
     for _ in range(grid.path_count + extra):
@@ -403,7 +355,7 @@ def test_with_enough_peers_every_path_is_trained_every_round(
         assert swarm.longest_wait() == 0
 
 
-def test_a_peer_that_never_moves_does_not_hold_up_the_others() -> None:
+def test_a_peer_that_never_moves_does_not_hold_up_the_others():
     swarm = Swarm(grid_of(), dwell_rounds=1, stale=0.0, seed=1)
     swarm.join(pinned=0)
     swarm.join()
@@ -415,13 +367,13 @@ def test_a_peer_that_never_moves_does_not_hold_up_the_others() -> None:
 # -- leads and groups
 
 
-def test_the_oldest_claim_leads_and_a_tie_goes_to_the_smaller_peer_id() -> None:
+def test_the_oldest_claim_leads_and_a_tie_goes_to_the_smaller_peer_id():
     view = view_of([claim(1, 0, 5.0), claim(2, 0, 3.0), claim(3, 0, 5.0), claim(4, 1, 1.0)])
     assert [lead_rank(view, peer_name(n), 0) for n in (2, 1, 3)] == [0, 1, 2]
     assert lead_rank(view, peer_name(4), 0) == 3
 
 
-def test_the_expected_group_is_who_trains_a_path_through_the_module() -> None:
+def test_the_expected_group_is_who_trains_a_path_through_the_module():
     claims = [claim(0, 0), claim(1, 1), claim(2, 2), claim(3, 0, state="joining")]
     view = view_of([*claims, claim(4, 1, state="leaving")])
     assert view.group(grid_of(), "L0.E0", joining=False) == {peer_name(0), peer_name(1)}
@@ -429,24 +381,7 @@ def test_the_expected_group_is_who_trains_a_path_through_the_module() -> None:
     assert view.group(grid_of((2, 2), private=True), "P1", joining=False) == {peer_name(1)}
 
 
-# -- who keeps what
-
-
-@given(st.integers(1, 30), st.integers(1, 5), st.integers(0, 29))
-def test_only_what_a_leaving_peer_kept_finds_another_keeper(
-    count: int, copies: int, leaving: int
-) -> None:
-    peers = [peer_name(n) for n in range(count)]
-    gone = peers[leaving % count]
-    for module in ("L0.E0", "P3"):
-        before = keepers(module, peers, copies)
-        after = keepers(module, [p for p in peers if p != gone], copies)
-        assert len(before) == min(copies, count)
-        assert set(before) - {gone} <= set(after)
-        assert keepers(module, reversed(peers), copies) == before
-
-
-def test_movers_that_see_different_paths_go_to_different_modules() -> None:
+def test_movers_that_see_different_paths_go_to_different_modules():
     grid = grid_of((64, 64))
     targets = set()
     for bucket in range(16):

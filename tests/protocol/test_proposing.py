@@ -1,10 +1,13 @@
 """A proposal: whose rows it waits for, when others outbid it, and when it is taken."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
+
+from dipaco.protocol.chain import Step
+from dipaco.protocol.member import actions as a
+from dipaco.protocol.member import events as e
+from dipaco.protocol.member.proposing import Role
 from support.runs.trainer import (
     BOUNDARY_S,
     DURATION_S,
@@ -17,13 +20,8 @@ from support.runs.trainer import (
     view_of,
 )
 
-from dipaco.protocol.chain import Step
-from dipaco.protocol.member import actions as a
-from dipaco.protocol.member import events as e
-from dipaco.protocol.member.proposing import Role
 
-
-def test_a_peer_whose_file_came_too_late_is_awaited_again() -> None:
+def test_a_peer_whose_file_came_too_late_is_awaited_again():
     member = Trainer("A", "ABC")
     late = member.row("C")
     member.stand_on(Step.of([member.row(peer) for peer in "AB"]))
@@ -35,7 +33,7 @@ def test_a_peer_whose_file_came_too_late_is_awaited_again() -> None:
     assert member.module.waits_for().endswith("of 3")
 
 
-def test_of_those_who_kept_a_file_back_nobody_is_needed_for_a_step() -> None:
+def test_of_those_who_kept_a_file_back_nobody_is_needed_for_a_step():
     first, _ = first_and_second("ABCD")
     member = Trainer(first, "ABCD")
     member.publish()
@@ -53,7 +51,7 @@ def test_of_those_who_kept_a_file_back_nobody_is_needed_for_a_step() -> None:
     assert {step.peers for step in member.proposed()} == {frozenset((first, here))}
 
 
-def test_shortly_before_g_more_rows_than_were_proposed_are_proposed_by_anybody() -> None:
+def test_shortly_before_g_more_rows_than_were_proposed_are_proposed_by_anybody():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
@@ -69,7 +67,7 @@ def test_shortly_before_g_more_rows_than_were_proposed_are_proposed_by_anybody()
     assert step.peers == set("ABC")
 
 
-def test_a_step_that_cannot_be_taken_here_is_told_once() -> None:
+def test_a_step_that_cannot_be_taken_here_is_told_once():
     first, _ = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
@@ -86,7 +84,7 @@ def test_a_step_that_cannot_be_taken_here_is_told_once() -> None:
     assert member.proposed() == []
 
 
-def test_what_a_first_proposer_left_out_is_proposed_no_earlier() -> None:
+def test_what_a_first_proposer_left_out_is_proposed_no_earlier():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     member.publish()
@@ -101,9 +99,7 @@ def test_what_a_first_proposer_left_out_is_proposed_no_earlier() -> None:
 
 
 @pytest.mark.parametrize(("graces", "is_taken"), [(2.0, True), (4.0, False)])
-def test_long_after_g_a_heavier_step_of_the_round_does_not_replace_the_own(
-    graces: float, is_taken: bool
-) -> None:
+def test_long_after_g_a_heavier_step_of_the_round_does_not_replace_the_own(graces, is_taken):
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     few, all_of_them = (Step.of(map(member.row, p)) for p in ({first, second}, "ABC"))
@@ -115,7 +111,7 @@ def test_long_after_g_a_heavier_step_of_the_round_does_not_replace_the_own(
     assert taken == ([(all_of_them,)] if is_taken else [])
 
 
-def test_a_late_step_is_taken_once_a_round_was_in_vain() -> None:
+def test_a_late_step_is_taken_once_a_round_was_in_vain():
     """Those who would make the rounds stand on it, and the only other trainer has crashed."""
     first, second = first_and_second()
     member = Trainer(second, "ABC")
@@ -133,7 +129,7 @@ def test_a_late_step_is_taken_once_a_round_was_in_vain() -> None:
     assert [compute.steps for compute in member.take(a.Compute)] == [(all_of_them,)]
 
 
-def test_who_begins_with_another_state_than_rows_name_fetches_theirs() -> None:
+def test_who_begins_with_another_state_than_rows_name_fetches_theirs():
     member = Trainer("D", "ABC")
     module = member.module
     module.follow(Role.MAILBOX)
@@ -159,7 +155,7 @@ def test_who_begins_with_another_state_than_rows_name_fetches_theirs() -> None:
     assert [compute.base for compute in member.take(a.Compute)] == [fetch.head]
 
 
-def test_a_first_mailbox_that_is_late_asks_others_before_it_proposes() -> None:
+def test_a_first_mailbox_that_is_late_asks_others_before_it_proposes():
     first, second = first_and_second()
     member = Trainer(first, "ABC")
     member.publish()
@@ -175,7 +171,7 @@ def test_a_first_mailbox_that_is_late_asks_others_before_it_proposes() -> None:
     assert step.peers == {first, second}
 
 
-def test_a_step_that_could_not_be_had_is_computed_from_the_own_state_later() -> None:
+def test_a_step_that_could_not_be_had_is_computed_from_the_own_state_later():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     base = Step.of(map(member.row, "ABC"))
@@ -193,7 +189,7 @@ def test_a_step_that_could_not_be_had_is_computed_from_the_own_state_later() -> 
     assert [again.base for again in member.take(a.Compute)] == [compute.base]
 
 
-def test_a_clock_that_is_set_back_delays_no_question_and_no_round() -> None:
+def test_a_clock_that_is_set_back_delays_no_question_and_no_round():
     member = Trainer("A", "ABC")
     member.module.begin(60, BOUNDARY_S + 60 * DURATION_S)
     member.known.now_s += 60 * DURATION_S
@@ -207,7 +203,7 @@ def test_a_clock_that_is_set_back_delays_no_question_and_no_round() -> None:
     assert member.module.round.index == 1
 
 
-def test_a_state_to_begin_with_that_comes_twice_is_not_forgotten() -> None:
+def test_a_state_to_begin_with_that_comes_twice_is_not_forgotten():
     member = Trainer("A", "ABC")
     member.module.follow(Role.MAILBOX)
     member.module.want()

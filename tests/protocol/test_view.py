@@ -1,29 +1,13 @@
 """The view of the swarm: what a run cannot have is left out, no matter who signed it."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
 import pytest
-from support.runs.make_plan import make_plan
 
 from dipaco.protocol.agreement import trained_in_sight
 from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.grid import Grid
-from dipaco.protocol.plan import RunPlan
-from dipaco.protocol.records import (
-    Claim,
-    HeldState,
-    Holding,
-    ModuleRecord,
-    PeerRecord,
-    ProgressEntry,
-    ProgressRecord,
-)
+from dipaco.protocol.records import Claim, HeldState, Holding, ModuleRecord, PeerRecord, ProgressEntry, ProgressRecord
 from dipaco.protocol.view import (
-    SwarmView,
     build_view,
     claimed_tokens,
     is_plausible_head,
@@ -33,26 +17,27 @@ from dipaco.protocol.view import (
     round_at,
     view_of_records,
 )
+from support.runs.make_plan import make_plan
 
 PEERS = tuple("Qm" + "1" * 43 + letter for letter in "ABC")
 
 
 @pytest.fixture(scope="module")
-def plan() -> RunPlan:
+def plan():
     return make_plan(duration_s=100.0)
 
 
 @pytest.fixture(scope="module")
-def grid(plan: RunPlan) -> Grid:
+def grid(plan):
     return Grid(plan.model, plan.grid)
 
 
-def claim(peer: str, path: int, **fields: object) -> Claim:
+def claim(peer, path, **fields):
     values = {"peer_id": peer, "path": path, "state": "training", "since_s": 1.0, "round": 0}
     return Claim.model_validate({**values, **fields})
 
 
-def head(**fields: Any) -> Head:
+def head(**fields):
     given = {
         "module": "L0.E0",
         "step": "b" * 64,
@@ -65,64 +50,44 @@ def head(**fields: Any) -> Head:
     return Head(**{**given, **fields})
 
 
-def holding(peer: str = PEERS[0], **fields: Any) -> Holding:
+def holding(peer=PEERS[0], **fields):
     return Holding(peer, head(**fields))
 
 
-def progress(peer: str, path: int, last_round: int, tokens: int = 100) -> ProgressRecord:
+def progress(peer, path, last_round, tokens=100):
     entry = ProgressEntry(
-        path=path,
-        last_round=last_round,
-        tokens=tokens,
-        validation_nll=20.0,
-        validation_tokens=10,
-        train_loss=2.0,
+        path=path, last_round=last_round, tokens=tokens, validation_nll=20.0, validation_tokens=10, train_loss=2.0
     )
     return ProgressRecord(peer_id=peer, entries=(entry,))
 
 
-def view_at(plan: RunPlan, grid: Grid, round_index: int, **records: object) -> SwarmView:
-    given: dict[str, object] = {
-        "claims": (),
-        "peers": (),
-        "holdings": {},
-        "progress": (),
-        **records,
-    }
+def view_at(plan, grid, round_index, **records):
+    given = {"claims": (), "peers": (), "holdings": {}, "progress": (), **records}
     now_s = plan.start_s + (round_index + 0.5) * plan.rounds.duration_s
-    return build_view(now_s=now_s, plan=plan, grid=grid, **given)  # type: ignore[arg-type]
+    return build_view(now_s=now_s, plan=plan, grid=grid, **given)
 
 
-def peer_said(peer: str, path: int | None, state: str = "training", **said: Any) -> PeerRecord:
+def peer_said(peer, path, state="training", **said):
     """Return a peer record of a peer that does something."""
     given = {"since_s": 1.0, "round": 0, "reachable": "direct", **said}
     return PeerRecord.model_construct(peer_id=peer, path=path, state=state, **given)
 
 
-def module_said(
-    peer: str, module: str, path: int | None, state: str = "training", **said: Any
-) -> ModuleRecord:
+def module_said(peer, module, path, state="training", **said):
     """Return what a peer says under the key of a module."""
     given = {"since_s": 1.0, "round": 0, "reachable": "direct", "held": None, **said}
-    return ModuleRecord.model_construct(
-        peer_id=peer, module=module, path=path, state=state, **given
-    )
+    return ModuleRecord.model_construct(peer_id=peer, module=module, path=path, state=state, **given)
 
 
-def test_of_all_that_a_peer_says_the_newest_counts(plan: RunPlan, grid: Grid) -> None:
+def test_of_all_that_a_peer_says_the_newest_counts(plan, grid):
     held = HeldState.of(head(version=1, weight=1, round_index=0))
 
-    def seen(peers: list[PeerRecord], *modules: ModuleRecord) -> SwarmView:
-        by_module: dict[str, list[ModuleRecord]] = {}
+    def seen(peers, *modules):
+        by_module = {}
         for said in modules:
             by_module.setdefault(said.module, []).append(said)
         return view_of_records(
-            now_s=plan.start_s + 150.0,
-            plan=plan,
-            grid=grid,
-            peers=peers,
-            modules=by_module,
-            progress=(),
+            now_s=plan.start_s + 150.0, plan=plan, grid=grid, peers=peers, modules=by_module, progress=()
         )
 
     moved = seen(
@@ -145,16 +110,16 @@ def test_of_all_that_a_peer_says_the_newest_counts(plan: RunPlan, grid: Grid) ->
     assert trains.claims["A"].state == "training"
 
 
-def test_the_round_follows_the_clock(plan: RunPlan) -> None:
+def test_the_round_follows_the_clock(plan):
     assert [round_at(plan, plan.start_s + s) for s in (-0.1, 0.0, 99.9, 100.0)] == [-1, 0, 0, 1]
 
 
-def test_claims_on_paths_that_do_not_exist_are_left_out(plan: RunPlan, grid: Grid) -> None:
+def test_claims_on_paths_that_do_not_exist_are_left_out(plan, grid):
     view = view_at(plan, grid, 0, claims=(claim(PEERS[0], 3), claim(PEERS[1], 4)))
     assert set(view.claims) == {PEERS[0]}
 
 
-def test_claimants_are_ordered_by_age_and_leaving_ones_are_none(plan: RunPlan, grid: Grid) -> None:
+def test_claimants_are_ordered_by_age_and_leaving_ones_are_none(plan, grid):
     claims = (
         claim(PEERS[0], 1, since_s=9.0),
         claim(PEERS[1], 1, since_s=2.0, state="joining"),
@@ -177,9 +142,7 @@ def test_claimants_are_ordered_by_age_and_leaving_ones_are_none(plan: RunPlan, g
         ({"weight": 64 * 3 + 1}, False),
     ],
 )
-def test_states_that_the_time_does_not_allow_are_not_believed(
-    plan: RunPlan, grid: Grid, fields: dict[str, Any], plausible: bool
-) -> None:
+def test_states_that_the_time_does_not_allow_are_not_believed(plan, grid, fields, plausible):
     said = holding(**fields)
     now_s = plan.start_s + 5 * plan.rounds.duration_s
     assert is_plausible_head(said.head, plan, now_s) is plausible
@@ -187,9 +150,7 @@ def test_states_that_the_time_does_not_allow_are_not_believed(
     assert view.holdings == {"L0.E0": (said,) if plausible else ()}
 
 
-def test_of_the_states_after_one_step_the_one_that_most_hold_counts(
-    plan: RunPlan, grid: Grid
-) -> None:
+def test_of_the_states_after_one_step_the_one_that_most_hold_counts(plan, grid):
     held = (holding(PEERS[0]), holding(PEERS[1]), holding(PEERS[2], digest="0" * 64))
     light = holding(PEERS[2], step="0" * 64, weight=4)
     view = view_at(plan, grid, 5, holdings={"L0.E0": (*held, light)})
@@ -199,10 +160,10 @@ def test_of_the_states_after_one_step_the_one_that_most_hold_counts(
     assert view.agreed_head("L0.E0", "c" * 64) is None
 
 
-def test_a_row_says_no_more_than_can_have_been_trained(plan: RunPlan) -> None:
+def test_a_row_says_no_more_than_can_have_been_trained(plan):
     now_s = plan.start_s + 5 * plan.rounds.duration_s
 
-    def believed(round_index: int, tokens: int) -> bool:
+    def believed(round_index, tokens):
         row = Row("L0.E0", round_index, "a" * 64, "5" * 64, 0, PEERS[0], tokens, "b" * 64, 10)
         return is_plausible_row(row, plan, now_s)
 
@@ -211,15 +172,13 @@ def test_a_row_says_no_more_than_can_have_been_trained(plan: RunPlan) -> None:
     assert not believed(50, 10**6)
 
 
-def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
+def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid):
     plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
     now_s = plan.start_s + 5.0
 
-    def view(*rounds: int) -> SwarmView:
+    def view(*rounds):
         claims = [claim(peer, 0, round=r) for peer, r in zip(PEERS, rounds, strict=False)]
-        return build_view(
-            now_s=now_s, plan=plan, grid=grid, claims=claims, peers=(), holdings={}, progress=()
-        )
+        return build_view(now_s=now_s, plan=plan, grid=grid, claims=claims, peers=(), holdings={}, progress=())
 
     assert present_round(plan, view()) == -1
     assert present_round(plan, view(7, 8, 8)) == 8
@@ -229,15 +188,15 @@ def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid: Grid) -> None:
     assert trained_in_sight(view(7, 8, 300), grid, 0) == (1, 4)
 
 
-def test_one_peer_cannot_say_that_all_paths_are_served(plan: RunPlan, grid: Grid) -> None:
+def test_one_peer_cannot_say_that_all_paths_are_served(plan, grid):
     honest = [progress(PEERS[0], 0, 6), progress(PEERS[0], 1, 2), progress(PEERS[1], 2, 3)]
     lies = [progress(PEERS[2], path, 6, tokens=10**6) for path in range(4)]
     view = view_at(plan, grid, 6, progress=[*honest, *lies])
     assert [view.last_round(path) for path in range(4)] == [6, 2, 3, -1]
 
 
-def test_what_is_seen_to_wait_was_not_trained_meanwhile(plan: RunPlan, grid: Grid) -> None:
-    before: Mapping[int, int] = {}
+def test_what_is_seen_to_wait_was_not_trained_meanwhile(plan, grid):
+    before = {}
     lasts = []
     for now, path in ((4, 0), (5, 0), (6, 1), (7, 0)):
         lies = [progress(PEERS[2], p, now - p) for p in range(3)]
@@ -247,7 +206,7 @@ def test_what_is_seen_to_wait_was_not_trained_meanwhile(plan: RunPlan, grid: Gri
     assert lasts == [[4, 3, 2, -1], [5, 4, 3, -1], [6, 5, 4, -1], [7, 6, 4, -1]]
 
 
-def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None:
+def test_the_newest_progress_of_a_path_counts(plan, grid):
     records = (
         progress(PEERS[0], 1, 4, tokens=500),
         progress(PEERS[1], 1, 6, tokens=300),
@@ -264,25 +223,7 @@ def test_the_newest_progress_of_a_path_counts(plan: RunPlan, grid: Grid) -> None
     assert shuffled.progress == view.progress
 
 
-def test_peers_are_found_by_id(plan: RunPlan, grid: Grid) -> None:
-    record = PeerRecord(
-        peer_id=PEERS[0],
-        protocol=1,
-        software="dipaco/test",
-        device="cpu",
-        state="serving",
-        path=None,
-        tokens_per_s=0.0,
-        round=0,
-        reachable="unknown",
-        addresses=(),
-        bytes_up=0,
-        bytes_down=0,
-    )
-    assert view_at(plan, grid, 0, peers=(record,)).peers == {PEERS[0]: record}
-
-
-def test_with_fixed_steps_nobody_comes_with_more_tokens_than_others_can_believe() -> None:
+def test_with_fixed_steps_nobody_comes_with_more_tokens_than_others_can_believe():
     """Rounds that came to nothing for one peer may have taken the others no round."""
     counted = make_plan(rounds=RoundsConfig(inner_steps=4))
     a_round = max_contribution_tokens(counted, 0.0, 1) - max_contribution_tokens(counted, 0.0, 0)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -11,36 +9,34 @@ from dipaco.routing.batches import BatchStream, batch_indices
 
 
 @given(st.integers(1, 30), st.integers(1, 40), st.integers(0, 3))
-def test_every_epoch_is_a_permutation(batch: int, sequences: int, replica: int) -> None:
+def test_every_epoch_is_a_permutation(batch, sequences, replica):
     steps = -(-3 * sequences // batch)
-    stream = np.concatenate(
-        [batch_indices(7, 2, replica, step, batch, sequences) for step in range(steps)]
-    )
+    stream = np.concatenate([batch_indices(7, 2, replica, step, batch, sequences) for step in range(steps)])
     for epoch in range(3):
         piece = stream[epoch * sequences : (epoch + 1) * sequences]
         assert sorted(piece.tolist()) == list(range(sequences))
 
 
-def test_frozen_draws() -> None:
+def test_frozen_draws():
     """These numbers may never change: a run in progress would draw other data."""
     assert batch_indices(0, 0, 0, 0, 8, 10).tolist() == [3, 2, 1, 8, 6, 0, 7, 4]
     assert batch_indices(0, 0, 0, 1, 8, 10).tolist() == [5, 9, 6, 8, 2, 4, 9, 0]
 
 
-def test_streams_differ() -> None:
+def test_streams_differ():
     first = batch_indices(0, 0, 0, 0, 50, 1000).tolist()
     for other in [(1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]:
         assert batch_indices(*other, 50, 1000).tolist() != first
 
 
-def test_empty_shard_names_the_path() -> None:
+def test_empty_shard_names_the_path():
     with pytest.raises(CorpusError, match="path 3 is empty"):
         batch_indices(0, 3, 0, 0, 4, 0)
     with pytest.raises(ValueError, match="0 or more"):
         batch_indices(0, 3, 0, -1, 4, 10)
 
 
-def test_batch_stream() -> None:
+def test_batch_stream():
     tokens = np.arange(60, dtype="<u2").reshape(10, 6)
     stream = BatchStream(tokens, seed=1, path=2, batch_sequences=4)
     batch = stream.batch(3, replica=1)

@@ -1,9 +1,6 @@
 """Chat templates: what transformers makes of them, within limits of time and memory."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +14,10 @@ SPECIAL = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_t
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., ChatTemplate]]:
-    made: list[ChatTemplate] = []
+def opened():
+    made = []
 
-    def open_template(text: str, limit_s: float = 5.0) -> ChatTemplate:
+    def open_template(text, limit_s=5.0):
         made.append(ChatTemplate(text, limit_s))
         return made[-1]
 
@@ -45,16 +42,14 @@ def opened() -> Iterator[Callable[..., ChatTemplate]]:
         "{% macro a(x) %}{{ x }}{{ caller() }}{% endmacro %}{% call a(1) %}b{% endcall %}\n",
     ],
 )
-def test_it_gives_what_transformers_gives(opened: Callable[..., ChatTemplate], text: str) -> None:
+def test_it_gives_what_transformers_gives(opened, text):
     [expected], _ = render_jinja_template(
         conversations=[MESSAGES], chat_template=text, add_generation_prompt=True, **SPECIAL
     )
     assert opened(text).render(MESSAGES, SPECIAL) == expected
 
 
-def test_a_base_without_a_template_has_one_in_the_examples(
-    opened: Callable[..., ChatTemplate],
-) -> None:
+def test_a_base_without_a_template_has_one_in_the_examples(opened):
     text = (Path(__file__).parents[2] / "examples/chat.jinja").read_text()
     said = [{"role": "user", "content": "Hi."}]
     assert opened(text).render(said, SPECIAL) == "User: Hi.\n\nAssistant:"
@@ -68,7 +63,7 @@ def test_a_base_without_a_template_has_one_in_the_examples(
          "<a><b>"),
     ],
 )  # fmt: skip
-def test_a_content_of_parts(opened: Callable[..., ChatTemplate], text: str, expected: str) -> None:
+def test_a_content_of_parts(opened, text, expected):
     parts = [{"type": "text", "text": letter} for letter in "ab"]
     assert opened(text).render([{"role": "user", "content": parts}], SPECIAL) == expected
 
@@ -76,13 +71,11 @@ def test_a_content_of_parts(opened: Callable[..., ChatTemplate], text: str, expe
 @pytest.mark.parametrize(
     "text",
     [
-        "{% if messages %}{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}"
-        "{% endfor %}{% endif %}",
-        "{% set n = namespace(x=messages[0].content) %}{% for a in range(99) %}"
-        "{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% if messages %}{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}{% endif %}",
+        "{% set n = namespace(x=messages[0].content) %}{% for a in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     ],
 )
-def test_one_that_loops_or_grows_is_ended(opened: Callable[..., ChatTemplate], text: str) -> None:
+def test_one_that_loops_or_grows_is_ended(opened, text):
     template = opened(text, limit_s=1.0)
     began_s = time.monotonic()
     for _ in range(2):
@@ -92,9 +85,7 @@ def test_one_that_loops_or_grows_is_ended(opened: Callable[..., ChatTemplate], t
 
 
 @pytest.mark.parametrize("times", [3 * 10**6, 2 * 10**7, 5 * 10**7])
-def test_one_that_writes_without_end_is_refused(
-    opened: Callable[..., ChatTemplate], times: int
-) -> None:
+def test_one_that_writes_without_end_is_refused(opened, times):
     """The operator of a run chooses its template, and everybody who serves the run fills it in."""
     template = opened("{{ messages[0].role * (messages[0].content | int) if messages }}")
     with pytest.raises(TemplateError):
@@ -102,7 +93,7 @@ def test_one_that_writes_without_end_is_refused(
     assert template.render([{"role": "user", "content": "2"}], SPECIAL) == "useruser"
 
 
-def test_it_goes_on_after_a_refusal(opened: Callable[..., ChatTemplate]) -> None:
+def test_it_goes_on_after_a_refusal(opened):
     text = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}well"
     template = opened(text)
     with pytest.raises(TemplateError, match="no tools"):
@@ -115,6 +106,6 @@ def test_it_goes_on_after_a_refusal(opened: Callable[..., ChatTemplate]) -> None
     [("{% for m in messages %}", "endfor"), ("{{ 7 ** 282475249 }}", "it takes more than 1 s")],
     ids=["broken", "slow to read"],
 )
-def test_what_is_no_template_is_refused(text: str, words: str) -> None:
+def test_what_is_no_template_is_refused(text, words):
     with pytest.raises(ConfigurationError, match=f"the chat template cannot be used: .*{words}"):
         ChatTemplate(text, limit_s=1.0)

@@ -1,54 +1,43 @@
 """Chats: the forms of a row, and which tokens of a chat are learned."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support.runs.chat_templates import CHATML, INSTRUCT, THINKING
-from support.runs.foreign_base import foreign_tokenizer
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
 from dipaco.routing.documents.chats import Chat, Message
-from dipaco.routing.documents.corpus import (
-    CorpusConfig,
-    corpus_documents,
-    holds_chats,
-    iterate_documents,
-)
+from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, holds_chats, iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import pack_tokenizer
+from support.runs.chat_templates import CHATML, INSTRUCT, THINKING
+from support.runs.foreign_base import foreign_tokenizer
 
-MESSAGES = [
-    {"role": "user", "content": "Where is it?"},
-    {"role": "assistant", "content": "By the river."},
-]
+MESSAGES = [{"role": "user", "content": "Where is it?"}, {"role": "assistant", "content": "By the river."}]
 CHAT = tuple(Message(turn["role"], turn["content"]) for turn in MESSAGES)
 Asked = Callable[..., Chat]
 
 
-def said(*turns: str) -> Chat:
+def said(*turns):
     """Return a chat in which user and assistant take turns."""
     return tuple(Message(("user", "assistant")[i % 2], text) for i, text in enumerate(turns))
 
 
-def chats_of(path: Path, *rows: Any) -> list[Chat | None]:
+def chats_of(path, *rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = CorpusConfig(train=str(path), held_out_fraction=0.5)
     assert holds_chats(config)
     return [document.chat for document in iterate_documents(config, "train")]
 
 
-def test_every_form_gives_the_same_chat(tmp_path: Path) -> None:
+def test_every_form_gives_the_same_chat(tmp_path):
     conversation = [{"from": "human", "value": "Where is it?"}]
     conversation += [{"from": "gpt", "value": "By the river."}]
     rows = [
@@ -80,25 +69,16 @@ def test_every_form_gives_the_same_chat(tmp_path: Path) -> None:
         ({"messages": MESSAGES, "text": "x"}, r"a\.jsonl:2 has the keys of 2 forms, messages; tex"),
         ({"messages": MESSAGES, "tools": ["x"]}, "has the key 'tools', which is not trained on"),
         ({"messages": "x"}, r"a\.jsonl:2: messages is \"x\", and must be a list of"),
-        (
-            {"messages": [{"role": "user", "contents": "x"}]},
-            r"messages\[0\] has no 'content'; is '",
-        ),
+        ({"messages": [{"role": "user", "contents": "x"}]}, r"messages\[0\] has no 'content'; is '"),
         ({"messages": [{"role": "asistant", "content": "x"}]}, "'asistant'; did you mean 'assis"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "is said by 'bot'; there are system, us"),
-        (
-            {"messages": [{**MESSAGES[0], "weight": 1}]},
-            r"messages\[0\] has the key 'weight', which",
-        ),
-        (
-            {"messages": [{"role": ["user"], "content": "x"}]},
-            r"a.jsonl:2: messages\[0\] is said by",
-        ),
+        ({"messages": [{**MESSAGES[0], "weight": 1}]}, r"messages\[0\] has the key 'weight', which"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, r"a.jsonl:2: messages\[0\] is said by"),
         ({"messages": [{"role": "user", "content": 3}]}, "content is 3; only text is trained on"),
         ([1], r"a\.jsonl:2 is no JSON object: \[1\]"),
     ],
 )
-def test_what_is_no_chat_is_refused_with_its_line(tmp_path: Path, row: Any, words: str) -> None:
+def test_what_is_no_chat_is_refused_with_its_line(tmp_path, row, words):
     with pytest.raises(CorpusError, match=words) as refused:
         chats_of(tmp_path / "a.jsonl", {"messages": MESSAGES}, row)
     assert "\n" not in str(refused.value)
@@ -113,7 +93,7 @@ def test_what_is_no_chat_is_refused_with_its_line(tmp_path: Path, row: Any, word
         ({"instruction": "a", "output": "b"}, "chats have messages, conversations, or prompt and"),
     ],
 )
-def test_other_names_for_the_parts_of_a_chat(tmp_path: Path, row: Any, words: str) -> None:
+def test_other_names_for_the_parts_of_a_chat(tmp_path, row, words):
     (tmp_path / "a.jsonl").write_text(json.dumps({**row, "topic": "x"}) + "\n")
     config = CorpusConfig(train=str(tmp_path / "a.jsonl"), label_field="topic")
     with pytest.raises(CorpusError, match=words) as refused:
@@ -123,14 +103,14 @@ def test_other_names_for_the_parts_of_a_chat(tmp_path: Path, row: Any, words: st
     assert [document.chat for document in iterate_documents(named, "train")] == [None]
 
 
-def test_the_text_is_missed_before_its_label(tmp_path: Path) -> None:
+def test_the_text_is_missed_before_its_label(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     config = CorpusConfig(train=str(tmp_path / "a.jsonl"), label_field="topic")
     with pytest.raises(CorpusError, match="has no field 'text'; it has body"):
         list(iterate_documents(config, "train"))
 
 
-def test_a_label_that_no_row_has_may_be_left_out(tmp_path: Path) -> None:
+def test_a_label_that_no_row_has_may_be_left_out(tmp_path):
     row = {"prompt": "Where?", "completion": "Here."}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     config = CorpusConfig(train=str(tmp_path / "a.jsonl"), label_field="topic")
@@ -138,7 +118,7 @@ def test_a_label_that_no_row_has_may_be_left_out(tmp_path: Path) -> None:
         list(iterate_documents(config, "train"))
 
 
-def test_the_examples_are_what_they_say() -> None:
+def test_the_examples_are_what_they_say():
     folder = Path(__file__).parents[2] / "examples/chats"
     config = CorpusConfig(train="data/*.jsonl", label_field="topic").relative_to(folder)
     documents = list(iterate_documents(config, "train"))
@@ -148,7 +128,7 @@ def test_the_examples_are_what_they_say() -> None:
     assert not holds_chats(CorpusConfig(train="texts.jsonl").relative_to(folder))
 
 
-def test_texts_and_chats_are_not_mixed(tmp_path: Path) -> None:
+def test_texts_and_chats_are_not_mixed(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
     (tmp_path / "b.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     config = CorpusConfig(train=str(tmp_path / "a.jsonl"), validation=str(tmp_path / "b.jsonl"))
@@ -157,16 +137,14 @@ def test_texts_and_chats_are_not_mixed(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def encoders() -> Iterator[Callable[[str], tuple[ChatEncoder, Tokenizer]]]:
-    made: dict[str, tuple[ChatEncoder, Tokenizer]] = {}
+def encoders():
+    made = {}
     pieces, _ = foreign_tokenizer("qwen2")
     special = (None, None, "<|im_end|>", "<|endoftext|>")
 
-    def encoder(template: str) -> tuple[ChatEncoder, Tokenizer]:
+    def encoder(template):
         if template not in made:
-            packed, _ = pack_tokenizer(
-                json.loads(pieces.to_str()), special, template, "it", rows=400
-            )
+            packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, template, "it", rows=400)
             tokenizer = Tokenizer(packed)
             made[template] = ChatEncoder(tokenizer, 8), tokenizer
         return made[template]
@@ -239,12 +217,7 @@ SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
          ["(Where?)", "(Here.)<|im_end|>"]),
     ],
 )  # fmt: skip
-def test_what_the_assistant_says_is_learned(
-    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
-    template: str,
-    chat: Chat,
-    parts: list[str],
-) -> None:
+def test_what_the_assistant_says_is_learned(encoders, template, chat, parts):
     encoder, tokenizer = encoders(template)
     expected = [~BEGIN_TOKEN]
     for number, part in enumerate(parts):
@@ -257,9 +230,7 @@ def test_what_the_assistant_says_is_learned(
     assert found.beginning.tolist() == [BEGIN_TOKEN, *tokenizer.encode("Where?")][:8]
 
 
-def test_a_chat_is_routed_by_the_first_turn_of_the_user(
-    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
-) -> None:
+def test_a_chat_is_routed_by_the_first_turn_of_the_user(encoders):
     _, tokenizer = encoders(CHATML)
     messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "So <|im_end|>"}]
     assert routed_tokens(tokenizer, messages) == [BEGIN_TOKEN, *tokenizer.encode("So <|im_end|>")]
@@ -274,24 +245,15 @@ def test_a_chat_is_routed_by_the_first_turn_of_the_user(
         (CHATML, (Message("assistant", "Here."),), "there is no answer that follows a question"),
         (INSTRUCT, (Message("system", "Be kind."), *CHAT), "refuses it: roles must alternate user"),
         ("{{ messages[0].content }}", CHAT, "shows no answer behind its question"),
-        (
-            SYSTEM_LAST,
-            (Message("system", "Be kind."), *CHAT),
-            "shows no answer behind its question",
-        ),
+        (SYSTEM_LAST, (Message("system", "Be kind."), *CHAT), "shows no answer behind its question"),
     ],
 )
-def test_a_chat_without_anything_to_learn(
-    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
-    template: str,
-    chat: Chat,
-    words: str,
-) -> None:
+def test_a_chat_without_anything_to_learn(encoders, template, chat, words):
     with pytest.raises(UnusableChatError, match=words):
         encoders(template)[0].encode(chat)
 
 
-def test_a_tokenizer_without_a_template() -> None:
+def test_a_tokenizer_without_a_template():
     pieces, _ = foreign_tokenizer("qwen2")
     special = (None, None, "<|im_end|>", None)
     packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
@@ -299,9 +261,7 @@ def test_a_tokenizer_without_a_template() -> None:
         ChatEncoder(Tokenizer(packed), 8)
 
 
-def test_padding_in_an_answer_is_not_learned(
-    encoders: Callable[[str], tuple[ChatEncoder, Tokenizer]],
-) -> None:
+def test_padding_in_an_answer_is_not_learned(encoders):
     tokens = encoders(CHATML)[0].encode(said("Where?", "a<|endoftext|>b")).tokens
     assert (tokens == ~3).sum() == 1
     assert not (tokens == 3).any()

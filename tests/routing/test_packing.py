@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -7,7 +5,7 @@ from dipaco.routing.tokens.token_files import check_tokens, pack_documents, toke
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_document_has_a_place_of_its_own(seed: int) -> None:
+def test_every_document_has_a_place_of_its_own(seed):
     lengths = np.random.default_rng(seed).integers(2, 65, 400)
     rows = pack_documents(lengths, 64)
     assert sorted(index for row in rows for index in row) == list(range(400))
@@ -17,13 +15,13 @@ def test_every_document_has_a_place_of_its_own(seed: int) -> None:
     assert len(rows) <= 1.1 * -(-int(lengths.sum() + 400) // 65)
 
 
-def test_the_room_left_over_is_the_least() -> None:
+def test_the_room_left_over_is_the_least():
     assert pack_documents([3, 8, 5, 4], 8) == [[1], [2], [3, 0]]
     assert pack_documents([3, 4, 2], 8) == [[1, 0], [2]]
     assert pack_documents([], 8) == []
 
 
-def test_marked_tokens_have_a_sign() -> None:
+def test_marked_tokens_have_a_sign():
     assert token_dtype(2**15, marked=True) == np.dtype("<i2")
     assert token_dtype(2**15 + 1, marked=True) == np.dtype("<i4")
     check_tokens(np.array([[99, ~99]], "<i2"), 100, "it")

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -13,7 +11,7 @@ from dipaco.routing.routers.balancing import balance_biases, nearest_centroids, 
 from dipaco.routing.routers.kinds import KMeansRouter, Prefixes, load_router
 
 
-def _blobs(counts: list[int], width: int = 6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _blobs(counts, width=6, seed=0):
     generator = np.random.default_rng(seed)
     centres = generator.normal(size=(len(counts), width)) * 60
     labels = np.repeat(np.arange(len(counts)), counts)
@@ -21,13 +19,13 @@ def _blobs(counts: list[int], width: int = 6, seed: int = 0) -> tuple[np.ndarray
     return points.astype(np.float32), labels
 
 
-def test_finds_separated_clusters() -> None:
+def test_finds_separated_clusters():
     points, labels = _blobs([50, 400, 20, 100])
     routes = KMeansRouter.fit(points, 4, seed=3).route(Prefixes(points))
     assert len({(int(a), int(b)) for a, b in zip(labels, routes, strict=True)}) == 4
 
 
-def test_scale_of_a_feature_does_not_matter() -> None:
+def test_scale_of_a_feature_does_not_matter():
     points, _ = _blobs([50, 40, 60])
     stretched = points * np.float32([1e4, 1, 1, 1, 1e-3, 1]) + np.float32(5)
     first = KMeansRouter.fit(points, 3, seed=0).route(Prefixes(points))
@@ -36,28 +34,22 @@ def test_scale_of_a_feature_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("paths", [2, 4, 8, 16])
-def test_balanced_loads(paths: int) -> None:
+def test_balanced_loads(paths):
     generator = np.random.default_rng(paths)
     points = generator.normal(size=(4000, 12)) ** 3  # skewed, as hidden states are
     weights = generator.integers(20, 400, 4000)
     train, unseen = np.arange(4000) < 3000, np.arange(4000) >= 3000
     router = KMeansRouter.fit(points[train], paths, seed=0, balanced=True, weights=weights[train])
-    loads = np.bincount(
-        router.route(Prefixes(points[train])), weights=weights[train], minlength=paths
-    )
+    loads = np.bincount(router.route(Prefixes(points[train])), weights=weights[train], minlength=paths)
     assert np.abs(loads / loads.mean() - 1).max() < 0.05
-    held = np.bincount(
-        router.route(Prefixes(points[unseen])), weights=weights[unseen], minlength=paths
-    )
+    held = np.bincount(router.route(Prefixes(points[unseen])), weights=weights[unseen], minlength=paths)
     assert held.min() > 0.4 * held.mean()
     plain = KMeansRouter.fit(points[train], paths, seed=0)
-    uneven = np.bincount(
-        plain.route(Prefixes(points[train])), weights=weights[train], minlength=paths
-    )
+    uneven = np.bincount(plain.route(Prefixes(points[train])), weights=weights[train], minlength=paths)
     assert np.abs(uneven / uneven.mean() - 1).max() > np.abs(loads / loads.mean() - 1).max()
 
 
-def test_balance_keeps_the_structure() -> None:
+def test_balance_keeps_the_structure():
     points, labels = _blobs([300, 300, 300, 300])
     routes = KMeansRouter.fit(points, 4, seed=0, balanced=True).route(Prefixes(points))
     assert len({(int(a), int(b)) for a, b in zip(labels, routes, strict=True)}) == 4
@@ -65,12 +57,12 @@ def test_balance_keeps_the_structure() -> None:
 
 @given(st.integers(0, 1000), st.integers(1, 9))
 @settings(max_examples=30, deadline=None)
-def test_biases_never_make_loads_worse(seed: int, columns: int) -> None:
+def test_biases_never_make_loads_worse(seed, columns):
     generator = np.random.default_rng(seed)
     distances = generator.exponential(size=(60, columns)) * generator.exponential(size=columns)
     weights = generator.integers(1, 50, 60).astype(float)
 
-    def excess(biases: np.ndarray) -> float:
+    def excess(biases):
         nearest = np.argmin(distances + biases, axis=1)
         loads = np.bincount(nearest, weights=weights, minlength=columns)
         return float(np.abs(loads - weights.sum() / columns).max())
@@ -81,14 +73,14 @@ def test_biases_never_make_loads_worse(seed: int, columns: int) -> None:
     assert excess(biases) <= 50  # one heavy point at most
 
 
-def test_distances() -> None:
+def test_distances():
     points, _ = _blobs([10, 10])
     expected = ((points[:, None, :] - points[None, :3, :]) ** 2).sum(-1)
     np.testing.assert_allclose(squared_distances(points, points[:3]), expected, atol=1e-2)
     assert nearest_centroids(points[:3], points[:3]).tolist() == [0, 1, 2]
 
 
-def test_same_seed_same_bytes_and_round_trip() -> None:
+def test_same_seed_same_bytes_and_round_trip():
     points, _ = _blobs([100, 30, 60])
     first, second = (KMeansRouter.fit(points, 3, seed=4, balanced=True) for _ in range(2))
     assert first.to_bytes() == second.to_bytes()
@@ -101,12 +93,12 @@ def test_same_seed_same_bytes_and_round_trip() -> None:
     assert np.argmin(costs, axis=1).tolist() == loaded.route(Prefixes(points)).tolist()
 
 
-def test_too_few_documents() -> None:
+def test_too_few_documents():
     with pytest.raises(ConfigurationError, match="at least 5 different beginnings"):
         KMeansRouter.fit(np.ones((30, 4), np.float32), 5)
 
 
-def test_wrong_features() -> None:
+def test_wrong_features():
     points, _ = _blobs([20, 20])
     router = KMeansRouter.fit(points, 2)
     with pytest.raises(IntegrityError, match="width 6"):
@@ -115,13 +107,13 @@ def test_wrong_features() -> None:
         router.route(Prefixes(np.full((1, 6), np.nan, np.float32)))
 
 
-def test_broken_files() -> None:
+def test_broken_files():
     points, _ = _blobs([20, 20])
     router = KMeansRouter.fit(points, 2)
     data = router.to_bytes()
     arrays = router.arrays()
 
-    def file(header: object, **changes: np.ndarray) -> bytes:
+    def file(header, **changes):
         return safetensors.numpy.save({**arrays, **changes}, {"router": json.dumps(header)})
 
     good = {"format": "dipaco-router/1", "kind": "kmeans"}

@@ -1,17 +1,15 @@
-from __future__ import annotations
-
 import math
 
 import pytest
-from support.runs.make_plan import make_plan
 
 from dipaco.protocol.config import GridConfig, InnerConfig
 from dipaco.protocol.plan import PathShard, RoutingPlan, ShardIndex
 from dipaco.routing.report import label_agreement, report_routing, shard_balance
 from dipaco.routing.shards import PathSummary
+from support.runs.make_plan import make_plan
 
 
-def test_balance() -> None:
+def test_balance():
     assert shard_balance([10, 10, 10]) == pytest.approx((1, 1, 1))
     largest, smallest, entropy = shard_balance([30, 10, 0, 0])
     assert (largest, smallest) == (3, 0)
@@ -21,7 +19,7 @@ def test_balance() -> None:
     assert shard_balance([0, 0])[2] == 0
 
 
-def test_agreement_with_labels() -> None:
+def test_agreement_with_labels():
     assert label_agreement([{}, {}]) is None
     same = label_agreement([{"a": 5}, {"b": 9}])
     none = label_agreement([{"a": 4, "b": 8}, {"a": 5, "b": 10}])
@@ -45,7 +43,7 @@ def test_agreement_with_labels() -> None:
     assert mixed.purity == pytest.approx(7 / 8)
 
 
-def test_report() -> None:
+def test_report():
     shards = [
         PathShard(
             path=path, train_sha256="0" * 64, train_sequences=rows, train_documents=documents,
@@ -53,10 +51,7 @@ def test_report() -> None:
         )
         for path, rows, documents in ((0, 4, 3), (1, 10, 5))
     ]  # fmt: skip
-    summaries = [
-        PathSummary(0, 3, 100, 1, (), {"b": 10, "a": 20}),
-        PathSummary(1, 5, 300, 0, (), {"c": 3}),
-    ]
+    summaries = [PathSummary(0, 3, 100, 1, (), {"b": 10, "a": 20}), PathSummary(1, 5, 300, 0, (), {"c": 3})]
     plan = make_plan(
         inner=InnerConfig(batch_sequences=4),
         routing=RoutingPlan(kind="kmeans", train_paths=2),

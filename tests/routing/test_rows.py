@@ -1,10 +1,7 @@
 """What is read of a file does not depend on what nobody asks for, nor on how it was saved."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from pathlib import Path
 
 import datasets
 import pyarrow
@@ -15,22 +12,22 @@ from dipaco.base.errors import CorpusError
 from dipaco.routing.documents.corpus import CorpusConfig, Document, iterate_documents
 
 
-def read(file: Path | str, **fields: object) -> list[Document]:
+def read(file, **fields):
     return list(iterate_documents(CorpusConfig(train=str(file), **fields), "train"))
 
 
-def texts(file: Path | str, **fields: object) -> list[str]:
+def texts(file, **fields):
     return [document.text for document in read(file, **fields)]
 
 
-def jsonl(file: Path, rows: list[object]) -> Path:
+def jsonl(file, rows):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
-def test_a_field_that_nobody_reads_decides_nothing(tmp_path: Path) -> None:
+def test_a_field_that_nobody_reads_decides_nothing(tmp_path):
     changing = [1, "a", None, {"b": 1}, [[]], 10**30, {"c": []}]
-    rows: list[object] = [{"text": f"{i}", "id": changing[i % 7]} for i in range(70)]
+    rows = [{"text": f"{i}", "id": changing[i % 7]} for i in range(70)]
     assert texts(jsonl(tmp_path / "a.jsonl", rows)) == [f"{i}" for i in range(70)]
     headers = pyarrow.array([[("a", "b")]], pyarrow.map_(pyarrow.string(), pyarrow.string()))
     table = pyarrow.table({"text": ["one"], "headers": headers})
@@ -38,23 +35,21 @@ def test_a_field_that_nobody_reads_decides_nothing(tmp_path: Path) -> None:
     assert texts(tmp_path / "b.parquet") == ["one"]
 
 
-def test_a_text_stays_one(tmp_path: Path) -> None:
+def test_a_text_stays_one(tmp_path):
     days = ["2019-01-01", "2019-01-01T00:00:00Z", "007", "true", "1e3"]
-    rows: list[object] = [{"text": day, "domain": day} for day in days]
+    rows = [{"text": day, "domain": day} for day in days]
     found = read(jsonl(tmp_path / "a.jsonl", rows), label_field="domain")
     assert found == [Document(day, day) for day in days]
 
 
-def test_half_a_character_is_a_question_mark(tmp_path: Path) -> None:
+def test_half_a_character_is_a_question_mark(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text(
-        '{"text": "cut \\ud83d", "domain": "\\uDE00"}\n{"text": "\\ud83d\\ude00 \\\\ud83d"}\n'
-    )
+    file.write_text('{"text": "cut \\ud83d", "domain": "\\uDE00"}\n{"text": "\\ud83d\\ude00 \\\\ud83d"}\n')
     assert read(file, label_field="domain") == [Document("cut ?", "?"), Document("😀 \\ud83d")]
 
 
-def test_a_row_may_lack_a_field_but_not_all(tmp_path: Path) -> None:
-    some: list[object] = [{"id": 1}, {"text": "one"}]
+def test_a_row_may_lack_a_field_but_not_all(tmp_path):
+    some = [{"id": 1}, {"text": "one"}]
     assert texts(jsonl(tmp_path / "a.jsonl", some)) == ["one"]
     with pytest.raises(CorpusError, match=r"b\.jsonl has no field 'text'; it has id"):
         texts(jsonl(tmp_path / "b.jsonl", [{"id": 1}]))
@@ -70,7 +65,7 @@ def test_a_row_may_lack_a_field_but_not_all(tmp_path: Path) -> None:
         (b'{"text": "a"}\n{"text": ["b"]}\n', r"a\.jsonl, row 2: 'text' is a list"),
     ],
 )
-def test_an_error_names_file_and_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_an_error_names_file_and_line(tmp_path, content, said):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(CorpusError, match=said):
         texts(tmp_path / "a.jsonl")
@@ -96,23 +91,23 @@ ONE_A_LINE = '{"text": "é one"}\n{"text": "two"}\n'
         ("a.json", json.dumps(["é one", "two"], indent=2).encode()),
     ],
 )
-def test_however_it_was_saved(tmp_path: Path, name: str, content: bytes) -> None:
+def test_however_it_was_saved(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     assert texts(tmp_path / name) == ["é one", "two"]
 
 
-def test_one_object_over_several_lines(tmp_path: Path) -> None:
+def test_one_object_over_several_lines(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps({"text": "one"}, indent=2))
     assert texts(tmp_path / "a.json") == ["one"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-32"])
-def test_plain_text_however_it_was_saved(tmp_path: Path, encoding: str) -> None:
+def test_plain_text_however_it_was_saved(tmp_path, encoding):
     (tmp_path / "a.TXT").write_bytes("é one\r\ntwo\n".encode(encoding))
     assert texts(tmp_path / "a.TXT") == ["é one\ntwo\n"]
 
 
-def test_a_part_without_rows_holds_nothing(tmp_path: Path) -> None:
+def test_a_part_without_rows_holds_nothing(tmp_path):
     jsonl(tmp_path / "a.jsonl", [{"text": "one"}])
     nothing = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     pyarrow.parquet.write_table(nothing, tmp_path / "b.parquet")
@@ -122,13 +117,13 @@ def test_a_part_without_rows_holds_nothing(tmp_path: Path) -> None:
     assert texts(tmp_path / "*") == ["one"]
 
 
-def test_what_save_to_disk_writes(tmp_path: Path) -> None:
+def test_what_save_to_disk_writes(tmp_path):
     saved = datasets.Dataset.from_dict({"text": ["one", "two"], "id": [1, 2]})
     saved.save_to_disk(str(tmp_path / "one"))
     splits = datasets.DatasetDict({"train": saved, "test": saved.select([1])})
     splits.save_to_disk(str(tmp_path / "splits"))
 
-    def of(name: str, part: str, **fields: object) -> list[str]:
+    def of(name, part, **fields):
         config = CorpusConfig(hub=name, **fields).relative_to(tmp_path)
         return [document.text for document in iterate_documents(config, part)]
 
@@ -139,9 +134,9 @@ def test_what_save_to_disk_writes(tmp_path: Path) -> None:
         of("one", "validation", validation_split="test")
 
 
-def test_a_folder_like_the_hub_reads_wanted_fields(tmp_path: Path) -> None:
+def test_a_folder_like_the_hub_reads_wanted_fields(tmp_path):
     (tmp_path / "set").mkdir()
-    rows: list[object] = [{"text": f"{i}", "id": i if i < 50 else "x"} for i in range(99)]
+    rows = [{"text": f"{i}", "id": i if i < 50 else "x"} for i in range(99)]
     jsonl(tmp_path / "set" / "train.jsonl", rows)
     config = CorpusConfig(hub="set").relative_to(tmp_path)
     assert len(list(iterate_documents(config, "train"))) == 99

@@ -1,7 +1,5 @@
 """The windows in which a document is scored: every token counts once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,9 +11,7 @@ from dipaco.routing.tokens.token_files import scoring_windows
 
 
 @given(st.integers(0, 300), st.integers(2, 40), st.data())
-def test_every_token_behind_the_prefix_is_scored_once(
-    length: int, sequence_length: int, data: st.DataObject
-) -> None:
+def test_every_token_behind_the_prefix_is_scored_once(length, sequence_length, data):
     prefix = data.draw(st.integers(1, sequence_length - 1))
     document = np.arange(100, 100 + length)  # every token is different
     rows = scoring_windows(document, sequence_length, prefix)
@@ -28,13 +24,13 @@ def test_every_token_behind_the_prefix_is_scored_once(
     assert len(rows) == 0 or (rows[-1, prefix:] != PAD_TOKEN).any()
 
 
-def test_short_documents_and_padding() -> None:
+def test_short_documents_and_padding():
     assert scoring_windows([1, 2], 8, 2).shape == (0, 8)
     assert scoring_windows([], 8, 2).shape == (0, 8)
     assert scoring_windows([5, 6, 7], 6, 2).tolist() == [[5, 6, 7, *3 * [PAD_TOKEN]]]
 
 
 @pytest.mark.parametrize("prefix", [0, 8, 9])
-def test_a_prefix_must_leave_something(prefix: int) -> None:
+def test_a_prefix_must_leave_something(prefix):
     with pytest.raises(ConfigurationError, match="prefix_tokens"):
         scoring_windows([1, 2, 3], 8, prefix)

@@ -1,29 +1,18 @@
-from __future__ import annotations
-
 import functools
 import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.programs.power_cut import Disk
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
-from dipaco.protocol.plan import ShardIndex
 from dipaco.routing.documents.corpus import Document
-from dipaco.routing.shards import Beginnings, RowShape, ShardBuilder
-from dipaco.routing.tokens.token_corpus import (
-    TokenCorpus,
-    TokenCorpusWriter,
-    encoded,
-    write_token_corpora,
-)
+from dipaco.routing.shards import RowShape, ShardBuilder
+from dipaco.routing.tokens.token_corpus import TokenCorpus, TokenCorpusWriter, encoded, write_token_corpora
 from dipaco.routing.tokens.token_files import check_tokens, open_tokens, scoring_windows
 from dipaco.routing.tokens.tokenizer import Tokenizer
+from support.programs.power_cut import Disk
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
 ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY)
@@ -34,28 +23,28 @@ class LetterTokenizer(Tokenizer):
 
     vocabulary_size = VOCABULARY
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls = 0
 
-    def document_tokens(self, text: str) -> list[int]:
+    def document_tokens(self, text):
         self.calls += 1
         return [BEGIN_TOKEN, *(ord(letter) for letter in text), END_TOKEN]
 
-    def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
+    def tokens_of_documents(self, texts, threads=1):
         return [self.document_tokens(text) for text in texts]
 
-    def unwritable_characters(self, text: str) -> int:
+    def unwritable_characters(self, text):
         return 0
 
 
 class FirstLetterRouter:
     """Routes by the first character, and can die after some chunks."""
 
-    def __init__(self, chunks: int = 10**9) -> None:
+    def __init__(self, chunks=10**9):
         self.chunks = chunks
         self.documents = 0
 
-    def __call__(self, beginnings: Beginnings) -> np.ndarray:
+    def __call__(self, beginnings):
         self.chunks -= 1
         if self.chunks < 0:
             raise KeyboardInterrupt
@@ -66,30 +55,28 @@ class FirstLetterRouter:
         return (best[:, None] + np.arange(beginnings.paths)[None, :]) % PATHS
 
 
-def _documents(count: int = 90) -> list[tuple[Document, bool]]:
+def _documents(count=90):
     generator = random.Random(0)
-    texts = [
-        "".join(generator.choices("abcdefgh", k=generator.randint(1, 60))) for _ in range(count)
-    ]
+    texts = ["".join(generator.choices("abcdefgh", k=generator.randint(1, 60))) for _ in range(count)]
     return [(Document(text, text[0]), number % 5 == 0) for number, text in enumerate(texts)]
 
 
-def _encode(tokenizer: LetterTokenizer | None = None) -> Any:
+def _encode(tokenizer=None):
     return functools.partial(encoded, tokenizer=tokenizer or LetterTokenizer())
 
 
-def _corpora(folder: Path, documents: list[tuple[Document, bool]]) -> list[TokenCorpus]:
+def _corpora(folder, documents):
     writers = [TokenCorpusWriter(folder / p, VOCABULARY, "inputs") for p in ("t", "v")]
     for _ in write_token_corpora(documents, _encode(), *writers, chunk_documents=7):
         pass
     return [TokenCorpus(folder / part, VOCABULARY) for part in ("t", "v")]
 
 
-def _builder(folder: Path, inputs: str = "inputs") -> ShardBuilder:
+def _builder(folder, inputs="inputs"):
     return ShardBuilder(folder, ROWS, PATHS, inputs, chunk_documents=8)
 
 
-def _build(tmp_path: Path, name: str = "shards") -> tuple[ShardIndex, BlobStore]:
+def _build(tmp_path, name="shards"):
     train, validation = _corpora(tmp_path / "tokens", _documents())
     builder = _builder(tmp_path / name)
     builder.build(train, validation, FirstLetterRouter())
@@ -97,15 +84,13 @@ def _build(tmp_path: Path, name: str = "shards") -> tuple[ShardIndex, BlobStore]
     return builder.finish(blobs), blobs
 
 
-def test_token_corpus_holds_the_documents(tmp_path: Path) -> None:
+def test_token_corpus_holds_the_documents(tmp_path):
     documents = _documents()
     for held_out, corpus in zip((False, True), _corpora(tmp_path, documents), strict=True):
         expected = [document for document, flag in documents if flag == held_out]
         assert len(corpus) == len(expected)
         for index, document in enumerate(expected):
-            assert corpus.document(index).tolist() == LetterTokenizer().document_tokens(
-                document.text
-            )
+            assert corpus.document(index).tolist() == LetterTokenizer().document_tokens(document.text)
             assert corpus.label_name(index) == document.label
         assert corpus.lengths().tolist() == [len(d.text) + 2 for d in expected]
         rows = corpus.rows(LENGTH)
@@ -115,10 +100,10 @@ def test_token_corpus_holds_the_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["", "tokens.bin", "labels.bin"])
-def test_token_corpus_goes_on_after_a_kill(tmp_path: Path, torn: str) -> None:
+def test_token_corpus_goes_on_after_a_kill(tmp_path, torn):
     documents = _documents()
 
-    def dying() -> Iterator[tuple[Document, bool]]:
+    def dying():
         yield from documents[:40]
         raise KeyboardInterrupt
 
@@ -141,9 +126,7 @@ def test_token_corpus_goes_on_after_a_kill(tmp_path: Path, torn: str) -> None:
             assert first.read_bytes() == second.read_bytes()
 
 
-def test_what_is_counted_is_safe_when_the_power_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_counted_is_safe_when_the_power_fails(tmp_path, monkeypatch):
     """Else hours of tokenising and routing are done again, or zeros are taken for tokens."""
     disk = Disk(monkeypatch)
     train, validation = _corpora(tmp_path / "tokens", _documents())
@@ -161,20 +144,20 @@ def test_what_is_counted_is_safe_when_the_power_fails(
     assert builder.finish(BlobStore(tmp_path / "blobs")) == expected
 
 
-def test_other_inputs_begin_anew(tmp_path: Path) -> None:
+def test_other_inputs_begin_anew(tmp_path):
     _corpora(tmp_path, _documents())
     assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 72
     assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "other").documents == 0
 
 
-def test_a_shortened_file_begins_anew(tmp_path: Path) -> None:
+def test_a_shortened_file_begins_anew(tmp_path):
     _corpora(tmp_path, _documents())
     with open(tmp_path / "t" / "tokens.bin", "ab") as file:
         file.truncate(20)
     assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 0
 
 
-def test_shards_hold_each_token_once(tmp_path: Path) -> None:
+def test_shards_hold_each_token_once(tmp_path):
     index, blobs = _build(tmp_path)
     for path in range(PATHS):
         shard = index.paths[path]
@@ -194,7 +177,7 @@ def test_shards_hold_each_token_once(tmp_path: Path) -> None:
         assert shard.validation_sequences == len(held)
 
 
-def test_overlapping_shards(tmp_path: Path) -> None:
+def test_overlapping_shards(tmp_path):
     train, validation = _corpora(tmp_path / "tokens", _documents())
     blobs = BlobStore(tmp_path / "blobs")
     plain, _ = _build(tmp_path)
@@ -213,14 +196,12 @@ def test_overlapping_shards(tmp_path: Path) -> None:
         assert sum(summary.label_tokens.values()) == summary.train_tokens == len(flat)
 
 
-def test_chunks_are_bounded_in_tokens(tmp_path: Path) -> None:
+def test_chunks_are_bounded_in_tokens(tmp_path):
     train, validation = _corpora(tmp_path / "tokens", _documents())
     expected, _ = _build(tmp_path)
     builder = ShardBuilder(tmp_path / "s", ROWS, PATHS, "inputs", chunk_tokens=100)
-    seen: list[int] = []
-    builder.build(
-        train, validation, FirstLetterRouter(), progress=lambda done, total: seen.append(done)
-    )
+    seen = []
+    builder.build(train, validation, FirstLetterRouter(), progress=lambda done, total: seen.append(done))
     for first, last in zip([0, *seen], seen, strict=False):
         lengths = [*train.lengths(), *validation.lengths()][first:last]
         assert sum(lengths) <= 100 or len(lengths) == 1
@@ -229,7 +210,7 @@ def test_chunks_are_bounded_in_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 9, 11])
-def test_builder_goes_on_after_a_kill(tmp_path: Path, chunks: int) -> None:
+def test_builder_goes_on_after_a_kill(tmp_path, chunks):
     expected, _ = _build(tmp_path)
     train, validation = _corpora(tmp_path / "tokens", _documents())
     with pytest.raises(KeyboardInterrupt):
@@ -237,19 +218,15 @@ def test_builder_goes_on_after_a_kill(tmp_path: Path, chunks: int) -> None:
     with open(tmp_path / "s" / "train-00001.bin", "ab") as file:
         file.write(b"half a chunk")
     router = FirstLetterRouter()
-    seen: list[tuple[int, int]] = []
+    seen = []
     builder = _builder(tmp_path / "s")
-    builder.build(
-        train, validation, router, progress=lambda done, total: seen.append((done, total))
-    )
-    assert router.documents == len(train) + len(validation) - min(
-        chunks * 8, 72 + max(0, chunks - 9) * 8
-    )
+    builder.build(train, validation, router, progress=lambda done, total: seen.append((done, total)))
+    assert router.documents == len(train) + len(validation) - min(chunks * 8, 72 + max(0, chunks - 9) * 8)
     assert seen[-1] == (90, 90)
     assert builder.finish(BlobStore(tmp_path / "other")) == expected
 
 
-def test_finished_builder_repeats_its_answer(tmp_path: Path) -> None:
+def test_finished_builder_repeats_its_answer(tmp_path):
     index, blobs = _build(tmp_path)
     train, validation = _corpora(tmp_path / "tokens", _documents())
     builder = _builder(tmp_path / "shards")
@@ -262,7 +239,7 @@ def test_finished_builder_repeats_its_answer(tmp_path: Path) -> None:
     assert fresh.finish(blobs) == index
 
 
-def test_a_last_row_of_one_token_is_left_out(tmp_path: Path) -> None:
+def test_a_last_row_of_one_token_is_left_out(tmp_path):
     documents = [(Document("c" * (LENGTH - 2 + extra)), False) for extra in (0, 1)]
     for count, sequences in ((1, 1), (2, 2)):
         train, validation = _corpora(tmp_path / f"tokens{count}", documents[:count])
@@ -272,7 +249,7 @@ def test_a_last_row_of_one_token_is_left_out(tmp_path: Path) -> None:
         assert builder.finish(BlobStore(tmp_path / "b")).paths[0].train_sequences == sequences
 
 
-def test_token_files(tmp_path: Path) -> None:
+def test_token_files(tmp_path):
     file = tmp_path / "tokens"
     file.write_bytes(np.arange(32, dtype="<u4").tobytes())
     assert open_tokens(file, 16, 2**16 + 1).tolist()[1][0] == 16

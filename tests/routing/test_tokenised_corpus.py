@@ -1,33 +1,25 @@
 """A corpus that is tokenised already gives the run that its texts give."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap.preparing.prepare import prepare
-from dipaco.protocol.plan import RunPlan
 from dipaco.routing.documents.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
+from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def corpus(tmp_path_factory):
     """A folder with a tokenizer, and with documents as texts and as its tokens."""
     folder = tmp_path_factory.mktemp("tokenised")
     write_run(folder)
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-    train_tokenizer(
-        (row["text"] for row in rows), 320, folder / "spm.model", character_limit=100_000, seed=0
-    )
+    train_tokenizer((row["text"] for row in rows), 320, folder / "spm.model", character_limit=100_000, seed=0)
     tokenizer = Tokenizer(folder / "spm.model")
     for name, part in (("train", rows[:200]), ("validation", rows[200:])):
         lines = {"texts": [], "tokens": []}
@@ -42,7 +34,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def toml_of(corpus: Path, kind: str, extra: str = "") -> Path:
+def toml_of(corpus, kind, extra=""):
     data = f'train = "{kind}-train.jsonl"\nvalidation = "{kind}-validation.jsonl"\n{extra}'
     text = RUN_TOML.replace("steps = 12", "steps = 1").replace('train = "train.jsonl"', data)
     text = text.replace("held_out_fraction = 0.1\n", "")
@@ -51,15 +43,15 @@ def toml_of(corpus: Path, kind: str, extra: str = "") -> Path:
     return corpus / f"{kind}.toml"
 
 
-def sha256_of(corpus: Path) -> str:
+def sha256_of(corpus):
     return hashlib.sha256((corpus / "spm.model").read_bytes()).hexdigest()
 
 
-def made(toml: Path, out: Path) -> RunPlan:
+def made(toml, out):
     return prepare(toml, out, on_cpu())
 
 
-def test_tokens_give_the_blobs_of_their_texts(corpus: Path, tmp_path: Path) -> None:
+def test_tokens_give_the_blobs_of_their_texts(corpus, tmp_path):
     fields = f'tokens_field = "ids"\ntokenizer_sha256 = "{sha256_of(corpus)}"\n'
     from_tokens = made(toml_of(corpus, "tokens", fields), tmp_path / "tokens")
     from_texts = made(toml_of(corpus, "texts"), tmp_path / "texts")
@@ -67,17 +59,17 @@ def test_tokens_give_the_blobs_of_their_texts(corpus: Path, tmp_path: Path) -> N
     assert from_tokens.run_id != ""
 
 
-def test_tokens_of_another_tokenizer_are_refused(corpus: Path, tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_are_refused(corpus, tmp_path):
     fields = f'tokens_field = "ids"\ntokenizer_sha256 = "{"0" * 64}"\n'
     with pytest.raises(ConfigurationError, match=f"has the SHA-256 {sha256_of(corpus)}"):
         made(toml_of(corpus, "tokens", fields), tmp_path / "out")
 
 
-def without_model_file(toml: Path) -> None:
+def without_model_file(toml):
     toml.write_text(toml.read_text().replace('model_file = "spm.model"\n', ""))
 
 
-def without_fingerprint(toml: Path) -> None:
+def without_fingerprint(toml):
     lines = toml.read_text().splitlines(keepends=True)
     toml.write_text("".join(line for line in lines if "tokenizer_sha256" not in line))
 
@@ -89,9 +81,7 @@ def without_fingerprint(toml: Path) -> None:
         (without_fingerprint, "tokens_field and tokenizer_sha256 belong together"),
     ],
 )
-def test_what_belongs_to_tokens(
-    corpus: Path, tmp_path: Path, change: Callable[[Path], None], said: str
-) -> None:
+def test_what_belongs_to_tokens(corpus, tmp_path, change, said):
     fields = f'tokens_field = "ids"\ntokenizer_sha256 = "{sha256_of(corpus)}"\n'
     toml = toml_of(corpus, "tokens", fields)
     change(toml)
@@ -100,17 +90,17 @@ def test_what_belongs_to_tokens(
 
 
 @pytest.mark.parametrize("ids", [[-1, 2], [[1], [2]], [0.5], "text"], ids=str)
-def test_what_is_no_list_of_tokens_is_named(tmp_path: Path, ids: Any) -> None:
+def test_what_is_no_list_of_tokens_is_named(tmp_path, ids):
     (tmp_path / "a.jsonl").write_text(json.dumps({"ids": ids}) + "\n")
     with pytest.raises(CorpusError, match=r"a.jsonl, row 1: 'ids' is not a list of tokens"):
         list(iterate_documents(config_of(tmp_path / "a.jsonl"), "train"))
 
 
-def config_of(file: Path) -> CorpusConfig:
+def config_of(file):
     return CorpusConfig(train=(str(file),), tokens_field="ids", tokenizer_sha256="0" * 64)
 
 
-def test_a_token_beyond_the_vocabulary_is_named(corpus: Path, tmp_path: Path) -> None:
+def test_a_token_beyond_the_vocabulary_is_named(corpus, tmp_path):
     fields = f'tokens_field = "ids"\ntokenizer_sha256 = "{sha256_of(corpus)}"\n'
     toml = toml_of(corpus, "tokens", fields)
     toml.write_text(toml.read_text().replace("tokens-train.jsonl", "beyond.jsonl"))
@@ -119,7 +109,7 @@ def test_a_token_beyond_the_vocabulary_is_named(corpus: Path, tmp_path: Path) ->
         made(toml, tmp_path / "out")
 
 
-def test_an_empty_list_is_no_document(tmp_path: Path) -> None:
+def test_an_empty_list_is_no_document(tmp_path):
     rows = [{"ids": []}, {"ids": [5, 6]}, {"ids": None}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     [document] = iterate_documents(config_of(tmp_path / "a.jsonl"), "train")
@@ -127,7 +117,7 @@ def test_an_empty_list_is_no_document(tmp_path: Path) -> None:
     assert document.tokens.tolist() == [5, 6]
 
 
-def test_equal_tokens_are_on_one_side(tmp_path: Path) -> None:
+def test_equal_tokens_are_on_one_side(tmp_path):
     sides = {
         is_held_out(Document("", label, np.array([3, 4], dtype)), 0.5)
         for label, dtype in (("a", "int64"), ("b", "uint16"))

@@ -1,26 +1,14 @@
 """A `tokenizer.json` as the tokenizer of a run: ids of AutoTokenizer, bytes of strangers."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.runs.foreign_base import (
-    CHAT_TEMPLATE,
-    HARD_TEXTS,
-    SPECIAL_TEXTS,
-    foreign_tokenizer,
-    make_foreign_base,
-    without_bytes,
-)
 from transformers import AutoTokenizer
 
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
@@ -30,12 +18,20 @@ from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces, pack_tokenizer
+from support.runs.foreign_base import (
+    CHAT_TEMPLATE,
+    HARD_TEXTS,
+    SPECIAL_TEXTS,
+    foreign_tokenizer,
+    make_foreign_base,
+    without_bytes,
+)
 
 FAMILIES = ("llama", "smollm2", "qwen2", "qwen3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ids_and_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_ids_and_logits_are_those_of_transformers(family, tmp_path):
     theirs = make_foreign_base(tmp_path / "base", family)
     base = ImportedBase(tmp_path / "base")
     auto = AutoTokenizer.from_pretrained(tmp_path / "base")
@@ -69,7 +65,7 @@ def test_ids_and_logits_are_those_of_transformers(family: str, tmp_path: Path) -
     assert grown == {"llama": 2, "smollm2": 1}.get(family, 0)
 
 
-def test_special_tokens_have_their_places() -> None:
+def test_special_tokens_have_their_places():
     for family, begin, end in (
         ("llama", "<|begin_of_text|>", "<|end_of_text|>"),
         ("smollm2", "<|im_start|>", "<|im_end|>"),
@@ -82,7 +78,7 @@ def test_special_tokens_have_their_places() -> None:
 
 
 @functools.lru_cache
-def packed(family: str) -> bytes:
+def packed(family):
     tokenizer, settings = foreign_tokenizer(family)
     end = settings["eos_token"]
     names = [
@@ -96,14 +92,14 @@ def packed(family: str) -> bytes:
     return pack_tokenizer(content, names, template, "it", rows=tokenizer.get_vocab_size())[0]
 
 
-def lacking(family: str, *some_bytes: int) -> bytes:
+def lacking(family, *some_bytes):
     content = json.loads(packed(family))
     made = tokenizers.Tokenizer.from_str(json.dumps(content["tokenizer"]))
     tokenizer = json.loads(without_bytes(made, *some_bytes).to_str())
     return json.dumps({**content, "tokenizer": tokenizer}).encode()
 
 
-def test_what_the_vocabulary_lacks_is_left_out_and_counted() -> None:
+def test_what_the_vocabulary_lacks_is_left_out_and_counted():
     whole, ours = Tokenizer(packed("qwen2")), Tokenizer(lacking("qwen2", 4, 0x13, 0xC0, 0xF1))
     text = "a\x04b \x13\x13c\n\U00050000\U000e0067é <|im_end|>"
     kept = "ab c\n\U000e0067é <|im_end|>"
@@ -115,16 +111,16 @@ def test_what_the_vocabulary_lacks_is_left_out_and_counted() -> None:
 
 
 @pytest.mark.parametrize("byte", [*b"\t\n a5", 0x80, 0xC3, 0xE4, 0xF0])
-def test_a_vocabulary_without_what_texts_are_made_of_is_refused(byte: int) -> None:
+def test_a_vocabulary_without_what_texts_are_made_of_is_refused(byte):
     with pytest.raises(ConfigurationError, match=r"cannot write every text|piece by piece"):
         Tokenizer(lacking("qwen2", byte))
 
 
-def changed(**change: Any) -> bytes:
+def changed(**change):
     return json.dumps({**json.loads(packed("qwen2")), **change}).encode()
 
 
-def part(**change: Any) -> bytes:
+def part(**change):
     return changed(tokenizer={**json.loads(packed("qwen2"))["tokenizer"], **change})
 
 
@@ -145,31 +141,20 @@ def part(**change: Any) -> bytes:
         (lambda: part(model=None), IntegrityError),
         (lambda: part(model={"type": "WordPiece"}), ConfigurationError),
         (lambda: part(normalizer={"type": "Precompiled"}), ConfigurationError),
-        (
-            lambda: part(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a" * 9999}}),
-            IntegrityError,
-        ),
-        (
-            lambda: part(
-                model={"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, "d": 3}, "merges": []}
-            ),
-            DipacoError,
-        ),
-        (
-            lambda: part(pre_tokenizer={"type": "Metaspace", "replacement": "_"}),
-            ConfigurationError,
-        ),
+        (lambda: part(pre_tokenizer={"type": "Split", "pattern": {"Regex": "a" * 9999}}), IntegrityError),
+        (lambda: part(model={"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, "d": 3}, "merges": []}), DipacoError),
+        (lambda: part(pre_tokenizer={"type": "Metaspace", "replacement": "_"}), ConfigurationError),
         (lambda: part(decoder=None), ConfigurationError),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(data: Any, error: type[Exception]) -> None:
+def test_what_is_no_tokenizer_is_refused(data, error):
     with pytest.raises(error):
         Tokenizer(data())
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
-def test_broken_bytes_never_raise_anything_else(where: int, change: bytes) -> None:
+def test_broken_bytes_never_raise_anything_else(where, change):
     data = bytearray(packed("qwen2"))
     where %= len(data)
     data[where : where + len(change)] = change
@@ -178,10 +163,9 @@ def test_broken_bytes_never_raise_anything_else(where: int, change: bytes) -> No
 
 
 @pytest.mark.parametrize(
-    ("end", "words"),
-    [(None, "does not say what ends a text; write eos_token"), ("gone", "has no token 'gone'")],
+    ("end", "words"), [(None, "does not say what ends a text; write eos_token"), ("gone", "has no token 'gone'")]
 )
-def test_a_base_says_what_ends_a_text(end: str | None, words: str, tmp_path: Path) -> None:
+def test_a_base_says_what_ends_a_text(end, words, tmp_path):
     make_foreign_base(tmp_path / "base", "qwen2")
     file = tmp_path / "base" / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": end}))
@@ -189,15 +173,13 @@ def test_a_base_says_what_ends_a_text(end: str | None, words: str, tmp_path: Pat
         _ = ImportedBase(tmp_path / "base").model
 
 
-def _write(file: Path, **changes: Any) -> None:
+def _write(file, **changes):
     content = json.loads(file.read_text()) if file.is_file() else {}
     file.write_bytes(json.dumps({**content, **changes}, indent=1).replace("\n", "\r\n").encode())
 
 
-@pytest.mark.parametrize(
-    "kind", ["decoder", "legacy", "flags", "more", "map", "templates", "split"]
-)
-def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["decoder", "legacy", "flags", "more", "map", "templates", "split"])
+def test_tokens_that_other_files_add_are_those_of_transformers(kind, tmp_path):
     base = tmp_path / "base"
     make_foreign_base(base, "qwen2")
     tokenizer, settings = base / "tokenizer.json", base / "tokenizer_config.json"
@@ -232,29 +214,21 @@ def test_tokens_that_other_files_add_are_those_of_transformers(kind: str, tmp_pa
     for text in (*SPECIAL_TEXTS, " a <|im_end|> b <tool_call> <|think|>c <|tool|> d"):
         expected = auto(text, add_special_tokens=False).input_ids
         assert order[ours.encode_marked(text)].tolist() == expected
-        assert ours.decode(ours.encode_marked(text)) == auto.decode(
-            expected, skip_special_tokens=True
-        )
+        assert ours.decode(ours.encode_marked(text)) == auto.decode(expected, skip_special_tokens=True)
     for name, content in tokenizer_files(imported.tokenizer, 64, exact=True).items():
         (base / name).write_bytes(content)
     back = AutoTokenizer.from_pretrained(base)
     assert back(text, add_special_tokens=False).input_ids == expected
 
 
-def test_documents_keep_what_added_tokens_strip(tmp_path: Path) -> None:
+def test_documents_keep_what_added_tokens_strip(tmp_path):
     """Phi's </s> and BERT's [MASK] strip white space, and no decoder gives `é` back in a name."""
     base = tmp_path / "base"
     make_foreign_base(base, "qwen2")
     strips = [("</s>", False, True), ("[MASK]", True, False), ("<both>", True, True)]
     added = json.loads((base / "tokenizer.json").read_text())["added_tokens"]
     added += [
-        {
-            **added[-1],
-            "id": added[-1]["id"] + 1 + i,
-            "content": name,
-            "lstrip": left,
-            "rstrip": right,
-        }
+        {**added[-1], "id": added[-1]["id"] + 1 + i, "content": name, "lstrip": left, "rstrip": right}
         for i, (name, left, right) in enumerate([*strips, ("<appelé>", False, False)])
     ]
     _write(base / "tokenizer.json", added_tokens=added)
@@ -292,9 +266,7 @@ def test_documents_keep_what_added_tokens_strip(tmp_path: Path) -> None:
     ],
     ids=["number", "name", "list", "nameless", "many"],
 )
-def test_added_tokens_that_do_not_fit_are_refused(
-    changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_added_tokens_that_do_not_fit_are_refused(changes, words, tmp_path):
     make_foreign_base(tmp_path / "base", "qwen2")
     _write(tmp_path / "base" / "tokenizer_config.json", **changes)
     with pytest.raises(DipacoError, match=words.replace("|", r"\|")):

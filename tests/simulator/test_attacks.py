@@ -1,7 +1,5 @@
 """What one insider can do to a swarm, in a few histories each; `benchmarks/attacks.py` in many."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -19,16 +17,16 @@ LEAST_KEPT_OF = {"11": 0.85, "11 perfect": 0.85, "12": 0.92}
 BEYOND_THE_MEMBER = ("7 subtle",)
 
 
-def lived(attack: str, seeds: tuple[int, ...] = SEEDS, rounds: int = 8) -> Counter[str]:
+def lived(attack, seeds=SEEDS, rounds=8):
     """Return the figures of some histories, added up."""
-    found: Counter[str] = Counter()
+    found = Counter()
     for seed in seeds:
         found += run_history(seed, attack=attack, rounds=rounds).figures
     return found
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_no_honest_peer_holds_a_forged_state_and_work_is_kept(attack: str) -> None:
+def test_no_honest_peer_holds_a_forged_state_and_work_is_kept(attack):
     # 512 rows on every head take long to live through.
     figures = lived(attack, SEEDS[1:2], rounds=3) if attack == "8" else lived(attack)
     assert figures["forged"] == 0
@@ -38,20 +36,20 @@ def test_no_honest_peer_holds_a_forged_state_and_work_is_kept(attack: str) -> No
 
 
 @pytest.mark.parametrize("attack", ["1", "5"])
-def test_a_first_proposer_decides_nothing(attack: str) -> None:
+def test_a_first_proposer_decides_nothing(attack):
     figures = lived(attack)
     assert figures["victims left out"] <= 0.05 * figures["steps of victims"]
     steps = figures["rounds with a step"] + figures["rounds without a step"]
     assert figures["rounds without a step"] <= 0.05 * steps
 
 
-def test_an_insider_without_an_attack_is_a_peer_like_others() -> None:
+def test_an_insider_without_an_attack_is_a_peer_like_others():
     figures = lived("none")
     assert figures["steps of victims"] > 0
     assert figures["victims left out"] == figures["forged"] == 0
 
 
-def test_no_path_waits_for_what_only_a_dead_peer_had() -> None:
+def test_no_path_waits_for_what_only_a_dead_peer_had():
     """Trainers die between telling of a step and giving their files; there are fewer than paths."""
     for seed in range(3):
         result = run_history(seed, "dying", rounds=12)

@@ -1,25 +1,14 @@
 """The counting of `benchmarks/churn.py` on event logs made up for it, and its schedule."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from parts.churn_counts import (
-    QUIET_ROUNDS,
-    Counts,
-    Ending,
-    Event,
-    Life,
-    count,
-    schedule,
-)
-from parts.churn_rates import Clock, Join, greatest_wait_s, joins, rounds_without_step, speed
-from support.swarms.swarm import LIMIT_S, Swarm
+from parts.churn_counts import QUIET_ROUNDS, Life, count, schedule
+from parts.churn_rates import Clock, greatest_wait_s, joins, rounds_without_step, speed
 
 from dipaco.routing.run_folder import RunFolder
+from support.swarms.swarm import LIMIT_S, Swarm
 
 STEP = 10
 MODULES = {0: ("L0.E0", "L1.E0"), 1: ("L0.E0", "L1.E1")}
@@ -28,29 +17,27 @@ MODULES = {0: ("L0.E0", "L1.E0"), 1: ("L0.E0", "L1.E1")}
 class Log:
     """Writes the event log of one life, a second for every event."""
 
-    def __init__(self, peer_id: str, path: int) -> None:
+    def __init__(self, peer_id, path):
         self.peer_id = peer_id
-        self.events: list[Event] = []
+        self.events = []
         self.train(path)
 
-    def add(self, kind: str, **values: Any) -> Log:
+    def add(self, kind, **values):
         self.events.append({"event": kind, "time_s": float(len(self.events)), **values})
         return self
 
-    def train(self, path: int) -> Log:
+    def train(self, path):
         return self.add("training", path=path, modules=dict.fromkeys(MODULES[path], 0))
 
-    def steps(self, times: int) -> Log:
+    def steps(self, times):
         for _ in range(times):
             self.add("inner", path=0)
         return self
 
-    def boundary(self, module: str, round_index: int, tokens: int) -> Log:
+    def boundary(self, module, round_index, tokens):
         return self.add("outer_round", module=module, round=round_index, tokens=tokens)
 
-    def outer_step(
-        self, module: str, round_index: int, digest: str, tokens: int, *group: str
-    ) -> Log:
+    def outer_step(self, module, round_index, digest, tokens, *group):
         return self.add(
             "outer_step",
             module=module,
@@ -61,25 +48,18 @@ class Log:
             group=list(group or (self.peer_id,)),
         )
 
-    def adopt(self, module: str, version: int, digest: str, tokens: int, *, is_own_in: bool) -> Log:
-        return self.add(
-            "adopt",
-            module=module,
-            version=version,
-            digest=digest,
-            tokens=tokens,
-            is_own_in=is_own_in,
-        )
+    def adopt(self, module, version, digest, tokens, *, is_own_in):
+        return self.add("adopt", module=module, version=version, digest=digest, tokens=tokens, is_own_in=is_own_in)
 
-    def life(self, ending: Ending, **span: Any) -> Life:
+    def life(self, ending, **span):
         return Life(self.peer_id, self.peer_id, ending, self.events, **span)
 
 
-def counted(*lives: Life, end_s: float = 100.0) -> Counts:
+def counted(*lives, end_s=100.0):
     return count(lives, lambda path: MODULES[path], STEP, end_s)
 
 
-def test_a_calm_peer_has_all_its_tokens_in_the_states_or_on_top() -> None:
+def test_a_calm_peer_has_all_its_tokens_in_the_states_or_on_top():
     log = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).steps(1).outer_step("L0.E0", 0, "a", 20)
     log.steps(1).boundary("L1.E0", 0, 40).outer_step("L1.E0", 0, "b", 40).steps(1)
     found = counted(log.life("stayed"))
@@ -88,7 +68,7 @@ def test_a_calm_peer_has_all_its_tokens_in_the_states_or_on_top() -> None:
     assert (found.outer_steps, found.versions, found.forked, found.agreed) == (2, 2, {}, True)
 
 
-def test_what_a_killed_peer_had_in_no_step_does_not_count() -> None:
+def test_what_a_killed_peer_had_in_no_step_does_not_count():
     stays = Log("A", 0).boundary("L0.E0", 0, 0).outer_step("L0.E0", 0, "a", 30, "A", "B")
     stays.outer_step("L1.E0", 0, "b", 0)
     killed = Log("B", 1).steps(3).boundary("L0.E0", 0, 30).steps(1)
@@ -98,7 +78,7 @@ def test_what_a_killed_peer_had_in_no_step_does_not_count() -> None:
     assert (found.final_tokens, found.share) == (30, 1.0)
 
 
-def test_what_leaves_and_moves_leave_behind_is_a_loss() -> None:
+def test_what_leaves_and_moves_leave_behind_is_a_loss():
     stays = Log("A", 0).steps(4).boundary("L0.E0", 0, 40).outer_step("L0.E0", 0, "a", 40)
     stays.boundary("L1.E0", 0, 40).outer_step("L1.E0", 0, "b", 40)
     left = Log("B", 1).steps(1)
@@ -108,7 +88,7 @@ def test_what_leaves_and_moves_leave_behind_is_a_loss() -> None:
     assert found.share == 80 / 140
 
 
-def test_a_fork_is_seen_and_its_loser_is_a_loss() -> None:
+def test_a_fork_is_seen_and_its_loser_is_a_loss():
     winner = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).outer_step("L0.E0", 0, "a", 20)
     loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).outer_step("L0.E0", 0, "z", 10)
     loser.adopt("L0.E0", 1, "a", 20, is_own_in=False)
@@ -121,7 +101,7 @@ def test_a_fork_is_seen_and_its_loser_is_a_loss() -> None:
     assert found.share == 20 / 30
 
 
-def test_a_step_with_all_rows_of_the_other_outbids_it() -> None:
+def test_a_step_with_all_rows_of_the_other_outbids_it():
     first = Log("A", 0).outer_step("L0.E0", 3, "a", 10, "A", "B").outer_step("L1.E0", 3, "x", 0)
     fuller = Log("B", 0).outer_step("L0.E0", 3, "b", 20, "A", "B", "C")
     assert counted(first.life("stayed"), fuller.life("stayed")).outbid == 1
@@ -131,7 +111,7 @@ def test_a_step_with_all_rows_of_the_other_outbids_it() -> None:
     assert counted(first.life("stayed"), taken.life("stayed")).outbid == 0, "its rows are unknown"
 
 
-def test_an_adoption_can_contain_own_work() -> None:
+def test_an_adoption_can_contain_own_work():
     stays = Log("A", 0).steps(1).boundary("L0.E0", 0, 10).outer_step("L0.E0", 0, "a", 20, "A", "B")
     late = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).steps(1)
     late.adopt("L0.E0", 1, "a", 20, is_own_in=True)
@@ -140,7 +120,7 @@ def test_an_adoption_can_contain_own_work() -> None:
     assert found.share == 1.0
 
 
-def test_peers_that_differ_in_the_end_are_told_and_most_are_right() -> None:
+def test_peers_that_differ_in_the_end_are_told_and_most_are_right():
     logs = [Log(name, 0).steps(1) for name in "ABC"]
     for log, digest, tokens in zip(logs, "xyy", (50, 20, 20), strict=True):
         log.outer_step("L0.E0", 0, digest, tokens)
@@ -149,7 +129,7 @@ def test_peers_that_differ_in_the_end_are_told_and_most_are_right() -> None:
     assert found.final["L0.E0"]["digest"] == "y"
 
 
-def test_a_peer_that_stands_aside_is_no_agreement() -> None:
+def test_a_peer_that_stands_aside_is_no_agreement():
     goes_on = Log("A", 0).steps(1).boundary("L0.E0", 1, 10).outer_step("L0.E0", 1, "b", 20)
     goes_on.outer_step("L1.E0", 1, "c", 0)
     aside = Log("B", 0).steps(1)
@@ -160,14 +140,14 @@ def test_a_peer_that_stands_aside_is_no_agreement() -> None:
     assert counted(goes_on.life("stayed"), aside.life("stayed")).agreed
 
 
-def test_the_longest_stretch_without_a_step_reaches_to_the_end() -> None:
+def test_the_longest_stretch_without_a_step_reaches_to_the_end():
     log = Log("A", 0).outer_step("L0.E0", 0, "a", 1).steps(4).outer_step("L0.E0", 1, "b", 2)
     log.outer_step("L1.E0", 0, "c", 1)
     assert counted(log.life("stayed"), end_s=8.0).longest_without_step == ("L0.E0", 5.0)
     assert counted(log.life("stayed"), end_s=20.0).longest_without_step == ("L0.E0", 14.0)
 
 
-def test_what_is_lost_without_a_log_of_it_is_held_to_be_of_those_that_live() -> None:
+def test_what_is_lost_without_a_log_of_it_is_held_to_be_of_those_that_live():
     winner = Log("A", 0).steps(8).boundary("L0.E0", 0, 80).outer_step("L0.E0", 0, "a", 80)
     winner.boundary("L1.E0", 0, 80).outer_step("L1.E0", 0, "b", 80)
     loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).outer_step("L0.E0", 0, "z", 10)
@@ -186,7 +166,7 @@ def test_what_is_lost_without_a_log_of_it_is_held_to_be_of_those_that_live() -> 
 CLOCK = Clock(0.0, 10.0, {"L0.E0": 0.5, "L1.E0": 1.0, "L1.E1": 1.0})
 
 
-def newcomer(*groups: tuple[str, int, str], trains_s: float = 6.0, **span: Any) -> Join:
+def newcomer(*groups, trains_s=6.0, **span):
     """Return what is found of a peer B on path 0, when another has taken steps of these groups."""
     other = Log("A", 0)
     for module, round_index, peers in groups:
@@ -198,7 +178,7 @@ def newcomer(*groups: tuple[str, int, str], trains_s: float = 6.0, **span: Any) 
     return found
 
 
-def test_a_join_has_two_rounds_to_contribute() -> None:
+def test_a_join_has_two_rounds_to_contribute():
     # It trains from 6 s on: its rounds end at 15 and 25, and at 10 and 20 s.
     assert newcomer(("L0.E0", 1, "AB"), ("L1.E0", 1, "AB")).is_everywhere
     only_one = newcomer(("L0.E0", 2, "AB"), ("L1.E0", 1, "A"))
@@ -209,7 +189,7 @@ def test_a_join_has_two_rounds_to_contribute() -> None:
     assert newcomer(began_s=1.5).start_s == 4.5
 
 
-def test_a_join_that_was_not_there_for_two_rounds_had_no_time() -> None:
+def test_a_join_that_was_not_there_for_two_rounds_had_no_time():
     assert newcomer(ended_s=28.0).had_time
     assert not newcomer(ended_s=27.9).had_time
     assert not newcomer(stops=[(20.0, 21.0)]).had_time
@@ -221,12 +201,12 @@ def test_a_join_that_was_not_there_for_two_rounds_had_no_time() -> None:
     assert not never.has_contributed
 
 
-def test_the_first_peers_are_no_joins() -> None:
+def test_the_first_peers_are_no_joins():
     life = Log("A", 0).life("stayed")
     assert joins([life], MODULES.__getitem__, CLOCK, patience_s=50.0, step_s=3.0) == []
 
 
-def test_rounds_without_a_step_are_counted_where_they_end() -> None:
+def test_rounds_without_a_step_are_counted_where_they_end():
     log = Log("A", 0)
     for round_index in (0, 1, 3):
         log.outer_step("L0.E0", round_index, "a", 0)
@@ -236,7 +216,7 @@ def test_rounds_without_a_step_are_counted_where_they_end() -> None:
     assert found == {"L0.E0": (1, 3), "L1.E0": (1, 2), "L1.E1": (2, 2)}
 
 
-def test_a_path_waits_from_step_to_step_and_until_the_end() -> None:
+def test_a_path_waits_from_step_to_step_and_until_the_end():
     log = Log("A", 0)
     for seconds, paths in ((10.0, [0]), (20.0, [0, 1]), (45.0, [0])):
         log.add("outer_step", paths=paths)
@@ -245,7 +225,7 @@ def test_a_path_waits_from_step_to_step_and_until_the_end() -> None:
     assert greatest_wait_s([log.life("stayed")], 2, 0.0, 40.0) == (0, 20.0)
 
 
-def test_the_speed_is_of_processes_that_are_awake() -> None:
+def test_the_speed_is_of_processes_that_are_awake():
     log = Log("A", 0).steps(20).outer_step("L0.E0", 0, "a", 40).outer_step("L1.E0", 0, "b", 60)
     for number, event in enumerate(log.events):
         event["time_s"] = number / 2
@@ -260,12 +240,12 @@ def test_the_speed_is_of_processes_that_are_awake() -> None:
     assert found.peers == peer_s / 19.5
 
 
-def test_nothing_happens_to_elders() -> None:
+def test_nothing_happens_to_elders():
     slots = {fault.slot for fault in schedule(8, 45, 0, elders=2)}
     assert slots == set(range(2, 8))
 
 
-def test_the_schedule_follows_from_the_seed_and_ends_in_quiet() -> None:
+def test_the_schedule_follows_from_the_seed_and_ends_in_quiet():
     faults = schedule(8, 45, 0)
     assert faults == schedule(8, 45, 0)
     assert faults != schedule(8, 45, 1)
@@ -283,7 +263,7 @@ def test_the_schedule_follows_from_the_seed_and_ends_in_quiet() -> None:
             assert after in follows[before]
 
 
-def test_a_life_has_no_events_of_the_peer_that_comes_back_under_its_name(tmp_path: Path) -> None:
+def test_a_life_has_no_events_of_the_peer_that_comes_back_under_its_name(tmp_path):
     swarm = Swarm(tmp_path, RunFolder(tmp_path))
     for path in range(2):
         write = f"""

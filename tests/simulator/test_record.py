@@ -1,25 +1,20 @@
 """The file of a simulation's rounds, of which a machine without power may leave a part."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
-from support.programs.power_cut import CUTS, cut
 
 from dipaco.simulator.record import RoundRecord
 from dipaco.simulator.report import RoundReport
+from support.programs.power_cut import CUTS, cut
 
 
-def report(round_index: int) -> RoundReport:
+def report(round_index):
     return RoundReport(round_index, {}, {}, (), tokens=0, bytes=0, seconds=0.0)
 
 
 @pytest.mark.parametrize("how", CUTS)
-def test_a_log_that_was_cut_off_goes_on_behind_its_last_whole_round(
-    tmp_path: Path, how: str
-) -> None:
+def test_a_log_that_was_cut_off_goes_on_behind_its_last_whole_round(tmp_path, how):
     log = tmp_path / "rounds.jsonl"
     record = RoundRecord(log, None)
     for round_index in range(3):

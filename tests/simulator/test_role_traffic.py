@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,6 @@ from dipaco.bootstrap.plan.traffic import (
     VOLUNTEER,
     Crowd,
     LevelLoad,
-    Traffic,
     role_traffic,
 )
 from dipaco.simulator.swarm.engine import Engine
@@ -39,7 +37,7 @@ class _Counted(Machine):
 
     gave = 0
 
-    def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
+    def serve(self, caller, verb, content):
         answer, size = super().serve(caller, verb, content)
         if verb == "get" and answer is not None:
             self.gave += self.world.files[content].row.peer != self.peer
@@ -61,12 +59,12 @@ class _Found:
     gave: float
 
 
-def _live(grid: tuple[int, ...], peers: int, closed: int, seed: int) -> dict[str, _Found]:
+def _live(grid, peers, closed, seed):
     """Let a calm swarm live, with one bootstrap node, and return what each kind moved."""
     engine = Engine(seed, START_S - ROUND_S)
     world = World(small_plan(grid, duration_s=ROUND_S), engine)
     watch = Invariants(world)
-    kinds: dict[str, list[_Counted]] = {VOLUNTEER: [], CLOSED_VOLUNTEER: [], BOOTSTRAP_NODE: []}
+    kinds = {VOLUNTEER: [], CLOSED_VOLUNTEER: [], BOOTSTRAP_NODE: []}
     fast = Link(latency_s=0.02, jitter_s=0.005, uplink_bytes_s=1.25e8, downlink_bytes_s=1.25e8)
     node = _Counted(world, "boot0", fast, trains=False)
     for path in range(world.grid.path_count):
@@ -92,7 +90,7 @@ def _live(grid: tuple[int, ...], peers: int, closed: int, seed: int) -> dict[str
     return found
 
 
-def _counts(machines: list[_Counted]) -> Counter[str]:
+def _counts(machines):
     counts = Counter({"sent": 0, "received": 0, "stored": 0, "read": 0, "gave": 0})
     for machine in machines:
         traffic = machine.link.traffic
@@ -104,7 +102,7 @@ def _counts(machines: list[_Counted]) -> Counter[str]:
     return counts
 
 
-def compared(grid: tuple[int, ...], peers: int, closed: int, seed: int) -> dict[str, float]:
+def compared(grid, peers, closed, seed):
     """Return what was counted, for each byte that the plan says, by role and direction."""
     found = _live(grid, peers, closed, seed)
     plan = small_plan(grid, duration_s=ROUND_S)
@@ -118,11 +116,11 @@ def compared(grid: tuple[int, ...], peers: int, closed: int, seed: int) -> dict[
     taken = sum(one.count * one.stored for one in found.values()) / sum(o.count for o in able)
     # Trainers are the mailboxes, if one of them can be called.
     leading = VOLUNTEER if found[VOLUNTEER].count else BOOTSTRAP_NODE
-    ratios: dict[str, float] = {}
+    ratios = {}
     for kind, one in found.items():
         if not one.count:
             continue
-        said: Traffic = roles[kind].traffic + copy * one.copies
+        said = roles[kind].traffic + copy * one.copies
         sent, received = one.sent, one.received
         if kind == leading:
             said += turn * (sum(grid) / one.count)
@@ -141,7 +139,7 @@ def compared(grid: tuple[int, ...], peers: int, closed: int, seed: int) -> dict[
 
 
 @pytest.mark.parametrize(("grid", "peers", "closed"), SWARMS)
-def test_roles_move_what_the_plan_says(grid: tuple[int, ...], peers: int, closed: int) -> None:
+def test_roles_move_what_the_plan_says(grid, peers, closed):
     seeds = [compared(grid, peers, closed, seed) for seed in SEEDS]
     for name in sorted({name for ratios in seeds for name in ratios}):
         of = [ratios[name] for ratios in seeds if name in ratios]

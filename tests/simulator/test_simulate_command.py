@@ -1,21 +1,18 @@
 """The command line of the simulator: what is saved, and how it goes on."""
 
-from __future__ import annotations
-
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support.runs.tiny_run import make_tiny_run
-from support.swarms.simulation import simulate
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules.layout import layout_of
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import cli
 from dipaco.simulator.reference import ReferenceSwarm
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.simulation import simulate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,9 +20,7 @@ INTERRUPTED = 130
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_resuming_changes_no_bit(
-    tmp_path: Path, private_run: RunFolder, capsys: pytest.CaptureFixture[str], optimizer: str
-) -> None:
+def test_resuming_changes_no_bit(tmp_path, private_run, capsys, optimizer):
     """Local parameters of levels that ended within the round are ahead of their anchors."""
     common = ["--optimizer", optimizer, "--paths", "0,0,3"]
     straight = simulate(capsys, private_run.path, "--rounds", 4, *common)
@@ -43,9 +38,7 @@ def test_resuming_changes_no_bit(
         assert state.digest == digest
 
 
-def test_the_output_is_a_run_folder_with_the_states(
-    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_is_a_run_folder_with_the_states(tmp_path, shared_run, capsys):
     out = tmp_path / "out"
     lines = simulate(capsys, shared_run.path, "--rounds", 2, "--out", out, "--dense-steps", 3)
     assert lines[-1]["dense"]["steps"] == 3
@@ -64,12 +57,7 @@ def test_the_output_is_a_run_folder_with_the_states(
     assert len(written.train_tokens(plan, 0)) == len(shared_run.train_tokens(plan, 0))
 
 
-def test_a_simulation_that_is_killed_goes_on_from_its_last_save(
-    tmp_path: Path,
-    private_run: RunFolder,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_simulation_that_is_killed_goes_on_from_its_last_save(tmp_path, private_run, capsys, monkeypatch):
     """Killed within a round, and then while it saves: new states are there, its file is not."""
     straight = simulate(capsys, private_run.path, "--rounds", 3)
     out = tmp_path / "out"
@@ -86,35 +74,27 @@ def test_a_simulation_that_is_killed_goes_on_from_its_last_save(
     assert [line["digests"] for line in lines] == [line["digests"] for line in straight]
 
 
-def _killed(*_: object, **__: object) -> None:
+def _killed(*_, **__):
     raise KeyboardInterrupt
 
 
-def test_a_damaged_simulation_is_named(
-    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_simulation_is_named(tmp_path, shared_run, capsys):
     out = tmp_path / "out"
     simulate(capsys, shared_run.path, "--out", out)
     file = out / "simulation.pt"
     file.write_bytes(file.read_bytes()[:1000])
-    assert cli.main([str(shared_run.path), "--out", str(out), "--resume"]) == (
-        IntegrityError.exit_code
-    )
+    assert cli.main([str(shared_run.path), "--out", str(out), "--resume"]) == (IntegrityError.exit_code)
     error = capsys.readouterr().err
     assert "simulation.pt cannot be resumed" in error
     assert error.count("\n") == 1
 
 
-def test_resuming_what_was_never_saved_begins_at_the_genesis(
-    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resuming_what_was_never_saved_begins_at_the_genesis(tmp_path, shared_run, capsys):
     (line,) = simulate(capsys, shared_run.path, "--out", tmp_path / "out", "--resume")
     assert line["round"] == 0
 
 
-def test_the_output_of_another_simulation_is_refused(
-    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_output_of_another_simulation_is_refused(tmp_path, shared_run, capsys):
     out = tmp_path / "out"
     simulate(capsys, shared_run.path, "--out", out)
     arguments = [str(shared_run.path), "--out", str(out)]
@@ -124,9 +104,7 @@ def test_the_output_of_another_simulation_is_refused(
     assert "peers" in capsys.readouterr().err
 
 
-def test_what_is_saved_holds_what_encodings_have_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_saved_holds_what_encodings_have_lost(tmp_path, capsys):
     run = make_tiny_run(tmp_path / "run", codec="int2", inner_steps=2)
     straight = simulate(capsys, run.path, "--rounds", 3)
     out, lines = tmp_path / "out", []
@@ -135,9 +113,7 @@ def test_what_is_saved_holds_what_encodings_have_lost(
     assert [line["digests"] for line in lines] == [line["digests"] for line in straight]
 
 
-def test_the_human_output_names_rounds_paths_and_modules(
-    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_human_output_names_rounds_paths_and_modules(tmp_path, shared_run, capsys):
     out = tmp_path / "out"
     arguments = [str(shared_run.path), "--rounds", "1", "--dense-steps", "2", "--out", str(out)]
     assert cli.main(arguments) == 0
@@ -147,9 +123,7 @@ def test_the_human_output_names_rounds_paths_and_modules(
     assert f"--state-dir {out}" in text
 
 
-def test_a_long_simulation_says_how_long_it_goes_on(
-    shared_run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_simulation_says_how_long_it_goes_on(shared_run, capsys, monkeypatch):
     monkeypatch.setattr("dipaco.base.progress.LINE_EVERY_S", 0.0)
     assert cli.main([str(shared_run.path), "--validation-sequences", "0"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("training")]
@@ -158,9 +132,7 @@ def test_a_long_simulation_says_how_long_it_goes_on(
     assert lines[-1] == "training: 16 of 16 (inner steps)"
 
 
-def test_rounds_are_kept_in_a_file_and_a_chart(
-    tmp_path: Path, shared_run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rounds_are_kept_in_a_file_and_a_chart(tmp_path, shared_run, capsys):
     log, chart = tmp_path / "rounds.jsonl", tmp_path / "rounds.svg"
     common = ["--out", tmp_path / "out", "--log-json", log, "--plot", chart]
     lines = simulate(capsys, shared_run.path, "--rounds", 2, *common)
@@ -176,12 +148,7 @@ def test_rounds_are_kept_in_a_file_and_a_chart(
     assert chart.read_text().count("<svg") == 1
 
 
-def test_a_chart_without_its_library_is_refused_before_anything_is_trained(
-    tmp_path: Path,
-    shared_run: RunFolder,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_chart_without_its_library_is_refused_before_anything_is_trained(tmp_path, shared_run, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     arguments = [str(shared_run.path), "--plot", str(tmp_path / "a.png")]
     assert cli.main(arguments) == ConfigurationError.exit_code
@@ -201,21 +168,14 @@ def test_a_chart_without_its_library_is_refused_before_anything_is_trained(
         (["--device", "toaster"], "'toaster'"),
     ],
 )
-def test_errors_are_one_line_that_says_what_to_type(
-    shared_run: RunFolder,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-) -> None:
+def test_errors_are_one_line_that_says_what_to_type(shared_run, capsys, arguments, words):
     assert cli.main([str(shared_run.path), *arguments]) == ConfigurationError.exit_code
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1
 
 
-def test_a_run_that_follows_the_clock_needs_a_number_of_steps(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_follows_the_clock_needs_a_number_of_steps(tmp_path, capsys):
     run = make_tiny_run(tmp_path / "run", inner_steps=0)
     assert cli.main([str(run.path)]) == ConfigurationError.exit_code
     printed = capsys.readouterr()
@@ -225,6 +185,6 @@ def test_a_run_that_follows_the_clock_needs_a_number_of_steps(
     assert {path["step"] for path in line["paths"]} == {2}
 
 
-def test_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_run_directory(tmp_path, capsys):
     assert cli.main([str(tmp_path / "nowhere")]) == 9
     assert "manifest.json" in capsys.readouterr().err

@@ -1,40 +1,34 @@
 """The swarm simulator: it is deterministic, it sees what is wrong, and members hold in it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from dipaco.protocol.chain import Step
-from dipaco.protocol.member.actions import Action, Adopt, Compute, Publish, Tell
-from dipaco.protocol.member.events import Event
+from dipaco.protocol.member.actions import Adopt, Compute, Publish, Tell
 from dipaco.protocol.member.member import Member
 from dipaco.simulator.swarm import history, hostile
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import run_history
 from dipaco.simulator.swarm.network import Link, Network
-from dipaco.simulator.swarm.scenario import PROFILES, Scenario, draw_scenario
-from dipaco.simulator.swarm.work import length, merged, without
+from dipaco.simulator.swarm.scenario import PROFILES, draw_scenario
 
 # Seeds of each profile that every run of the tests lives through; the benchmark lives through many.
 SEEDS = range(3)
 
 
 @pytest.mark.parametrize("profile", PROFILES)
-def test_members_hold_in_histories_with_faults(profile: str) -> None:
+def test_members_hold_in_histories_with_faults(profile):
     for seed in SEEDS:
         result = run_history(seed, profile, members=2 + seed, rounds=6)
         assert result.violations == [], result.command
 
 
 @pytest.mark.parametrize("profile", ["calm", "nat", "all_nat", "fixed"])
-def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile: str) -> None:
+def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile):
     for seed in SEEDS:
         figures = run_history(seed, profile, members=4, rounds=6).figures
         # A peer that steps alone has not seen a newcomer yet.
@@ -44,7 +38,7 @@ def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile: str) -> No
         assert figures["kept"] > 0.5 * figures["trained"]
 
 
-def test_what_movers_trained_is_in_the_model() -> None:
+def test_what_movers_trained_is_in_the_model():
     for seed in SEEDS:
         figures = run_history(seed, "moving", rounds=10).figures
         assert figures["gone by move"] <= 0.01 * figures["trained"]
@@ -52,12 +46,10 @@ def test_what_movers_trained_is_in_the_model() -> None:
 
 
 @pytest.mark.parametrize("inner_steps", [0, 8])
-def test_a_peer_that_is_always_first_wastes_nobody_s_work(
-    inner_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_is_always_first_wastes_nobody_s_work(inner_steps, monkeypatch):
     """It tells a step of its own row alone, before others have told theirs."""
 
-    def drawn(*given: Any, **options: Any) -> Scenario:
+    def drawn(*given, **options):
         return replace(draw_scenario(*given, **options), inner_steps=inner_steps)
 
     monkeypatch.setattr(history, "draw_scenario", drawn)
@@ -67,7 +59,7 @@ def test_a_peer_that_is_always_first_wastes_nobody_s_work(
         assert figures["lost"] <= 0.05 * figures["trained"]
 
 
-def test_a_seed_is_the_same_history_on_any_machine() -> None:
+def test_a_seed_is_the_same_history_on_any_machine():
     program = (
         "from dipaco.simulator.swarm.history import run_history\n"
         "log = []\n"
@@ -89,11 +81,11 @@ def test_a_seed_is_the_same_history_on_any_machine() -> None:
     assert first.count("starts with") > 4
 
 
-def _found(change: Callable[[Action], Action | None], profile: str = "calm") -> set[str]:
+def _found(change, profile="calm"):
     """Return what the invariants find when all members answer otherwise."""
     handle = Member.handle
 
-    def spoiled(member: Member, event: Event, now_s: float) -> list[Action]:
+    def spoiled(member, event, now_s):
         changed = [change(action) for action in handle(member, event, now_s)]
         return [action for action in changed if action is not None]
 
@@ -108,30 +100,30 @@ def _found(change: Callable[[Action], Action | None], profile: str = "calm") -> 
     return found
 
 
-def _tells_no_steps(action: Action) -> Action:
+def _tells_no_steps(action):
     return replace(action, steps=()) if isinstance(action, Tell) else action
 
 
-def _computes_too_much(action: Action) -> Action:
+def _computes_too_much(action):
     if not isinstance(action, Compute):
         return action
     invented = replace(action.steps[-1].rows[0], file="f" * 64, peer="nobody")
     return replace(action, steps=(Step.of([*action.steps[-1].rows, invented]),))
 
 
-def _adopts_nothing(action: Action) -> Action | None:
+def _adopts_nothing(action):
     return None if isinstance(action, Adopt) else action
 
 
-def _publishes_nothing(action: Action) -> Action | None:
+def _publishes_nothing(action):
     return None if isinstance(action, Publish) else action
 
 
-def _keeps_no_copies(action: Action) -> Action:
+def _keeps_no_copies(action):
     return replace(action, keep=False) if isinstance(action, Tell) else action
 
 
-def _shares_no_rows(action: Action) -> Action:
+def _shares_no_rows(action):
     return replace(action, rows=()) if isinstance(action, Tell) else action
 
 
@@ -144,49 +136,40 @@ def _shares_no_rows(action: Action) -> Action:
         (_shares_no_rows, "lost"),
     ],
 )
-def test_broken_rules_are_noticed(
-    change: Callable[[Action], Action | None], invariant: str
-) -> None:
+def test_broken_rules_are_noticed(change, invariant):
     assert invariant in _found(change)
 
 
-def test_who_hears_of_no_steps_asks_for_them() -> None:
+def test_who_hears_of_no_steps_asks_for_them():
     assert "agreement" not in _found(_tells_no_steps)
 
 
-def test_a_module_of_few_trainers_has_no_copies_unless_somebody_is_asked_to_keep_them() -> None:
+def test_a_module_of_few_trainers_has_no_copies_unless_somebody_is_asked_to_keep_them():
     assert "copies" in _found(_keeps_no_copies, "moving")
-
-
-def test_work_is_counted_by_spans() -> None:
-    spans = merged([(5, 9), (0, 3), (2, 4), (7, 7)])
-    assert spans == [(0, 4), (5, 9)]
-    assert without(spans, [(1, 2), (3, 6)]) == [(0, 1), (2, 3), (6, 9)]
-    assert length(without(spans, [(0, 9)])) == 0
 
 
 class _Echo:
     """A machine that answers with what it was asked."""
 
-    def __init__(self) -> None:
-        self.heard: list[str] = []
+    def __init__(self):
+        self.heard = []
 
-    def serve(self, caller: str, verb: str, content: str) -> tuple[str, int]:
+    def serve(self, caller, verb, content):
         self.heard.append(f"{caller} {verb}")
         return content, 0
 
 
-def _network(**second: object) -> tuple[Engine, Network, _Echo]:
+def _network(**second):
     engine = Engine(1, 0.0)
     network, echo = Network(engine), _Echo()
     network.join("a", Link(can_be_called=False), _Echo().serve)
-    network.join("b", Link(**second), echo.serve)  # type: ignore[arg-type]
+    network.join("b", Link(**second), echo.serve)
     return engine, network, echo
 
 
-def test_who_cannot_be_called_gets_answers_and_hears_nothing() -> None:
+def test_who_cannot_be_called_gets_answers_and_hears_nothing():
     engine, network, echo = _network()
-    answers: list[str | None] = []
+    answers = []
     network.call("a", "b", "ask", "x", answers.append, limit_s=3.0)
     network.call("b", "a", "ask", "y", answers.append, limit_s=3.0)
     network.tell("b", "a", "z", 10)
@@ -196,13 +179,13 @@ def test_who_cannot_be_called_gets_answers_and_hears_nothing() -> None:
 
 
 @pytest.mark.parametrize("fault", ["lost", "cut", "asleep", "dead"])
-def test_a_call_that_gets_no_answer_ends_after_its_limit(fault: str) -> None:
+def test_a_call_that_gets_no_answer_ends_after_its_limit(fault):
     engine, network, _ = _network(hangs=True, is_up=fault != "dead")
     network.conditions.loss = 1.0 if fault == "lost" else 0.0
     network.links["b"].awake_s = 100.0 if fault == "asleep" else 0.0
     if fault == "cut":
         network.cut({"b": 1})
-    answers: list[str | None] = []
+    answers = []
     network.call("a", "b", "ask", "x", answers.append, limit_s=3.0)
     engine.run(2.9)
     assert answers == []

@@ -1,16 +1,12 @@
 """The simulator: determinism, the independence of its shortcuts, and agreement with the peers."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.runs.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import canonical_json
@@ -26,21 +22,21 @@ from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.dense import MixedBatches, baseline_inner, score_dense, train_dense
 from dipaco.simulator.reference import ReferenceSwarm
-from dipaco.simulator.report import RoundReport
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 from dipaco.training.inner import InnerLoop, learning_rate_at
 from dipaco.training.scoring import LossSum, sum_losses
+from support.runs.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 UNSCORED = SimulatorSettings(validation_sequences=0)
 
 
-def last_report(swarm: ReferenceSwarm, rounds: int) -> RoundReport:
+def last_report(swarm, rounds):
     return list(swarm.rounds(rounds))[-1]
 
 
-def test_a_tiny_run_is_the_same_every_time(tmp_path: Path, shared_run: RunFolder) -> None:
+def test_a_tiny_run_is_the_same_every_time(tmp_path, shared_run):
     again = make_tiny_run(tmp_path / "again")
     assert again.plan().admission_scope == shared_run.plan().admission_scope
     other = make_tiny_run(tmp_path / "other", seed=1)
@@ -48,19 +44,15 @@ def test_a_tiny_run_is_the_same_every_time(tmp_path: Path, shared_run: RunFolder
 
 
 @pytest.mark.parametrize("run_name", ["shared_run", "private_run"])
-def test_digests_are_deterministic(run_name: str, request: pytest.FixtureRequest) -> None:
+def test_digests_are_deterministic(run_name, request):
     run = request.getfixturevalue(run_name)
     first, second = (list(ReferenceSwarm(run).rounds(2)) for _ in range(2))
     assert [r.digests for r in first] == [r.digests for r in second]
     assert set(first[0].digests) == set(run.grid(run.plan()).modules())
-    assert len({*first[0].digests.values(), *first[1].digests.values()}) == 2 * len(
-        first[0].digests
-    )
+    assert len({*first[0].digests.values(), *first[1].digests.values()}) == 2 * len(first[0].digests)
 
 
-def test_a_run_by_the_clock_is_simulated_in_fp32_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_by_the_clock_is_simulated_in_fp32_too(tmp_path, monkeypatch):
     """Its peers may train in bf16; a simulation is to have the same bits on every processor."""
     monkeypatch.setattr(device, "cpu_has_bf16", lambda: True)
     run = make_tiny_run(tmp_path / "run", inner_steps=0)
@@ -68,14 +60,14 @@ def test_a_run_by_the_clock_is_simulated_in_fp32_too(
     assert {trainer.inner.dtype for trainer in swarm.trainers.values()} == {torch.float32}
 
 
-def test_scoring_does_not_disturb_training(shared_run: RunFolder) -> None:
+def test_scoring_does_not_disturb_training(shared_run):
     unscored = ReferenceSwarm(shared_run, settings=UNSCORED)
     report = last_report(unscored, 2)
     assert report.digests == last_report(ReferenceSwarm(shared_run), 2).digests
     assert report.validation.perplexity is None
 
 
-def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
+def test_an_independent_implementation_agrees(tmp_path):
     """One round of 2x2, all levels at the end, written out with PyTorch's own Nesterov."""
     run = make_tiny_run(
         tmp_path / "run",
@@ -98,19 +90,12 @@ def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
 
     swarm = ReferenceSwarm(run)
     swarm.run_round()
-    for module, paths in {
-        "L0.E0": (0, 1),
-        "L0.E1": (2, 3),
-        "L1.E0": (0, 2),
-        "L1.E1": (1, 3),
-    }.items():
+    for module, paths in {"L0.E0": (0, 1), "L0.E1": (2, 3), "L1.E0": (0, 2), "L1.E1": (1, 3)}.items():
         names = layout_of(swarm.grid, module).names
         parameters = [torch.nn.Parameter(base[name].clone()) for name in names]
         total = sum(shards[path] for path in paths)
         for name, parameter in zip(names, parameters, strict=True):
-            parameter.grad = 2**0.5 * sum(
-                (shards[path] / total) * (base[name] - trained[path][name]) for path in paths
-            )
+            parameter.grad = 2**0.5 * sum((shards[path] / total) * (base[name] - trained[path][name]) for path in paths)
         outer = {"lr": plan.outer.learning_rate, "momentum": plan.outer.momentum}
         torch.optim.SGD(parameters, **outer, nesterov=True).step()
         views = layout_of(swarm.grid, module).views(swarm.states[module].parameters)
@@ -118,22 +103,19 @@ def test_an_independent_implementation_agrees(tmp_path: Path) -> None:
             torch.testing.assert_close(views[name], parameter.detach(), rtol=1e-5, atol=1e-7)
 
 
-def test_replicas_share_a_path_but_no_batches(shared_run: RunFolder) -> None:
+def test_replicas_share_a_path_but_no_batches(shared_run):
     swarm = ReferenceSwarm(shared_run, peers=[SimulatedPeer(1), SimulatedPeer(1, replica=1)])
     report = last_report(swarm, 1)
     assert [path.step for path in report.paths] == [8]
     assert swarm.states["L1.E1"].progress[1].tokens == 2 * 4 * 2 * 32
     trainers = swarm.trainers.values()
     gradients = [trainer.snapshot("L0.E0").outer_gradient()[:] for trainer in trainers]
-    assert (
-        report.digests
-        != last_report(ReferenceSwarm(shared_run, peers=[SimulatedPeer(1)]), 1).digests
-    )
+    assert report.digests != last_report(ReferenceSwarm(shared_run, peers=[SimulatedPeer(1)]), 1).digests
     # Offset 0.5: since its boundary each replica has trained on, on other sequences.
     assert not torch.equal(gradients[0], gradients[1])
 
 
-def test_untrained_paths_keep_their_states(private_run: RunFolder) -> None:
+def test_untrained_paths_keep_their_states(private_run):
     swarm = ReferenceSwarm(private_run, peers=[SimulatedPeer(0)])
     before = swarm.report()
     after = last_report(swarm, 1)
@@ -142,7 +124,7 @@ def test_untrained_paths_keep_their_states(private_run: RunFolder) -> None:
     assert [path.path for path in after.paths] == [0]
 
 
-def test_the_number_of_the_first_round_stands_in_the_states(shared_run: RunFolder) -> None:
+def test_the_number_of_the_first_round_stands_in_the_states(shared_run):
     swarm = ReferenceSwarm(shared_run, first_round=7)
     assert last_report(swarm, 1).round_index == 7
     assert swarm.states["L0.E0"].progress[0].last_round == 7
@@ -152,12 +134,8 @@ def test_the_number_of_the_first_round_stands_in_the_states(shared_run: RunFolde
     assert from_zero.states["L0.E0"].digest != swarm.states["L0.E0"].digest
 
 
-@pytest.mark.parametrize(
-    ("offsets", "first", "second"), [((0.5, 1.0), (2, 4), (6, 8)), ((0.75, 0.25), (3, 1), (7, 5))]
-)
-def test_levels_step_in_the_middle_of_a_round(
-    tmp_path: Path, offsets: tuple[float, ...], first: tuple[int, int], second: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(("offsets", "first", "second"), [((0.5, 1.0), (2, 4), (6, 8)), ((0.75, 0.25), (3, 1), (7, 5))])
+def test_levels_step_in_the_middle_of_a_round(tmp_path, offsets, first, second):
     run = make_tiny_run(tmp_path / "run", rounds={"level_offsets": offsets})
     swarm = ReferenceSwarm(run, settings=UNSCORED)
     for expected in (first, second):
@@ -167,7 +145,7 @@ def test_levels_step_in_the_middle_of_a_round(
     assert {path.step for path in report.paths} == {8}
 
 
-def test_a_level_without_new_steps_is_left_alone(tmp_path: Path) -> None:
+def test_a_level_without_new_steps_is_left_alone(tmp_path):
     run = make_tiny_run(tmp_path / "run", inner_steps=1)
     swarm = ReferenceSwarm(run, settings=UNSCORED)
     assert swarm.run_round().versions == {"L0.E0": 0, "L0.E1": 0, "L1.E0": 1, "L1.E1": 1}
@@ -175,7 +153,7 @@ def test_a_level_without_new_steps_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_every_codec_trains_with_bits_of_its_own(tmp_path: Path, codec: str) -> None:
+def test_every_codec_trains_with_bits_of_its_own(tmp_path, codec):
     run = make_tiny_run(tmp_path / "run", codec=codec, outer={"momentum": 0.0})
     exact = make_tiny_run(tmp_path / "exact", codec="float32", outer={"momentum": 0.0})
     swarm = ReferenceSwarm(run)
@@ -185,9 +163,7 @@ def test_every_codec_trains_with_bits_of_its_own(tmp_path: Path, codec: str) -> 
     assert (report.digests == others) == (codec == "float32")
 
 
-def test_validation_is_of_the_anchors_and_weighs_tokens_alike(
-    shared_run: RunFolder,
-) -> None:
+def test_validation_is_of_the_anchors_and_weighs_tokens_alike(shared_run):
     swarm = ReferenceSwarm(shared_run)
     before = swarm.report().validation
     report = last_report(swarm, 3)
@@ -204,7 +180,7 @@ def test_validation_is_of_the_anchors_and_weighs_tokens_alike(
     assert perplexity < 0.7 * (before.perplexity or 0)
 
 
-def test_scores() -> None:
+def test_scores():
     assert LossSum().perplexity is None
     assert LossSum(1e9, 1).perplexity is None
     total = LossSum.total([LossSum(1.0, 1), LossSum(2.0, 3)])
@@ -212,7 +188,7 @@ def test_scores() -> None:
     assert total.perplexity == pytest.approx(np.exp(0.75))
 
 
-def test_states_from_elsewhere_continue_the_schedule(shared_run: RunFolder) -> None:
+def test_states_from_elsewhere_continue_the_schedule(shared_run):
     first = ReferenceSwarm(shared_run)
     first.run_round()
     later = ReferenceSwarm(shared_run, states=first.states, first_round=1)
@@ -229,27 +205,21 @@ def test_states_from_elsewhere_continue_the_schedule(shared_run: RunFolder) -> N
         [SimulatedPeer(1, 0, "a"), SimulatedPeer(2, 0, "a")],
     ],
 )
-def test_impossible_peers_are_refused(shared_run: RunFolder, peers: list[SimulatedPeer]) -> None:
+def test_impossible_peers_are_refused(shared_run, peers):
     with pytest.raises(ConfigurationError):
         ReferenceSwarm(shared_run, peers=peers)
 
 
-def test_a_successor_run_starts_from_its_genesis_states(
-    tmp_path: Path, private_run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_successor_run_starts_from_its_genesis_states(tmp_path, private_run, monkeypatch):
     trained = ReferenceSwarm(private_run, settings=UNSCORED)
     trained.run_round()
     plan, run = private_run.plan(), RunFolder(tmp_path / "run")
     shutil.copytree(private_run.path / "blobs", run.path / "blobs")
-    begun = {
-        module: replace(state, version=0, progress={}) for module, state in trained.states.items()
-    }
+    begun = {module: replace(state, version=0, progress={}) for module, state in trained.states.items()}
     for module, state in begun.items():
         write_state(state, tmp_path / module)
         assert run.blobs.add_file(tmp_path / module) == state.digest
-    index = run.blobs.add_bytes(
-        canonical_json({module: state.digest for module, state in begun.items()})
-    )
+    index = run.blobs.add_bytes(canonical_json({module: state.digest for module, state in begun.items()}))
     blobs = plan.blobs.model_copy(update={"genesis": index})
     successor = plan.model_copy(update={"blobs": blobs, "successor_of": plan.run_id})
     key = load_or_create_operator_key(tmp_path / "operator.pem")
@@ -264,7 +234,7 @@ def test_a_successor_run_starts_from_its_genesis_states(
 # Dense baseline
 
 
-def test_the_dense_baseline_sees_every_sequence_once_an_epoch(tmp_path: Path) -> None:
+def test_the_dense_baseline_sees_every_sequence_once_an_epoch(tmp_path):
     run = make_tiny_run(tmp_path / "run", documents_per_path=5, inner={"batch_sequences": 1})
     plan = run.plan()
     shards = [run.train_tokens(plan, path) for path in range(4)]
@@ -274,11 +244,9 @@ def test_the_dense_baseline_sees_every_sequence_once_an_epoch(tmp_path: Path) ->
     assert seen == expected
 
 
-def test_the_dense_baseline_learns_and_is_scored_on_the_same_tokens(
-    shared_run: RunFolder,
-) -> None:
+def test_the_dense_baseline_learns_and_is_scored_on_the_same_tokens(shared_run):
     before = ReferenceSwarm(shared_run).report().validation
-    steps: list[int] = []
+    steps = []
     result = train_dense(shared_run, 12, on_step=lambda step, loss: steps.append(step))
     assert steps == list(range(12))
     assert result.validation.tokens == before.tokens
@@ -293,7 +261,7 @@ def test_the_dense_baseline_learns_and_is_scored_on_the_same_tokens(
     assert other.validation != result.validation
 
 
-def test_the_rate_of_the_dense_baseline_falls_to_its_end_unless_the_plan_says_how() -> None:
+def test_the_rate_of_the_dense_baseline_falls_to_its_end_unless_the_plan_says_how():
     kept = InnerConfig(learning_rate=3e-3, warmup_steps=4)
     fallen = baseline_inner(kept, 20)
     rates = [learning_rate_at(fallen, step) for step in (3, 4, 12, 20)]

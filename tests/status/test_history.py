@@ -1,13 +1,10 @@
 """The figures of a swarm over time: what is written is read again, and the file stays small."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +15,7 @@ RUN, OTHER = "ab" * 8, "cd" * 8
 START_S = 1.7e9
 
 
-def status_of_moment(time_s: float, run: str = RUN, **values: Any) -> dict[str, Any]:
+def status_of_moment(time_s, run=RUN, **values):
     """Return the least that a status has."""
     return {
         "time_s": time_s,
@@ -31,11 +28,11 @@ def status_of_moment(time_s: float, run: str = RUN, **values: Any) -> dict[str, 
 
 
 @pytest.fixture
-def history(tmp_path: Path) -> History:
+def history(tmp_path):
     return History(tmp_path / "run.sqlite")
 
 
-def test_each_run_has_figures_of_its_own(history: History) -> None:
+def test_each_run_has_figures_of_its_own(history):
     history.write(status_of_moment(START_S))
     history.write(status_of_moment(START_S + 60, validation={"loss": 1.5}))
     history.write(status_of_moment(START_S + 60, run=OTHER, peers=[]))
@@ -50,20 +47,20 @@ def test_each_run_has_figures_of_its_own(history: History) -> None:
     assert history.series("ef" * 8)["training"] == []
 
 
-def test_claims_beyond_all_measure_are_kept(history: History) -> None:
+def test_claims_beyond_all_measure_are_kept(history):
     paths = [{"path": path, "tokens": 2**53} for path in range(2048)]
     history.write(status_of_moment(START_S, paths=paths))
     assert history.series(RUN)["tokens"] == [2**63 - 1]
 
 
-def test_of_many_rows_some_are_read_and_the_last_among_them(history: History) -> None:
+def test_of_many_rows_some_are_read_and_the_last_among_them(history):
     for step in range(3 * MAX_POINTS // 2):
         history.write(status_of_moment(START_S + step))
     times = history.series(RUN)["time_s"]
     assert (len(times), times[-1]) == (MAX_POINTS, START_S + 3 * MAX_POINTS // 2 - 1)
 
 
-def test_it_survives_a_restart_and_a_kill(tmp_path: Path) -> None:
+def test_it_survives_a_restart_and_a_kill(tmp_path):
     """A process is ended in the middle of a write: what was written before is there."""
     file = tmp_path / "run.sqlite"
     program = (
@@ -77,9 +74,7 @@ def test_it_survives_a_restart_and_a_kill(tmp_path: Path) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(file), json.dumps(status_of_moment(START_S))],
-        timeout=280,
-        check=False,
+        [sys.executable, "-c", program, str(file), json.dumps(status_of_moment(START_S))], timeout=280, check=False
     )
     assert done.returncode == -9
     history = History(file)
@@ -88,7 +83,7 @@ def test_it_survives_a_restart_and_a_kill(tmp_path: Path) -> None:
     assert History(file).series(RUN)["time_s"] == [START_S, START_S + 60]
 
 
-def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_history_is_refused(tmp_path):
     other, text = tmp_path / "other", tmp_path / "text"
     sqlite3.connect(other).execute("CREATE TABLE bookmarks (name)")
     with pytest.raises(StorageError, match="a database of another program or version"):
@@ -100,7 +95,7 @@ def test_what_is_no_history_is_refused(tmp_path: Path) -> None:
         History(tmp_path)
 
 
-def test_it_gets_sparser_with_age(history: History) -> None:
+def test_it_gets_sparser_with_age(history):
     step_s, end_s = 120.0, START_S + 4 * DAY_S
     rows = [(RUN, START_S + n * step_s, 1, 5, 2.0, None) for n in range(int(4 * DAY_S / step_s))]
     history._file.execute("BEGIN")
@@ -113,7 +108,7 @@ def test_it_gets_sparser_with_age(history: History) -> None:
     middle = [t for t in times if end_s - 2 * DAY_S + 1800 < t < end_s - 6 * HOUR_S - 1800]
     old = [t for t in times if t < end_s - 2 * DAY_S - 1800]
 
-    def gap(found: list[float]) -> float:
+    def gap(found):
         return (found[-1] - found[0]) / (len(found) - 1)
 
     assert gap(young) == step_s
@@ -124,6 +119,6 @@ def test_it_gets_sparser_with_age(history: History) -> None:
     assert len(history.series(RUN)["time_s"]) == min(len(times), MAX_POINTS)
 
 
-def test_where_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_it_is_kept(monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", "/var/lib/state")
     assert default_history_file() == Path("/var/lib/state/dipaco/history.sqlite")

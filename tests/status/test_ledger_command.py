@@ -1,21 +1,15 @@
 """`dipaco-status --ledger`: a table or JSON, also of the runs before."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import pytest
-from support.runs.tiny_run import make_tiny_run
 
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.keeping.credit import own_tokens
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.ledger import EXPORT_FORMAT
 from dipaco.status import cli, ledger
+from support.runs.tiny_run import make_tiny_run
 
 RUN = "0" * 16
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
@@ -27,26 +21,24 @@ class Reader:
     grid = SimpleNamespace(modules=lambda: ("L0.E0",))
     plan = SimpleNamespace(run_id=RUN, successor_of=None)
 
-    def __init__(self, initial_peers: tuple[str, ...], *, run: str | None) -> None:
+    def __init__(self, initial_peers, *, run):
         assert (initial_peers, run) == ((ADDRESS,), "mine")
 
-    def __enter__(self) -> Reader:
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_):
         pass
 
-    def chain(self, module: str) -> list[Step]:
+    def chain(self, module):
         row = Row(module, 0, genesis_name(RUN, module), "5" * 64, 0, "ann" * 8, 1234, "f" * 64, 1)
         return [Step.of([row])]
 
-    def view(self) -> Any:
+    def view(self):
         return SimpleNamespace(peers={})
 
 
-def test_the_command_prints_a_table_or_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
     monkeypatch.setattr(ledger, "SwarmReader", Reader)
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
     assert cli.main([*words, "--json"]) == 0
@@ -59,9 +51,7 @@ def test_the_command_prints_a_table_or_json(
     assert "counts once a step has taken it" in " ".join(shown.split())
 
 
-def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monkeypatch, capsys, tmp_path):
     run = make_tiny_run(tmp_path / "made")
     plan, peer = run.plan(), ADDRESS.rpartition("/")[2]
     cache = tmp_path / "cache"
@@ -69,20 +59,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     folder = run.path.rename(cache / plan.run_id)
     store = ChainStore(plan.run_id, run.grid(plan).modules(), folder / "chains")
     module = "L0.E0"
-    rows = [
-        Row(
-            module,
-            0,
-            genesis_name(plan.run_id, module),
-            "5" * 64,
-            0,
-            peer,
-            1000,
-            "f" * 64,
-            1,
-            bytes(64),
-        )
-    ]
+    rows = [Row(module, 0, genesis_name(plan.run_id, module), "5" * 64, 0, peer, 1000, "f" * 64, 1, bytes(64))]
     step = Step.of(rows)
     store.serve(module, step.name, [step])
     log = folder / "chains" / f"{module}.log"
@@ -102,7 +79,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(
     here.serve(module, step.name, [step])
     grid = SimpleNamespace(modules=lambda: [module])
     node = SimpleNamespace(plan=Reader.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
-    assert own_tokens(node) == 1500  # type: ignore[arg-type]
+    assert own_tokens(node) == 1500
     assert cli.main(words) == 0
     assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())
     assert cli.main([*words, "--earlier", str(tmp_path / "made")]) == 9

@@ -1,22 +1,14 @@
 """What Prometheus is told: names and labels are a contract, and the examples use no others."""
 
-from __future__ import annotations
-
 import json
 import re
-import socket
 import urllib.request
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.runs.make_plan import make_plan
-from support.swarms.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_record
 
-from dipaco.base.errors import ConfigurationError
-from dipaco.base.metrics import Metric, text_of
+from dipaco.base.metrics import text_of
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics
@@ -24,6 +16,8 @@ from dipaco.peer.settings import PeerSettings
 from dipaco.protocol.config import GridConfig
 from dipaco.protocol.view import SwarmView
 from dipaco.status.metrics import PATH_STATES, SWARM_METRICS, swarm_text
+from support.runs.make_plan import make_plan
+from support.swarms.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_record
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "examples" / "monitoring"
@@ -31,7 +25,7 @@ NAMES = {metric.name for metric in (*PEER_METRICS, *SWARM_METRICS)}
 ADDRESS = ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",)
 
 
-def samples(text: bytes) -> dict[tuple[str, str], float]:
+def samples(text):
     """Return (name, value of the label) to value, as Prometheus' own parser reads it."""
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value
@@ -40,7 +34,7 @@ def samples(text: bytes) -> dict[tuple[str, str], float]:
     }
 
 
-def status(peers: int = 3, **changes: Any) -> dict[str, Any]:
+def status(peers=3, **changes):
     path = {"state": "training", "last_round": 7, "tokens": 100}
     module = {"agree": True, "holders": ["A", "B"], "last_round": 7}
     peer = {"state": "training", "reachable": "direct", "tokens_per_s": 10.5}
@@ -57,7 +51,7 @@ def status(peers: int = 3, **changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_status_as_metrics() -> None:
+def test_a_status_as_metrics():
     found = samples(swarm_text(status()))
     assert found["dipaco_swarm_round", ""] == 8
     assert found["dipaco_swarm_healthy", ""] == 0
@@ -74,13 +68,13 @@ def test_a_status_as_metrics() -> None:
     assert {name for name, _ in found} == {metric.name for metric in SWARM_METRICS}
 
 
-def test_a_large_swarm_has_as_many_samples_as_a_small_one() -> None:
+def test_a_large_swarm_has_as_many_samples_as_a_small_one():
     assert len(samples(swarm_text(status(peers=5000)))) == len(samples(swarm_text(status())))
     empty = status(peers=0, paths=[], modules=[], validation={"perplexity": None})
     assert ("dipaco_swarm_validation_perplexity", "") not in samples(swarm_text(empty))
 
 
-def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], float]:
+def metrics_after(*events):
     uplink = Uplink()
     uplink.received_bytes = 7
     metrics = PeerMetrics(uplink)
@@ -95,7 +89,7 @@ def metrics_after(*events: tuple[str, dict[str, Any]]) -> dict[tuple[str, str], 
     return samples(text_of(metrics.collect()))
 
 
-def test_a_peer_as_metrics() -> None:
+def test_a_peer_as_metrics():
     step = {"tokens": 64, "seconds": 0.5, "loss": 3.25}
     outer_step = {"module": "L0.E1", "seconds_after_boundary": 2.0, "rows": 2}
     found = metrics_after(
@@ -122,7 +116,7 @@ def test_a_peer_as_metrics() -> None:
     assert {name for name, _ in found} == {metric.name for metric in PEER_METRICS}
 
 
-def test_counters_are_there_before_anything_happens() -> None:
+def test_counters_are_there_before_anything_happens():
     found = metrics_after()
     for metric in PEER_METRICS:
         if metric.kind == "counter" and "bytes" not in metric.name:
@@ -130,7 +124,7 @@ def test_counters_are_there_before_anything_happens() -> None:
                 assert found[metric.name, label] == 0
 
 
-def test_a_peer_answers_where_it_is_told_and_says_so(tmp_path: Path) -> None:
+def test_a_peer_answers_where_it_is_told_and_says_so(tmp_path):
     metrics, said = PeerMetrics(Uplink(None)), list[str]()
     metrics.serve(PeerSettings(initial_peers=ADDRESS), said.append)
     assert said == []
@@ -144,26 +138,14 @@ def test_a_peer_answers_where_it_is_told_and_says_so(tmp_path: Path) -> None:
         assert ("dipaco_tokens_total", "") in samples(answer.read())
 
 
-def test_a_port_that_is_taken_is_said_in_one_line() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        settings = PeerSettings(initial_peers=ADDRESS, metrics_port=port)
-        with pytest.raises(ConfigurationError, match=r"--metrics-port \d+: cannot listen"):
-            PeerMetrics(Uplink(None)).serve(settings, print)
-    with pytest.raises(ConfigurationError, match=r"--metrics-host"):
-        PeerSettings(initial_peers=ADDRESS, metrics_host="0.0.0.0")
-
-
 # -- what stands in docs and examples
 
 
-def names_in(expressions: Iterable[str]) -> set[str]:
+def names_in(expressions):
     return {name for text in expressions for name in re.findall(r"\bdipaco_\w+", text)}
 
 
-def test_the_dashboard_shows_what_there_is_and_nothing_else() -> None:
+def test_the_dashboard_shows_what_there_is_and_nothing_else():
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
     assert names_in(t["expr"] for panel in panels for t in panel["targets"]) == NAMES
@@ -176,7 +158,7 @@ def test_the_dashboard_shows_what_there_is_and_nothing_else() -> None:
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
 
 
-def test_the_alerts_are_about_what_there_is() -> None:
+def test_the_alerts_are_about_what_there_is():
     text = (MONITORING / "rules.yml").read_text()
     assert names_in(re.sub(r"dipaco:\w+", "", text).splitlines()) <= NAMES
     values = {value for metric in (*PEER_METRICS, *SWARM_METRICS) for value in metric.values}
@@ -184,7 +166,7 @@ def test_the_alerts_are_about_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("metrics", [PEER_METRICS, SWARM_METRICS])
-def test_every_metric_is_documented(metrics: tuple[Metric, ...]) -> None:
+def test_every_metric_is_documented(metrics):
     text = (ROOT / "docs" / "monitoring.md").read_text()
     for metric in metrics:
         label = f"`{metric.label}`" if metric.label else ""

@@ -1,31 +1,29 @@
 """What counts as a problem of a swarm: nothing in a healthy one, and the worst first."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.swarms.swarm_views import Records, digest_of, healthy_swarm, peer_name, plan_of
 
 from dipaco.protocol.records import Holding
-from dipaco.status.problems import MAX_ALIKE, Problem, forked_modules, problems
+from dipaco.status.problems import MAX_ALIKE, forked_modules, problems
+from support.swarms.swarm_views import digest_of, healthy_swarm, peer_name, plan_of
 
 KINDS = (
     "untrained", "stalled", "broken", "forked", "behind", "copies", "waiting", "undialable",
 )  # fmt: skip
 
 
-def found(records: Records) -> tuple[Problem, ...]:
+def found(records):
     return problems(records.view(), records.plan, records.grid)
 
 
-def kinds(records: Records) -> list[str]:
+def kinds(records):
     return [problem.kind for problem in found(records)]
 
 
-def swarm(peers: int = 8, *sizes: int, round_index: int = 12) -> Records:
+def swarm(peers=8, *sizes, round_index=12):
     plan, grid = plan_of(*(sizes or (2, 2)))
     return healthy_swarm(plan, grid, peers=peers, round_index=round_index)
 
@@ -43,44 +41,30 @@ def swarm(peers: int = 8, *sizes: int, round_index: int = 12) -> Records:
     private=st.booleans(),
 )
 def test_a_healthy_swarm_has_no_problem(
-    peers: int,
-    sizes: tuple[int, ...],
-    round_index: int,
-    in_round: float,
-    behind: int,
-    duration_s: float,
-    inner_steps: int,
-    dwell_rounds: int,
-    private: bool,
-) -> None:
+    peers, sizes, round_index, in_round, behind, duration_s, inner_steps, dwell_rounds, private
+):
     plan, grid = plan_of(
-        *sizes,
-        private=private,
-        duration_s=duration_s,
-        inner_steps=inner_steps,
-        dwell_rounds=dwell_rounds,
+        *sizes, private=private, duration_s=duration_s, inner_steps=inner_steps, dwell_rounds=dwell_rounds
     )
-    records = healthy_swarm(
-        plan, grid, peers=peers, round_index=round_index, in_round=in_round, behind=behind
-    )
+    records = healthy_swarm(plan, grid, peers=peers, round_index=round_index, in_round=in_round, behind=behind)
     assert [problem.text for problem in found(records)] == []
 
 
 @pytest.mark.parametrize("peers", [3, 40, 500])
-def test_a_healthy_swarm_of_256_paths_has_no_problem(peers: int) -> None:
+def test_a_healthy_swarm_of_256_paths_has_no_problem(peers):
     assert kinds(swarm(peers, 16, 16, round_index=30)) == []
 
 
 # -- a module without a step
 
 
-def stall(records: Records, module: str, last_round: int) -> None:
+def stall(records, module, last_round):
     for held, peer in list(records.holdings):
         if held == module:
             records.hold(peer, module, last_round)
 
 
-def test_a_module_without_a_step_for_rounds() -> None:
+def test_a_module_without_a_step_for_rounds():
     records = swarm(8, 2, 2)
     stall(records, "L0.E1", 9)
     assert kinds(records) == []
@@ -92,7 +76,7 @@ def test_a_module_without_a_step_for_rounds() -> None:
     assert "since the run began; look" in found(records)[0].text
 
 
-def test_a_module_without_a_step_with_fixed_steps() -> None:
+def test_a_module_without_a_step_with_fixed_steps():
     plan, grid = plan_of(2, 2, inner_steps=10)
     records = healthy_swarm(plan, grid, peers=8, round_index=12)
     stall(records, "L1.E0", 8)
@@ -104,7 +88,7 @@ def test_a_module_without_a_step_with_fixed_steps() -> None:
     assert kinds(records) == []
 
 
-def test_who_comes_to_a_module_that_waited_has_rounds_for_a_step() -> None:
+def test_who_comes_to_a_module_that_waited_has_rounds_for_a_step():
     records = swarm(3, 4, 4, round_index=40)
     module = next(m for m in records.grid.modules() if len(records.trainers(m)) == 1)
     stall(records, module, 20)
@@ -119,7 +103,7 @@ def test_who_comes_to_a_module_that_waited_has_rounds_for_a_step() -> None:
     assert kinds(records)[0] == "stalled"
 
 
-def test_a_module_that_peers_come_to_in_turn_and_that_has_no_step() -> None:
+def test_a_module_that_peers_come_to_in_turn_and_that_has_no_step():
     """As two peers do on four paths: no claim on it lasts as long as its steps are missing."""
     records = swarm(2, 2, 2, round_index=20)
     [module, *_] = (m for m in records.grid.modules() if not records.trainers(m))
@@ -134,7 +118,7 @@ def test_a_module_that_peers_come_to_in_turn_and_that_has_no_step() -> None:
 # -- forks
 
 
-def test_two_steps_of_one_version_are_a_fork() -> None:
+def test_two_steps_of_one_version_are_a_fork():
     records = swarm(8)
     other = records.trainers("L0.E0")[1]
     records.hold(other, "L0.E0", 11, chain="b")
@@ -147,7 +131,7 @@ def test_two_steps_of_one_version_are_a_fork() -> None:
     assert kinds(records) == []
 
 
-def test_another_state_of_the_same_step_is_a_broken_machine() -> None:
+def test_another_state_of_the_same_step_is_a_broken_machine():
     records = swarm(8)
     other = records.trainers("L0.E0")[1]
     head = records.holdings["L0.E0", other].head
@@ -159,7 +143,7 @@ def test_another_state_of_the_same_step_is_a_broken_machine() -> None:
     assert "memory and processor" in problem.remedy
 
 
-def test_an_older_state_in_training_for_rounds_is_told() -> None:
+def test_an_older_state_in_training_for_rounds_is_told():
     records = swarm(8)
     other = records.trainers("L0.E0")[1]
     records.hold(other, "L0.E0", 9)
@@ -174,7 +158,7 @@ def test_an_older_state_in_training_for_rounds_is_told() -> None:
 # -- copies, paths, addresses
 
 
-def test_fewer_copies_than_the_run_wants() -> None:
+def test_fewer_copies_than_the_run_wants():
     records = swarm(8)
     holders = [peer for module, peer in records.holdings if module == "L0.E0"]
     for peer in holders[2:]:
@@ -191,13 +175,13 @@ def test_fewer_copies_than_the_run_wants() -> None:
     assert kinds(early) == []
 
 
-def test_too_few_peers_for_the_copies() -> None:
+def test_too_few_peers_for_the_copies():
     records = swarm(2)
     assert set(kinds(records)) == {"copies"}
     assert "2 peers can keep copies: start another one" in found(records)[0].text
 
 
-def test_a_path_waits_only_so_long() -> None:
+def test_a_path_waits_only_so_long():
     """ceil(4 / 3) + 1 turns of two rounds, and two rounds more."""
     records = swarm(3, round_index=20)
     path = next(p for p in range(4) if not records.view().claimants(p))
@@ -205,16 +189,14 @@ def test_a_path_waits_only_so_long() -> None:
         entry = records.progress[path].model_copy(update={"last_round": last_round})
         records.progress[path] = entry
         waiting = [problem for problem in found(records) if problem.kind == "waiting"]
-        assert [problem.what for problem in waiting] == [
-            text.replace("path 0", f"path {path}") for text in expected
-        ]
+        assert [problem.what for problem in waiting] == [text.replace("path 0", f"path {path}") for text in expected]
     # With peers enough it need not wait at all.
     records = swarm(4)
     records.claims[peer_name(3)] = records.claims[peer_name(3)].model_copy(update={"path": 2})
     assert "path 3 has no trainer since round 11; if it lasts" in found(records)[-1].text
 
 
-def test_a_claimed_path_that_gets_nowhere() -> None:
+def test_a_claimed_path_that_gets_nowhere():
     records = swarm(8)
     records.progress[2] = records.progress[2].model_copy(update={"last_round": 6})
     [problem] = found(records)
@@ -222,7 +204,7 @@ def test_a_claimed_path_that_gets_nowhere() -> None:
     assert "path 2 is claimed and gets nowhere, 5 rounds, since round 6" in problem.text
 
 
-def test_without_anybody_that_can_be_called_there_is_no_mailbox() -> None:
+def test_without_anybody_that_can_be_called_there_is_no_mailbox():
     records = swarm(8)
     for name in records.peers:
         records.peers[name] = records.peers[name].model_copy(update={"reachable": "outgoing"})
@@ -239,7 +221,7 @@ def test_without_anybody_that_can_be_called_there_is_no_mailbox() -> None:
 # -- order and number
 
 
-def spoil(records: Records) -> Records:
+def spoil(records):
     """Let everything go wrong at once that can."""
     modules = records.grid.modules()
     for index, module in enumerate(modules):
@@ -259,7 +241,7 @@ def spoil(records: Records) -> Records:
 
 
 @pytest.mark.parametrize(("peers", "sizes"), [(3, (2, 2)), (60, (4, 4)), (500, (16, 16))])
-def test_the_worst_stand_first_and_many_become_one(peers: int, sizes: tuple[int, ...]) -> None:
+def test_the_worst_stand_first_and_many_become_one(peers, sizes):
     records = spoil(swarm(peers, *sizes, round_index=30))
     ranks = [KINDS.index(kind) for kind in kinds(records)]
     assert ranks == sorted(ranks)
@@ -268,14 +250,14 @@ def test_the_worst_stand_first_and_many_become_one(peers: int, sizes: tuple[int,
     assert all(len(problem.text) < 240 for problem in found(records))
 
 
-def test_nobody_trains() -> None:
+def test_nobody_trains():
     records = swarm(8)
     records.claims.clear()
     assert kinds(records) == ["untrained"]
     assert "dipaco-peer ADDR" in found(records)[0].text
 
 
-def test_every_trainer_with_a_state_of_its_own() -> None:
+def test_every_trainer_with_a_state_of_its_own():
     """Invented holdings do not make the work grow with the square of their number."""
     records = swarm(2000, 4, 4)
     for number, (module, peer) in enumerate(list(records.holdings)):

@@ -1,88 +1,64 @@
 """The page of a swarm in a real browser: what a person sees, and what strangers cannot do in it."""
 
-from __future__ import annotations
-
 import io
 import itertools
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from dipaco.status.service import StatusService
 from support.programs.browser import PHONE, is_wider_than_screen, served, visited
-from support.swarms.shown_swarm import (
-    FORKED,
-    NAME,
-    ROUND,
-    WAITING,
-    content_of,
-    finished,
-    in_trouble,
-    then,
-    well,
-)
+from support.swarms.shown_swarm import FORKED, NAME, ROUND, WAITING, content_of, finished, in_trouble, then, well
 from support.swarms.swarm_views import peer_name
 from support.wire.proxy import behind_proxy
-
-from dipaco.status.service import PageContent, StatusService
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Locator, Page
 
 HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 # The page looks again at once when it comes to the front.
 LOOK = "document.dispatchEvent(new Event('visibilitychange'))"
 # Over how many lines the words of something go.
 LINES = (
-    "one => { const all = document.createRange(); all.selectNodeContents(one); "
-    "return all.getClientRects().length; }"
+    "one => { const all = document.createRange(); all.selectNodeContents(one); return all.getClientRects().length; }"
 )
 
 
 @contextmanager
-def page_of(
-    browser: Browser, content: PageContent, words: str = "", **options: Any
-) -> Iterator[Page]:
+def page_of(browser, content, words="", **options):
     """Serve the content and visit it; ready when the curves are there. `words` are its address."""
     from playwright.sync_api import expect
 
-    with (
-        served(StatusService(content).application()) as address,
-        visited(browser, address + words, **options) as page,
-    ):
+    with served(StatusService(content).application()) as address, visited(browser, address + words, **options) as page:
         expect(page.locator(".chart")).to_have_count(4)
         yield page
 
 
-def cell(page: Page, box: str, subject: str) -> Locator:
+def cell(page, box, subject):
     return page.locator(f'#{box} [data-subject="{subject}"]')
 
 
 class Seen:
     """A picture of a whole page, as it looks when this is made."""
 
-    def __init__(self, page: Page) -> None:
+    def __init__(self, page):
         from PIL import Image
 
         # Nothing lies over the rest, and changes of colour are over.
         data = page.screenshot(full_page=True, animations="disabled")
         self._picture = Image.open(io.BytesIO(data)).convert("RGB")
 
-    def colour(self, place: Locator, x: float = 0.5, y: float = 0.5) -> tuple[int, ...]:
+    def colour(self, place, x=0.5, y=0.5):
         """Return the colour at a point of something, given in parts of its size."""
         box = place.bounding_box()
         assert box is not None
         at = (int(box["x"] + x * (box["width"] - 1)), int(box["y"] + y * (box["height"] - 1)))
-        found: tuple[int, ...] = self._picture.getpixel(at)
-        return found
+        return self._picture.getpixel(at)
 
 
-def is_near(one: tuple[int, ...], other: tuple[int, ...], most: int = 12) -> bool:
+def is_near(one, other, most=12):
     return all(abs(a - b) <= most for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("with_ledger", [True, False])
-def test_a_swarm_that_is_well(browser: Browser, with_ledger: bool) -> None:
+def test_a_swarm_that_is_well(browser, with_ledger):
     from playwright.sync_api import expect
 
     with page_of(browser, content_of(well(), with_ledger=with_ledger)) as page:
@@ -96,7 +72,7 @@ def test_a_swarm_that_is_well(browser: Browser, with_ledger: bool) -> None:
         expect(page.locator("#ledger")).to_be_visible(visible=with_ledger)
 
 
-def test_the_grid_tells_which_path_waits(browser: Browser) -> None:
+def test_the_grid_tells_which_path_waits(browser):
     from playwright.sync_api import expect
 
     with page_of(browser, content_of(in_trouble())) as page:
@@ -118,7 +94,7 @@ def test_the_grid_tells_which_path_waits(browser: Browser) -> None:
         expect(page.locator("#detail")).to_contain_text("nobody trains it")
 
 
-def test_a_new_round_moves_the_curves(browser: Browser) -> None:
+def test_a_new_round_moves_the_curves(browser):
     from playwright.sync_api import expect
 
     before, now = content_of(well(ROUND - 1)), content_of(well(ROUND))
@@ -136,7 +112,7 @@ def test_a_new_round_moves_the_curves(browser: Browser) -> None:
             expect(curves.nth(place)).not_to_have_attribute("d", drawn[place] or "")
 
 
-def test_hostile_names_do_nothing(browser: Browser) -> None:
+def test_hostile_names_do_nothing(browser):
     """All that strangers may say of themselves, in every place where it is shown."""
     from playwright.sync_api import expect
 
@@ -148,10 +124,7 @@ def test_hostile_names_do_nothing(browser: Browser) -> None:
         peer["addresses"] = [HOSTILE]
     content = content_of(status)
     content.put_ledger(
-        {
-            "peers": [{"peer_id": peer_name(3), "name": HOSTILE, "tokens": 5}],
-            "teams": [{"team": HOSTILE, "tokens": 5}],
-        }
+        {"peers": [{"peer_id": peer_name(3), "name": HOSTILE, "tokens": 5}], "teams": [{"team": HOSTILE, "tokens": 5}]}
     )
     with page_of(browser, content) as page:
         expect(page.locator("#name")).to_have_text(HOSTILE)
@@ -169,7 +142,7 @@ def test_hostile_names_do_nothing(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("words", ["#peer/%", "#path/99", "#module/%E0%A4%A", "#peer/", "#x/y"])
-def test_an_address_that_leads_nowhere(browser: Browser, words: str) -> None:
+def test_an_address_that_leads_nowhere(browser, words):
     from playwright.sync_api import expect
 
     with page_of(browser, content_of(well()), words) as page:
@@ -179,7 +152,7 @@ def test_an_address_that_leads_nowhere(browser: Browser, words: str) -> None:
         expect(page.locator("#detail")).to_contain_text("path 3")
 
 
-def test_the_keyboard_is_enough(browser: Browser) -> None:
+def test_the_keyboard_is_enough(browser):
     from playwright.sync_api import expect
 
     with page_of(browser, content_of(well())) as page:
@@ -210,7 +183,7 @@ def test_the_keyboard_is_enough(browser: Browser) -> None:
 
 
 @pytest.mark.parametrize("size", [PHONE, (320, 640)])
-def test_on_a_phone(browser: Browser, size: tuple[int, int]) -> None:
+def test_on_a_phone(browser, size):
     """Nothing is wider than the screen, and no words run into each other."""
     from playwright.sync_api import expect
 
@@ -233,7 +206,7 @@ def test_on_a_phone(browser: Browser, size: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_the_legends_have_the_colours_of_what_they_explain(browser: Browser, is_dark: bool) -> None:
+def test_the_legends_have_the_colours_of_what_they_explain(browser, is_dark):
     status = in_trouble()
     # A slow peer is pale: what a version's colour is, the fastest shows.
     for peer in status["peers"]:
@@ -265,7 +238,7 @@ def test_the_legends_have_the_colours_of_what_they_explain(browser: Browser, is_
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_words_stand_out_in_each_cell(browser: Browser, is_dark: bool) -> None:
+def test_words_stand_out_in_each_cell(browser, is_dark):
     """Also in cells of middling colour, at least 3 : 1."""
     with page_of(browser, content_of(in_trouble()), is_dark=is_dark) as page:
         page.get_by_role("button", name="Loss", exact=True).click()
@@ -277,10 +250,10 @@ def test_words_stand_out_in_each_cell(browser: Browser, is_dark: bool) -> None:
             assert found >= 3, place.get_attribute("aria-label")
 
 
-def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
+def contrast(one, other):
     """Return the contrast of two colours, as WCAG defines it."""
 
-    def light(colour: tuple[int, ...]) -> float:
+    def light(colour):
         parts = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour]
         return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
@@ -289,7 +262,7 @@ def contrast(one: tuple[int, ...], other: tuple[int, ...]) -> float:
 
 
 @pytest.mark.parametrize("slash", ["/", ""])
-def test_under_a_sub_path_behind_a_proxy(browser: Browser, slash: str) -> None:
+def test_under_a_sub_path_behind_a_proxy(browser, slash):
     from playwright.sync_api import expect
 
     with (
@@ -302,7 +275,7 @@ def test_under_a_sub_path_behind_a_proxy(browser: Browser, slash: str) -> None:
         expect(page.locator("#ledger")).to_be_visible()
 
 
-def test_a_finished_run_leads_to_its_successor(browser: Browser) -> None:
+def test_a_finished_run_leads_to_its_successor(browser):
     from playwright.sync_api import expect
 
     status = finished()
@@ -324,7 +297,7 @@ def test_a_finished_run_leads_to_its_successor(browser: Browser) -> None:
         expect(page.locator("#about")).not_to_contain_text("continues")
 
 
-def test_a_page_that_lost_its_service_says_so_and_goes_on(browser: Browser) -> None:
+def test_a_page_that_lost_its_service_says_so_and_goes_on(browser):
     from playwright.sync_api import expect
 
     content = content_of(well(ROUND - 1))

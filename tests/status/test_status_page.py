@@ -1,20 +1,11 @@
 """The page of a swarm and the JSON under it: what it answers, what it refuses, what it costs."""
 
-from __future__ import annotations
-
 import json
-import socket
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from support.swarms.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
-from support.swarms.swarm_views import plan_of
 
 from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.base.http_server import listen
@@ -23,13 +14,15 @@ from dipaco.status import cli
 from dipaco.status.history import History
 from dipaco.status.service import PAGE, PageContent, StatusService
 from dipaco.status.serving import Repeated, Sampler, interval_s, serve_swarm
+from support.swarms.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
+from support.swarms.swarm_views import plan_of
 
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
-ABOUT: dict[str, Any] = {"peers": 12, "sizes": (2, 2)}
+ABOUT = {"peers": 12, "sizes": (2, 2)}
 
 
 @pytest.fixture(scope="module")
-def statuses() -> list[dict[str, Any]]:
+def statuses():
     """A small swarm in three rounds, the last of which is not well."""
     found = [status_at(big_records(r, **ABOUT)) for r in (4, 5)]
     records = big_records(20, **ABOUT)
@@ -38,7 +31,7 @@ def statuses() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def client(statuses: list[dict[str, Any]]) -> Iterator[TestClient]:
+def client(statuses):
     history, content = History(None), PageContent(15.0)
     for status in statuses:
         history.write(status)
@@ -49,7 +42,7 @@ def client(statuses: list[dict[str, Any]]) -> Iterator[TestClient]:
     history.close()
 
 
-def test_the_newest_status(client: TestClient, statuses: list[dict[str, Any]]) -> None:
+def test_the_newest_status(client, statuses):
     newest = client.get("/api/status")
     shown = {"interval_s": 15.0, "error": None, "has_ledger": False, "status": statuses[-1]}
     assert newest.json() == shown
@@ -57,28 +50,25 @@ def test_the_newest_status(client: TestClient, statuses: list[dict[str, Any]]) -
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_figures_over_time(client: TestClient, statuses: list[dict[str, Any]]) -> None:
+def test_figures_over_time(client, statuses):
     series = client.get("/api/series").json()
     assert series["time_s"] == [status["time_s"] for status in statuses]
     assert len(set(map(len, series.values()))) == 1
 
 
-def test_what_is_not_there_is_one_line_of_json(client: TestClient) -> None:
+def test_what_is_not_there_is_one_line_of_json(client):
     answer = client.get("/nothing")
     message = "there is nothing at /nothing; look at /api/status"
     assert (answer.status_code, answer.json()) == (404, {"error": message})
     assert answer.text.count("\n") == 1
 
 
-def test_nothing_can_be_sent(client: TestClient) -> None:
+def test_nothing_can_be_sent(client):
     answer = client.post("/api/status", content=b"x")
-    assert (answer.status_code, answer.json()["error"]) == (
-        405,
-        "POST is not for /api/status; GET is",
-    )
+    assert (answer.status_code, answer.json()["error"]) == (405, "POST is not for /api/status; GET is")
 
 
-def test_the_page_is_whole_and_lets_nothing_in(client: TestClient) -> None:
+def test_the_page_is_whole_and_lets_nothing_in(client):
     answer = client.get("/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     policy = answer.headers["content-security-policy"]
@@ -92,7 +82,7 @@ def test_the_page_is_whole_and_lets_nothing_in(client: TestClient) -> None:
     assert " onclick=" not in text
 
 
-def test_a_hostile_name_stays_a_string(client: TestClient) -> None:
+def test_a_hostile_name_stays_a_string(client):
     answer = client.get("/api/status")
     assert answer.headers["content-type"] == "application/json"
     assert answer.headers["x-content-type-options"] == "nosniff"
@@ -101,16 +91,15 @@ def test_a_hostile_name_stays_a_string(client: TestClient) -> None:
     assert HOSTILE_NAME not in client.get("/").text
 
 
-def test_who_contributed_is_shown(statuses: list[dict[str, Any]]) -> None:
+def test_who_contributed_is_shown(statuses):
     """The ledger is that of the run that is shown; one that cannot be read changes nothing."""
     run = statuses[0]["run"]["id"]
-    ledgers: dict[str, Any] = {run: exported(run, {"ann": Credit("ann", tokens=700)}, None)}
+    ledgers = {run: exported(run, {"ann": Credit("ann", tokens=700)}, None)}
 
-    def read_ledger(run: str) -> dict[str, Any]:
+    def read_ledger(run):
         if run not in ledgers:
             raise NetworkError("nobody answers")
-        found: dict[str, Any] = ledgers.pop(run)
-        return found
+        return ledgers.pop(run)
 
     content = PageContent(15.0)
     sampler = Sampler(lambda: statuses[0], History(None), content, read_ledger)
@@ -123,30 +112,25 @@ def test_who_contributed_is_shown(statuses: list[dict[str, Any]]) -> None:
             assert client.get("/api/ledger").json()["tokens"] == 700
 
 
-def test_metrics_of_the_newest_status(client: TestClient) -> None:
+def test_metrics_of_the_newest_status(client):
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert "dipaco_swarm_round 20.0" in answer.text
 
 
-def test_before_the_first_reading_there_is_nothing() -> None:
+def test_before_the_first_reading_there_is_nothing():
     with TestClient(StatusService(PageContent(15.0)).application()) as client:
         assert client.get("/metrics").status_code == 503
         assert client.get("/api/status").json()["status"] is None
         assert client.get("/api/series").json()["time_s"] == []
 
 
-def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> None:
+def test_only_the_sampler_reads_the_swarm(statuses):
     """Pages never make a reading; one that fails is said, and the next one is shown again."""
-    outcomes: list[dict[str, Any] | Exception] = [
-        statuses[0],
-        NetworkError("nobody answers"),
-        KeyError("x"),
-        statuses[1],
-    ]
+    outcomes = [statuses[0], NetworkError("nobody answers"), KeyError("x"), statuses[1]]
     reads = 0
 
-    def read() -> dict[str, Any]:
+    def read():
         nonlocal reads
         found = outcomes[reads]
         reads += 1
@@ -165,17 +149,12 @@ def test_only_the_sampler_reads_the_swarm(statuses: list[dict[str, Any]]) -> Non
             for _ in range(5):
                 found = client.get("/api/status").json()
             said.append((found["error"], found["status"]["round"]))
-    assert said == [
-        (None, 4),
-        ("nobody answers", 4),
-        ("reading the swarm failed: KeyError", 4),
-        (None, 5),
-    ]
+    assert said == [(None, 4), ("nobody answers", 4), ("reading the swarm failed: KeyError", 4), (None, 5)]
     assert reads == 4
     assert len(history.series(statuses[0]["run"]["id"])["time_s"]) == 2
 
 
-def test_the_page_follows_a_run_into_its_successor(statuses: list[dict[str, Any]]) -> None:
+def test_the_page_follows_a_run_into_its_successor(statuses):
     first, then = statuses[0], {**statuses[1], "run": {**statuses[1]["run"], "id": "b" * 64}}
     history, content = History(None), PageContent(5.0)
     reads = iter((first, then))
@@ -187,7 +166,7 @@ def test_the_page_follows_a_run_into_its_successor(statuses: list[dict[str, Any]
             assert client.get("/api/series").json()["time_s"] == [status["time_s"]]
 
 
-def test_a_full_disk_hides_no_status(statuses: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_a_full_disk_hides_no_status(statuses, tmp_path):
     history, content = History(tmp_path / "kept.sqlite"), PageContent(5.0)
     history._file.execute("DROP TABLE figures")
     Sampler(lambda: statuses[0], history, content).sample()
@@ -196,7 +175,7 @@ def test_a_full_disk_hides_no_status(statuses: list[dict[str, Any]], tmp_path: P
     assert "--history" in newest["error"]
 
 
-def test_what_is_repeated_ends_when_it_is_told_to() -> None:
+def test_what_is_repeated_ends_when_it_is_told_to():
     was_done = threading.Event()
     with Repeated(was_done.set, 3600.0) as repeated:
         assert was_done.wait(60)
@@ -205,11 +184,11 @@ def test_what_is_repeated_ends_when_it_is_told_to() -> None:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def served(monkeypatch):
     """Ask the page that a command serves for its status, and end the command then."""
-    found: dict[str, Any] = {}
+    found = {}
 
-    def serve(application: Starlette, listening: socket.socket, names: Any) -> None:
+    def serve(application, listening, names):
         found["port"] = listening.getsockname()[1]
         with TestClient(application) as client:
             deadline = time.monotonic() + 60
@@ -224,9 +203,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return found
 
 
-def test_a_running_swarm_is_served_and_kept(
-    tmp_path: Path, served: dict[str, Any], statuses: list[dict[str, Any]]
-) -> None:
+def test_a_running_swarm_is_served_and_kept(tmp_path, served, statuses):
     plan = big_records(4, **ABOUT).plan
     file = tmp_path / "new" / "kept.sqlite"
     listening = listen("127.0.0.1", 0, "--serve")
@@ -235,12 +212,12 @@ def test_a_running_swarm_is_served_and_kept(
     assert History(file).series(plan.run_id)["time_s"] == [statuses[0]["time_s"]]
 
 
-def test_how_often_a_swarm_is_read() -> None:
+def test_how_often_a_swarm_is_read():
     periods = [interval_s(plan_of(2, 2, duration_s=d)[0]) for d in (16.0, 60.0, 3600.0)]
     assert periods == [5.0, 15.0, 60.0]
 
 
-def test_answers_about_a_large_swarm_are_bounded() -> None:
+def test_answers_about_a_large_swarm_are_bounded():
     status = status_at(spoiled_records())
     assert (len(status["paths"]), len(status["peers"])) == (256, 500)
     content = PageContent(60.0)
@@ -260,12 +237,12 @@ def test_answers_about_a_large_swarm_are_bounded() -> None:
         ({"serve": 70000}, "--serve 70000 must be 0 to 65535"),
     ],
 )
-def test_flags_that_do_not_go_together(words: dict[str, Any], message: str) -> None:
+def test_flags_that_do_not_go_together(words, message):
     with pytest.raises(ConfigurationError, match=message):
         cli.StatusSettings(**{"initial_peers": (ADDRESS,), **words})
 
 
-def test_without_the_server_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_server_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     settings = cli.StatusSettings(initial_peers=(ADDRESS,), serve=0)
     with pytest.raises(ConfigurationError, match=r"install it with pip install 'dipaco\[serve\]'"):

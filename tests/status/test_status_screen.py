@@ -1,40 +1,37 @@
 """`dipaco-status` on a terminal: problems stand on top, and with --watch tables are cut to fit."""
 
-from __future__ import annotations
-
 import io
 import re
-from typing import Any
 
 import pytest
 from rich.console import Console
-from support.swarms.swarm_views import Records, healthy_swarm, peer_name, plan_of
 
 from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.manifest import SignedManifest, load_or_create_operator_key, sign_manifest
+from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.protocol.manifest import verify_manifest as verify
 from dipaco.status.screen import render, watch
 from dipaco.status.summary import status_of
+from support.swarms.swarm_views import healthy_swarm, peer_name, plan_of
 
 
 @pytest.fixture(scope="module")
-def sign(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def sign(tmp_path_factory):
     key = load_or_create_operator_key(tmp_path_factory.mktemp("operator") / "operator.pem")
     return lambda plan: verify(sign_manifest(plan, key))
 
 
-def make_status(sign: Any, records: Records) -> dict[str, Any]:
-    manifest: SignedManifest = sign(records.plan)
+def make_status(sign, records):
+    manifest = sign(records.plan)
     return status_of(records.view(), manifest, records.grid, gate=Gate.of(manifest))
 
 
-def healthy(peers: int, *sizes: int) -> Records:
+def healthy(peers, *sizes):
     plan, grid = plan_of(*sizes)
     return healthy_swarm(plan, grid, peers=peers, round_index=30)
 
 
-def spoiled(peers: int, *sizes: int) -> Records:
+def spoiled(peers, *sizes):
     """Return a swarm with problems of nearly every kind."""
     records = healthy(peers, *sizes)
     for index, module in enumerate(records.grid.modules()):
@@ -53,23 +50,21 @@ def spoiled(peers: int, *sizes: int) -> Records:
     return records
 
 
-def shown(drawn: Any, width: int, height: int) -> list[str]:
+def shown(drawn, width, height):
     console = Console(width=width, height=height, legacy_windows=False, color_system=None)
     with console.capture() as capture:
         console.print(drawn)
     return capture.get().rstrip("\n").split("\n")
 
 
-def joined(lines: list[str]) -> str:
+def joined(lines):
     return re.sub(r"\s+", " ", " ".join(lines))
 
 
 # -- --watch
 
 
-def watched(
-    first: dict[str, Any], size: tuple[int, int], *then: dict[str, Any] | DipacoError
-) -> list[str]:
+def watched(first, size, *then):
     """Return the screens that --watch shows, one for each reading, until Ctrl+C."""
     console = Console(
         width=size[0],
@@ -82,7 +77,7 @@ def watched(
     )
     outcomes = iter(then)
 
-    def read() -> dict[str, Any]:
+    def read():
         outcome = next(outcomes, None)
         if outcome is None:
             raise KeyboardInterrupt
@@ -95,13 +90,11 @@ def watched(
     assert isinstance(console.file, io.StringIO)
     # Each screen begins where the one before began: at the corner.
     _, *screens = console.file.getvalue().split("\x1b[H")
-    return [
-        re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen) for screen in screens if "round 30" in screen
-    ]
+    return [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen) for screen in screens if "round 30" in screen]
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 40), (120, 24)])
-def test_all_problems_of_64_paths_stand_on_top(sign: Any, width: int, height: int) -> None:
+def test_all_problems_of_64_paths_stand_on_top(sign, width, height):
     status = make_status(sign, spoiled(64, 8, 8))
     assert len({p["kind"] for p in status["problems"]}) >= 4
     screen = watched(status, (width, height))[-1]
@@ -111,9 +104,7 @@ def test_all_problems_of_64_paths_stand_on_top(sign: Any, width: int, height: in
         assert joined([f"problem: {problem['text']}"]) in joined(lines)
 
 
-def test_of_tables_that_do_not_fit_what_is_in_trouble_is_shown_and_the_rest_counted(
-    sign: Any,
-) -> None:
+def test_of_tables_that_do_not_fit_what_is_in_trouble_is_shown_and_the_rest_counted(sign):
     status = make_status(sign, healthy(500, 16, 16))
     (screen,) = watched(status, (100, 60))
     assert (screen.count("and 244 more"), screen.count("and 488 more")) == (1, 1)
@@ -124,7 +115,7 @@ def test_of_tables_that_do_not_fit_what_is_in_trouble_is_shown_and_the_rest_coun
     assert peer_name(499)[-8:] in screen[screen.rindex("software") :]
 
 
-def test_a_swarm_that_cannot_be_read_is_said_and_what_was_stays(sign: Any) -> None:
+def test_a_swarm_that_cannot_be_read_is_said_and_what_was_stays(sign):
     before, after = make_status(sign, healthy(6, 2, 2)), make_status(sign, spoiled(9, 2, 2))
     screens = watched(before, (100, 60), NetworkError("nobody answers"), after)
     said = "cannot read the swarm, tries again: nobody answers"
@@ -135,15 +126,13 @@ def test_a_swarm_that_cannot_be_read_is_said_and_what_was_stays(sign: Any) -> No
     ]
 
 
-def test_into_a_pipe_one_status_follows_the_other(
-    sign: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcomes: list[Any] = [make_status(sign, healthy(6, 2, 2)), KeyboardInterrupt()]
+def test_into_a_pipe_one_status_follows_the_other(sign, capsys):
+    outcomes = [make_status(sign, healthy(6, 2, 2)), KeyboardInterrupt()]
 
-    def read() -> dict[str, Any]:
+    def read():
         if isinstance(outcomes[0], KeyboardInterrupt):
             raise outcomes[0]
-        return outcomes.pop(0)  # type: ignore[no-any-return]
+        return outcomes.pop(0)
 
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(KeyboardInterrupt):
@@ -157,7 +146,7 @@ def test_into_a_pipe_one_status_follows_the_other(
 # -- without --watch
 
 
-def test_problems_stand_above_the_tables(sign: Any) -> None:
+def test_problems_stand_above_the_tables(sign):
     status = make_status(sign, spoiled(9, 2, 2))
     lines = [line.strip() for line in shown(render(status), 200, 80)]
     problems = [i for i, line in enumerate(lines) if line.startswith("problem: ")]
@@ -165,11 +154,8 @@ def test_problems_stand_above_the_tables(sign: Any) -> None:
     assert max(problems) < min(i for i, line in enumerate(lines) if line.startswith("paths"))
 
 
-@pytest.mark.parametrize(
-    ("reachable", "said"),
-    [("direct", "direct"), ("outgoing", "outgoing only")],
-)
-def test_how_peers_are_reached(sign: Any, reachable: str, said: str) -> None:
+@pytest.mark.parametrize(("reachable", "said"), [("direct", "direct"), ("outgoing", "outgoing only")])
+def test_how_peers_are_reached(sign, reachable, said):
     records = healthy(6, 2, 2)
     name = peer_name(2)
     records.peers[name] = records.peers[name].model_copy(update={"reachable": reachable})
@@ -181,12 +167,10 @@ def test_how_peers_are_reached(sign: Any, reachable: str, said: str) -> None:
     assert said in row
 
 
-def test_a_swarm_as_read_by_scripts(sign: Any) -> None:
+def test_a_swarm_as_read_by_scripts(sign):
     status = make_status(sign, spoiled(9, 2, 2))
     assert not status["healthy"]
     for problem in status["problems"]:
         assert set(problem) == {"kind", "text", "what", "since_round", "remedy", "subjects"}
     disagreeing = {m["module"] for m in status["modules"] if not m["agree"]}
-    assert disagreeing == {
-        name for p in status["problems"] if p["kind"] == "forked" for name in p["subjects"]
-    }
+    assert disagreeing == {name for p in status["problems"] if p["kind"] == "forked" for name in p["subjects"]}

@@ -3,28 +3,25 @@
 See design 4.9, successor.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
-from support.runs.tiny_run import make_tiny_run, tiny_documents
-from support.swarms.swarm import LIMIT_S, Swarm, command
 
 from dipaco.routing.run_folder import RunFolder
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.swarm import LIMIT_S, Swarm, command
 
 ROUNDS = 2
 
 
-def ran(program: str, *arguments: str | Path) -> str:
+def ran(program, *arguments):
     done = command(program, *map(str, arguments), timeout_s=2 * LIMIT_S)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
 
 @pytest.mark.timeout(1000)
-def test_peers_train_an_added_path_as_the_reference_does(tmp_path: Path) -> None:
+def test_peers_train_an_added_path_as_the_reference_does(tmp_path):
     old = make_tiny_run(
         tmp_path / "old", modules_per_level=(1, 2), inner_steps=3, duration_s=LIMIT_S,
         private_blocks=(1,), rounds={"validation_sequences": 4},

@@ -1,11 +1,9 @@
 """Promise 5 where nobody who trains can be called: the bootstrap node is everybody's mailbox."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import pytest
+
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import BIN, LIMIT_S, LOOPBACK, Swarm
 from support.wire.split_network import can_split, closed_homes
@@ -16,7 +14,7 @@ SHARED = "L0.E0"
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_split(), reason="needs root and network namespaces")
-def test_peers_that_nobody_can_call_make_one_chain(tmp_path: Path) -> None:
+def test_peers_that_nobody_can_call_make_one_chain(tmp_path):
     run = make_tiny_run(
         tmp_path / "run",
         modules_per_level=(1, HOMES),
@@ -51,9 +49,7 @@ def test_peers_that_nobody_can_call_make_one_chain(tmp_path: Path) -> None:
             swarm.wait(
                 peers,
                 "outer_step",
-                lambda e, least=least: (
-                    e["module"] == SHARED and len(e["group"]) == HOMES and e["round"] >= least
-                ),
+                lambda e, least=least: e["module"] == SHARED and len(e["group"]) == HOMES and e["round"] >= least,
                 timeout_s=LIMIT_S,
             )
             for least in range(ROUNDS)

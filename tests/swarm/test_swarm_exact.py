@@ -1,26 +1,22 @@
 """Promise 3 with real processes: a swarm has the digests of a single process, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
-from support.runs.foreign_base import make_foreign_base
-from support.runs.tiny_run import invited_tiny_run, make_tiny_run
-from support.swarms.swarm import BIN, Member, Swarm, command
 
 from dipaco.base.errors import AdmissionError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.protocol.config import AdaptersConfig
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import invited_tiny_run, make_tiny_run
+from support.swarms.swarm import BIN, Swarm, command
 
 LIMIT_S = 300.0
 ROUNDS, STEPS = 4, 3
 
 
-def simulated(run_folder: Path, out: Path) -> list[dict[str, Any]]:
+def simulated(run_folder, out):
     """Return what `dipaco-simulate` reports of every round."""
     done = command(
         "dipaco-simulate", str(run_folder), "--rounds", str(ROUNDS), "--json", "--threads", "1",
@@ -33,16 +29,10 @@ def simulated(run_folder: Path, out: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
     ("codec", "private", "is_open", "optimizer"),
-    [
-        ("float32", None, False, "adamw"),
-        ("int4", "int8", True, "adamw"),
-        ("sign", "int2", True, "muon"),
-    ],
+    [("float32", None, False, "adamw"), ("int4", "int8", True, "adamw"), ("sign", "int2", True, "muon")],
     ids=["float32-invited", "int4-private-int8", "sign-private-int2-muon"],
 )
-def test_four_peers_equal_the_reference(
-    tmp_path: Path, codec: str, private: str | None, is_open: bool, optimizer: str
-) -> None:
+def test_four_peers_equal_the_reference(tmp_path, codec, private, is_open, optimizer):
     run = make_tiny_run(
         tmp_path / "run",
         codec=codec,
@@ -56,7 +46,7 @@ def test_four_peers_equal_the_reference(
     )
     # First of all: the swarm leaves it no time.
     reports = simulated(run.path, tmp_path / "simulated")
-    invited: tuple[str, ...] = ()
+    invited = ()
     if not is_open:
         invited = ("--invitation", invited_tiny_run(run, places=4, start_s=time.time()))
     with Swarm(tmp_path, run) as swarm:
@@ -71,7 +61,7 @@ def test_four_peers_equal_the_reference(
             assert said in peer.output.read_text().splitlines()[-1]
 
 
-def check_digests(swarm: Swarm, peers: list[Member], reports: list[dict[str, Any]]) -> None:
+def check_digests(swarm, peers, reports):
     """Wait for the last round and compare all that peers said of theirs with the reference."""
     swarm.wait(peers, "round", lambda event: event["round"] == ROUNDS - 1, timeout_s=LIMIT_S)
     for round_index, report in enumerate(reports):
@@ -80,7 +70,7 @@ def check_digests(swarm: Swarm, peers: list[Member], reports: list[dict[str, Any
 
 
 @pytest.mark.timeout(1000)
-def test_adapters_equal_the_reference(tmp_path: Path) -> None:
+def test_adapters_equal_the_reference(tmp_path):
     """Over a frozen base, which one peer makes of the checkpoint in its hub's cache."""
     cache = tmp_path / "hub"
     checkpoint = cache / "models--OWNER--tiny" / "snapshots" / "1"
@@ -101,9 +91,7 @@ def test_adapters_equal_the_reference(tmp_path: Path) -> None:
         program = str(BIN / "dipaco-peer")
         caches = (cache, *[tmp_path / "empty"] * 3)
         peers = [
-            swarm.start_peer(
-                bootstrap, "--path", str(path), program=("env", f"HF_HUB_CACHE={hub}", program)
-            )
+            swarm.start_peer(bootstrap, "--path", str(path), program=("env", f"HF_HUB_CACHE={hub}", program))
             for path, hub in enumerate(caches)
         ]
         check_digests(swarm, peers, reports)
@@ -111,7 +99,7 @@ def test_adapters_equal_the_reference(tmp_path: Path) -> None:
         assert "in the hub's cache" not in peers[1].output.read_text()
 
 
-def start_outsiders(swarm: Swarm, bootstrap: Member, invited: tuple[str, ...]) -> dict[str, Member]:
+def start_outsiders(swarm, bootstrap, invited):
     """Start a peer without an invitation, and one with that whose places are taken.
 
     Returns each with what it says in its last line.

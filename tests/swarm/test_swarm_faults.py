@@ -5,16 +5,14 @@ around a boundary, the bootstrap node is killed, a newcomer joins through anothe
 presses Ctrl+C, so do all others but one, and at last that one is killed and comes back.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
+
+from dipaco.protocol.records import LIFE_PERIODS, refresh_period_s
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.faults import (
     assert_gone,
@@ -26,10 +24,8 @@ from support.swarms.faults import (
     next_boundary,
     partial_anchors,
 )
-from support.swarms.swarm import LIMIT_S, Event, Member, Swarm, command
+from support.swarms.swarm import LIMIT_S, Swarm, command
 from support.wire.dht_pair import wait_until
-
-from dipaco.protocol.records import LIFE_PERIODS, refresh_period_s
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +44,7 @@ PATIENT_PEER = (
 class Accidents:
     """The swarm under test: three paths that share L0.E0, each with modules of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.run = make_tiny_run(
             folder / "run",
             modules_per_level=(1, 3),
@@ -60,52 +56,48 @@ class Accidents:
         )
         self.swarm = Swarm(folder, self.run)
         self.random = random.Random(20)
-        self.lives: list[Member] = []
-        self.lost: list[Event] = []
+        self.lives = []
+        self.lost = []
         # Newcomers that do not see each other yet each take the first steps alone. From the
         # versions that they had when they had met, none is made twice.
-        self.formed: dict[str, int] = {}
+        self.formed = {}
 
-    def start(self, entry: Member, name: str | None = None, *extra: str, **how: Any) -> Member:
+    def start(self, entry, name=None, *extra, **how):
         member = self.swarm.start_peer(entry, *extra, name=name, **how)
         self.lives.append(member)
         return member
 
-    def training(self) -> list[Member]:
+    def training(self):
         return [m for m in self.lives if m.alive]
 
-    def path_of(self, member: Member) -> int:
+    def path_of(self, member):
         return int(member.of("training")[-1]["path"])
 
-    def wait_for_every_path(self) -> None:
+    def wait_for_every_path(self):
         """Wait until no path is without a trainer."""
         wait_until(lambda: {self.path_of(m) for m in self.training()} == set(range(3)), LIMIT_S)
 
-    def wait_for_steps(self, rounds: int, timeout_s: float = LIMIT_S) -> None:
+    def wait_for_steps(self, rounds, timeout_s=LIMIT_S):
         """Wait until all have taken `rounds` steps of the shared module from now on."""
         at = {m: len(m.read()) for m in self.training()}
         deadline = time.monotonic() + timeout_s
         for member, position in at.items():
             while True:
-                later = [
-                    e
-                    for e in member.read()[position:]
-                    if e["event"] == "outer_step" and e["module"] == SHARED
-                ]
+                later = [e for e in member.read()[position:] if e["event"] == "outer_step" and e["module"] == SHARED]
                 if len(later) >= rounds:
                     break
                 lost = not member.alive or time.monotonic() > deadline
                 assert not lost, f"{member.name} takes no step\n{self.swarm.outputs()}"
                 time.sleep(0.05)
 
-    def wait_for_copy(self, module: str, timeout_s: float = LIMIT_S) -> None:
+    def wait_for_copy(self, module, timeout_s=LIMIT_S):
         """Wait until somebody keeps a copy of a private module."""
         deadline = time.monotonic() + timeout_s
         while not any(e["module"] == module for m in self.swarm.members for e in m.of("kept")):
             assert time.monotonic() < deadline, f"no copy of {module}\n{self.swarm.outputs()}"
             time.sleep(0.05)
 
-    def kill_at_boundary(self, victim: Member) -> int:
+    def kill_at_boundary(self, victim):
         """SIGKILL around the next boundary of the shared module; return its round."""
         next_boundary(victim, SHARED)
         time.sleep(self.random.uniform(0.0, 0.5))
@@ -118,32 +110,27 @@ class Accidents:
         self.lost += [event for event in alone if len(event["group"]) == 1]
         return int(boundary["round"])
 
-    def assert_stepped_by(self, round_index: int, survivors: list[Member]) -> None:
+    def assert_stepped_by(self, round_index, survivors):
         """Check promise 2: survivors step the shared module in the same or the next round."""
-        found = self.swarm.wait(
-            survivors,
-            "outer_step",
-            lambda e: e["module"] == SHARED and e["round"] >= round_index,
-        )
+        found = self.swarm.wait(survivors, "outer_step", lambda e: e["module"] == SHARED and e["round"] >= round_index)
         rounds = {m.name: e["round"] for m, e in zip(survivors, found, strict=True)}
         assert max(rounds.values()) <= round_index + 1, (rounds, self.swarm.outputs())
 
-    def assert_whole(self) -> None:
+    def assert_whole(self):
         """Check promises 3 and 4 for all that has happened."""
         # Until others have read the claim of a peer that comes, both may make a version.
         came = len(self.lives) - FOUNDERS
         assert len(forks(self.lives, self.lost, self.formed)) <= came
         assert partial_anchors(self.lives) == []
 
-    def status(self, entry: Member) -> dict[str, object]:
+    def status(self, entry):
         done = command("dipaco-status", "--initial-peers", entry.address(), "--json")
         assert done.returncode in (0, 1), done.stderr
-        found: dict[str, object] = json.loads(done.stdout)
-        return found
+        return json.loads(done.stdout)
 
 
 @pytest.mark.timeout(2000)
-def test_accidents(tmp_path: Path) -> None:
+def test_accidents(tmp_path):
     world = Accidents(tmp_path)
     with world.swarm as swarm:
         bootstrap = swarm.start_bootstrap()
@@ -162,7 +149,7 @@ def test_accidents(tmp_path: Path) -> None:
         _everybody_gone(world, last)
 
 
-def _only_trainer_killed(world: Accidents) -> None:
+def _only_trainer_killed(world):
     """The only trainer of a path dies at a boundary: a spare peer takes over what was kept."""
     paths = [world.path_of(member) for member in world.lives]
     victim = next(m for m in world.lives if paths.count(world.path_of(m)) == 1)
@@ -199,7 +186,7 @@ def _only_trainer_killed(world: Accidents) -> None:
     world.start(survivors[0], victim.name)
 
 
-def _any_peer_killed_and_back(world: Accidents) -> None:
+def _any_peer_killed_and_back(world):
     world.swarm.wait(world.training(), "training")
     world.wait_for_steps(1)
     victim = world.random.choice(world.training())
@@ -213,22 +200,20 @@ def _any_peer_killed_and_back(world: Accidents) -> None:
     world.assert_whole()
 
 
-def _bootstrap_killed(world: Accidents, bootstrap: Member) -> Member:
+def _bootstrap_killed(world, bootstrap):
     """Promises 1 and 5."""
     bootstrap.kill()
     assert_gone(bootstrap)
     newcomer = world.start(world.training()[-1], "late", program=PATIENT_PEER)
     (joined,) = world.swarm.wait([newcomer], "training")
-    (first,) = world.swarm.wait(
-        [newcomer], "outer_step", lambda e: e["module"] == SHARED and e["is_own_in"]
-    )
+    (first,) = world.swarm.wait([newcomer], "outer_step", lambda e: e["module"] == SHARED and e["is_own_in"])
     # Others wait for a newcomer once they have read its claim; rounds here last a second or two.
     assert first["round"] <= joined["round"] + 2, (joined, first)
     assert len(first["group"]) >= 3, first
     return newcomer
 
 
-def _interrupted(world: Accidents, leaver: Member) -> None:
+def _interrupted(world, leaver):
     """Promise 10: Ctrl+C leaves, the claim is gone, states are elsewhere.
 
     That it has ten seconds at most is held in `test_errors`.
@@ -240,11 +225,11 @@ def _interrupted(world: Accidents, leaver: Member) -> None:
     assert_gone(leaver)
     status = world.status(world.training()[0])
     assert peer_id not in json.dumps(status["paths"]), status
-    versions = {m["module"]: m["version"] for m in status["modules"]}  # type: ignore[attr-defined]
+    versions = {m["module"]: m["version"] for m in status["modules"]}
     assert all(versions[module] >= version for module, version in held.items()), (versions, held)
 
 
-def _all_but_one_leave(world: Accidents) -> Member:
+def _all_but_one_leave(world):
     """The peer that is left was not cut off: it goes on with what all of them trained."""
     world.wait_for_steps(1)
     last, *others = world.training()
@@ -258,7 +243,7 @@ def _all_but_one_leave(world: Accidents) -> Member:
     return last
 
 
-def _kept(member: Member) -> Event:
+def _kept(member):
     """Return how the member began its path once all that a return needs is on disk, or nothing.
 
     A peer that trains alone moves on after every dwell. It keeps the AdamW states of two paths.
@@ -269,7 +254,7 @@ def _kept(member: Member) -> Event:
     return begun if is_kept and begun["modules"].keys() <= stepped else {}
 
 
-def _everybody_gone(world: Accidents, keeper: Member) -> None:
+def _everybody_gone(world, keeper):
     """When all peers were gone, the first to come back serves its disk states."""
     path = wait_until(lambda: _kept(keeper), LIMIT_S)["path"]
     versions = {e["module"]: e["version"] for e in keeper.of("outer_step")}

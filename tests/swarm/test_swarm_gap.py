@@ -5,13 +5,11 @@ the row's file to anybody. The step is on the heaviest chain, and nobody can hav
 takes the path, and steps on the state before it.
 """
 
-from __future__ import annotations
-
 import sys
 import time
-from pathlib import Path
 
 import pytest
+
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import LIMIT_S, Swarm
 
@@ -48,20 +46,14 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.timeout(900)
-def test_a_step_whose_file_died_with_its_owner_stops_no_path(tmp_path: Path) -> None:
+def test_a_step_whose_file_died_with_its_owner_stops_no_path(tmp_path):
     run = make_tiny_run(
         tmp_path / "run",
         modules_per_level=(1, 2),
         inner_steps=3,
         duration_s=DURATION_S,
         start_s=time.time(),
-        rounds={
-            "gather_s": 4.0,
-            "grace_s": 1.0,
-            "dwell_rounds": 1,
-            "copies": 4,
-            "validation_sequences": 4,
-        },
+        rounds={"gather_s": 4.0, "grace_s": 1.0, "dwell_rounds": 1, "copies": 4, "validation_sequences": 4},
     )
     go = tmp_path / "go"
     program = (sys.executable, "-c", DYING_PEER.format(module=MODULE, go=str(go)))
@@ -70,24 +62,16 @@ def test_a_step_whose_file_died_with_its_owner_stops_no_path(tmp_path: Path) -> 
         dying = swarm.start_peer(entry, "--path", str(PATH), name="dying", program=program)
         free = swarm.start_peer(entry, name="free")
         # It takes the other path, and keeps a copy of what the first one trains.
-        [copied] = swarm.wait(
-            [free], "kept", lambda event: event["module"] == MODULE and event["version"]
-        )
+        [copied] = swarm.wait([free], "kept", lambda event: event["module"] == MODULE and event["version"])
         go.touch()
         dying.popen.wait(LIMIT_S)
-        last = max(
-            event["version"] for event in dying.of("outer_step") if event["module"] == MODULE
-        )
+        last = max(event["version"] for event in dying.of("outer_step") if event["module"] == MODULE)
         [begun] = swarm.wait(
-            [free],
-            "training",
-            lambda event: event["path"] == PATH and event["time_s"] > copied["time_s"],
+            [free], "training", lambda event: event["path"] == PATH and event["time_s"] > copied["time_s"]
         )
         assert last - 1 <= begun["modules"][MODULE] <= last
         [step] = swarm.wait(
-            [free],
-            "outer_step",
-            lambda event: event["module"] == MODULE and event["time_s"] > begun["time_s"],
+            [free], "outer_step", lambda event: event["module"] == MODULE and event["time_s"] > begun["time_s"]
         )
         assert step["version"] == begun["modules"][MODULE] + 1
         between = [e for e in free.of("round") if begun["time_s"] < e["time_s"] < step["time_s"]]

@@ -1,16 +1,13 @@
 """One identity on two machines: a copied cache folder, a cloned disk."""
 
-from __future__ import annotations
-
 import shutil
 import time
-from pathlib import Path
 
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import LIMIT_S, Swarm
 
 
-def test_a_copied_identity_is_refused_while_the_other_trains(tmp_path: Path) -> None:
+def test_a_copied_identity_is_refused_while_the_other_trains(tmp_path):
     run = make_tiny_run(tmp_path / "run", start_s=time.time(), modules_per_level=(1, 1))
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()

@@ -1,14 +1,9 @@
 """Runs by invitation with real processes: who is revoked ends, also in a run's successor."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
 
 import pytest
-from support.runs.tiny_run import make_tiny_run, sign_tiny_run
-from support.swarms.swarm import LIMIT_S, Member, Swarm
 
 from dipaco.base.errors import AdmissionError
 from dipaco.base.files import canonical_json
@@ -17,9 +12,11 @@ from dipaco.modules.state import state_chunks
 from dipaco.protocol.manifest import load_or_create_operator_key
 from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
+from support.runs.tiny_run import make_tiny_run, sign_tiny_run
+from support.swarms.swarm import LIMIT_S, Swarm
 
 
-def make_run(folder: Path, operator: Path | None = None, **changes: object) -> RunFolder:
+def make_run(folder, operator=None, **changes):
     """Make a run by invitation that begins now; with `operator`, of the one who has that key."""
     run = make_tiny_run(
         folder,
@@ -32,7 +29,7 @@ def make_run(folder: Path, operator: Path | None = None, **changes: object) -> R
     if operator is not None:
         (run.path / "operator.pem").write_bytes(operator.read_bytes())
     values = {**run.plan().model_dump(), "admission": None, "start_s": time.time()}
-    blobs = {**values["blobs"], **changes.pop("blobs", {})}  # type: ignore[dict-item]
+    blobs = {**values["blobs"], **changes.pop("blobs", {})}
     plan = RunPlan.model_validate({**values, **changes, "blobs": blobs})
     sign_tiny_run(run, plan, by_invitation=True)
     key = load_or_create_operator_key(run.path / "operator.pem")
@@ -40,7 +37,7 @@ def make_run(folder: Path, operator: Path | None = None, **changes: object) -> R
     return run
 
 
-def make_successor(run: RunFolder, folder: Path) -> RunFolder:
+def make_successor(run, folder):
     """Make a successor by the same invitations, which begins with the genesis of `run`."""
     plan, digests = run.plan(), {}
     index = RunFolder(folder)
@@ -57,28 +54,21 @@ def make_successor(run: RunFolder, folder: Path) -> RunFolder:
     )
 
 
-def steps_after(swarm: Swarm, members: list[Member], *, together: bool) -> None:
+def steps_after(swarm, members, *, together):
     """Wait until all have taken a step from now on, in a group of these and no others."""
     now_s, ids = time.time(), {member.peer_id for member in members}
-    swarm.wait(
-        members,
-        "outer_step",
-        lambda e: e["time_s"] > now_s and (not together or set(e["group"]) == ids),
-    )
+    swarm.wait(members, "outer_step", lambda e: e["time_s"] > now_s and (not together or set(e["group"]) == ids))
 
 
 @pytest.mark.timeout(1500)
-def test_who_is_revoked_ends_and_the_invited_move_on_without_outsiders(tmp_path: Path) -> None:
+def test_who_is_revoked_ends_and_the_invited_move_on_without_outsiders(tmp_path):
     run = make_run(tmp_path / "old")
     own, leaked = invite(run.path, 2, name="own"), invite(run.path, 2, name="leaked")
     listed = [json.loads(line) for line in (run.path / LIST_FILE).read_text().splitlines()]
     (leaked_id,) = (one["id"] for one in listed if one["name"] == "leaked")
     with Swarm(tmp_path, run) as swarm:
         bootstrap = swarm.start_bootstrap()
-        peers = [
-            swarm.start_peer(bootstrap, "--invitation", own, "--path", str(path))
-            for path in range(2)
-        ]
+        peers = [swarm.start_peer(bootstrap, "--invitation", own, "--path", str(path)) for path in range(2)]
         guest = swarm.start_peer(bootstrap, "--invitation", leaked, name="guest")
         swarm.wait([*peers, guest], "outer_step")
 

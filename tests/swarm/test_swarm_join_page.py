@@ -1,7 +1,5 @@
 """docs/join.md shows what a peer prints, and a peer prints it."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
@@ -12,7 +10,7 @@ from support.swarms.swarm import LIMIT_S, Swarm
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "join.md"
 
 
-def expected_lines() -> list[re.Pattern[str]]:
+def expected_lines():
     """Return the lines of the page: figures are any, and so are words in capitals."""
     text = PAGE.read_text(encoding="utf-8")
     block = text.partition("<!-- lines of a peer -->")[2].partition("<!-- end -->")[0]
@@ -25,7 +23,7 @@ def expected_lines() -> list[re.Pattern[str]]:
     return found
 
 
-def test_a_peer_prints_what_the_page_shows(tmp_path: Path) -> None:
+def test_a_peer_prints_what_the_page_shows(tmp_path):
     lines = expected_lines()
     assert len(lines) > 10
     run = make_tiny_run(tmp_path / "run", start_s=time.time(), inner_steps=0, duration_s=5.0)

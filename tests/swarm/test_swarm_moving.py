@@ -3,15 +3,13 @@
 With real processes.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
-from pathlib import Path
 
 import pytest
+
 from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import Member, Swarm
+from support.swarms.swarm import Swarm
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +22,7 @@ STINTS = 30
 
 
 @pytest.mark.timeout(900)
-def test_three_peers_train_eight_paths(tmp_path: Path) -> None:
+def test_three_peers_train_eight_paths(tmp_path):
     run = make_tiny_run(
         tmp_path / "run",
         modules_per_level=(2, 4),
@@ -51,7 +49,7 @@ def test_three_peers_train_eight_paths(tmp_path: Path) -> None:
             assert waited <= 2 * LONGEST_WAIT_ROUNDS * PEERS, f"path {path}: {waited}, {trained}"
 
 
-def longest_wait(trained: list[tuple[int, bool]], path: int, kinds: set[bool]) -> int:
+def longest_wait(trained, path, kinds):
     """Return for how many stints of others a path waited, before its first and behind its last
     too."""
     turns = (turn for turn, (found, kind) in enumerate(trained) if found == path and kind in kinds)
@@ -59,7 +57,7 @@ def longest_wait(trained: list[tuple[int, bool]], path: int, kinds: set[bool]) -
     return max(b - a - 1 for a, b in itertools.pairwise(at))
 
 
-def stints(peers: list[Member]) -> list[tuple[int, bool]]:
+def stints(peers):
     """Return the paths in the order in which some peer's round on them ended, and whether it
     took a step."""
     found = []

@@ -4,23 +4,16 @@ Two peers train two of three paths; one has a name that would run if it were tak
 a person sees of it is looked at while rounds pass.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+
 from support.programs.browser import visited
 from support.runs.tiny_run import make_tiny_run, tiny_documents
-from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Member, Swarm
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
 ROUND_S = 6.0
 LIMIT_MS = 1000 * LIMIT_S
@@ -28,7 +21,7 @@ HOSTILE_NAME = "<img src=x onerror=alert(1)>"
 
 
 @contextmanager
-def serving(folder: Path, program: str, *words: str) -> Iterator[str]:
+def serving(folder, program, *words):
     """Run a command that serves a page, and give the page's address."""
     said = folder / f"{program}.out"
     with said.open("wb") as output:
@@ -57,7 +50,7 @@ def serving(folder: Path, program: str, *words: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def swarm(browser: Browser, tmp_path: Path) -> Iterator[Swarm]:
+def swarm(browser, tmp_path):
     run = make_tiny_run(
         tmp_path / "run",
         modules_per_level=(1, 3),
@@ -72,7 +65,7 @@ def swarm(browser: Browser, tmp_path: Path) -> Iterator[Swarm]:
 
 
 @pytest.mark.timeout(900)
-def test_the_pages_of_a_live_swarm(browser: Browser, swarm: Swarm) -> None:
+def test_the_pages_of_a_live_swarm(browser, swarm):
     entry = swarm.start_bootstrap().address()
     peers = [
         swarm.start_peer(entry, "--path", "0", "--name", HOSTILE_NAME),
@@ -90,7 +83,7 @@ def test_the_pages_of_a_live_swarm(browser: Browser, swarm: Swarm) -> None:
         _see_the_service(browser, page_of_service)
 
 
-def _see_the_swarm(browser: Browser, address: str, peers: list[Member]) -> None:
+def _see_the_swarm(browser, address, peers):
     from playwright.sync_api import expect
 
     with visited(browser, address) as page:
@@ -115,7 +108,7 @@ def _see_the_swarm(browser: Browser, address: str, peers: list[Member]) -> None:
         expect(page.locator("#paths .cell.waiting")).to_have_count(2, timeout=LIMIT_MS)
 
 
-def _see_the_service(browser: Browser, address: str) -> None:
+def _see_the_service(browser, address):
     from playwright.sync_api import expect
 
     with visited(browser, address) as page:

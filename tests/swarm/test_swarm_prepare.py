@@ -1,16 +1,13 @@
 """`dipaco-bootstrap prepare --from RUN --initial-peers`, with a live swarm of real processes."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
 
 import pytest
-from support.runs.tiny_run import make_tiny_run, tiny_documents
-from support.swarms.swarm import LIMIT_S, Swarm, command
 
 from dipaco.routing.run_folder import RunFolder
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.swarm import LIMIT_S, Swarm, command
 
 NEW = """
 name = "scored"
@@ -31,7 +28,7 @@ validation_sequences = 2
 
 
 @pytest.mark.timeout(1500)
-def test_a_live_swarm_gives_its_states_and_its_peers_go_to_the_successor(tmp_path: Path) -> None:
+def test_a_live_swarm_gives_its_states_and_its_peers_go_to_the_successor(tmp_path):
     run = make_tiny_run(
         tmp_path / "run", inner_steps=0, duration_s=6.0, start_s=time.time(), private_blocks=(1,),
         rounds={"validation_sequences": 2},

@@ -1,33 +1,29 @@
 """Promise 12: volunteers alone start a swarm again that has stopped, in any order."""
 
-from __future__ import annotations
-
 import socket
 import time
-from pathlib import Path
 
 import pytest
+
 from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import Member, Swarm
+from support.swarms.swarm import Swarm
 from support.wire.exchange_nodes import NOBODY
 
 PATHS = 2
 
 
-def _free_port() -> int:
+def _free_port():
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
-def _together(swarm: Swarm, peers: list[Member]) -> list[int]:
+def _together(swarm, peers):
     """Wait until all peers are in one step of the shared module, and return its versions."""
-    found = swarm.wait(
-        peers, "outer_step", lambda e: e["module"] == "L0.E0" and len(e["group"]) == PATHS
-    )
+    found = swarm.wait(peers, "outer_step", lambda e: e["module"] == "L0.E0" and len(e["group"]) == PATHS)
     return [event["version"] for event in found]
 
 
-def _stop(members: list[Member]) -> None:
+def _stop(members):
     for member in members:
         member.interrupt()
     for member in members:
@@ -35,7 +31,7 @@ def _stop(members: list[Member]) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_volunteers_start_a_stopped_swarm_again(tmp_path: Path) -> None:
+def test_volunteers_start_a_stopped_swarm_again(tmp_path):
     run = make_tiny_run(
         tmp_path / "run",
         modules_per_level=(1, PATHS),
@@ -49,7 +45,7 @@ def test_volunteers_start_a_stopped_swarm_again(tmp_path: Path) -> None:
         bootstrap = swarm.start_bootstrap()
         address = bootstrap.address()
 
-        def start(number: int) -> Member:
+        def start(number):
             return swarm.start_peer(address, *listening[number], name=f"peer{number}")
 
         peers = [start(number) for number in range(PATHS)]

@@ -3,15 +3,13 @@
 Two network namespaces are the two sides; the cable between them is cut for a few rounds.
 """
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import pytest
+
 from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import BIN, LIMIT_S, Member, Swarm
-from support.wire.split_network import SplitNetwork, can_split, split_network
+from support.swarms.swarm import BIN, LIMIT_S, Swarm
+from support.wire.split_network import can_split, split_network
 
 pytestmark = pytest.mark.slow
 
@@ -24,16 +22,12 @@ HEALING_ROUNDS = 2
 SHARED = "L0.E0"
 
 
-def _start(
-    swarm: Swarm, network: SplitNetwork, side: int, program: str, name: str, *arguments: str
-) -> Member:
+def _start(swarm, network, side, program, name, *arguments):
     listen = ["--host-maddrs", f"/ip4/{network.addresses[side]}/tcp/0"]
     return swarm._add(name, [*network.prefix(side), str(BIN / program), *arguments, *listen])
 
 
-def _peer(
-    swarm: Swarm, network: SplitNetwork, side: int, entry: Member, path: int, name: str
-) -> Member:
+def _peer(swarm, network, side, entry, path, name):
     return _start(
         swarm, network, side, "dipaco-peer", name, "--initial-peers", entry.address(),
         "--path", str(path), "--threads", "1",
@@ -41,9 +35,9 @@ def _peer(
     )  # fmt: skip
 
 
-def _states(members: list[Member]) -> dict[str, set[tuple[int, str]]]:
+def _states(members):
     """Return per module the (version, digest) that members hold now."""
-    found: dict[str, set[tuple[int, str]]] = {}
+    found = {}
     for member in members:
         own = {e["module"]: e for e in member.read() if e["event"] in ("outer_step", "adopt")}
         for module, event in own.items():
@@ -51,7 +45,7 @@ def _states(members: list[Member]) -> dict[str, set[tuple[int, str]]]:
     return found
 
 
-def _group_of_all(member: Member, size: int, since_s: float) -> float | None:
+def _group_of_all(member, size, since_s):
     """Return when a member first took a step together with all others after `since_s`."""
     for event in member.of("outer_step"):
         together = event["module"] == SHARED and len(event["group"]) == size
@@ -62,7 +56,7 @@ def _group_of_all(member: Member, size: int, since_s: float) -> float | None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_split(), reason="needs root and network namespaces")
-def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
+def test_a_split_heals_within_two_rounds(tmp_path):
     run = make_tiny_run(
         tmp_path / "run",
         modules_per_level=(1, 2),
@@ -72,13 +66,9 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
         rounds={"gather_s": 3.0, "grace_s": 1.0, "validation_sequences": 4},
     )
     with split_network() as network, Swarm(tmp_path, run) as swarm:
-        bootstrap = _start(
-            swarm, network, 0, "dipaco-bootstrap", "bootstrap", "serve", str(run.path)
-        )
+        bootstrap = _start(swarm, network, 0, "dipaco-bootstrap", "bootstrap", "serve", str(run.path))
         peers = [
-            _peer(swarm, network, side, bootstrap, path, f"peer{2 * side + path}")
-            for side in (0, 1)
-            for path in (0, 1)
+            _peer(swarm, network, side, bootstrap, path, f"peer{2 * side + path}") for side in (0, 1) for path in (0, 1)
         ]
         swarm.wait(peers, "training")
         swarm.wait(peers, "outer_step", lambda e: len(e["group"]) == 4)
@@ -86,11 +76,7 @@ def test_a_split_heals_within_two_rounds(tmp_path: Path) -> None:
         network.cut()
         cut_s = time.time()
         # Both sides go on by themselves.
-        swarm.wait(
-            peers,
-            "outer_step",
-            lambda e: e["module"] == SHARED and e["time_s"] > cut_s and len(e["group"]) < 4,
-        )
+        swarm.wait(peers, "outer_step", lambda e: e["module"] == SHARED and e["time_s"] > cut_s and len(e["group"]) < 4)
         time.sleep(max(0.0, cut_s + SPLIT_DURATIONS * DURATION_S - time.time()))
         assert len(_states(peers)[SHARED]) > 1, "the two sides did not part"
 

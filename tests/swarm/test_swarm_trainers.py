@@ -3,24 +3,21 @@
 Their run begins with a checkpoint of another family, and what they made of it goes back to that.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
-from pathlib import Path
 
 import pytest
 import torch
-from support.runs.foreign_base import make_foreign_base
-from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import LIMIT_S, Swarm
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export import cli as export_cli
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import make_tiny_run
+from support.swarms.swarm import LIMIT_S, Swarm
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +26,7 @@ TRAINERS = 3
 
 
 @pytest.mark.timeout(900)
-def test_three_devices_of_one_machine(tmp_path: Path) -> None:
+def test_three_devices_of_one_machine(tmp_path):
     theirs = make_foreign_base(tmp_path / "base", "qwen3")
     run = make_tiny_run(
         tmp_path / "run",
@@ -73,7 +70,7 @@ def test_three_devices_of_one_machine(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def check_exported(cache: Path, began_with: dict[str, torch.Tensor], folder: Path) -> None:
+def check_exported(cache, began_with, folder):
     """Check that a trainer's path is exported as the family that the run began with, trained."""
     # A peer fetches what it keeps for others one after the other, and this one left early.
     shutil.copytree(folder / "run" / "blobs", cache / "blobs", dirs_exist_ok=True)

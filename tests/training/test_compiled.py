@@ -1,13 +1,9 @@
 """What is compiled: one graph for the blocks, one for the head, and few of each over a run."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
-from support.runs.inner_loops import MODEL, batch_of, loop_of, model_of
 from torch._dynamo.testing import CompileCounter
 
 from dipaco.modules import transformer
@@ -15,20 +11,18 @@ from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.transformer import PathModel, RMSNorm, head_pieces, rotation_of
 from dipaco.protocol.config import AdaptersConfig
+from support.runs.inner_loops import MODEL, batch_of, loop_of, model_of
 
 QWEN3 = {"family": "qwen3", "kv_head_count": 1}
 
 
-def whole(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def whole(function):
     """Compile without code being made; what cannot be one graph is an error."""
     torch._dynamo.reset()
-    compiled: Callable[..., torch.Tensor] = torch.compile(
-        function, fullgraph=True, backend="aot_eager"
-    )
-    return compiled
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
-def adapted_model() -> PathModel:
+def adapted_model():
     """Return a path of adapters over a random base in 16 bits."""
     base = {
         name: tensor.detach().bfloat16() if tensor.ndim > 1 else tensor.detach()
@@ -44,7 +38,7 @@ def adapted_model() -> PathModel:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "qwen3", "adapters"])
-def test_blocks_and_head_are_a_graph_each(kind: str, recomputes: bool) -> None:
+def test_blocks_and_head_are_a_graph_each(kind, recomputes):
     changes = QWEN3 if kind == "qwen3" else {}
     model = model_of(MODEL.model_copy(update=changes)) if kind != "adapters" else adapted_model()
     loop = loop_of(model)
@@ -62,11 +56,11 @@ def test_blocks_and_head_are_a_graph_each(kind: str, recomputes: bool) -> None:
     torch.testing.assert_close(loss, loop._head(part, targets), rtol=0.01, atol=0.01)
 
 
-def test_blocks_do_not_compute_cosines() -> None:
+def test_blocks_do_not_compute_cosines():
     """A compiler would have every block compute them anew, for every number."""
-    graphs: list[str] = []
+    graphs = []
 
-    def kept(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+    def kept(graph, _):
         graphs.append(str(graph.graph))
         return graph
 
@@ -78,7 +72,7 @@ def test_blocks_do_not_compute_cosines() -> None:
     assert not any("target=cos]" in graph for graph in graphs)
 
 
-def test_a_run_compiles_each_three_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_compiles_each_three_times_at_most(monkeypatch):
     """Once for the size of the first pieces, once for any, and once for a single sequence."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
@@ -94,7 +88,7 @@ def test_a_run_compiles_each_three_times_at_most(monkeypatch: pytest.MonkeyPatch
     assert counter.frame_count <= 6
 
 
-def test_norms_hand_on_what_products_compute_in() -> None:
+def test_norms_hand_on_what_products_compute_in():
     norm, hidden = RMSNorm(16, 1e-5), torch.randn(2, 3, 16)
     exact = norm(hidden)
     assert exact.dtype == torch.float32
@@ -103,10 +97,10 @@ def test_norms_hand_on_what_products_compute_in() -> None:
         assert norm(hidden.bfloat16()).dtype == torch.bfloat16
 
 
-def test_the_head_has_larger_pieces_on_a_gpu() -> None:
+def test_the_head_has_larger_pieces_on_a_gpu():
     model = MODEL.model_copy(update={"vocabulary_size": 2**20})
 
-    def pieces(device: str) -> int:
+    def pieces(device):
         hidden = torch.empty(4, 64, 1, device=device)
         return len(list(head_pieces(model, hidden, torch.ones(4, 64, dtype=torch.int64))))
 

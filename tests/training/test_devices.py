@@ -1,14 +1,10 @@
 """Training on each device that is here: what it learns, keeps and hands on, compiled or not."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
-from typing import Any
 
 import pytest
 import torch
-from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, model_of
 
 from dipaco.modules.compose import gather_module, scatter_module
 from dipaco.modules.contributions import CODECS
@@ -18,31 +14,26 @@ from dipaco.protocol.config import GridConfig
 from dipaco.protocol.grid import Grid
 from dipaco.training.inner import InnerLoop
 from dipaco.training.scoring import sum_losses
+from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, model_of
 
-CUDA = pytest.param(
-    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-)
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 DEVICES = pytest.mark.parametrize("name", ["cpu", CUDA])
 GRID = Grid(MODEL, GridConfig(modules_per_level=(1,)))
 
 
-def loop_on(name: str, kind: str = "adamw", **config: Any) -> InnerLoop:
+def loop_on(name, kind="adamw", **config):
     device = torch.device(name)
     if kind == "adamw8bit" and not importlib.util.find_spec("bitsandbytes"):
         pytest.skip("bitsandbytes is not installed")
     return InnerLoop(
-        model_of().to(device),
-        config_of(**config),
-        device,
-        optimizer=kind,
-        compile_model=device.type != "cpu",
+        model_of().to(device), config_of(**config), device, optimizer=kind, compile_model=device.type != "cpu"
     )
 
 
 @DEVICES
 @pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
-def test_the_loss_goes_down(name: str, kind: str, matrices: str) -> None:
+def test_the_loss_goes_down(name, kind, matrices):
     loop = loop_on(name, kind, optimizer=matrices)
     losses = [loop.step(batch_of(), step) for step in range(30)]
     assert losses[-1] < 2.5
@@ -50,7 +41,7 @@ def test_the_loss_goes_down(name: str, kind: str, matrices: str) -> None:
 
 
 @DEVICES
-def test_losses_are_those_of_fp32_on_a_cpu(name: str) -> None:
+def test_losses_are_those_of_fp32_on_a_cpu(name):
     loop, reference = loop_on(name), loop_on("cpu")
     # The loss of a step is told after the next where AdamW is fused, so the last ones are compared.
     for step in range(20):
@@ -62,7 +53,7 @@ def test_losses_are_those_of_fp32_on_a_cpu(name: str) -> None:
 
 
 @DEVICES
-def test_a_kept_state_goes_on(name: str) -> None:
+def test_a_kept_state_goes_on(name):
     loop, other = loop_on(name), loop_on(name)
     for step in range(3):
         loop.step(batch_of(step), step)
@@ -77,7 +68,7 @@ def test_a_kept_state_goes_on(name: str) -> None:
 
 
 @DEVICES
-def test_a_batch_that_is_not_finite_changes_nothing(name: str) -> None:
+def test_a_batch_that_is_not_finite_changes_nothing(name):
     loop = loop_on(name)
     loop.step(batch_of(), 0)
     before = gather_module(loop.model, GRID, "L0.E0")
@@ -92,9 +83,7 @@ def test_a_batch_that_is_not_finite_changes_nothing(name: str) -> None:
 
 @DEVICES
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_contribution_has_the_bytes_that_the_same_numbers_have_on_a_cpu(
-    name: str, codec: str
-) -> None:
+def test_a_contribution_has_the_bytes_that_the_same_numbers_have_on_a_cpu(name, codec):
     loop = loop_on(name)
     anchor = gather_module(loop.model, GRID, "L0.E0")
     for step in range(3):
@@ -113,7 +102,7 @@ def test_a_contribution_has_the_bytes_that_the_same_numbers_have_on_a_cpu(
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
-def test_a_step_waits_for_nothing_that_the_gpu_was_given(matrices: str) -> None:
+def test_a_step_waits_for_nothing_that_the_gpu_was_given(matrices):
     loop = loop_on("cuda", optimizer=matrices)
     for step in range(3):
         loop.step(batch_of(step), step)
@@ -125,7 +114,7 @@ def test_a_step_waits_for_nothing_that_the_gpu_was_given(matrices: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_was_fetched_is_what_was_computed() -> None:
+def test_what_was_fetched_is_what_was_computed():
     fetched = Fetched(torch.tensor([1.5, math.nan, 0.0]))
     first, second, third = fetched.read()
     assert (first, third) == (1.5, 0.0)

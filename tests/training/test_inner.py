@@ -1,20 +1,15 @@
 """The inner loop: schedule, AdamW, micro-batches, memory, and going on bit for bit."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import logging
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, flat, loop_of, model_of
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device, transformer
@@ -24,11 +19,12 @@ from dipaco.protocol.config import PAD_TOKEN, GridConfig
 from dipaco.protocol.grid import Grid
 from dipaco.training import inner, muon
 from dipaco.training.inner import InnerLoop, learning_rate_at
+from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, flat, loop_of, model_of
 
 # Schedule
 
 
-def test_warmup_peak_cosine_and_floor() -> None:
+def test_warmup_peak_cosine_and_floor():
     config = config_of(learning_rate=1.0, warmup_steps=4, decay_steps=10, floor_ratio=0.2)
     rates = [learning_rate_at(config, step) for step in range(30)]
     assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
@@ -36,28 +32,18 @@ def test_warmup_peak_cosine_and_floor() -> None:
     assert rates[14:] == pytest.approx([0.2] * 16)
 
 
-def test_without_decay_the_peak_stays() -> None:
+def test_without_decay_the_peak_stays():
     assert learning_rate_at(config_of(learning_rate=0.5), 10**9) == 0.5
 
 
-def test_a_fresh_state_warms_up_on_top_of_the_schedule() -> None:
+def test_a_fresh_state_warms_up_on_top_of_the_schedule():
     config = config_of(learning_rate=1.0, fresh_state_warmup_steps=4)
-    assert [learning_rate_at(config, 100, fresh) for fresh in range(5)] == [
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-        1.0,
-    ]
+    assert [learning_rate_at(config, 100, fresh) for fresh in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert learning_rate_at(config, 100, None) == 1.0
 
 
-@given(
-    st.integers(0, 50), st.integers(0, 50), st.floats(0, 1), st.integers(0, 200), st.integers(0, 99)
-)
-def test_rate_is_positive_and_never_above_the_peak(
-    warmup: int, decay: int, floor: float, step: int, fresh: int
-) -> None:
+@given(st.integers(0, 50), st.integers(0, 50), st.floats(0, 1), st.integers(0, 200), st.integers(0, 99))
+def test_rate_is_positive_and_never_above_the_peak(warmup, decay, floor, step, fresh):
     config = config_of(learning_rate=1.0, warmup_steps=warmup, decay_steps=decay, floor_ratio=floor)
     rate = learning_rate_at(config, step, fresh)
     assert 0 <= rate <= 1
@@ -68,7 +54,7 @@ def test_rate_is_positive_and_never_above_the_peak(
 # One step
 
 
-def test_a_step_is_adamw_on_the_mean_loss() -> None:
+def test_a_step_is_adamw_on_the_mean_loss():
     """Against torch's AdamW and a loss written out here."""
     model, reference = model_of(), model_of()
     config = config_of(optimizer="adamw", weight_decay=0.1, gradient_clip=0.05)
@@ -76,9 +62,7 @@ def test_a_step_is_adamw_on_the_mean_loss() -> None:
     matrices = [p for p in reference.parameters() if p.ndim >= 2]
     norms = [p for p in reference.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
-        lr=1e-2,
-        betas=(0.9, 0.99),
+        [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}], lr=1e-2, betas=(0.9, 0.99)
     )
     for step in range(3):
         tokens = batch_of(step)
@@ -91,7 +75,7 @@ def test_a_step_is_adamw_on_the_mean_loss() -> None:
     torch.testing.assert_close(flat(model), flat(reference), rtol=1e-5, atol=1e-6)
 
 
-def test_norms_do_not_decay() -> None:
+def test_norms_do_not_decay():
     loop = loop_of(weight_decay=0.5)
     decay = {
         id(p): group["weight_decay"]
@@ -103,15 +87,7 @@ def test_norms_do_not_decay() -> None:
         assert decay[id(parameter)] == (0.0 if "norm" in name else 0.5), name
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_the_loss_goes_down(optimizer: str) -> None:
-    loop = loop_of(optimizer=optimizer)
-    losses = [loop.step(batch_of(), step) for step in range(30)]
-    assert losses[0] == pytest.approx(4.16, abs=0.1)
-    assert losses[-1] < 2.5
-
-
-def test_micro_batches_change_rounding_only() -> None:
+def test_micro_batches_change_rounding_only():
     tokens = batch_of()
     tokens[1, 3:] = PAD_TOKEN  # rows with fewer targets must not count for more
     results = []
@@ -125,7 +101,7 @@ def test_micro_batches_change_rounding_only() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_in_pieces_change_rounding_only(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_pieces_change_rounding_only(tied, monkeypatch):
     model = MODEL.model_copy(update={"tied_embedding": tied})
     whole = loop_of(model_of(model))
     losses = [whole.step(batch_of(step), step) for step in range(3)]
@@ -135,12 +111,12 @@ def test_logits_in_pieces_change_rounding_only(tied: bool, monkeypatch: pytest.M
     torch.testing.assert_close(flat(pieces.model), flat(whole.model), rtol=1e-4, atol=1e-5)
 
 
-def test_an_unknown_optimizer() -> None:
+def test_an_unknown_optimizer():
     with pytest.raises(ConfigurationError, match="'adamw4bit' is unknown; did you mean adamw8bit"):
         loop_of(optimizer="adamw4bit")
 
 
-def test_a_batch_of_padding_is_a_mistake() -> None:
+def test_a_batch_of_padding_is_a_mistake():
     with pytest.raises(ValueError, match="at least one token"):
         loop_of().step(torch.full((4, 16), PAD_TOKEN), 0)
 
@@ -148,7 +124,7 @@ def test_a_batch_of_padding_is_a_mistake() -> None:
 # Numbers that are not finite
 
 
-def test_a_step_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_not_finite_changes_nothing(caplog):
     loop = loop_of()
     loop.step(batch_of(), 0)
     before, kept = flat(loop.model), loop.model.model.norm.weight.detach().clone()
@@ -170,12 +146,12 @@ def test_a_step_that_is_not_finite_changes_nothing(caplog: pytest.LogCaptureFixt
 
 
 @pytest.fixture
-def without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_bf16(monkeypatch):
     """A fused AdamW is all that is different where it need not be exact."""
     monkeypatch.setattr(device, "cpu_has_bf16", lambda: False)
 
 
-def test_losses_are_read_a_step_late(without_bf16: None) -> None:
+def test_losses_are_read_a_step_late(without_bf16):
     loop, reference = loop_of(exact=False), loop_of()
     expected = [reference.step(batch_of(step), step) for step in range(5)]
     losses = [loop.step(batch_of(step), step) for step in range(5)]
@@ -183,7 +159,7 @@ def test_losses_are_read_a_step_late(without_bf16: None) -> None:
     torch.testing.assert_close(flat(loop.model), flat(reference.model), rtol=1e-4, atol=1e-5)
 
 
-def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
+def test_a_loss_is_of_the_path_that_was_trained(without_bf16):
     """Also where losses are read late, and the loop goes on with another path."""
     loop = loop_of(exact=False)
     other = batch_of(7)
@@ -203,9 +179,7 @@ def test_a_loss_is_of_the_path_that_was_trained(without_bf16: None) -> None:
 
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
 @pytest.mark.parametrize("number_format", [torch.bfloat16, torch.float16])
-def test_a_step_reads_nothing_of_the_device(
-    matrices: str, number_format: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_reads_nothing_of_the_device(matrices, number_format, monkeypatch):
     """A tensor of the device "meta" has no values: a step that reads one fails."""
     for module in (device, muon):
         monkeypatch.setattr(module, "number_format", lambda device: number_format)
@@ -221,9 +195,7 @@ def test_a_step_reads_nothing_of_the_device(
 
 
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
-def test_the_optimizer_leaves_an_update_out(
-    matrices: str, without_bf16: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_optimizer_leaves_an_update_out(matrices, without_bf16, caplog):
     loop = InnerLoop(model_of(), config_of(optimizer=matrices), CPU, exact=False)
     loop.step(batch_of(), 0)
     loop.step(batch_of(), 1)
@@ -251,12 +223,12 @@ def test_the_optimizer_leaves_an_update_out(
 
 
 @pytest.fixture
-def fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+def fp16(monkeypatch):
     """The CPU as a card without bf16."""
     monkeypatch.setattr(device, "number_format", lambda device: torch.float16)
 
 
-def test_a_card_without_bf16_trains_with_scaled_losses(fp16: None) -> None:
+def test_a_card_without_bf16_trains_with_scaled_losses(fp16):
     loop = loop_of()
     losses = [loop.step(batch_of(), step) for step in range(30)]
     assert losses[0] == pytest.approx(4.16, abs=0.1)
@@ -264,7 +236,7 @@ def test_a_card_without_bf16_trains_with_scaled_losses(fp16: None) -> None:
     assert loop.state_dict()["scaler"]["scale"] == 2.0**16
 
 
-def test_bf16_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_trains_alike(monkeypatch):
     monkeypatch.setattr(device, "cpu_has_bf16", lambda: True)
     loop, reference = loop_of(exact=False), loop_of()
     losses = [loop.step(batch_of(), step) for step in range(30)]
@@ -276,9 +248,7 @@ def test_bf16_trains_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_scale_that_is_too_large_costs_a_step_and_no_warning(
-    exact: bool, matrices: str, fp16: None, without_bf16: None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_scale_that_is_too_large_costs_a_step_and_no_warning(exact, matrices, fp16, without_bf16, caplog):
     loop = InnerLoop(model_of(), config_of(optimizer=matrices), CPU, exact=exact)
     kept = loop.state_dict()
     loop.load_state_dict({**kept, "scaler": {**kept["scaler"], "scale": 2.0**40}})
@@ -292,7 +262,7 @@ def test_a_scale_that_is_too_large_costs_a_step_and_no_warning(
     assert loop.steps_since_fresh > 10
 
 
-def test_the_scale_is_kept_bit_for_bit(fp16: None) -> None:
+def test_the_scale_is_kept_bit_for_bit(fp16):
     loop, other = loop_of(), loop_of()
     scale = {**loop.state_dict()["scaler"], "scale": 2.0**12, "growth_interval": 2}
     loop.load_state_dict({**loop.state_dict(), "scaler": scale})
@@ -312,12 +282,12 @@ def test_the_scale_is_kept_bit_for_bit(fp16: None) -> None:
 
 @pytest.mark.parametrize("matrices", ["adamw", "muon"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
-def test_a_kept_state_goes_on_bit_for_bit(optimizer: str, matrices: str, tmp_path: Path) -> None:
+def test_a_kept_state_goes_on_bit_for_bit(optimizer, matrices, tmp_path):
     # 8-bit states are only used for tensors of at least 4,096 elements.
     wide = MODEL.model_copy(update={"hidden_size": 64})
     config = config_of(optimizer=matrices, fresh_state_warmup_steps=5)
 
-    def made() -> InnerLoop:
+    def made():
         return InnerLoop(model_of(wide), config, torch.device("cpu"), optimizer=optimizer)
 
     loop = made()
@@ -337,7 +307,7 @@ def test_a_kept_state_goes_on_bit_for_bit(optimizer: str, matrices: str, tmp_pat
     assert loop.steps_since_fresh == other.steps_since_fresh == 7
 
 
-def test_a_kept_state_is_a_copy() -> None:
+def test_a_kept_state_is_a_copy():
     loop = loop_of()
     loop.step(batch_of(), 0)
     kept = loop.state_dict()
@@ -350,7 +320,7 @@ def test_a_kept_state_is_a_copy() -> None:
     assert torch.equal(moment, before)
 
 
-def test_two_paths_in_one_model_equal_two_models() -> None:
+def test_two_paths_in_one_model_equal_two_models():
     grid = Grid(MODEL, GridConfig(modules_per_level=(1,)))
     alone = [loop_of(), loop_of()]
     for number, loop in enumerate(alone):
@@ -358,7 +328,7 @@ def test_two_paths_in_one_model_equal_two_models() -> None:
             loop.step(batch_of(10 * number + step), step)
     shared = loop_of()
     start = gather_module(shared.model, grid, "L0.E0")
-    kept: list[tuple[torch.Tensor, dict[str, Any] | None]] = [(start, None), (start, None)]
+    kept = [(start, None), (start, None)]
     for half in range(2):
         for number in range(2):
             parameters, state = kept[number]
@@ -374,7 +344,7 @@ def test_two_paths_in_one_model_equal_two_models() -> None:
         assert torch.equal(parameters, gather_module(loop.model, grid, "L0.E0"))
 
 
-def test_reset_warms_up_anew() -> None:
+def test_reset_warms_up_anew():
     loop = loop_of(fresh_state_warmup_steps=4)
     rates = []
     for step in range(6):
@@ -385,7 +355,7 @@ def test_reset_warms_up_anew() -> None:
     assert rates == pytest.approx([0.0025, 0.005, 0.0075, 0.0025, 0.005, 0.0075])
 
 
-def test_a_state_that_does_not_fit_starts_afresh(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_state_that_does_not_fit_starts_afresh(caplog):
     trained = loop_of()
     trained.step(batch_of(), 0)
     kept = trained.state_dict()

@@ -1,19 +1,17 @@
 """Tokens that are only read, and documents that share a row: what a step makes of them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from support.runs.inner_loops import batch_of, loop_of, model_of
 
 from dipaco.modules.marked_tokens import are_marked, plain_tokens
 from dipaco.protocol.config import PAD_TOKEN
 from dipaco.training.scoring import row_losses
+from support.runs.inner_loops import batch_of, loop_of, model_of
 
 
-def chats_of(lengths: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
+def chats_of(lengths, seed=0):
     """Return documents whose first half is only read."""
     generator = torch.Generator().manual_seed(seed)
     found = []
@@ -24,14 +22,14 @@ def chats_of(lengths: tuple[int, ...], seed: int = 0) -> list[torch.Tensor]:
     return found
 
 
-def row_of(chats: list[torch.Tensor], length: int = 16) -> torch.Tensor:
+def row_of(chats, length=16):
     parts = [part for chat in chats for part in (chat, torch.tensor([PAD_TOKEN]))]
     row = torch.cat(parts)[:length]
     return torch.nn.functional.pad(row, (0, length - len(row)), value=PAD_TOKEN)
 
 
 @torch.no_grad()
-def loss_by_hand(chats: list[torch.Tensor]) -> tuple[float, int]:
+def loss_by_hand(chats):
     """Return the loss of what is learned, each document by itself, and how many tokens it is of."""
     total, count = 0.0, 0
     for chat in chats:
@@ -44,7 +42,7 @@ def loss_by_hand(chats: list[torch.Tensor]) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3])
-def test_a_step_learns_what_is_counted_each_document_by_itself(micro_batch_size: int) -> None:
+def test_a_step_learns_what_is_counted_each_document_by_itself(micro_batch_size):
     rows = [chats_of((5, 4, 4)), chats_of((15,), 1), chats_of((3, 2), 2)]
     total, count = loss_by_hand([chat for row in rows for chat in row])
     loop = loop_of(micro_batch_size=micro_batch_size)
@@ -52,12 +50,12 @@ def test_a_step_learns_what_is_counted_each_document_by_itself(micro_batch_size:
     assert math.isclose(loss, total / count, rel_tol=1e-5)
 
 
-def test_texts_are_as_ever() -> None:
+def test_texts_are_as_ever():
     assert not are_marked(batch_of())
     assert torch.equal(plain_tokens(batch_of()), batch_of())
 
 
-def test_scores_are_of_what_is_counted() -> None:
+def test_scores_are_of_what_is_counted():
     chats = chats_of((12,), 3)
     total, count = loss_by_hand(chats)
     losses, counts = row_losses(model_of().eval(), row_of(chats)[None], 2)

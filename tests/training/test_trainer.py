@@ -1,62 +1,52 @@
 """Snapshots and adoption under a path in training: what goes on top, and what does not."""
 
-from __future__ import annotations
-
 import threading
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from support.runs.tiny_run import make_tiny_run
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.modules import device, outer
 from dipaco.modules.compose import gather_module, lent_parameters
-from dipaco.modules.contributions import CHUNK_VALUES, CODECS, Data, pieces
-from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.modules.contributions import CHUNK_VALUES, CODECS, pieces
+from dipaco.modules.state import PathProgress
 from dipaco.peer.check import needs
 from dipaco.routing.batches import BatchStream
 from dipaco.training.trainer import PathTrainer
+from support.runs.tiny_run import make_tiny_run
 
 PATH, MODULE, OTHER = 1, "L0.E0", "L1.E1"
 LIMIT_S = 60.0
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> PathTrainer:
+def trainer(tmp_path):
     run = make_tiny_run(tmp_path / "run")
     plan, grid = run.plan(), run.grid(run.plan())
     made = PathTrainer(plan, grid, torch.device("cpu"))
     base = run.base_parameters(plan)
     states = {module: run.genesis_state(plan, module, base) for module in (MODULE, OTHER)}
     stream = BatchStream(
-        run.train_tokens(plan, PATH),
-        seed=plan.seed,
-        path=PATH,
-        batch_sequences=plan.inner.batch_sequences,
+        run.train_tokens(plan, PATH), seed=plan.seed, path=PATH, batch_sequences=plan.inner.batch_sequences
     )
     made.start_path(PATH, states, stream)
     return made
 
 
 @pytest.mark.parametrize(("inner_steps", "expected"), [(0, torch.bfloat16), (4, torch.float32)])
-def test_a_cpu_with_bf16_trains_in_it_unless_all_must_have_the_same_bits(
-    inner_steps: int, expected: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_with_bf16_trains_in_it_unless_all_must_have_the_same_bits(inner_steps, expected, tmp_path, monkeypatch):
     monkeypatch.setattr(device, "cpu_has_bf16", lambda: True)
     plan = make_tiny_run(tmp_path / "run", inner_steps=inner_steps).plan()
     assert PathTrainer(plan, needs.grid_of(plan), torch.device("cpu")).inner.dtype == expected
 
 
-def local(trainer: PathTrainer, module: str = MODULE) -> torch.Tensor:
+def local(trainer, module=MODULE):
     return gather_module(trainer.model, trainer.grid, module)
 
 
-def following(state: ModuleState, shift: float, tokens: int = 0) -> ModuleState:
+def following(state, shift, tokens=0):
     """Return a next state, `shift` away, with so many more tokens of the path in it."""
     before = state.progress.get(PATH, PathProgress(0, 0))
     return replace(
@@ -67,9 +57,7 @@ def following(state: ModuleState, shift: float, tokens: int = 0) -> ModuleState:
     )
 
 
-def test_without_steps_in_between_local_becomes_the_new_anchor_exactly(
-    trainer: PathTrainer,
-) -> None:
+def test_without_steps_in_between_local_becomes_the_new_anchor_exactly(trainer):
     trainer.inner_step()
     snapshot = trainer.snapshot(MODULE)
     state = following(snapshot.anchor, 0.123, snapshot.tokens)
@@ -79,7 +67,7 @@ def test_without_steps_in_between_local_becomes_the_new_anchor_exactly(
     assert trainer.path_step == 1
 
 
-def test_what_was_trained_since_the_snapshot_goes_on_top(trainer: PathTrainer) -> None:
+def test_what_was_trained_since_the_snapshot_goes_on_top(trainer):
     trainer.inner_step()
     snapshot = trainer.snapshot(MODULE)
     trainer.inner_step()
@@ -92,9 +80,7 @@ def test_what_was_trained_since_the_snapshot_goes_on_top(trainer: PathTrainer) -
     assert torch.allclose(after.outer_gradient()[:], -trained, atol=1e-6)
 
 
-def test_a_round_without_a_step_leaves_all_work_to_the_next_contribution(
-    trainer: PathTrainer,
-) -> None:
+def test_a_round_without_a_step_leaves_all_work_to_the_next_contribution(trainer):
     anchor = trainer.anchor(MODULE)
     trainer.inner_step()
     trainer.snapshot(MODULE)
@@ -104,7 +90,7 @@ def test_a_round_without_a_step_leaves_all_work_to_the_next_contribution(
     assert torch.equal(whole.outer_gradient()[:], anchor.parameters - local(trainer))
 
 
-def test_a_second_state_without_a_snapshot_goes_under_the_same_work(trainer: PathTrainer) -> None:
+def test_a_second_state_without_a_snapshot_goes_under_the_same_work(trainer):
     trainer.inner_step()
     first = following(trainer.snapshot(MODULE).anchor, 0.1)
     trainer.inner_step()
@@ -116,14 +102,14 @@ def test_a_second_state_without_a_snapshot_goes_under_the_same_work(trainer: Pat
     assert trainer.snapshot(MODULE).tokens == trainer.tokens_per_step
 
 
-def test_the_path_step_follows_what_replicas_trained(trainer: PathTrainer) -> None:
+def test_the_path_step_follows_what_replicas_trained(trainer):
     trainer.inner_step()
     snapshot = trainer.snapshot(MODULE)
     trainer.adopt(MODULE, following(snapshot.anchor, 0.0, 7 * trainer.tokens_per_step))
     assert trainer.path_step == 7
 
 
-def test_what_the_encoding_loses_stays_once(trainer: PathTrainer) -> None:
+def test_what_the_encoding_loses_stays_once(trainer):
     """Also where a round brought no step: its contribution is in the next one as a whole."""
     codec = CODECS["sign"]
     trainer.inner_step()
@@ -138,19 +124,17 @@ def test_what_the_encoding_loses_stays_once(trainer: PathTrainer) -> None:
     assert torch.equal(local(trainer), stepped.parameters + (trained - told))
 
 
-def test_a_state_that_comes_while_a_contribution_is_encoded_waits_for_the_whole_of_it(
-    trainer: PathTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_comes_while_a_contribution_is_encoded_waits_for_the_whole_of_it(trainer, monkeypatch):
     """Half of the snapshot as its file says and half as trained would be neither."""
     codec, is_halfway, goes_on = CODECS["sign"], threading.Event(), threading.Event()
 
-    def decode(data: Data, values: int, begin: int, end: int) -> torch.Tensor:
+    def decode(data, values, begin, end):
         if begin:
             is_halfway.set()
             assert goes_on.wait(LIMIT_S)
         return codec.decode(data, values, begin, end)
 
-    slow: Any = SimpleNamespace(encode=codec.encode, decode=decode)
+    slow = SimpleNamespace(encode=codec.encode, decode=decode)
     monkeypatch.setattr(outer, "pieces", lambda values: pieces(values, CHUNK_VALUES))
     trainer.inner_step()
     snapshot, trained = trainer.snapshot(MODULE), local(trainer)
@@ -167,7 +151,7 @@ def test_a_state_that_comes_while_a_contribution_is_encoded_waits_for_the_whole_
     assert torch.equal(local(trainer), state.parameters + (trained - snapshot.local))
 
 
-def test_a_kept_training_goes_on_bit_for_bit(trainer: PathTrainer, tmp_path: Path) -> None:
+def test_a_kept_training_goes_on_bit_for_bit(trainer, tmp_path):
     """With what was trained ahead of the anchor, and its tokens."""
     trainer.inner_step()
     trainer.adopt(MODULE, following(trainer.snapshot(MODULE).anchor, 0.1))
@@ -190,7 +174,7 @@ def test_a_kept_training_goes_on_bit_for_bit(trainer: PathTrainer, tmp_path: Pat
         trainer.load_state_dict({**kept, "tokens": {MODULE: 1}})
 
 
-def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer: PathTrainer) -> None:
+def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer):
     anchor = trainer.anchor(MODULE)
     trainer.inner_step()
     with torch.no_grad():
@@ -201,7 +185,7 @@ def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer: PathTrain
     assert trainer.snapshot(MODULE).tokens == 0
 
 
-def test_scoring_restores_local_parameters_bit_for_bit(trainer: PathTrainer) -> None:
+def test_scoring_restores_local_parameters_bit_for_bit(trainer):
     trainer.inner_step()
     before = {module: local(trainer, module) for module in (MODULE, OTHER)}
     rows = torch.ones(2, trainer.plan.model.sequence_length, dtype=torch.int64)
@@ -211,14 +195,12 @@ def test_scoring_restores_local_parameters_bit_for_bit(trainer: PathTrainer) -> 
         assert torch.equal(local(trainer, module), flat)
 
 
-def test_copies_that_do_not_fit_are_tried_again_and_then_said(
-    trainer: PathTrainer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_do_not_fit_are_tried_again_and_then_said(trainer, monkeypatch):
     rows = torch.ones(2, trainer.plan.model.sequence_length, dtype=torch.int64)
     expected, original = trainer.loss_of(PATH, trainer.anchors(), rows), lent_parameters
     failures = 1
 
-    def lent(*arguments: Any) -> AbstractContextManager[None]:
+    def lent(*arguments):
         nonlocal failures
         failures -= 1
         if failures >= 0:

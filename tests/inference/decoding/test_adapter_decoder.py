@@ -1,10 +1,7 @@
 """Many paths over one base: what they say together is what each of them says alone."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from support.runs.small_paths import logits_of
 
 from dipaco.inference.decoding.adapter_decoder import AdapterDecoder, SharedDecoder, step_together
 from dipaco.inference.decoding.decoder import Decoder
@@ -13,10 +10,11 @@ from dipaco.modules.compose import load_path
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.frozen_file import base_shapes
 from dipaco.modules.layout import layout_of
-from dipaco.modules.state import ModuleState, genesis_state
+from dipaco.modules.state import genesis_state
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import AdaptersConfig, GridConfig, ModelConfig
 from dipaco.protocol.grid import Grid
+from support.runs.small_paths import logits_of
 
 ADAPTERS = AdaptersConfig(rank=3, alpha=5)
 CONFIG = ModelConfig(
@@ -28,16 +26,13 @@ GRID = Grid(CONFIG, GridConfig(modules_per_level=(2, 2)))
 Paths = tuple[list[PathModel], SharedDecoder, list[AdapterDecoder]]
 
 
-def drawn(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+def drawn(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.4
 
 
 @pytest.fixture(scope="module")
-def paths() -> Paths:
-    tensors = {
-        name: drawn(shape, number)
-        for number, (name, shape) in enumerate(base_shapes(CONFIG).items())
-    }
+def paths():
+    tensors = {name: drawn(shape, number) for number, (name, shape) in enumerate(base_shapes(CONFIG).items())}
     base = FrozenBase(tensors, "float32")
     shared = SharedDecoder(PathModel(CONFIG.without_adapters, base), ADAPTERS.scale, slots=6)
     models = [PathModel(CONFIG, base).eval() for _ in range(4)]
@@ -46,7 +41,7 @@ def paths() -> Paths:
     return models, shared, [shared.path(states_of(path)) for path in range(4)]
 
 
-def states_of(path: int) -> dict[str, ModuleState]:
+def states_of(path):
     states = {}
     for module in GRID.modules_of_path(path):
         layout = layout_of(GRID, module)
@@ -56,7 +51,7 @@ def states_of(path: int) -> dict[str, ModuleState]:
 
 
 @pytest.mark.parametrize("count", [3, 6])  # both ways to multiply
-def test_texts_of_several_paths_get_their_tokens_together(count: int, paths: Paths) -> None:
+def test_texts_of_several_paths_get_their_tokens_together(count, paths):
     models, shared, decoders = paths
     texts = [[5 + (3 * number + place) % 50 for place in range(9)] for number in range(count)]
     of = [decoders[number % 4] for number in range(count)]
@@ -66,22 +61,20 @@ def test_texts_of_several_paths_get_their_tokens_together(count: int, paths: Pat
         wanted = logits_of(models[number % 4], text)[: 3 + number % 3]
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     for _ in range(2):
-        tokens: list[list[int | None]] = [[None, None] for _ in decoders]
+        tokens = [[None, None] for _ in decoders]
         for number, text in enumerate(texts):
             tokens[number % 4][slots[number]] = text[of[number].lengths[slots[number]]]
         found = step_together(decoders, tokens)
         for number, text in enumerate(texts):
             length = of[number].lengths[slots[number]]
             wanted = logits_of(models[number % 4], text)[length - 1]
-            torch.testing.assert_close(
-                found[number % 4][slots[number]], wanted, rtol=1e-4, atol=1e-4
-            )
+            torch.testing.assert_close(found[number % 4][slots[number]], wanted, rtol=1e-4, atol=1e-4)
     for number in range(count):
         of[number].free(slots[number])
     assert len(shared.free) == 6
 
 
-def test_a_text_that_waits_is_left_as_it_is(paths: Paths) -> None:
+def test_a_text_that_waits_is_left_as_it_is(paths):
     models, _, decoders = paths
     list(decoders[0].read(0, [7, 8, 9]))
     list(decoders[1].read(0, [17, 18]))
@@ -92,7 +85,7 @@ def test_a_text_that_waits_is_left_as_it_is(paths: Paths) -> None:
         decoder.free(0)
 
 
-def test_paths_over_one_base_are_mixed_as_others_are(paths: Paths) -> None:
+def test_paths_over_one_base_are_mixed_as_others_are(paths):
     models, shared, decoders = paths
     mixture, alike = MixedDecoder(decoders[:2]), decoder_of(models[:2], slots=2)
     assert mixture.free_slots == 3
@@ -106,13 +99,13 @@ def test_paths_over_one_base_are_mixed_as_others_are(paths: Paths) -> None:
     assert len(shared.free) == 6
 
 
-def test_paths_that_share_a_module_hold_it_once(paths: Paths) -> None:
+def test_paths_that_share_a_module_hold_it_once(paths):
     _, _, decoders = paths
     assert decoders[3]._modules[0] is decoders[2]._modules[0]
     assert decoders[3]._modules[1] is decoders[1]._modules[1]
 
 
-def test_a_base_in_16_bits_is_near(paths: Paths) -> None:
+def test_a_base_in_16_bits_is_near(paths):
     models, _, _ = paths
     base = models[0].base
     assert base is not None

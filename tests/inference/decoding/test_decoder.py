@@ -1,19 +1,15 @@
 """Decoding: what the fused path says is what the path says, in any company; paths mixed."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from support.runs.small_paths import KINDS, logits_of, small_path
 
 from dipaco.inference.decoding.decoder import Decoder
 from dipaco.inference.decoding.mixing import decoder_of, mixed_losses
+from support.runs.small_paths import KINDS, logits_of, small_path
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind.values())))
-def test_it_says_what_the_model_says(kind: dict[str, Any]) -> None:
+def test_it_says_what_the_model_says(kind):
     model = small_path(**kind)
     decoder = Decoder(model, 6)
     texts = [[5 + (3 * slot + place) % 50 for place in range(20)] for slot in range(6)]
@@ -30,7 +26,7 @@ def test_it_says_what_the_model_says(kind: dict[str, Any]) -> None:
             torch.testing.assert_close(found[slot], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
+def test_a_text_can_be_copied_and_its_place_taken_by_another():
     decoder = Decoder(small_path(), 3)
     list(decoder.read(2, [7, 8, 9]))
     copied = decoder.copy(2, 3)
@@ -44,7 +40,7 @@ def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
 
 
 @pytest.mark.parametrize("paths", [2, 3])
-def test_a_mixture_weighs_paths_by_what_they_said_before(paths: int) -> None:
+def test_a_mixture_weighs_paths_by_what_they_said_before(paths):
     models = [small_path(seed) for seed in range(paths)]
     text = [5, 9, 20, 21, 22, 40, 41, 8, 9, 10]
     targets = torch.tensor(text[1:])[:, None]
@@ -67,6 +63,6 @@ def test_a_mixture_weighs_paths_by_what_they_said_before(paths: int) -> None:
     torch.testing.assert_close(losses, mixed_losses(nats)[0, 3:], rtol=1e-4, atol=1e-4)
 
 
-def test_equal_paths_mixed_are_one_path() -> None:
+def test_equal_paths_mixed_are_one_path():
     nats = torch.rand(1, 3, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(mixed_losses(nats.repeat(2, 1, 1)), nats[0])

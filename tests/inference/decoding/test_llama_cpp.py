@@ -1,17 +1,10 @@
 """llama.cpp: what it says is what the path says; which engine is taken when."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from support.programs.service import run_with_adapters
-from support.runs.small_paths import KINDS, logits_of, small_path
-from support.runs.tiny_run import make_tiny_run
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.decoding.engines import TORCH, chosen_engine, llama_cpp_obstacle
@@ -20,8 +13,10 @@ from dipaco.inference.decoding.llama_cpp_decoder import LlamaCppDecoder
 from dipaco.inference.export.path_gguf import lack_of_llama_cpp
 from dipaco.inference.service import cli as serve_cli
 from dipaco.protocol.config import AdaptersConfig
-from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
+from support.programs.service import run_with_adapters
+from support.runs.small_paths import KINDS, logits_of, small_path
+from support.runs.tiny_run import make_tiny_run
 
 LONG = {"family": "llama", "sequence_length": 300}
 # Keys and values have 16 bits, and of q8_0 what is multiplied has 8.
@@ -30,7 +25,7 @@ CLOSE = {"f32": 0.02, "q8_0": 0.5}
 
 @pytest.mark.parametrize("stored", CLOSE)
 @pytest.mark.parametrize("kind", [*KINDS, LONG], ids=lambda kind: "-".join(map(str, kind.values())))
-def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
+def test_it_says_what_the_model_says(kind, stored):
     model = small_path(**kind)
     decoder = LlamaCppDecoder(model, 6, stored=stored)
     long = model.config.sequence_length
@@ -38,7 +33,7 @@ def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
     lengths = [long - 5, 1, 7, 3, 9, long - 4]
     wanted = [logits_of(model, text) for text in texts]
 
-    def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+    def check(found, expected):
         torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[stored])
 
     for slot, (text, length) in enumerate(zip(texts, lengths, strict=True)):
@@ -70,7 +65,7 @@ def test_it_says_what_the_model_says(kind: dict[str, Any], stored: str) -> None:
     ],
     ids=lambda kind: "-".join(map(str, kind.values())),
 )
-def test_a_path_is_computed_or_what_it_lacks_is_said(family: str, kind: dict[str, Any]) -> None:
+def test_a_path_is_computed_or_what_it_lacks_is_said(family, kind):
     model = small_path(family=family, **kind)
     if lack_of_llama_cpp(model.config) is None:
         (found,) = LlamaCppDecoder(model, 1).read(0, [7, 8, 9])
@@ -82,7 +77,7 @@ def test_a_path_is_computed_or_what_it_lacks_is_said(family: str, kind: dict[str
         assert family != "llama"
 
 
-def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
+def test_a_text_can_be_copied_and_its_place_taken_by_another():
     model = small_path()
     decoder = LlamaCppDecoder(model, 3)
     list(decoder.read(2, [7, 8, 9]))
@@ -99,7 +94,7 @@ def test_a_text_can_be_copied_and_its_place_taken_by_another() -> None:
     assert decoder.lengths == [4, 4, 0]
 
 
-def test_a_mistake_is_an_error_after_which_it_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_is_an_error_after_which_it_goes_on(caplog):
     model = small_path()
     decoder = LlamaCppDecoder(model, 1)
     with pytest.raises(RuntimeError, match="code is -1"):
@@ -110,13 +105,13 @@ def test_a_mistake_is_an_error_after_which_it_goes_on(caplog: pytest.LogCaptureF
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory: pytest.TempPathFactory) -> RunPlan:
+def plan(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain") / "run"
     make_tiny_run(folder)
     return RunFolder(folder).plan()
 
 
-def test_what_keeps_llama_cpp_from_serving_is_said(plan: RunPlan) -> None:
+def test_what_keeps_llama_cpp_from_serving_is_said(plan):
     assert llama_cpp_obstacle(plan, "cpu", VERSION) is None
     assert "pip install 'dipaco[llamacpp]'" in str(llama_cpp_obstacle(plan, "cpu", None))
     assert f"{VERSION} is needed" in str(llama_cpp_obstacle(plan, "cpu", "2025.1.1"))
@@ -140,9 +135,7 @@ def test_what_keeps_llama_cpp_from_serving_is_said(plan: RunPlan) -> None:
         ("llama.cpp", "q8_0", "no wheel", ConfigurationError("--engine llama.cpp: no wheel")),
     ],
 )
-def test_which_engine_is_taken(
-    asked: str, dtype: str, obstacle: str | None, expected: str | ConfigurationError
-) -> None:
+def test_which_engine_is_taken(asked, dtype, obstacle, expected):
     if isinstance(expected, ConfigurationError):
         with pytest.raises(ConfigurationError, match=str(expected)):
             chosen_engine(asked, dtype, obstacle)
@@ -150,17 +143,12 @@ def test_which_engine_is_taken(
         assert chosen_engine(asked, dtype, obstacle) == expected
 
 
-def test_the_wheel_is_that_of_the_interface() -> None:
+def test_the_wheel_is_that_of_the_interface():
     assert installed_version() == VERSION
 
 
 @pytest.mark.parametrize("broken", ["gguf", "xllamacpp"])
-def test_a_wheel_that_cannot_be_loaded_is_not_taken(
-    broken: str,
-    plan: RunPlan,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_wheel_that_cannot_be_loaded_is_not_taken(broken, plan, monkeypatch, capfd):
     library.cache_clear()
     monkeypatch.setitem(sys.modules, broken, None)
     settings = serve_cli.ServeSettings()
@@ -174,9 +162,7 @@ def test_a_wheel_that_cannot_be_loaded_is_not_taken(
     assert settings.decoding_engine(plan, "cpu") is not TORCH
 
 
-def test_a_run_with_adapters_has_its_own_engine(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_with_adapters_has_its_own_engine(tmp_path, capfd):
     out = run_with_adapters(tmp_path, AdaptersConfig(rank=3))
     words = ["--state-dir", str(out), "--port", "0", "--engine", "llama.cpp"]
     assert serve_cli.main(words) == ConfigurationError.exit_code

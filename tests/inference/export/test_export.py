@@ -1,19 +1,12 @@
 """Exports are what `transformers` makes of them: the same logits, the same files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from support.runs.routed_texts import route_texts
-from support.runs.tiny_run import make_tiny_run, tiny_documents
-from support.swarms.fake_reader import FakeReader
 from transformers import AutoModelForCausalLM
 
 from dipaco.base.errors import ConfigurationError, StorageError
@@ -21,25 +14,23 @@ from dipaco.inference.export import cli as export_cli
 from dipaco.inference.export import whole_run
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.model_card import CardNotes, model_card
-from dipaco.inference.export.path_exporter import (
-    Exporter,
-    checkpoint_files,
-    save_parameters,
-    whole_folder,
-)
+from dipaco.inference.export.path_exporter import Exporter, checkpoint_files, save_parameters, whole_folder
 from dipaco.inference.sources import DiskSource, SwarmSource, assemble_path
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.simulator import cli as simulator_cli
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.swarms.fake_reader import FakeReader
 
 CPU = torch.device("cpu")
 
 
-def run(*arguments: object) -> int:
+def run(*arguments):
     return export_cli.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A simulated run of four paths with private parameters, two rounds."""
     folder = tmp_path_factory.mktemp("export")
     make_tiny_run(folder / "run", private_embedding=True, inner={"learning_rate": 0.02})
@@ -48,18 +39,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def logits_of(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+def logits_of(folder, tokens):
     model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
     with torch.no_grad():
         return torch.as_tensor(model(tokens).logits)
 
 
-def some_tokens(vocabulary_size: int, length: int) -> torch.Tensor:
+def some_tokens(vocabulary_size, length):
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary_size, (3, length), generator=generator)
 
 
-def lively(model: PathModel) -> PathModel:
+def lively(model):
     """Make weights so large that every one of them matters to the logits."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -82,7 +73,7 @@ def lively(model: PathModel) -> PathModel:
     ],
     ids=["tied", "untied, grouped-query", "theta, epsilon"],
 )
-def test_logits_are_those_of_transformers(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_logits_are_those_of_transformers(tmp_path, model):
     plan = make_tiny_run(tmp_path / "run", **model).plan()
     ours = PathModel(plan.model)
     initialise(ours, 3)
@@ -99,7 +90,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, model: dict[str, Any])
     torch.testing.assert_close(logits_of(tmp_path, tokens), expected, atol=2e-4, rtol=1e-4)
 
 
-def test_a_trained_path_is_exported(trained: Path, tmp_path: Path) -> None:
+def test_a_trained_path_is_exported(trained, tmp_path):
     assert run("--state-dir", trained, "--path", 2, "--out", tmp_path / "out") == 0
     source = DiskSource(trained)
     tokens = some_tokens(source.plan.model.vocabulary_size, 32)
@@ -112,9 +103,7 @@ def test_a_trained_path_is_exported(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_parameters_can_be_stored_in_half_the_bytes(
-    trained: Path, tmp_path: Path, dtype: str
-) -> None:
+def test_parameters_can_be_stored_in_half_the_bytes(trained, tmp_path, dtype):
     for name in ("float32", dtype):
         out = tmp_path / name
         assert run("--state-dir", trained, "--path", 1, "--out", out, "--dtype", name) == 0
@@ -129,12 +118,12 @@ def test_parameters_can_be_stored_in_half_the_bytes(
     )  # fmt: skip
 
 
-def test_numbers_that_half_precision_cannot_hold_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_half_precision_cannot_hold_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="'w' has numbers that float16 cannot hold"):
         save_parameters([("w", torch.tensor([1e6]))], tmp_path, torch.float16)
 
 
-def test_the_same_states_give_the_same_bytes(trained: Path, tmp_path: Path) -> None:
+def test_the_same_states_give_the_same_bytes(trained, tmp_path):
     for name in ("a", "b"):
         assert run("--state-dir", trained, "--path", 0, "--out", tmp_path / name) == 0
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
@@ -143,9 +132,9 @@ def test_the_same_states_give_the_same_bytes(trained: Path, tmp_path: Path) -> N
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
-def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained: Path, tmp_path: Path) -> None:
+def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained, tmp_path):
     reader = FakeReader(trained, tmp_path / "cache")
-    with SwarmSource(reader) as source:  # type: ignore[arg-type]
+    with SwarmSource(reader) as source:
         Exporter(source, ExportForm()).write_path(1, tmp_path / "out")
         assert reader.fetched == list(source.grid.modules_of_path(1))
         card = model_card(source, CardNotes(), ExportForm())
@@ -162,10 +151,10 @@ def test_of_a_swarm_only_the_modules_of_the_path_are_fetched(trained: Path, tmp_
 # -- folders
 
 
-def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
     folder = tmp_path / "out"
 
-    def fill_half() -> None:
+    def fill_half():
         with whole_folder(folder) as staging:
             (staging / "file").write_text("half")
             raise RuntimeError
@@ -180,9 +169,7 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_only_an_export_of_the_same_is_replaced(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_an_export_of_the_same_is_replaced(trained, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--state-dir", trained, "--out", out]
     assert run(*arguments, "--path", 1) == 0
@@ -198,9 +185,7 @@ def test_only_an_export_of_the_same_is_replaced(
     assert (tmp_path / "other" / "thesis.txt").read_text() == "precious"
 
 
-def test_what_is_missing_is_named(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_named(trained, tmp_path, capsys):
     arguments = ["--state-dir", trained, "--out", tmp_path / "out"]
     assert run(*arguments, "--path", 4) == ConfigurationError.exit_code
     assert "paths 0 to 3" in capsys.readouterr().err
@@ -215,16 +200,14 @@ def test_what_is_missing_is_named(
 # -- a whole run
 
 
-def report_of(trained: Path) -> dict[str, Any]:
+def report_of(trained):
     row = {"perplexity": 12.345, "tokens": 100, "documents": 3, "base_perplexity": 20.0}
     paths = [{"path": path, **row, "perplexity": 10.25 + path} for path in range(4)]
     run_id = DiskSource(trained).plan.run_id
     return {"run": run_id, **row, "paths": paths, "labels": {"prose": row}}
 
 
-def test_a_run_is_exported(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_a_run_is_exported(trained, tmp_path, capsys, monkeypatch):
     (tmp_path / "eval.json").write_text(json.dumps(report_of(trained)))
     (tmp_path / "DATA.md").write_text("Made up for a test.\n")
     out = tmp_path / "out"
@@ -254,12 +237,12 @@ def test_a_run_is_exported(
     assert capsys.readouterr().err.count("was there already") == 4
 
 
-def check_router_readme(source: DiskSource, out: Path, monkeypatch: Any) -> None:
+def check_router_readme(source, out, monkeypatch):
     """Run the program in the README as its reader would."""
     readme = (out / "router" / "README.md").read_text()
     program = readme.split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(out)
-    names: dict[str, Any] = {}
+    names = {}
     exec(program, names)
     texts = tiny_documents(4, 3, 9)
     expected = route_texts(source.document_router(CPU), texts).tolist()
@@ -267,9 +250,7 @@ def check_router_readme(source: DiskSource, out: Path, monkeypatch: Any) -> None
     assert len(set(expected)) > 1
 
 
-def test_modules_that_paths_share_are_stored_once(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_modules_that_paths_share_are_stored_once(trained, tmp_path, capsys):
     out = tmp_path / "out"
     assert run("--state-dir", trained, "--all", "--out", out) == 0
     assert "shared modules stored once" in capsys.readouterr().err
@@ -285,12 +266,12 @@ def test_modules_that_paths_share_are_stored_once(
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def files_and_inodes(folder: Path) -> dict[str, int]:
+def files_and_inodes(folder):
     files = (*folder.glob("paths/*/*.safetensors"), *folder.glob("modules/*"))
     return {str(file.relative_to(folder)): file.stat().st_ino for file in files}
 
 
-def test_a_second_export_of_a_run_changes_nothing(trained: Path, tmp_path: Path) -> None:
+def test_a_second_export_of_a_run_changes_nothing(trained, tmp_path):
     arguments = ["--state-dir", trained, "--all", "--out", tmp_path]
     assert run(*arguments) == 0
     first = files_and_inodes(tmp_path)
@@ -305,7 +286,7 @@ def test_a_second_export_of_a_run_changes_nothing(trained: Path, tmp_path: Path)
     assert {name: again[name] for name in shared} == {name: first[name] for name in shared}
 
 
-def test_another_tokenizer_flag_is_another_export(trained: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_flag_is_another_export(trained, tmp_path):
     arguments = ["--state-dir", trained, "--path", 1, "--out", tmp_path / "out"]
     assert run(*arguments, "--tokenizer", "sentencepiece") == 0
     assert not (tmp_path / "out" / "tokenizer.json").exists()
@@ -313,10 +294,8 @@ def test_another_tokenizer_flag_is_another_export(trained: Path, tmp_path: Path)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-def test_without_hard_links_shared_modules_are_copied(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
+def test_without_hard_links_shared_modules_are_copied(trained, tmp_path, monkeypatch):
+    def refuse(*_):
         raise OSError("no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
@@ -326,12 +305,7 @@ def test_without_hard_links_shared_modules_are_copied(
     assert logits_of(tmp_path / "out", some_tokens(320, 8)).isfinite().all()
 
 
-def test_a_disk_that_is_too_small_is_seen_before(
-    trained: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_disk_that_is_too_small_is_seen_before(trained, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(whole_run, "_free_bytes", lambda folder: 2**26 + 1000)
     arguments = ["--state-dir", trained, "--all", "--out", tmp_path / "out"]
     assert run(*arguments) == StorageError.exit_code
@@ -341,7 +315,7 @@ def test_a_disk_that_is_too_small_is_seen_before(
     assert not (tmp_path / "out").exists()
 
 
-def test_sizes_are_foreseen(trained: Path, tmp_path: Path) -> None:
+def test_sizes_are_foreseen(trained, tmp_path):
     assert run("--state-dir", trained, "--all", "--out", tmp_path) == 0
     files = {file.stat().st_ino: file.stat().st_size for file in tmp_path.rglob("*.safetensors")}
     foreseen = whole_run.export_bytes(DiskSource(trained).grid, torch.float32, shared=True)
@@ -358,9 +332,7 @@ def test_sizes_are_foreseen(trained: Path, tmp_path: Path) -> None:
         ('{"run": "0123", "perplexity": 3.5, "paths": []}', "is of the run 0123"),
     ],
 )
-def test_figures_of_something_else_are_refused(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
-) -> None:
+def test_figures_of_something_else_are_refused(trained, tmp_path, capsys, content, words):
     (tmp_path / "eval.json").write_text(content, errors="surrogateescape")
     arguments = ["--state-dir", trained, "--all", "--out", tmp_path / "out"]
     found = run(*arguments, "--eval-json", tmp_path / "eval.json")
@@ -369,7 +341,7 @@ def test_figures_of_something_else_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_labels_are_read_in_the_card_as_they_are(trained: Path) -> None:
+def test_labels_are_read_in_the_card_as_they_are(trained):
     """A bar would begin another cell, a line break end the table."""
     figures = report_of(trained)
     row = figures["labels"]["prose"]
@@ -384,14 +356,14 @@ def test_labels_are_read_in_the_card_as_they_are(trained: Path) -> None:
     assert [one.dataset_config for one in results[1:]] == ["a|b", "c  --- d", "`e\\`", "?f", "x_y"]
 
 
-def test_a_card_without_figures_says_so(trained: Path, tmp_path: Path) -> None:
+def test_a_card_without_figures_says_so(trained, tmp_path):
     assert run("--state-dir", trained, "--all", "--out", tmp_path / "out") == 0
     card = (tmp_path / "out" / "README.md").read_text()
     assert "No evaluation was given" in card
     assert "was not told where the texts come from" in card
 
 
-def test_the_card_says_whether_vllm_has_kernels_for_it(trained: Path, tmp_path: Path) -> None:
+def test_the_card_says_whether_vllm_has_kernels_for_it(trained, tmp_path):
     with DiskSource(trained) as source:
         card = model_card(source, CardNotes(), ExportForm(), path=0)
     assert "vLLM has no kernels for heads of 8 numbers" in card

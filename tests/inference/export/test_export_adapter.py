@@ -1,20 +1,14 @@
 """Exports of a run with adapters: PEFT's folder, a file for llama.cpp, merged; and what routes."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from support.programs.service import run_with_adapters
-from support.runs.routed_texts import route_texts
-from support.runs.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.inference import evaluate_cli, generate_cli
@@ -26,18 +20,21 @@ from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.routers.discriminative import DiscriminativeRouter
 from dipaco.routing.routers.kmeans import KMeansRouter
 from dipaco.routing.routers.product_kmeans import ProductKMeansRouter
-from dipaco.routing.routers.router import FeatureRouter, Prefixes
+from dipaco.routing.routers.router import Prefixes
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from support.programs.service import run_with_adapters
+from support.runs.routed_texts import route_texts
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 TEXT = "The city lies by the river."
 
 
-def run(*arguments: object) -> int:
+def run(*arguments):
     return export_cli.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A public base, `base`, and in `out` a run that trained adapters over it for two rounds."""
     folder = tmp_path_factory.mktemp("adapters")
     run_with_adapters(folder, AdaptersConfig(rank=3, alpha=5, base_format="float32"))
@@ -45,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @torch.no_grad()
-def ours(folder: Path, path: int) -> tuple[torch.Tensor, torch.Tensor]:
+def ours(folder, path):
     """Return the base's ids of a text, and a path's logits after each in the base's order."""
     source = DiskSource(folder / "out")
     pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
@@ -60,13 +57,11 @@ def ours(folder: Path, path: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def theirs(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def theirs(model, ids):
     return torch.as_tensor(model.float().eval()(ids).logits)[0]
 
 
-def test_a_folder_for_peft_puts_the_path_on_the_unchanged_base(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_folder_for_peft_puts_the_path_on_the_unchanged_base(folder, tmp_path):
     out = tmp_path / "path-2"
     assert run("--state-dir", folder / "out", "--path", 2, "--out", out) == 0
     config = json.loads((out / "adapter_config.json").read_text())
@@ -91,9 +86,7 @@ def test_a_folder_for_peft_puts_the_path_on_the_unchanged_base(
     assert "base_model: OWNER/tiny" in (out / "README.md").read_text()
 
 
-def test_a_file_for_llama_cpp_has_rows_where_the_base_has_them(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_file_for_llama_cpp_has_rows_where_the_base_has_them(folder, tmp_path):
     out = tmp_path / "path.gguf"
     arguments = ["--state-dir", folder / "out", "--path", 1, "--format", "gguf", "--out", out]
     assert run(*arguments) == 0
@@ -119,7 +112,7 @@ def test_a_file_for_llama_cpp_has_rows_where_the_base_has_them(
         np.testing.assert_allclose(found[:2], expected[rows], atol=1e-6)
 
 
-def test_merged_it_is_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
+def test_merged_it_is_a_plain_checkpoint(folder, tmp_path):
     out = tmp_path / "merged"
     arguments = ["--state-dir", folder / "out", "--path", 3, "--format", "llama", "--out", out]
     assert run(*arguments) == 0
@@ -130,16 +123,12 @@ def test_merged_it_is_a_plain_checkpoint(folder: Path, tmp_path: Path) -> None:
     assert "merged into the base" in (out / "README.md").read_text()
 
 
-def test_the_card_of_a_merged_path_describes_the_whole_model_and_its_tokenizer(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_card_of_a_merged_path_describes_the_whole_model_and_its_tokenizer(folder, tmp_path):
     out = tmp_path / "merged"
     arguments = ["--state-dir", folder / "out", "--path", 3, "--format", "llama", "--out", out]
     assert run(*arguments) == 0
     card = (out / "README.md").read_text()
-    numbers = sum(
-        t.numel() for t in safetensors.torch.load_file(out / "model.safetensors").values()
-    )
+    numbers = sum(t.numel() for t in safetensors.torch.load_file(out / "model.safetensors").values())
     assert f"model of {numbers:,} parameters" in card
     # As SmolLM2's, this tokenizer puts nothing in front of a text, and reads names of tokens.
     begin = begin_row(DiskSource(folder / "out").plan)
@@ -148,7 +137,7 @@ def test_the_card_of_a_merged_path_describes_the_whole_model_and_its_tokenizer(
     assert "are read as text, as in training" not in card
 
 
-def test_what_rounding_loses_is_measured() -> None:
+def test_what_rounding_loses_is_measured():
     name = "model.layers.0.mlp.up_proj.weight"
     base = {name: torch.ones(1, 2), "model.embed_tokens.weight": torch.ones(9, 2)}
     merged = {**base, name: torch.tensor([[1 + 2**-9, 1.5]])}
@@ -162,9 +151,7 @@ def test_what_rounding_loses_is_measured() -> None:
     assert same.rounding() == Rounding(1.0, 0.0)
 
 
-def test_a_base_that_others_will_not_find_is_said(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_base_that_others_will_not_find_is_said(folder, tmp_path, capsys):
     arguments = ["--state-dir", folder / "out", "--path", 2, "--out", tmp_path / "path-2"]
     assert run(*arguments) == 0
     assert "no repository" not in capsys.readouterr().err
@@ -172,9 +159,7 @@ def test_a_base_that_others_will_not_find_is_said(
     assert "call their base 'tiny', which is no repository of the Hub" in capsys.readouterr().err
 
 
-def test_everything_with_a_router_that_needs_no_dipaco(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_everything_with_a_router_that_needs_no_dipaco(folder, tmp_path, capsys):
     out, base = tmp_path / "all", folder / "base"
     arguments = ["--state-dir", folder / "out", "--all", "--out", out, "--base-model", base]
     assert run(*arguments) == 0
@@ -200,11 +185,11 @@ def test_everything_with_a_router_that_needs_no_dipaco(
 
 
 @pytest.mark.parametrize("kind", ["kmeans", "product_kmeans", "discriminative"])
-def test_routers_of_every_kind_that_sees_features_are_affine(kind: str) -> None:
+def test_routers_of_every_kind_that_sees_features_are_affine(kind):
     drawn = np.random.default_rng(0).normal
     mean, scale = drawn(size=6), np.exp(drawn(size=6))
     matrix, books, biases = drawn(size=(6, 6)), drawn(size=(2, 3, 3)), drawn(size=6)
-    router: FeatureRouter = {
+    router = {
         "kmeans": KMeansRouter(mean, scale, matrix, biases),
         "product_kmeans": ProductKMeansRouter(mean, scale, [books[0][:2], books[1]], biases),
         "discriminative": DiscriminativeRouter(mean, scale, matrix, biases),
@@ -216,9 +201,7 @@ def test_routers_of_every_kind_that_sees_features_are_affine(kind: str) -> None:
     assert len(set(expected)) > 4
 
 
-def test_a_run_without_adapters_has_none_to_export(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_adapters_has_none_to_export(tmp_path, capsys):
     make_tiny_run(tmp_path / "run")
     arguments = ["--state-dir", tmp_path / "run", "--path", 0, "--allow-genesis"]
     assert run(*arguments, "--format", "peft", "--out", tmp_path / "out") == 3
@@ -226,15 +209,13 @@ def test_a_run_without_adapters_has_none_to_export(
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_are_those_that_vllm_takes() -> None:
+def test_ranks_are_those_that_vllm_takes():
     assert [written_rank(rank) for rank in (1, 2, 8, 12, 16, 200, 513)] == [
         1, 8, 8, 16, 16, 256, 513,
     ]  # fmt: skip
 
 
-def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(folder, tmp_path, capsys):
     data = tmp_path / "held-out.jsonl"
     lines = [json.dumps({"text": text}) for text in tiny_documents(4, 3, 11)]
     data.write_text("\n".join(lines), encoding="utf-8")
@@ -248,7 +229,7 @@ def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(
         assert capsys.readouterr().out.startswith(TEXT)
 
 
-def test_a_link_to_a_folder_is_filled_where_it_leads(folder: Path, tmp_path: Path) -> None:
+def test_a_link_to_a_folder_is_filled_where_it_leads(folder, tmp_path):
     (tmp_path / "large-disk").mkdir()
     (tmp_path / "path-0").symlink_to("large-disk")
     assert run("--state-dir", folder / "out", "--path", 0, "--out", tmp_path / "path-0") == 0
@@ -256,12 +237,7 @@ def test_a_link_to_a_folder_is_filled_where_it_leads(folder: Path, tmp_path: Pat
     assert sorted(file.name for file in tmp_path.iterdir()) == ["large-disk", "path-0"]
 
 
-def test_the_present_folder_is_not_replaced(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_present_folder_is_not_replaced(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert run("--state-dir", folder / "out", "--path", 0, "--out", ".") == 3
     assert "is the present folder, and cannot be replaced" in capsys.readouterr().err

@@ -1,17 +1,11 @@
 """GGUF files, read back with the library."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from support.runs.foreign_base import make_foreign_base
-from support.runs.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.import_base import ImportedBase
@@ -21,11 +15,13 @@ from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import ModelConfig
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from support.runs.foreign_base import make_foreign_base
+from support.runs.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
 
 CUTS = {"llama": "llama-bpe", "smollm2": "smollm", "qwen3": "llama-bpe"}
 
 
-def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read(file):
     reader = gguf.GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
@@ -33,7 +29,7 @@ def read(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 @pytest.mark.parametrize("family", CUTS)
-def test_a_base_is_written_as_its_family(family: str, tmp_path: Path) -> None:
+def test_a_base_is_written_as_its_family(family, tmp_path):
     theirs = make_foreign_base(tmp_path / "base", family).state_dict()
     base = ImportedBase(tmp_path / "base")
     assert base.tokenizer is not None
@@ -65,7 +61,7 @@ def test_a_base_is_written_as_its_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stored", "bound"), [("f32", 0.0), ("f16", 1e-4), ("q8_0", 2e-3)])
-def test_how_parameters_are_stored(stored: str, bound: float, tmp_path: Path) -> None:
+def test_how_parameters_are_stored(stored, bound, tmp_path):
     config = ModelConfig(vocabulary_size=330, hidden_size=32, head_count=2, block_count=1)
     model = PathModel(config)
     initialise(model, seed=0)
@@ -74,10 +70,7 @@ def test_how_parameters_are_stored(stored: str, bound: float, tmp_path: Path) ->
     file = tmp_path / "it.gguf"
     write_gguf(parameters, config, data, file, stored=stored, name="it")
     fields, tensors = read(file)
-    found, expected = (
-        tensors["blk.0.ffn_up.weight"],
-        parameters["model.layers.0.mlp.up_proj.weight"],
-    )
+    found, expected = (tensors["blk.0.ffn_up.weight"], parameters["model.layers.0.mlp.up_proj.weight"])
     assert float(np.abs(found - expected.detach().numpy()).max()) <= bound
     assert set(tensors["output_norm.weight"]) == {1.0}
     tokenizer, tokens = Tokenizer(data), fields["tokenizer.ggml.tokens"]
@@ -88,7 +81,7 @@ def test_how_parameters_are_stored(stored: str, bound: float, tmp_path: Path) ->
     assert [tokens[token] for token in tokenizer.encode("\n")] == ["\n"]
 
 
-def test_a_unigram_spells_ascii_in_bytes(tmp_path: Path) -> None:
+def test_a_unigram_spells_ascii_in_bytes(tmp_path):
     texts = tiny_documents(4, 20, 0)
     train_tokenizer(texts, 300, tmp_path / "m", character_limit=99_999, kind="unigram")
     data = (tmp_path / "m").read_bytes()
@@ -103,7 +96,7 @@ def test_a_unigram_spells_ascii_in_bytes(tmp_path: Path) -> None:
     assert tokens.count("a") == 1
 
 
-def read_modelfile(text: str) -> list[tuple[str, str]]:
+def read_modelfile(text):
     """Return commands and arguments, by the rules of Ollama's parser: a command that it knows, a
     space, and an argument to the end of the line, in quotes if it has spaces in it. Whole numbers
     where it wants these."""
@@ -123,7 +116,7 @@ def read_modelfile(text: str) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_path_is_exported(tmp_path: Path) -> None:
+def test_a_path_is_exported(tmp_path):
     make_tiny_run(tmp_path / "run")
     out = tmp_path / "out"
     arguments = ["--state-dir", str(tmp_path / "run"), "--allow-genesis", "--format", "gguf"]
@@ -155,7 +148,7 @@ def test_a_path_is_exported(tmp_path: Path) -> None:
     assert export_cli.main([*arguments, "--path", "1", "--out", str(out)]) == 3
 
 
-def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
+def test_what_llama_cpp_cannot_do_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="no biases for the family qwen3"):
         check_gguf(ModelConfig(family="qwen3", attention_bias=True), b"")
     make_foreign_base(tmp_path / "base", "llama")
@@ -167,7 +160,7 @@ def test_what_llama_cpp_cannot_do_is_refused(tmp_path: Path) -> None:
         check_gguf(ModelConfig(), json.dumps(content).encode())
 
 
-def test_rotary_scaling_is_a_table_of_factors(tmp_path: Path) -> None:
+def test_rotary_scaling_is_a_table_of_factors(tmp_path):
     scaling = {"kind": "llama3", "factor": 8.0, "original_sequence_length": 16}
     config = ModelConfig.model_validate(
         {"hidden_size": 32, "vocabulary_size": 320, "block_count": 1, "rope_scaling": scaling}

@@ -1,18 +1,14 @@
 """Exported tokenizers give transformers the ids that ours gives."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
-from support.runs.tiny_run import make_tiny_run, tiny_documents
 from transformers import AutoTokenizer
 
 from dipaco.base.errors import ConfigurationError
@@ -20,11 +16,12 @@ from dipaco.inference.export.path_exporter import checkpoint_files
 from dipaco.inference.export.tokenizer_files import tokenizer_config, tokenizer_json
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
+from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 CORPUS = Path(__file__).parents[3] / "examples" / "tiny" / "data"
 
 
-def corpus_texts() -> list[str]:
+def corpus_texts():
     with gzip.open(CORPUS / "validation.jsonl.gz", "rt", encoding="utf-8") as lines:
         return [json.loads(line)["text"] for line in lines]
 
@@ -35,24 +32,22 @@ class TokenizerPair:
     BPE has the same ids always; unigram may decide a tie between spellings otherwise.
     """
 
-    def __init__(self, model: bytes, folder: Path) -> None:
+    def __init__(self, model, folder):
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(model)), "utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(model, 64)))
         (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-        self.is_exact = (
-            json.loads((folder / "tokenizer.json").read_text())["model"]["type"] == "BPE"
-        )
+        self.is_exact = json.loads((folder / "tokenizer.json").read_text())["model"]["type"] == "BPE"
         self.ours = Tokenizer(model)
         self.theirs = AutoTokenizer.from_pretrained(folder)
 
-    def agree(self, text: str) -> bool:
+    def agree(self, text):
         """Return whether the ids are the same; the text always is."""
         found, expected = self.theirs(text).input_ids[1:], self.ours.encode(text)
         assert self.theirs.decode(found) == self.ours.decode(expected)
         return bool(found == expected)
 
-    def check(self, text: str) -> None:
+    def check(self, text):
         expected = self.ours.encode(text)
         assert self.theirs(text).input_ids == [BEGIN_TOKEN, *expected], text
         assert self.theirs(text, add_special_tokens=False).input_ids == expected
@@ -60,14 +55,14 @@ class TokenizerPair:
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TokenizerPair:
+def pair(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     texts = [*corpus_texts(), "    indented\n\n\n========\n" * 20]
     train_tokenizer(texts, 900, folder / "model", character_limit=120_000, kind=request.param)
     return TokenizerPair((folder / "model").read_bytes(), folder)
 
 
-def test_ids_of_a_corpus_are_the_same(pair: TokenizerPair) -> None:
+def test_ids_of_a_corpus_are_the_same(pair):
     differ = [text for text in corpus_texts()[::4] if not pair.agree(text)]
     # Unigram: sums of equal spellings are rounded otherwise, and a long text may have such a tie.
     assert len(differ) <= (0 if pair.is_exact else 2)
@@ -87,11 +82,11 @@ def test_ids_of_a_corpus_are_the_same(pair: TokenizerPair) -> None:
         "1234567890 3.14",
     ],
 )
-def test_odd_texts_have_the_same_ids(pair: TokenizerPair, text: str) -> None:
+def test_odd_texts_have_the_same_ids(pair, text):
     pair.check(text)
 
 
-def test_runs_of_one_character_have_the_same_ids(pair: TokenizerPair) -> None:
+def test_runs_of_one_character_have_the_same_ids(pair):
     for character in (" ", "=", "-", "a", "\n", "0"):
         for length in (*range(1, 40), 63, 64, 65, 200):
             for ending in ("", "a", " x"):
@@ -100,11 +95,11 @@ def test_runs_of_one_character_have_the_same_ids(pair: TokenizerPair) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
-def test_any_text_has_the_same_ids(pair: TokenizerPair, text: str) -> None:
+def test_any_text_has_the_same_ids(pair, text):
     assert pair.agree(text) or not pair.is_exact
 
 
-def test_special_pieces_are_known(pair: TokenizerPair) -> None:
+def test_special_pieces_are_known(pair):
     tokenizer = pair.theirs
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (BEGIN_TOKEN, END_TOKEN)
     assert (tokenizer.unk_token_id, tokenizer.pad_token_id) == (0, 3)
@@ -112,11 +107,11 @@ def test_special_pieces_are_known(pair: TokenizerPair) -> None:
     assert tokenizer.decode([BEGIN_TOKEN, *pair.ours.encode("a b"), END_TOKEN]) == "<s>a b</s>"
 
 
-def trained_elsewhere(folder: Path, **options: Any) -> bytes:
+def trained_elsewhere(folder, **options):
     """Return a SentencePiece model that was not trained by us."""
     folder.mkdir(exist_ok=True)
     (folder / "texts").write_text("\n".join(tiny_documents(4, 20, 0)))
-    given: dict[str, Any] = {
+    given = {
         "model_type": "bpe",
         "vocab_size": 330,
         "byte_fallback": True,
@@ -134,7 +129,7 @@ def trained_elsewhere(folder: Path, **options: Any) -> bytes:
     return (folder / "m.model").read_bytes()
 
 
-def test_symbols_of_several_characters_are_cut_out(tmp_path: Path) -> None:
+def test_symbols_of_several_characters_are_cut_out(tmp_path):
     model = trained_elsewhere(tmp_path, user_defined_symbols=["<|x|>", "<|x|><|y|>", "ab"])
     pair = TokenizerPair(model, tmp_path / "files")
     for text in ("ba <|x|> ab", "<|x|><|y|><|x|>", "cab abab <|x|", "aab b"):
@@ -149,9 +144,7 @@ def test_symbols_of_several_characters_are_cut_out(tmp_path: Path) -> None:
         ({"normalization_rule_name": "nfkc"}, "normalisation is 'nfkc'"),
     ],
 )
-def test_what_cannot_be_written_exactly_is_refused(
-    tmp_path: Path, options: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_be_written_exactly_is_refused(tmp_path, options, reason):
     model = trained_elsewhere(tmp_path, **options)
     with pytest.raises(ConfigurationError, match=reason):
         tokenizer_json(model)

@@ -1,21 +1,13 @@
 """The service: what it answers is what the model says, whatever else is asked at the same time."""
 
-from __future__ import annotations
-
 import json
-import math
 import re
 import threading
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from starlette.testclient import TestClient
-from support.programs.service import trained_run, wait_until
-from support.runs.tiny_run import tiny_documents
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference.decoding.decoder import Decoder
@@ -26,25 +18,23 @@ from dipaco.inference.sampling import Sampling
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.cli import ServeSettings
 from dipaco.inference.service.engine import Engine, EngineLimits
-from dipaco.inference.service.loader import Loaded, PathStates
-from dipaco.inference.service.path_batch import PathBatch
 from dipaco.inference.service.texts import AnswerText
-from dipaco.inference.service.work import Answer, Work
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.transformer import token_losses
-from dipaco.protocol.config import BEGIN_TOKEN
+from support.programs.service import trained_run, wait_until
+from support.runs.tiny_run import tiny_documents
 
 LIMITS = EngineLimits(memory_bytes=10**9, slots=3, queue=40, refresh_s=0)
 PROMPT = tiny_documents(4, 1, 5)[2][:12]
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     return trained_run(tmp_path_factory.mktemp("service"))
 
 
 @pytest.fixture(scope="module", params=[TORCH, llama_cpp_engine("float32")], ids=lambda e: e.name)
-def engine(out: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(out, request):
     engine = Engine(DiskSource(out), torch.device("cpu"), LIMITS, request.param)
     engine.start()
     yield engine
@@ -52,19 +42,18 @@ def engine(out: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def client(engine: Engine) -> Iterator[TestClient]:
+def client(engine):
     with TestClient(Service(engine).application()) as client:
         yield client
 
 
-def complete(client: TestClient, **body: Any) -> dict[str, Any]:
+def complete(client, **body):
     answer = client.post("/v1/completions", json={"prompt": PROMPT, **body})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
-def generated(out: Path, prompt: str, path: int | None, sampling: Sampling) -> tuple[int, str]:
+def generated(out, prompt, path, sampling):
     """Return what `dipaco-generate` says."""
     source = DiskSource(out)
     tokenizer = source.tokenizer()
@@ -75,7 +64,7 @@ def generated(out: Path, prompt: str, path: int | None, sampling: Sampling) -> t
     return path, "".join(stream_text(tokenizer, generate_tokens(model, tokens, sampling)))
 
 
-def test_the_text_is_that_of_generate(client: TestClient, out: Path) -> None:
+def test_the_text_is_that_of_generate(client, out):
     for options in ({"temperature": 0}, {"temperature": 0.8, "top_k": 50, "seed": 7}):
         said = complete(client, max_tokens=14, **options)
         path, text = generated(out, PROMPT, None, Sampling(max_tokens=14, **options))
@@ -90,22 +79,22 @@ def test_the_text_is_that_of_generate(client: TestClient, out: Path) -> None:
         assert (path, said["choices"][0]["text"]) == wanted
 
 
-def test_a_long_answer_goes_on_from_the_newer_half(client: TestClient, out: Path) -> None:
+def test_a_long_answer_goes_on_from_the_newer_half(client, out):
     options = {"temperature": 1.0, "top_k": 0, "seed": 3}
     said = complete(client, max_tokens=90, context_shift=True, **options)
     _, text = generated(out, PROMPT, None, Sampling(max_tokens=90, **options))
     assert said["choices"][0]["text"] == text
 
 
-def test_company_changes_nothing(client: TestClient) -> None:
-    def ask(number: int) -> dict[str, Any]:
+def test_company_changes_nothing(client):
+    def ask(number):
         prompt = tiny_documents(4, 1, number)[number % 4][: 10 + number]
         return {"prompt": prompt, "max_tokens": 8 + number, "seed": number, "logprobs": 2}
 
     alone = [complete(client, **ask(number))["choices"] for number in range(8)]
-    found: dict[int, Any] = {}
+    found = {}
 
-    def one(number: int) -> None:
+    def one(number):
         found[number] = complete(client, **ask(number))["choices"]
 
     threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
@@ -121,26 +110,7 @@ def test_company_changes_nothing(client: TestClient) -> None:
         assert np.allclose(shown["token_logprobs"], own["token_logprobs"], atol=1e-5)
 
 
-def test_a_lone_answer_makes_a_narrow_step(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = DiskSource(out)
-    loaded = Loaded((2,), Decoder(assemble_path(source, 2), 4), PathStates((), ()))
-    batch = PathBatch(loaded, 0.0)
-    seen: list[int] = []
-    step = Decoder.step
-
-    def stepping(self: Decoder, tokens: Sequence[int]) -> torch.Tensor:
-        seen.append(len(tokens))
-        return step(self, tokens)
-
-    monkeypatch.setattr(Decoder, "step", stepping)
-    work = Work([BEGIN_TOKEN, 40], 2, Sampling(max_tokens=3), lambda event: None, math.inf)
-    text = AnswerText(source.tokenizer(), ())
-    batch.begin(Answer(work, 0, list(work.tokens), torch.Generator(), text, (2,), 0.0))
-    batch.step()
-    assert seen == [1]
-
-
-def test_prompts_are_scored_as_evaluation_does(client: TestClient, out: Path) -> None:
+def test_prompts_are_scored_as_evaluation_does(client, out):
     source = DiskSource(out)
     tokenizer = source.tokenizer()
     text = tiny_documents(4, 1, 9)[1][:40]
@@ -175,7 +145,7 @@ def test_prompts_are_scored_as_evaluation_does(client: TestClient, out: Path) ->
     assert ids["text"] == text
 
 
-def test_offsets_of_characters_of_several_tokens(client: TestClient) -> None:
+def test_offsets_of_characters_of_several_tokens(client):
     prompt = "\u65e5\u672c a\u00e9"
     scored = complete(client, prompt=prompt, echo=True, logprobs=0, max_tokens=0)
     tokens, offsets = (scored["choices"][0]["logprobs"][key] for key in ("tokens", "text_offset"))
@@ -185,7 +155,7 @@ def test_offsets_of_characters_of_several_tokens(client: TestClient) -> None:
     assert offsets[-2:] == [4, 4]
 
 
-def test_several_prompts_and_answers(client: TestClient) -> None:
+def test_several_prompts_and_answers(client):
     said = complete(client, prompt=[PROMPT, "ba ba"], n=2, seed=5, max_tokens=6)
     assert [choice["index"] for choice in said["choices"]] == [0, 1, 2, 3]
     assert said["choices"][0]["text"] != said["choices"][1]["text"]
@@ -193,7 +163,7 @@ def test_several_prompts_and_answers(client: TestClient) -> None:
     assert [c["text"] for c in alone["choices"]] == [c["text"] for c in said["choices"][2:]]
 
 
-def streamed(client: TestClient, **body: Any) -> list[dict[str, Any]]:
+def streamed(client, **body):
     body = {"prompt": PROMPT, "stream": True, **body}
     with client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200
@@ -202,7 +172,7 @@ def streamed(client: TestClient, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(client: TestClient) -> None:
+def test_a_stream_is_the_whole_answer_in_pieces(client):
     options = {"max_tokens": 20, "seed": 4, "logprobs": 1, "n": 2, "echo": True, "stop": "zzz"}
     whole = complete(client, **options)
     chunks = streamed(client, stream_options={"include_usage": True}, **options)
@@ -217,8 +187,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: TestClient) -> None:
         assert {c["system_fingerprint"] for c in chunks} == {whole["system_fingerprint"]}
 
 
-def test_a_stop_string_ends_an_answer_and_no_part_of_it_is_sent(client: TestClient) -> None:
-    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0}
+def test_a_stop_string_ends_an_answer_and_no_part_of_it_is_sent(client):
+    options = {"max_tokens": 30, "temperature": 0}
     full = complete(client, **options)["choices"][0]["text"]
     for start in range(1, 8):
         stop = full[start : start + 4]
@@ -234,13 +204,13 @@ def test_a_stop_string_ends_an_answer_and_no_part_of_it_is_sent(client: TestClie
 class Letters:
     """A tokenizer whose tokens are bytes."""
 
-    def decode(self, tokens: list[int]) -> str:
+    def decode(self, tokens):
         return bytes(tokens).decode("utf-8", "replace")
 
 
-def test_held_back_text_comes_out() -> None:
-    def said(text: str, *stop: str) -> tuple[list[str], bool]:
-        answer = AnswerText(Letters(), stop)  # type: ignore[arg-type]
+def test_held_back_text_comes_out():
+    def said(text, *stop):
+        answer = AnswerText(Letters(), stop)
         pieces = [answer.add(byte) for byte in text.encode()]
         return [*pieces, answer.rest()], answer.stopped
 
@@ -250,7 +220,7 @@ def test_held_back_text_comes_out() -> None:
     assert said("ab", "b", "ab") == (["", "", ""], True)
 
 
-def test_models_say_which_states_they_are(client: TestClient, out: Path) -> None:
+def test_models_say_which_states_they_are(client, out):
     complete(client, model="path-3", max_tokens=1)
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["auto", *(f"path-{p}" for p in range(4))]
@@ -264,7 +234,7 @@ def test_models_say_which_states_they_are(client: TestClient, out: Path) -> None
     assert client.get("/health").json()["status"] == "ok"
 
 
-def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
+def test_the_page_needs_nothing_from_elsewhere(client):
     answer = client.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -298,7 +268,7 @@ def test_the_page_needs_nothing_from_elsewhere(client: TestClient) -> None:
     ],
     ids=lambda value: str(value)[:80],
 )
-def test_bad_requests_are_told_why(client: TestClient, body: Any, status: int, said: str) -> None:
+def test_bad_requests_are_told_why(client, body, status, said):
     headers = {"content-type": "application/json"}
     answer = client.post("/v1/completions", content=json.dumps(body), headers=headers)
     assert answer.status_code == status, answer.text
@@ -307,9 +277,7 @@ def test_bad_requests_are_told_why(client: TestClient, body: Any, status: int, s
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_who_comes_when_all_places_are_taken_is_sent_away(
-    engine: Engine, client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_comes_when_all_places_are_taken_is_sent_away(engine, client, monkeypatch):
     wait_until(lambda: engine.unfinished == 0)
     monkeypatch.setattr(engine, "_unfinished", LIMITS.queue - 1)
     answer = client.post("/v1/completions", json={"prompt": "a", "n": 2})
@@ -317,8 +285,8 @@ def test_who_comes_when_all_places_are_taken_is_sent_away(
     assert "39 answers are waiting or at work, 2 more would be over" in answer.text
 
 
-def test_what_is_no_request_is_told_why(client: TestClient) -> None:
-    def refused(status: int, said: str, answer: Any) -> None:
+def test_what_is_no_request_is_told_why(client):
+    def refused(status, said, answer):
         assert answer.status_code == status
         assert said in answer.json()["error"]["message"]
 
@@ -331,7 +299,7 @@ def test_what_is_no_request_is_told_why(client: TestClient) -> None:
     refused(400, "not JSON", client.post("/v1/completions", content=b"{", headers=headers))
 
 
-def test_limits_and_key(engine: Engine) -> None:
+def test_limits_and_key(engine):
     service = Service(engine, limits=ServiceLimits(body_bytes=100), api_key="secret")
     with TestClient(service.application()) as client:
         assert client.get("/v1/models").status_code == 401
@@ -347,13 +315,13 @@ def test_limits_and_key(engine: Engine) -> None:
     [("bearer secret", 200), ("BEARER  secret ", 200), ("Basic secret", 401), ("secret", 401),
      ("Bearer s\xe9cret", 401)],
 )  # fmt: skip
-def test_the_scheme_of_a_key_is_in_any_case(engine: Engine, given: str, status: int) -> None:
+def test_the_scheme_of_a_key_is_in_any_case(engine, given, status):
     with TestClient(Service(engine, api_key="secret").application()) as client:
         headers = {"authorization": given.encode("latin-1")}
         assert client.get("/v1/models", headers=headers).status_code == status
 
 
-def test_a_key_is_one_that_clients_can_send(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_one_that_clients_can_send(monkeypatch):
     monkeypatch.setenv("DIPACO_API_KEY", ' "secret"\r\n')
     assert ServeSettings().key() == "secret"
     for key in ("s\xe9cret", "two\nlines", "two words", '""'):
@@ -361,12 +329,12 @@ def test_a_key_is_one_that_clients_can_send(monkeypatch: pytest.MonkeyPatch) -> 
             ServeSettings(api_key=key).key()
 
 
-def test_a_chat_with_what_other_servers_put_into_it_goes_on(engine: Engine) -> None:
+def test_a_chat_with_what_other_servers_put_into_it_goes_on(engine):
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
     question = {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}]}
     with TestClient(Service(engine, template=template).application()) as client:
 
-        def said(*more: dict[str, Any]) -> Any:
+        def said(*more):
             body = {"messages": [question, *more], "max_completion_tokens": 1}
             return client.post("/v1/chat/completions", json=body)
 
@@ -384,7 +352,7 @@ def test_a_chat_with_what_other_servers_put_into_it_goes_on(engine: Engine) -> N
             assert line in refused.json()["error"]["message"]
 
 
-def test_a_chat_goes_through_the_template(engine: Engine) -> None:
+def test_a_chat_goes_through_the_template(engine):
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}"
         "{{ raise_exception('no tools') }}{% endif %}{{ m.content }}\n{% endfor %}"
@@ -408,11 +376,9 @@ def test_a_chat_goes_through_the_template(engine: Engine) -> None:
         assert (answer.status_code, "no tools" in answer.text) == (400, True)
 
 
-def test_a_chat_is_routed_by_what_the_user_says_first(engine: Engine) -> None:
+def test_a_chat_is_routed_by_what_the_user_says_first(engine):
     """A template begins all chats alike, so its words would send them all to one path."""
-    template = (
-        "You are a kind helper of the people.{% for m in messages %} {{ m.content }}{% endfor %}"
-    )
+    template = "You are a kind helper of the people.{% for m in messages %} {{ m.content }}{% endfor %}"
     texts = [tiny_documents(4, 1, 0)[number][:16] for number in range(4)]
     with TestClient(Service(engine, template=template).application()) as client:
         routed, expected = [], []
@@ -426,7 +392,7 @@ def test_a_chat_is_routed_by_what_the_user_says_first(engine: Engine) -> None:
         assert len(set(routed)) > 1
 
 
-def test_a_broken_template_keeps_no_text_from_being_continued(engine: Engine) -> None:
+def test_a_broken_template_keeps_no_text_from_being_continued(engine):
     with TestClient(Service(engine, template="{% for %}").application()) as client:
         assert complete(client, max_tokens=2)["choices"][0]["text"]
         body = {"messages": [{"role": "user", "content": PROMPT}]}
@@ -435,20 +401,18 @@ def test_a_broken_template_keeps_no_text_from_being_continued(engine: Engine) ->
         assert client.get("/v1/models/auto").json()["dipaco"]["chat"] is False
 
 
-def test_an_answer_that_fails_takes_no_neighbours_along(
-    client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_fails_takes_no_neighbours_along(client, engine, monkeypatch):
     add = AnswerText.add
 
-    def adding(self: AnswerText, token: int) -> str:
+    def adding(self, token):
         if self._stop == ("poison",) and self.decoded:
             raise IndexError("piece id is out of range")
         return add(self, token)
 
     monkeypatch.setattr(AnswerText, "add", adding)
-    statuses: dict[int, int] = {}
+    statuses = {}
 
-    def ask(number: int) -> None:
+    def ask(number):
         body = {"prompt": PROMPT, "model": "path-1", "max_tokens": 20, "seed": number}
         if number == 1:
             body["stop"] = "poison"
@@ -463,10 +427,8 @@ def test_an_answer_that_fails_takes_no_neighbours_along(
     wait_until(lambda: engine.unfinished == 0)
 
 
-def test_a_model_that_fails_does_not_end_the_service(
-    client: TestClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: Any, **options: Any) -> Any:
+def test_a_model_that_fails_does_not_end_the_service(client, engine, monkeypatch):
+    def fail(*arguments, **options):
         raise RuntimeError("out of luck")
 
     with monkeypatch.context() as patch:

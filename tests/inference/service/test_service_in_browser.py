@@ -1,29 +1,21 @@
 """The page of the service in a real browser: a text is generated, watched, stopped and refused."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.programs.browser import PHONE, is_wider_than_screen, served, visited
-from support.programs.service import trained_run, wait_until
-from support.runs.tiny_run import tiny_documents
-from support.wire.proxy import behind_proxy
 
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.service.app import Service
 from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.sources import DiskSource, assemble_path
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+from support.programs.browser import PHONE, is_wider_than_screen, served, visited
+from support.programs.service import trained_run, wait_until
+from support.runs.tiny_run import tiny_documents
+from support.wire.proxy import behind_proxy
 
 LIMITS = EngineLimits(memory_bytes=10**9, slots=3, queue=40, refresh_s=0)
 PROMPT = tiny_documents(4, 1, 5)[2][:12]
@@ -33,12 +25,12 @@ PACE = re.compile(r" tokens? · \d+\.\d tokens/s")
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     return trained_run(tmp_path_factory.mktemp("service"))
 
 
 @pytest.fixture(scope="module")
-def engine(out: Path) -> Iterator[Engine]:
+def engine(out):
     engine = Engine(DiskSource(out), torch.device("cpu"), LIMITS)
     engine.start()
     yield engine
@@ -46,21 +38,18 @@ def engine(out: Path) -> Iterator[Engine]:
 
 
 @contextmanager
-def page_of(browser: Browser, engine: Engine, **options: Any) -> Iterator[Page]:
+def page_of(browser, engine, **options):
     """Serve the engine and visit its page; ready when the model is found."""
     from playwright.sync_api import expect
 
     about = {name: options.pop(name) for name in ("template", "api_key") if name in options}
-    with (
-        served(Service(engine, **about).application()) as address,
-        visited(browser, address, **options) as page,
-    ):
+    with served(Service(engine, **about).application()) as address, visited(browser, address, **options) as page:
         if "api_key" not in about:
             expect(page.locator("#about")).to_contain_text("4 paths")
         yield page
 
 
-def set_up(page: Page, **settings: str) -> None:
+def set_up(page, **settings):
     """Fill in the settings."""
     page.locator("summary").click()
     for name, value in settings.items():
@@ -68,7 +57,7 @@ def set_up(page: Page, **settings: str) -> None:
     page.locator("summary").click()
 
 
-def test_a_text_is_generated(browser: Browser, engine: Engine, out: Path) -> None:
+def test_a_text_is_generated(browser, engine, out):
     """It is that of `dipaco-generate`, with the path that gave it and how fast it came."""
     from playwright.sync_api import expect
 
@@ -96,7 +85,7 @@ def test_a_text_is_generated(browser: Browser, engine: Engine, out: Path) -> Non
         expect(page.locator("#prompt")).to_have_value(PROMPT + text)
 
 
-def test_a_text_is_watched_and_stopped(browser: Browser, engine: Engine) -> None:
+def test_a_text_is_watched_and_stopped(browser, engine):
     from playwright.sync_api import expect
 
     with page_of(browser, engine) as page:
@@ -122,7 +111,7 @@ def test_a_text_is_watched_and_stopped(browser: Browser, engine: Engine) -> None
         expect(page.locator(".note.done")).to_have_count(2)
 
 
-def test_a_chat_with_the_keyboard_alone(browser: Browser, engine: Engine) -> None:
+def test_a_chat_with_the_keyboard_alone(browser, engine):
     from playwright.sync_api import expect
 
     with page_of(browser, engine, template=TEMPLATE) as page:
@@ -145,7 +134,7 @@ def test_a_chat_with_the_keyboard_alone(browser: Browser, engine: Engine) -> Non
         expect(page.locator(".turn")).to_have_count(0)
 
 
-def test_what_is_refused_is_said(browser: Browser, engine: Engine) -> None:
+def test_what_is_refused_is_said(browser, engine):
     from playwright.sync_api import expect
 
     with page_of(browser, engine, template=TEMPLATE, expected=("400",)) as page:
@@ -157,7 +146,7 @@ def test_what_is_refused_is_said(browser: Browser, engine: Engine) -> None:
         expect(page.locator("#prompt")).to_have_value(PROMPT)
 
 
-def test_a_service_that_wants_its_key(browser: Browser, engine: Engine) -> None:
+def test_a_service_that_wants_its_key(browser, engine):
     from playwright.sync_api import expect
 
     with page_of(browser, engine, api_key="secret", expected=("401",)) as page:
@@ -170,13 +159,11 @@ def test_a_service_that_wants_its_key(browser: Browser, engine: Engine) -> None:
         expect(page.locator("#about")).to_contain_text("4 paths")
 
 
-def test_hostile_texts_do_nothing(browser: Browser, engine: Engine) -> None:
+def test_hostile_texts_do_nothing(browser, engine):
     """Of the person, of a model and of those who named the run and its paths."""
     from playwright.sync_api import expect
 
-    shown = [
-        {"id": HOSTILE, "dipaco": {"chat": False}, "owned_by": HOSTILE, "max_model_len": 9}
-    ] * 3
+    shown = [{"id": HOSTILE, "dipaco": {"chat": False}, "owned_by": HOSTILE, "max_model_len": 9}] * 3
     choice = {"index": 0, "text": HOSTILE, "finish_reason": None, "dipaco": {"path": 1}}
     event = {"system_fingerprint": HOSTILE, "choices": [choice]}
     lines = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"
@@ -195,7 +182,7 @@ def test_hostile_texts_do_nothing(browser: Browser, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("is_dark", [False, True])
-def test_on_a_phone(browser: Browser, engine: Engine, is_dark: bool) -> None:
+def test_on_a_phone(browser, engine, is_dark):
     from playwright.sync_api import expect
 
     with page_of(browser, engine, size=PHONE, is_dark=is_dark, has_touch=True) as page:
@@ -212,7 +199,7 @@ def test_on_a_phone(browser: Browser, engine: Engine, is_dark: bool) -> None:
 
 
 @pytest.mark.parametrize("slash", ["/", ""])
-def test_under_a_sub_path_behind_a_proxy(browser: Browser, engine: Engine, slash: str) -> None:
+def test_under_a_sub_path_behind_a_proxy(browser, engine, slash):
     from playwright.sync_api import expect
 
     with (

@@ -1,8 +1,6 @@
 """The service's paths: kept in memory by use, taken over between requests, from any source; and
 real clients over real sockets."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import math
@@ -13,32 +11,20 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import openai
 import pytest
 import torch
 from starlette.testclient import TestClient
-from support.programs.service import run_with_adapters, trained_run, wait_until
-from support.runs.tiny_run import tiny_documents
-from support.swarms.fake_reader import FakeReader
 from transformers import AutoTokenizer
 
-from dipaco.base.errors import (
-    AddressError,
-    ConfigurationError,
-    IntegrityError,
-    RunSelectionError,
-)
+from dipaco.base.errors import AddressError, ConfigurationError, IntegrityError, RunSelectionError
 from dipaco.base.http_server import listen, server_of
 from dipaco.inference.decoding.decoder import Decoder
-from dipaco.inference.decoding.engines import TORCH, DecodingEngine, llama_cpp_engine
+from dipaco.inference.decoding.engines import TORCH, llama_cpp_engine
 from dipaco.inference.decoding.mixing import mixed_losses
-from dipaco.inference.decoding.text_decoder import TextDecoder
 from dipaco.inference.generate import generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.sampling import Sampling
 from dipaco.inference.service import cli as serve_cli
@@ -46,21 +32,16 @@ from dipaco.inference.service import engine as engine_module
 from dipaco.inference.service import path_batch
 from dipaco.inference.service.app import Service, ServiceLimits
 from dipaco.inference.service.engine import Engine, EngineLimits
-from dipaco.inference.service.work import Began, Ended, Event, Piece, Work
-from dipaco.inference.sources import (
-    DiskSource,
-    SourceSettings,
-    StateSource,
-    SwarmSource,
-    assemble_path,
-    open_source,
-)
+from dipaco.inference.service.work import Began, Ended, Piece, Work
+from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path, open_source
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
-from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
+from support.programs.service import run_with_adapters, trained_run, wait_until
+from support.runs.tiny_run import tiny_documents
+from support.swarms.fake_reader import FakeReader
 
 CPU = torch.device("cpu")
 ENGINES = [TORCH, llama_cpp_engine("float32")]
@@ -68,14 +49,12 @@ PROMPTS = [text[:12] for text in tiny_documents(4, 1, 5)]
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(tmp_path_factory):
     return trained_run(tmp_path_factory.mktemp("paths"))
 
 
 @contextmanager
-def engine_of(
-    source: StateSource, memory_bytes: int = 10**9, decoding: DecodingEngine = TORCH
-) -> Iterator[Engine]:
+def engine_of(source, memory_bytes=10**9, decoding=TORCH):
     limits = EngineLimits(memory_bytes=memory_bytes, slots=2, queue=40, refresh_s=0)
     engine = Engine(source, CPU, limits, decoding)
     engine.start()
@@ -85,17 +64,14 @@ def engine_of(
         engine.close()
 
 
-def ask(client: TestClient, **body: Any) -> dict[str, Any]:
+def ask(client, **body):
     answer = client.post("/v1/completions", json={"temperature": 0, "max_tokens": 9, **body})
     assert answer.status_code == 200, answer.text
-    found: dict[str, Any] = answer.json()
-    return found
+    return answer.json()
 
 
 @pytest.mark.parametrize("patience_s", [1.0, -1.0])
-def test_one_path_in_memory_serves_all(
-    patience_s: float, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_path_in_memory_serves_all(patience_s, out, monkeypatch):
     # Without patience, as on a busy machine, each path is wanted by others before it has begun.
     monkeypatch.setattr(engine_module, "_PATIENCE_S", patience_s)
     source = DiskSource(out)
@@ -109,13 +85,10 @@ def test_one_path_in_memory_serves_all(
             pieces = stream_text(tokenizer, generate_tokens(model, tokens, sampling))
             wanted[path, prompt] = "".join(pieces)
     found = {}
-    with (
-        engine_of(DiskSource(out), memory_bytes=1) as engine,
-        TestClient(Service(engine).application()) as client,
-    ):
+    with engine_of(DiskSource(out), memory_bytes=1) as engine, TestClient(Service(engine).application()) as client:
         assert engine.capacity == 1
 
-        def one(path: int, prompt: str) -> None:
+        def one(path, prompt):
             said = ask(client, prompt=prompt, model=f"path-{path}")
             found[path, prompt] = said["choices"][0]["text"]
             assert len(engine.loaded()) <= 1
@@ -129,13 +102,11 @@ def test_one_path_in_memory_serves_all(
 
 
 @pytest.mark.parametrize("decoding", ENGINES, ids=lambda one: one.name)
-def test_a_request_for_many_paths_keeps_none_of_them_in_memory(
-    decoding: DecodingEngine, out: Path
-) -> None:
+def test_a_request_for_many_paths_keeps_none_of_them_in_memory(decoding, out):
     """A request for several answers to each of many prompts lasts longer than any path is held."""
-    made: list[weakref.ref[TextDecoder]] = []
+    made = []
 
-    def noted(model: PathModel, slots: int) -> TextDecoder:
+    def noted(model, slots):
         decoder = decoding.decoder(model, slots)
         made.append(weakref.ref(decoder))
         return decoder
@@ -143,21 +114,18 @@ def test_a_request_for_many_paths_keeps_none_of_them_in_memory(
     watched = dataclasses.replace(decoding, decoder=noted)
     with engine_of(DiskSource(out), memory_bytes=1, decoding=watched) as engine:
         tokens, sampling = prompt_tokens(engine.tokenizer, PROMPTS[0]), Sampling(max_tokens=2)
-        ended: list[Event] = []
+        ended = []
 
-        def emit(event: Event) -> None:
+        def emit(event):
             if isinstance(event, Ended):
                 ended.append(event)
 
-        works = [
-            Work(tokens, path, sampling, emit, deadline_s=float("inf"), answers=3)
-            for path in range(4)
-        ]
+        works = [Work(tokens, path, sampling, emit, deadline_s=float("inf"), answers=3) for path in range(4)]
         engine.submit(works)
         wait_until(lambda: len(ended) == 12)
         assert len(made) == 4
 
-        def in_memory() -> int:
+        def in_memory():
             gc.collect()
             return sum(decoder() is not None for decoder in made)
 
@@ -167,17 +135,15 @@ def test_a_request_for_many_paths_keeps_none_of_them_in_memory(
         wait_until(lambda: [work.shared for work in works] == [None] * 4)
 
 
-def test_two_paths_that_are_asked_for_all_the_time_starve_no_third(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_paths_that_are_asked_for_all_the_time_starve_no_third(out, monkeypatch):
     monkeypatch.setattr(engine_module, "_PATIENCE_S", -1.0)
     with engine_of(DiskSource(out), memory_bytes=1) as engine:
         tokens, sampling = prompt_tokens(engine.tokenizer, PROMPTS[0]), Sampling(max_tokens=2)
-        ended: list[int] = []
+        ended = []
         asked = [0, 1] * 3 + [2] + [0, 1] * 6
 
-        def work(path: int) -> Work:
-            def emit(event: Event) -> None:
+        def work(path):
+            def emit(event):
                 if isinstance(event, Ended):
                     ended.append(path)
 
@@ -188,16 +154,7 @@ def test_two_paths_that_are_asked_for_all_the_time_starve_no_third(
     assert ended.index(2) < len(asked) - 5, ended
 
 
-def test_paths_used_least_lately_go_first(out: Path) -> None:
-    with engine_of(DiskSource(out)) as engine:
-        engine.capacity = 2
-        with TestClient(Service(engine).application()) as client:
-            for path in (0, 1, 0, 2):
-                ask(client, prompt="ba", model=f"path-{path}")
-            assert sorted(engine.loaded()) == [(0,), (2,)]
-
-
-def changed(state: ModuleState) -> ModuleState:
+def changed(state):
     """Return a newer state that says something else."""
     drawn = torch.Generator().manual_seed(state.version)
     parameters = torch.randn(state.layout.size, generator=drawn)
@@ -212,33 +169,28 @@ def changed(state: ModuleState) -> ModuleState:
 
 
 @pytest.mark.parametrize(("kind", "decoding"), [("disk", TORCH), ("swarm", ENGINES[1])])
-def test_newer_states_are_taken_over_between_requests(
-    out: Path, tmp_path: Path, kind: str, decoding: DecodingEngine
-) -> None:
+def test_newer_states_are_taken_over_between_requests(out, tmp_path, kind, decoding):
     folder = tmp_path / "served"
     shutil.copytree(out, folder)
-    source: StateSource = DiskSource(folder)
+    source = DiskSource(folder)
     if kind == "swarm":
-        source = SwarmSource(FakeReader(folder, folder))  # type: ignore[arg-type]
+        source = SwarmSource(FakeReader(folder, folder))
     states = RunFolder(folder).states
-    with (
-        engine_of(source, decoding=decoding) as engine,
-        TestClient(Service(engine).application()) as client,
-    ):
+    with engine_of(source, decoding=decoding) as engine, TestClient(Service(engine).application()) as client:
         body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 60, "context_shift": True}
         before = ask(client, **body)
         looked = threading.Event()
         deliver = engine._loader._deliver
 
-        def delivered(news: Any) -> None:
+        def delivered(news):
             deliver(news)
             looked.set()
 
         engine._loader._deliver = delivered
-        events: list[Event] = []
+        events = []
         done = threading.Event()
 
-        def emit(event: Event) -> None:
+        def emit(event):
             events.append(event)
             if isinstance(event, Piece) and not looked.is_set():
                 # In the middle of the answer: the model thread waits here for the loader.
@@ -265,9 +217,9 @@ def test_newer_states_are_taken_over_between_requests(
         assert client.get("/v1/models/path-1").json()["dipaco"]["modules"] == new
 
 
-def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out: Path) -> None:
+def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out):
     swarm = FakeReader(out, out)
-    source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
+    source = SwarmSource(swarm, SourceSettings(follow=True))
     with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
         body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 4}
         before = ask(client, **body)
@@ -290,16 +242,8 @@ def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out: Path) ->
         assert "continued as 'the next one'" in health["troubles"][1]
 
 
-def test_a_swarm_that_has_gone_is_a_trouble_also_where_nothing_is_in_memory(out: Path) -> None:
-    swarm = FakeReader(out, out)
-    source = SwarmSource(swarm, SourceSettings(follow=True))  # type: ignore[arg-type]
-    assert source.troubles() == ()
-    swarm.present = []
-    assert source.troubles() == ("no peer of the run is in sight: the last good states are used",)
-
-
 @pytest.mark.parametrize("decoding", ENGINES, ids=lambda engine: engine.name)
-def test_a_mixture_says_what_generate_says(out: Path, decoding: DecodingEngine) -> None:
+def test_a_mixture_says_what_generate_says(out, decoding):
     source = DiskSource(out)
     prompt = tiny_documents(4, 1, 6)[3][:30]
     tokens = prompt_tokens(source.tokenizer(), prompt)
@@ -309,10 +253,7 @@ def test_a_mixture_says_what_generate_says(out: Path, decoding: DecodingEngine) 
     sampling = Sampling(temperature=0, max_tokens=60)
     made = generate_tokens(models[0], tokens, sampling, mixed_with=models[1:])
     text = "".join(stream_text(source.tokenizer(), made))
-    with (
-        engine_of(DiskSource(out), decoding=decoding) as engine,
-        TestClient(Service(engine).application()) as client,
-    ):
+    with engine_of(DiskSource(out), decoding=decoding) as engine, TestClient(Service(engine).application()) as client:
         body = {"prompt": prompt, "max_tokens": 60, "context_shift": True, "mix": 2, "n": 2}
         said = ask(client, **body)
         assert [choice["text"] for choice in said["choices"]] == [text, text]
@@ -336,7 +277,7 @@ def test_a_mixture_says_what_generate_says(out: Path, decoding: DecodingEngine) 
 
 
 @pytest.fixture
-def cache(out: Path, tmp_path: Path) -> Path:
+def cache(out, tmp_path):
     """The cache of a peer that trained one path and knows the others by name alone."""
     run = tmp_path / "cache" / RunFolder(out).plan().run_id
     shutil.copytree(out, run)
@@ -344,8 +285,8 @@ def cache(out: Path, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
-def test_the_cache_of_a_peer_is_served(cache: Path) -> None:
-    def files() -> dict[Path, bytes]:
+def test_the_cache_of_a_peer_is_served(cache):
+    def files():
         return {file: file.read_bytes() for file in cache.rglob("*") if file.is_file()}
 
     broken = next(cache.glob("*/states/*/L1.E1/*.safetensors"))
@@ -367,14 +308,14 @@ def test_the_cache_of_a_peer_is_served(cache: Path) -> None:
     assert files() == before
 
 
-def test_what_a_peer_that_left_soon_never_fetched_is_named(cache: Path) -> None:
+def test_what_a_peer_that_left_soon_never_fetched_is_named(cache):
     source = open_source(cache_folder=cache)
     RunFolder(next(cache.iterdir())).blobs.path(source.plan.blobs.tokenizer).unlink()
     with pytest.raises(IntegrityError, match="has no tokenizer of the run .* --initial-peers"):
         source.tokenizer()
 
 
-def test_which_run_of_a_cache_is_meant(cache: Path) -> None:
+def test_which_run_of_a_cache_is_meant(cache):
     first = next(cache.iterdir())
     shutil.copytree(first, cache / "other")
     with pytest.raises(RunSelectionError, match="--run NAME"):
@@ -391,7 +332,7 @@ def test_which_run_of_a_cache_is_meant(cache: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=ENGINES, ids=lambda engine: engine.name)
-def served(out: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Engine, str]]:
+def served(out, request):
     with engine_of(DiskSource(out), decoding=request.param) as engine:
         application = Service(engine, api_key="secret", template="{{ messages[0].content }}")
         listening = listen("127.0.0.1", 0)
@@ -404,12 +345,10 @@ def served(out: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Engine, 
         listening.close()
 
 
-def test_the_openai_client(served: tuple[Engine, str]) -> None:
+def test_the_openai_client(served):
     with openai.OpenAI(base_url=served[1], api_key="secret", max_retries=0) as client:
         assert [model.id for model in client.models.list()][:2] == ["auto", "path-0"]
-        whole = client.completions.create(
-            model="auto", prompt=PROMPTS[1], max_tokens=12, seed=3, logprobs=2, echo=True
-        )
+        whole = client.completions.create(model="auto", prompt=PROMPTS[1], max_tokens=12, seed=3, logprobs=2, echo=True)
         choice = whole.choices[0]
         assert choice.text.startswith(PROMPTS[1])
         assert choice.logprobs is not None
@@ -438,13 +377,11 @@ def test_the_openai_client(served: tuple[Engine, str]) -> None:
         client.models.list()
 
 
-def test_a_client_that_leaves_costs_nothing_more(
-    served: tuple[Engine, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_costs_nothing_more(served, monkeypatch):
     engine, address = served
     # No answer ends by itself.
     monkeypatch.setattr(path_batch, "END_TOKEN", -1)
-    endless: dict[str, Any] = {"prompt": "ba", "max_tokens": 10**6, "model": "path-2"}
+    endless = {"prompt": "ba", "max_tokens": 10**6, "model": "path-2"}
     extra = {"context_shift": True, "top_k": 3}
     with openai.OpenAI(base_url=address, api_key="secret", max_retries=0) as client:
         stream = client.completions.create(**endless, extra_body=extra, stream=True)
@@ -457,9 +394,7 @@ def test_a_client_that_leaves_costs_nothing_more(
         wait_until(lambda: engine.unfinished == 0)
 
 
-def test_a_client_that_leaves_while_its_prompt_is_routed_leaves_its_place(
-    out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_leaves_while_its_prompt_is_routed_leaves_its_place(out, monkeypatch):
     with engine_of(DiskSource(out)) as engine:
         work = Work(
             tokens=[1, 5, 6], path=None, sampling=Sampling(max_tokens=2), answers=3,
@@ -467,7 +402,7 @@ def test_a_client_that_leaves_while_its_prompt_is_routed_leaves_its_place(
         )  # fmt: skip
         route = DocumentRouter.nearest_paths
 
-        def leaving(self: DocumentRouter, *given: Any) -> np.ndarray:
+        def leaving(self, *given):
             work.cancelled = True
             return route(self, *given)
 
@@ -476,7 +411,7 @@ def test_a_client_that_leaves_while_its_prompt_is_routed_leaves_its_place(
         wait_until(lambda: work.cancelled and engine.unfinished == 0, 5.0)
 
 
-def test_an_answer_that_takes_too_long_is_given_up(served: tuple[Engine, str]) -> None:
+def test_an_answer_that_takes_too_long_is_given_up(served):
     service = Service(served[0], limits=ServiceLimits(timeout_s=0.0))
     with TestClient(service.application()) as client:
         answer = client.post("/v1/completions", json={"prompt": "a"})
@@ -484,9 +419,7 @@ def test_an_answer_that_takes_too_long_is_given_up(served: tuple[Engine, str]) -
 
 
 @pytest.mark.parametrize("words", [("--engine", "torch"), ("--dtype", "q8_0")])
-def test_the_command_serves_and_ends(
-    words: tuple[str, str], out: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_serves_and_ends(words, out, capfd):
     command = [sys.executable, "-m", "dipaco.inference.service.cli", "--state-dir", str(out)]
     process = subprocess.Popen([*command, *words, "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:
@@ -513,14 +446,12 @@ def test_the_command_serves_and_ends(
     assert "--port" in capfd.readouterr().err
 
 
-def test_paths_over_one_base_answer_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_over_one_base_answer_together(tmp_path, monkeypatch):
     source = DiskSource(run_with_adapters(tmp_path, AdaptersConfig(rank=3)))
-    texts: list[int] = []
+    texts = []
     step = Decoder.step
 
-    def stepping(self: Decoder, tokens: Sequence[int | None]) -> torch.Tensor:
+    def stepping(self, tokens):
         texts.append(sum(token is not None for token in tokens))
         return step(self, tokens)
 
@@ -529,18 +460,13 @@ def test_paths_over_one_base_answer_together(
         assert engine.capacity == 4
         assert engine.max_mixed == 2
         asked = [
-            {
-                "model": f"path-{path}",
-                "prompt": PROMPTS[path],
-                "max_tokens": 30 + path,
-                "context_shift": True,
-            }
+            {"model": f"path-{path}", "prompt": PROMPTS[path], "max_tokens": 30 + path, "context_shift": True}
             for path in range(4)
         ]
         asked.append({"model": "path-1", "mix": 2, "prompt": PROMPTS[0], "max_tokens": 20})
-        found: dict[int, str] = {}
+        found = {}
 
-        def one(number: int) -> None:
+        def one(number):
             found[number] = ask(client, **asked[number])["choices"][0]["text"]
 
         threads = [threading.Thread(target=one, args=(number,)) for number in range(5)]
@@ -557,14 +483,12 @@ def test_paths_over_one_base_answer_together(
         wait_until(lambda: engine.unfinished == 0)
 
 
-def test_a_mixture_that_waits_for_two_places_is_not_overtaken_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mixture_that_waits_for_two_places_is_not_overtaken_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr(path_batch, "END_TOKEN", -1)  # no answer ends by itself
-    began: list[str] = []
+    began = []
 
-    def endless(name: str, mix: int = 1) -> Work:
-        def emit(event: Event) -> None:
+    def endless(name, mix=1):
+        def emit(event):
             if isinstance(event, Began):
                 began.append(name)
 
@@ -584,15 +508,14 @@ def test_a_mixture_that_waits_for_two_places_is_not_overtaken_for_ever(
         wait_until(lambda: "mixture" in began, 10.0)
 
 
-def test_tokens_have_the_numbers_of_the_base_s_own_tokenizer(tmp_path: Path) -> None:
+def test_tokens_have_the_numbers_of_the_base_s_own_tokenizer(tmp_path):
     source = DiskSource(run_with_adapters(tmp_path, AdaptersConfig(rank=3)))
     theirs = AutoTokenizer.from_pretrained(tmp_path / "base")
     text = "\u65e5 ba du"
     numbers = [theirs.bos_token_id, *theirs(text, add_special_tokens=False).input_ids]
     with engine_of(source) as engine, TestClient(Service(engine).application()) as client:
         by_text, by_numbers = (
-            ask(client, prompt=prompt, echo=True, logprobs=3)["choices"][0]
-            for prompt in (text, numbers)
+            ask(client, prompt=prompt, echo=True, logprobs=3)["choices"][0] for prompt in (text, numbers)
         )
         assert by_numbers == by_text
         # Those of half a character have no text.

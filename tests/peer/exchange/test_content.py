@@ -1,20 +1,18 @@
 """Content that is served from memory, in parts."""
 
-from __future__ import annotations
-
 import asyncio
 
 from dipaco.peer.exchange.files.content import OpenContent
 
 
-async def _read_all(content: OpenContent, offset: int, count: int) -> bytes:
+async def _read_all(content, offset, count):
     found = b""
     while data := await content.read(offset + len(found), count):
         found += data
     return found
 
 
-def test_content_in_parts_is_read_from_any_offset() -> None:
+def test_content_in_parts_is_read_from_any_offset():
     parts = (b"abc", memoryview(b"defgh"), b"", b"i")
     content = OpenContent(parts)
     assert content.size_bytes == 9

@@ -1,20 +1,15 @@
 """Files of contributions: kept for three rounds, over restarts, and never more than there is room
 for."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
-from support.wire.exchanges import MODULE, file_of, row_of
 
 from dipaco.base.errors import IntegrityError
 from dipaco.peer.exchange.files import contribution_files
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
-from dipaco.protocol.chain import Row
+from support.wire.exchanges import MODULE, file_of, row_of
 
 
-def put(files: ContributionFiles, row: Row, data: bytes, folder: Path) -> Path | None:
+def put(files, row, data, folder):
     """Put a file as a mailbox takes it; None when there is no room for it."""
     if not files.promise(row):
         return None
@@ -25,9 +20,7 @@ def put(files: ContributionFiles, row: Row, data: bytes, folder: Path) -> Path |
     return path
 
 
-def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
-    tmp_path: Path,
-) -> None:
+def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(tmp_path):
     files, arrived = ContributionFiles(tmp_path / "files"), list[str]()
     files.listen(arrived.append)
     rows = [row_of(0, round_index, data=b"%d" % round_index) for round_index in range(5)]
@@ -52,7 +45,7 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     assert not list((tmp_path / "files" / MODULE).iterdir())
 
 
-def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path: Path) -> None:
+def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path):
     """A peer that names another's file in its own row gains nothing and takes nothing away."""
     files = ContributionFiles(tmp_path / "files")
     own = row_of(0, data=b"work")
@@ -73,7 +66,7 @@ def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path: Path) -> Non
     assert path.read_bytes() == file_of(own, b"work")
 
 
-def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
+def test_the_oldest_rounds_make_room(tmp_path):
     files = ContributionFiles(tmp_path, max_bytes=3000)
     rows = [row_of(0, n, data=bytes([n]) * 968) for n in range(5)]
     for row in rows:
@@ -81,7 +74,7 @@ def test_the_oldest_rounds_make_room(tmp_path: Path) -> None:
     assert [files.find(row.file) is not None for row in rows] == [False, False, True, True, True]
 
 
-def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path: Path) -> None:
+def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path):
     files = ContributionFiles(tmp_path / "files", max_bytes=16_000)
     one = [row_of(1, n, data=bytes([n]) * 368) for n in range(3)]
     assert put(files, one[0], bytes(368), tmp_path)
@@ -92,17 +85,14 @@ def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path: Path) -> Non
     assert not files.promise(one[2])
     files.release(one[1])
     assert put(files, one[1], bytes([1]) * 368, tmp_path)
-    stored = [
-        put(files, row_of(n, data=bytes([n]) * 968), bytes([n]) * 968, tmp_path)
-        for n in range(2, 20)
-    ]
+    stored = [put(files, row_of(n, data=bytes([n]) * 968), bytes([n]) * 968, tmp_path) for n in range(2, 20)]
     assert sum(path is not None for path in stored) == 7
     # The own work has room all the same.
     own = row_of(0, data=bytes(5000))
     assert files.add(own, (own.mark, bytes(5000))).exists()
 
 
-def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path: Path) -> None:
+def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path):
     files = ContributionFiles(tmp_path / "files")
     rows = [row_of(1, n, data=b"%d" % n) for n in range(200)]
     stored = [put(files, row, b"%d" % row.round_index, tmp_path) for row in rows]
@@ -112,7 +102,7 @@ def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path: Path)
     assert put(files, rows[-1], b"199", tmp_path)
 
 
-def test_who_contributed_lately_has_room_before_others(tmp_path: Path) -> None:
+def test_who_contributed_lately_has_room_before_others(tmp_path):
     """Anybody in an open run can have as many identities as it takes to fill a mailbox."""
     files = ContributionFiles(tmp_path / "files", max_bytes=16_000)
     contents = [bytes([n]) * 900 for n in range(20)]
@@ -131,14 +121,12 @@ def test_who_contributed_lately_has_room_before_others(tmp_path: Path) -> None:
     assert not files.promise(rows[-1])
 
 
-def test_a_mailbox_has_room_again_after_the_rounds_for_which_files_are_kept(tmp_path: Path) -> None:
+def test_a_mailbox_has_room_again_after_the_rounds_for_which_files_are_kept(tmp_path):
     """Also where nobody follows the module that a file is of, and after a restart."""
     now = [0.0]
 
-    def opened() -> ContributionFiles:
-        return ContributionFiles(
-            tmp_path / "files", max_bytes=16_000, kept_s=30.0, monotonic=lambda: now[0]
-        )
+    def opened():
+        return ContributionFiles(tmp_path / "files", max_bytes=16_000, kept_s=30.0, monotonic=lambda: now[0])
 
     files = opened()
     contents = [bytes([n]) * 900 for n in range(30)]
@@ -153,9 +141,7 @@ def test_a_mailbox_has_room_again_after_the_rounds_for_which_files_are_kept(tmp_
         files = opened()
 
 
-def test_a_mailbox_keeps_so_many_files_however_small(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mailbox_keeps_so_many_files_however_small(tmp_path, monkeypatch):
     monkeypatch.setattr(contribution_files, "MAIL_FILES", 5)
     files = ContributionFiles(tmp_path / "files")
     rows = [row_of(n, data=b"%d" % n) for n in range(9)]
@@ -163,9 +149,7 @@ def test_a_mailbox_keeps_so_many_files_however_small(
     assert sum(path is not None for path in stored) == 5
 
 
-def test_what_others_put_leaves_the_disk_its_reserve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_others_put_leaves_the_disk_its_reserve(tmp_path, monkeypatch):
     files, row = ContributionFiles(tmp_path / "files"), row_of(0, data=b"1234")
     monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 35)
     assert put(files, row, b"1234", tmp_path) is None

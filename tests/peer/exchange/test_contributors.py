@@ -1,31 +1,22 @@
 """A contributor stays known until direct calls fail, whatever the DHT says."""
 
-from __future__ import annotations
-
+from dipaco.peer.exchange.contact.contributors import APART_S, FAILURES, MAX_PEERS, MAX_PEERS_OF_MODULE, Contributors
 from support.wire.exchanges import MODULE, chain_of
 from support.wire.peers import peer
-
-from dipaco.peer.exchange.contact.contributors import (
-    APART_S,
-    FAILURES,
-    MAX_PEERS,
-    MAX_PEERS_OF_MODULE,
-    Contributors,
-)
 
 
 class Time:
     s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.s
 
 
-def of_module(known: Contributors, module: str) -> tuple[str, ...]:
+def of_module(known, module):
     return tuple(known.of_modules([module]))
 
 
-def test_the_last_to_contribute_come_first() -> None:
+def test_the_last_to_contribute_come_first():
     known = Contributors()
     for step in chain_of(3, (0, 1)):
         known.step_taken(step)
@@ -39,7 +30,7 @@ def test_the_last_to_contribute_come_first() -> None:
     assert of_module(known, MODULE)[0] == peer(2)
 
 
-def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none() -> None:
+def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none():
     clock = Time()
     known = Contributors(clock)
     known.contributed(peer(0), MODULE, 1)
@@ -57,7 +48,7 @@ def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none() ->
     assert of_module(known, MODULE) == (peer(0),), "it is back"
 
 
-def test_what_the_dht_hides_keeps_its_address() -> None:
+def test_what_the_dht_hides_keeps_its_address():
     known = Contributors()
     known.contributed(peer(0), MODULE, 1)
     known.note_addresses({peer(0): ("/ip4/203.0.113.5/tcp/1",), peer(1): ("/ip4/1.2.3.4/tcp/1",)})
@@ -68,7 +59,7 @@ def test_what_the_dht_hides_keeps_its_address() -> None:
     assert len(known._addresses) <= MAX_PEERS
 
 
-def test_a_module_with_many_contributors_keeps_the_newest() -> None:
+def test_a_module_with_many_contributors_keeps_the_newest():
     known = Contributors()
     for number in range(2 * MAX_PEERS_OF_MODULE):
         known.contributed(f"peer {number}", MODULE, number)

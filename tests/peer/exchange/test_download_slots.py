@@ -1,10 +1,6 @@
 """Which source may send next: none has all slots, and one that dripped comes last."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from dipaco.peer.exchange.files.download_slots import REMEMBERED_SOURCES, DownloadSlots
 
@@ -12,32 +8,32 @@ from dipaco.peer.exchange.files.download_slots import REMEMBERED_SOURCES, Downlo
 class Queue:
     """Slots, and in which order sources got theirs."""
 
-    def __init__(self, max_total: int, max_per_source: int) -> None:
+    def __init__(self, max_total, max_per_source):
         self.slots = DownloadSlots(max_total, max_per_source)
-        self.served: list[str] = []
-        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.served = []
+        self.tasks = {}
 
-    async def ask(self, *names: str) -> None:
+    async def ask(self, *names):
         """Ask for a slot for sources; a name may end with a number of its own."""
         for name in names:
             self.tasks[name] = asyncio.create_task(self._one(name))
         await self.settle()
 
-    async def _one(self, name: str) -> None:
+    async def _one(self, name):
         await self.slots.acquire(name.partition(" ")[0])
         self.served.append(name)
 
-    async def settle(self) -> None:
+    async def settle(self):
         for _ in range(5):
             await asyncio.sleep(0)
 
-    async def give_back(self, source: str) -> None:
+    async def give_back(self, source):
         self.slots.release(source)
         await self.settle()
 
 
-def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
+def on_a_loop(test):
+    def run():
         asyncio.run(asyncio.wait_for(test(), 60.0))
 
     run.__name__ = test.__name__
@@ -45,7 +41,7 @@ def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], Non
 
 
 @on_a_loop
-async def test_one_source_has_no_more_than_its_share() -> None:
+async def test_one_source_has_no_more_than_its_share():
     queue = Queue(8, 2)
     await queue.ask("a 1", "a 2", "a 3", "b 1")
     assert queue.served == ["a 1", "a 2", "b 1"]
@@ -57,7 +53,7 @@ async def test_one_source_has_no_more_than_its_share() -> None:
 
 
 @on_a_loop
-async def test_sources_that_never_delivered_leave_room_for_those_that_did() -> None:
+async def test_sources_that_never_delivered_leave_room_for_those_that_did():
     queue = Queue(8, 2)
     queue.slots.delivered("honest")
     await queue.ask(*(f"s{number}" for number in range(8)))
@@ -67,7 +63,7 @@ async def test_sources_that_never_delivered_leave_room_for_those_that_did() -> N
 
 
 @on_a_loop
-async def test_who_was_slow_comes_last_and_who_delivered_first() -> None:
+async def test_who_was_slow_comes_last_and_who_delivered_first():
     queue = Queue(1, 1)
     for name in ("slow", "slow", "slower", "slower", "slower"):
         queue.slots.was_slow(name)
@@ -82,7 +78,7 @@ async def test_who_was_slow_comes_last_and_who_delivered_first() -> None:
 
 
 @on_a_loop
-async def test_who_gives_up_waiting_holds_nothing() -> None:
+async def test_who_gives_up_waiting_holds_nothing():
     queue = Queue(1, 1)
     await queue.ask("a", "b", "c")
     queue.tasks["b"].cancel()
@@ -97,7 +93,7 @@ async def test_who_gives_up_waiting_holds_nothing() -> None:
     assert queue.slots.has_room("e")
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_what_is_remembered_is_bounded():
     slots = DownloadSlots(1, 1)
     for number in range(2 * REMEMBERED_SOURCES):
         slots.was_slow(f"s{number}")

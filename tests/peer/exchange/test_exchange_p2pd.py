@@ -1,14 +1,19 @@
 """The four verbs over real libp2p daemons on loopback, also when one of them is killed."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
+
+from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import NetworkError
+from dipaco.dht.node import join_dht
+from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
+from dipaco.peer.exchange.streams.transport import HivemindTransport
+from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.identity import load_or_create_identity
+from dipaco.protocol.member.events import Told
 from support.wire.exchanges import (
     GENESIS,
     INVITATION,
@@ -25,17 +30,6 @@ from support.wire.exchanges import (
 from support.wire.exchanges import row_of as made_row
 from support.wire.peers import peer
 
-from dipaco.base.blobs import BlobStore
-from dipaco.base.errors import NetworkError
-from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.node import join_dht
-from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
-from dipaco.peer.exchange.streams.transport import HivemindTransport
-from dipaco.peer.owner.uplink import Uplink
-from dipaco.protocol.chain import Row
-from dipaco.protocol.identity import load_or_create_identity
-from dipaco.protocol.member.events import Told
-
 pytestmark = pytest.mark.p2pd
 
 CONTENT = bytes(range(251)) * 80_000
@@ -45,12 +39,10 @@ SHA = hashlib.sha256(CONTENT).hexdigest()
 class RealNode(Node):
     """A node with a DHT process and a p2pd of its own."""
 
-    def __init__(
-        self, folder: Path, through: tuple[str, ...], held: Held, uplink: Uplink | None = None
-    ) -> None:
+    def __init__(self, folder, through, held, uplink=None):
         folder.mkdir()
         self.identity = load_or_create_identity(folder / "identity.key", lambda line: None)
-        self.dht: GuardedDHT = join_dht(
+        self.dht = join_dht(
             through,
             identity=self.identity,
             host_maddrs=("/ip4/127.0.0.1/tcp/0",),
@@ -63,11 +55,11 @@ class RealNode(Node):
         self.run = type(self.run)(**{**self.run.__dict__, "admission": admission})
         self.exchange.serve_run(self.run)
 
-    def row(self, round_index: int, data: bytes) -> Row:
+    def row(self, round_index, data):
         me = self.identity
         return made_row(0, round_index, GENESIS, data, me.key, peer=me.peer_id)
 
-    def stop(self) -> None:
+    def stop(self):
         with contextlib.suppress(Exception):
             self.exchange.stop()
         with contextlib.suppress(Exception):
@@ -75,11 +67,11 @@ class RealNode(Node):
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., RealNode]]:
-    made: list[RealNode] = []
+def make(tmp_path):
+    made = []
 
-    def one(*contents: bytes, uplink: Uplink | None = None) -> RealNode:
-        through: tuple[str, ...] = ()
+    def one(*contents, uplink=None):
+        through = ()
         if made:
             through = tuple(str(address) for address in made[0].dht.get_visible_maddrs())
         made.append(RealNode(tmp_path / str(len(made)), through, Held(*contents), uplink))
@@ -90,9 +82,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., RealNode]]:
         node.stop()
 
 
-def test_four_verbs_a_hello_and_a_huge_length(
-    make: Callable[..., RealNode], tmp_path: Path
-) -> None:
+def test_four_verbs_a_hello_and_a_huge_length(make, tmp_path):
     one, other = make(CONTENT), make()
     hello = other.exchange.hello(one.peer, timeout_s=20.0)
     assert (hello.peer_id, hello.run) == (one.peer, one.run.run_id)
@@ -119,7 +109,7 @@ def test_four_verbs_a_hello_and_a_huge_length(
     assert one.files.find(mine.file) is not None
     assert not other.exchange.put(one.peer, row, CONTENT)
 
-    async def shout() -> bytes:
+    async def shout():
         stream = await other.exchange._transport.open_stream(one.peer, PROTOCOL_NAME)
         await stream.write(b"\xff" * 8 + bytes(2**16), LIMIT_S)
         found = b""
@@ -132,23 +122,19 @@ def test_four_verbs_a_hello_and_a_huge_length(
     assert other.exchange.hello(one.peer, timeout_s=20.0).run == one.run.run_id
 
 
-def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(
-    make: Callable[..., RealNode], tmp_path: Path
-) -> None:
+def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(make, tmp_path):
     reader = make()
     holders = [make(CONTENT, uplink=Uplink(40.0)), make(CONTENT, uplink=Uplink(40.0))]
-    killed: list[RealNode] = []
+    killed = []
 
-    def kill(done: int, total: int) -> None:
+    def kill(done, total):
         if done > 2**21 and not killed:
             killed.append(max(holders, key=lambda holder: holder.exchange.uplink.sent_bytes))
             killed[0].dht.kill()
 
     blobs = BlobStore(tmp_path / "blobs")
     peers = [holder.peer for holder in holders]
-    path = reader.exchange.get(
-        SHA, peers, blobs, max_bytes=2**30, timeout_s=LIMIT_S, on_progress=kill
-    )
+    path = reader.exchange.get(SHA, peers, blobs, max_bytes=2**30, timeout_s=LIMIT_S, on_progress=kill)
     assert path.read_bytes() == CONTENT
     assert killed
     assert reader.exchange.uplink.received_bytes < 1.3 * len(CONTENT)

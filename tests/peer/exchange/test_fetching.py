@@ -1,14 +1,9 @@
 """A program that needs a blob looks for holders again, within a bound."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from support.runs.make_plan import make_plan
-from support.wire.exchanges import GRID, row_of
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
@@ -19,6 +14,8 @@ from dipaco.protocol.config import ModelConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import PathShard, ShardIndex
 from dipaco.routing.tokens.token_files import token_dtype
+from support.runs.make_plan import make_plan
+from support.wire.exchanges import GRID, row_of
 
 SHA = "a" * 64
 
@@ -26,20 +23,20 @@ SHA = "a" * 64
 class _Swarm:
     """The directory and the exchange of a swarm in which every fetch ends with the next error."""
 
-    def __init__(self, *errors: Exception) -> None:
+    def __init__(self, *errors):
         self.errors, self.asked = list(errors), 0
 
-    def find_blob_holders(self, sha256: str) -> tuple[str, ...]:
+    def find_blob_holders(self, sha256):
         return ("a peer",)
 
-    def get(self, sha256: str, sources: tuple[str, ...], *given: Any, **options: Any) -> Path:
+    def get(self, sha256, sources, *given, **options):
         self.asked, self.sources, self.options = self.asked + 1, sources, options
         if self.errors:
             raise self.errors.pop(0)
         return Path("here")
 
 
-def _fetcher(swarm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ContentFetcher:
+def _fetcher(swarm, folder, monkeypatch):
     monkeypatch.setattr(fetching, "NEEDED_AGAIN_S", 0.0)
     plan = make_plan()
     stores = BlobStore(folder / "blobs"), BlobStore(folder / "scratch")
@@ -47,9 +44,7 @@ def _fetcher(swarm: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Conte
     return ContentFetcher(swarm, swarm, *stores, plan, grid, given_peers=["given"])
 
 
-def test_a_holder_that_has_just_gone_ends_no_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_holder_that_has_just_gone_ends_no_program(tmp_path, monkeypatch):
     swarm = _Swarm(NetworkError("its address is not known"), NetworkError("it is busy"))
     fetcher, said = _fetcher(swarm, tmp_path, monkeypatch), list[str]()
     fetcher.say = said.append
@@ -60,18 +55,8 @@ def test_a_holder_that_has_just_gone_ends_no_program(
     assert swarm.sources == ("a peer", "given")
 
 
-def test_the_base_spares_volunteers_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm = _Swarm()
-    fetcher = _fetcher(swarm, tmp_path, monkeypatch)
-    for sha256, expected in ((make_plan().blobs.base, True), (SHA, False)):
-        fetcher.blob(sha256)
-        assert swarm.options["mirrors_first"] is expected
-
-
 @pytest.mark.parametrize("error", [NetworkError("nobody answers"), IntegrityError("wrong bytes")])
-def test_the_search_is_bounded_and_says_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_the_search_is_bounded_and_says_what_to_do(tmp_path, monkeypatch, error):
     monkeypatch.setattr(fetching, "NEEDED_LIMIT_S", -1.0)
     swarm = _Swarm(error)
     fetcher = _fetcher(swarm, tmp_path, monkeypatch)
@@ -80,9 +65,7 @@ def test_the_search_is_bounded_and_says_what_to_do(
     assert swarm.asked == 1
 
 
-def test_a_contribution_is_waited_for_as_long_as_a_state_by_its_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_contribution_is_waited_for_as_long_as_a_state_by_its_bytes(tmp_path, monkeypatch):
     """Somebody who sends a file very slowly would else hold up a reader for long."""
     swarm = _Swarm(*[NetworkError("it is slow")] * 2)
     fetcher = _fetcher(swarm, tmp_path, monkeypatch)
@@ -96,7 +79,7 @@ def test_a_contribution_is_waited_for_as_long_as_a_state_by_its_bytes(
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["texts", "chats"])
-def test_shards_are_as_large_as_they_are_written(marked: bool) -> None:
+def test_shards_are_as_large_as_they_are_written(marked):
     # Between 2^15 and 2^16 pieces, as SmolLM2 has, tokens of chats are wider than those of texts.
     model = ModelConfig(vocabulary_size=49_152, sequence_length=16)
     shard = PathShard(

@@ -1,14 +1,9 @@
 """Coming back: a port that stays, and peers that are remembered when all given ones are gone."""
 
-from __future__ import annotations
-
 import json
 import socket
-from pathlib import Path
 
 import pytest
-from support.swarms.swarm_views import record
-from support.wire.exchange_nodes import NOBODY, Nodes
 
 from dipaco.base.errors import RunSelectionError, UnreachableError
 from dipaco.dht import node as dht_node
@@ -18,21 +13,23 @@ from dipaco.peer.node import joining
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.joining import join_run
 from dipaco.protocol.view import SwarmView
+from support.swarms.swarm_views import record
+from support.wire.exchange_nodes import NOBODY
 
 RUN = "0123456789abcdef"
 KEYS = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
-def peer_id(number: int) -> str:
+def peer_id(number):
     """Return one of the ids that look like real ones."""
     return NOBODY[:-2] + KEYS[number // len(KEYS)] + KEYS[number % len(KEYS)]
 
 
-def address(number: int, host: str = "203.0.113.5") -> str:
+def address(number, host="203.0.113.5"):
     return f"/ip4/{host}/tcp/{4000 + number}/p2p/{peer_id(number)}"
 
 
-def view_of(*numbers: int, reachable: str = "direct", host: str = "203.0.113.5") -> SwarmView:
+def view_of(*numbers, reachable="direct", host="203.0.113.5"):
     peers = {}
     for number in numbers:
         said = record(peer_id(number), reachable=reachable)
@@ -40,11 +37,11 @@ def view_of(*numbers: int, reachable: str = "direct", host: str = "203.0.113.5")
     return SwarmView(0.0, peers=peers)
 
 
-def noted(folder: Path, run: str, given: int, *seen: int) -> None:
+def noted(folder, run, given, *seen):
     KnownPeers(folder).note(run, [address(given)], view_of(*seen), "me")
 
 
-def test_peers_of_the_swarm_that_was_given_are_remembered(tmp_path: Path) -> None:
+def test_peers_of_the_swarm_that_was_given_are_remembered(tmp_path):
     noted(tmp_path, RUN, 0, 1, 2)
     noted(tmp_path, "f" * 16, 50, 51)
     assert KnownPeers(tmp_path).beside([address(0)]) == (address(1), address(2))
@@ -52,7 +49,7 @@ def test_peers_of_the_swarm_that_was_given_are_remembered(tmp_path: Path) -> Non
     assert KnownPeers(tmp_path).beside([address(9)]) == (), "of another swarm nothing is known"
 
 
-def test_the_newest_come_first_and_there_are_not_too_many(tmp_path: Path) -> None:
+def test_the_newest_come_first_and_there_are_not_too_many(tmp_path):
     for first in range(0, 300, 10):
         noted(tmp_path, RUN, 0, *range(first, first + 10))
     found = KnownPeers(tmp_path).beside([address(0)])
@@ -67,13 +64,13 @@ def test_the_newest_come_first_and_there_are_not_too_many(tmp_path: Path) -> Non
     assert all(len(addresses) <= MAX_KNOWN for addresses in known.values())
 
 
-def test_the_run_is_remembered_also_where_nobody_can_be_called(tmp_path: Path) -> None:
+def test_the_run_is_remembered_also_where_nobody_can_be_called(tmp_path):
     KnownPeers(tmp_path).note(RUN, [address(0)], view_of(1, reachable="outgoing"), "me")
     assert KnownPeers(tmp_path).manifests([address(0)]) == (tmp_path / RUN / "manifest.json",)
     assert KnownPeers(tmp_path).manifests([address(1)]) == ()
 
 
-def test_only_who_can_be_called_is_remembered(tmp_path: Path) -> None:
+def test_only_who_can_be_called_is_remembered(tmp_path):
     known = KnownPeers(tmp_path)
     known.note(RUN, [address(0)], view_of(1, reachable="outgoing"), "me")
     known.note(RUN, [address(0)], view_of(2), peer_id(2))
@@ -88,7 +85,7 @@ def test_only_who_can_be_called_is_remembered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b'{"a": 1}', b'{"a": [1, "/nonsense"]}', b"\xff"])
-def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path, content):
     (tmp_path / "known_peers.json").write_bytes(content)
     assert KnownPeers(tmp_path).beside([address(0)]) == ()
     noted(tmp_path, RUN, 0, 1)
@@ -96,15 +93,13 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path: Path, content: 
 
 
 @pytest.mark.p2pd
-def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(nodes, tmp_path, monkeypatch):
     monkeypatch.setattr(joining, "MANIFEST_WAIT_S", 0.0)
     nodes.serving()
     gone = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
-    said: list[str] = []
+    said = []
 
-    def join() -> None:
+    def join():
         join_run(
             initial_peers=(gone,),
             run=None,
@@ -125,9 +120,7 @@ def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(
 # -- the port
 
 
-def test_a_port_that_is_in_use_is_left_to_who_uses_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_port_that_is_in_use_is_left_to_who_uses_it(tmp_path, monkeypatch):
     monkeypatch.setattr(dht_node, "_taken", {})
     with socket.create_server(("0.0.0.0", 0)) as used, socket.socket(socket.AF_UNIX) as name:
         first = used.getsockname()[1]

@@ -1,52 +1,43 @@
 """Places and bytes: what one peer, and all strangers together, can take of this one."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 
 import pytest
 
 from dipaco.base.byte_buckets import REMEMBERED_PEERS, ByteBuckets
-from dipaco.peer.exchange.streams.limits import Bounds, Slot, Slots, Standing
+from dipaco.peer.exchange.streams.limits import Bounds, Slots, Standing
 from dipaco.peer.owner.uplink import Uplink
 
 BOUNDS = Bounds(
-    max_total=8,
-    max_per_peer=6,
-    max_strangers=4,
-    max_per_stranger=2,
-    grace_s=10.0,
-    wanted_rate_bytes_s=1000.0,
+    max_total=8, max_per_peer=6, max_strangers=4, max_per_stranger=2, grace_s=10.0, wanted_rate_bytes_s=1000.0
 )
 
 
 class Time:
     """A clock that a test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.s = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.s
 
 
 class Places:
     """Slots, and whose were taken away."""
 
-    def __init__(self, bounds: Bounds = BOUNDS) -> None:
+    def __init__(self, bounds=BOUNDS):
         self.time, self.stopped = Time(), list[str]()
         self.slots = Slots(bounds, self.time)
 
-    def take(
-        self, peer: str, *, is_stranger: bool = False, is_contributor: bool = False
-    ) -> Slot | None:
+    def take(self, peer, *, is_stranger=False, is_contributor=False):
         standing = Standing.CONTRIBUTOR if is_contributor else Standing.ADMITTED
         standing = Standing.STRANGER if is_stranger else standing
         return self.slots.take(peer, standing, lambda: self.stopped.append(peer))
 
 
-def test_one_peer_and_strangers_have_so_many_places() -> None:
+def test_one_peer_and_strangers_have_so_many_places():
     places = Places()
     assert all(places.take("a") for _ in range(6))
     assert places.take("a") is None
@@ -61,7 +52,7 @@ def test_one_peer_and_strangers_have_so_many_places() -> None:
     assert all(other.take("a") for _ in range(4))
 
 
-def test_when_all_are_taken_who_has_many_gives_to_who_has_few() -> None:
+def test_when_all_are_taken_who_has_many_gives_to_who_has_few():
     places = Places()
     for name in "aaaaaabb":
         assert places.take(name)
@@ -72,7 +63,7 @@ def test_when_all_are_taken_who_has_many_gives_to_who_has_few() -> None:
     assert len(places.stopped) == 5
 
 
-def test_who_takes_bytes_too_slowly_gives_its_place_and_who_waited_for_us_does_not() -> None:
+def test_who_takes_bytes_too_slowly_gives_its_place_and_who_waited_for_us_does_not():
     places = Places(Bounds(2, 1, 1, 1, grace_s=10.0, wanted_rate_bytes_s=1000.0))
     fast, slow = places.take("fast"), places.take("slow")
     assert fast is not None
@@ -89,7 +80,7 @@ def test_who_takes_bytes_too_slowly_gives_its_place_and_who_waited_for_us_does_n
     assert held_up.take("b") is None
 
 
-def test_who_contributed_has_room_before_those_that_an_open_run_lets_in() -> None:
+def test_who_contributed_has_room_before_those_that_an_open_run_lets_in():
     places = Places()
     for number in range(8):
         assert places.take(f"identity {number}")
@@ -100,7 +91,7 @@ def test_who_contributed_has_room_before_those_that_an_open_run_lets_in() -> Non
     assert places.take("good 7", is_contributor=True) is None
 
 
-def test_a_place_that_was_taken_away_is_given_back_without_harm() -> None:
+def test_a_place_that_was_taken_away_is_given_back_without_harm():
     places = Places()
     slots = [places.take("a") for _ in range(6)] + [places.take("b") for _ in range(2)]
     assert places.take("c")
@@ -111,7 +102,7 @@ def test_a_place_that_was_taken_away_is_given_back_without_harm() -> None:
     assert places.stopped == ["a"]
 
 
-def test_a_bucket_gives_a_burst_and_then_its_rate() -> None:
+def test_a_bucket_gives_a_burst_and_then_its_rate():
     clock = Time()
     buckets = ByteBuckets(1000.0, 100.0, clock)
     assert buckets.take("a", 1000) == 0.0
@@ -124,10 +115,10 @@ def test_a_bucket_gives_a_burst_and_then_its_rate() -> None:
     assert len(buckets._empty_at) == REMEMBERED_PEERS
 
 
-def test_who_asks_for_too_much_waits_no_longer_than_the_limit() -> None:
+def test_who_asks_for_too_much_waits_no_longer_than_the_limit():
     buckets = ByteBuckets(1000.0, 100.0)
 
-    async def pay() -> None:
+    async def pay():
         await buckets.pay("a", 1000, 1.0)
         await buckets.pay("a", 5, 1.0)
         with pytest.raises(TimeoutError, match="too much"):
@@ -136,30 +127,30 @@ def test_who_asks_for_too_much_waits_no_longer_than_the_limit() -> None:
     asyncio.run(asyncio.wait_for(pay(), 20.0))
 
 
-def test_the_line_of_the_owner_is_shared_in_pieces() -> None:
+def test_the_line_of_the_owner_is_shared_in_pieces():
     clock = Time()
     uplink, free = Uplink(8.0, clock), Uplink(None)
     assert (uplink.piece_bytes(10**9), free.piece_bytes(10**9)) == (250_000, 10**9)
     assert Uplink(0.01).piece_bytes(10**9) == 4096
 
-    async def send() -> list[float]:
+    async def send():
         return [await uplink.send(1000) for _ in itertools.repeat(None, 3)]
 
     assert asyncio.run(send()) == pytest.approx([0.001, 0.002, 0.003])
     assert uplink.sent_bytes == 3000
 
 
-def test_what_strangers_are_sent_holds_up_nobody_else() -> None:
+def test_what_strangers_are_sent_holds_up_nobody_else():
     """They could have so much sent that what a peer tells comes too late: by 64 seconds here."""
     uplink = Uplink(8.0)
 
-    async def serve(order: list[int], rank: int) -> None:
+    async def serve(order, rank):
         while True:
             await uplink.send(250_000, rank)
             order.append(rank)
 
-    async def live() -> tuple[float, list[int]]:
-        order: list[int] = []
+    async def live():
+        order = []
         strangers = [asyncio.ensure_future(serve(order, 2)) for _ in range(256)]
         await asyncio.sleep(0.1)
         told_s = await uplink.send(2000, 0)

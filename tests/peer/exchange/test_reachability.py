@@ -1,15 +1,10 @@
 """Being called back: which addresses are called, how often, and what follows from the answers."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
-from support.swarms.swarm_views import record
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.contact import reachability
@@ -29,6 +24,7 @@ from dipaco.peer.exchange.contact.reachability import (
 )
 from dipaco.peer.exchange.streams.messages import CallBackReply
 from dipaco.protocol.view import SwarmView
+from support.swarms.swarm_views import record
 
 ME = "/p2p/QmcgpsyWgH8Y8ajJz1Cu72KnS5uo2Aa2LpzU7kinSupNKC"
 LOOPBACK = "/ip4/127.0.0.1/tcp/4001" + ME
@@ -38,42 +34,35 @@ VICTIM = "/ip4/9.9.9.9/tcp/80"
 RELAY = f"{PUBLIC}{ME}/p2p-circuit"
 
 
-def reply(result: str, *, near: bool = False) -> CallBackReply:
-    return CallBackReply(result=result, near=near)  # type: ignore[arg-type]
+def reply(result, *, near=False):
+    return CallBackReply(result=result, near=near)
 
 
 # -- addresses
 
 
-@pytest.mark.parametrize(
-    "address", [RELAY, "/dns4/example.org/tcp/1", "/ip4/8.8.8.8/udp/4001/quic", "nonsense", ""]
-)
-def test_what_has_no_host_and_port_is_not_called(address: str) -> None:
+@pytest.mark.parametrize("address", [RELAY, "/dns4/example.org/tcp/1", "/ip4/8.8.8.8/udp/4001/quic", "nonsense", ""])
+def test_what_has_no_host_and_port_is_not_called(address):
     assert tcp_address(address) is None
 
 
-def test_only_hosts_from_which_a_caller_comes_are_called() -> None:
+def test_only_hosts_from_which_a_caller_comes_are_called():
     other_port = "/ip4/8.8.8.8/tcp/9"
-    places = to_call(
-        [VICTIM, PUBLIC, HOME, other_port, PUBLIC], hosts_of(["/ip4/8.8.8.8/tcp/50000"])
-    )
+    places = to_call([VICTIM, PUBLIC, HOME, other_port, PUBLIC], hosts_of(["/ip4/8.8.8.8/tcp/50000"]))
     assert [(str(host), port) for host, port in places] == [("8.8.8.8", 4001), ("8.8.8.8", 9)]
     assert to_call([VICTIM], hosts_of([RELAY])) == ()
-    assert (
-        len(to_call([f"/ip4/8.8.8.8/tcp/{port}" for port in range(1, 100)], hosts_of([PUBLIC])))
-        == 4
-    )
+    assert len(to_call([f"/ip4/8.8.8.8/tcp/{port}" for port in range(1, 100)], hosts_of([PUBLIC]))) == 4
     assert len(to_call(["/ip6/2001:db8::5/tcp/7"], hosts_of(["/ip6/2001:db8::5/tcp/1"]))) == 1
 
 
 # -- who is asked
 
 
-def listen(greeting: bytes) -> tuple[socket.socket, str]:
+def listen(greeting):
     """Listen on loopback and say something to each caller; returns the address too."""
     server = socket.create_server(("127.0.0.1", 0))
 
-    def serve() -> None:
+    def serve():
         while True:
             try:
                 connection, _ = server.accept()
@@ -87,38 +76,36 @@ def listen(greeting: bytes) -> tuple[socket.socket, str]:
 
 
 @pytest.mark.parametrize(
-    ("greeting", "result"),
-    [(GREETING, "reached"), (b"220 mail.example.org\r\n", "silent"), (b"", "silent")],
+    ("greeting", "result"), [(GREETING, "reached"), (b"220 mail.example.org\r\n", "silent"), (b"", "silent")]
 )
-def test_a_caller_is_called_where_it_says(greeting: bytes, result: str) -> None:
+def test_a_caller_is_called_where_it_says(greeting, result):
     server, address = listen(greeting)
     with server:
         answer = asyncio.run(CallingBack().answer("Pa", [address], [LOOPBACK]))
     assert answer == reply(result, near=True)
 
 
-def test_nobody_listens() -> None:
+def test_nobody_listens():
     server, address = listen(b"")
     server.close()
     answer = asyncio.run(CallingBack().answer("Pa", [address], [LOOPBACK]))
     assert answer == reply("silent", near=True)
 
 
-def test_calls_are_few_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_few_and_seldom(monkeypatch):
     now = [0.0]
-    calls: list[asyncio.Future[bool]] = []
+    calls = []
 
-    async def greets(host: Any, port: int) -> bool:
+    async def greets(host, port):
         calls.append(asyncio.get_running_loop().create_future())
         return await calls[-1]
 
     monkeypatch.setattr(reachability, "greets", greets)
 
-    async def ask() -> list[str]:
+    async def ask():
         service = CallingBack(monotonic=lambda: now[0])
         waiting = [
-            asyncio.create_task(service.answer(f"P{number}", [PUBLIC], [PUBLIC]))
-            for number in range(CALLS_AT_ONCE + 1)
+            asyncio.create_task(service.answer(f"P{number}", [PUBLIC], [PUBLIC])) for number in range(CALLS_AT_ONCE + 1)
         ]
         while len(calls) < CALLS_AT_ONCE or not waiting[-1].done():
             await asyncio.sleep(0)
@@ -136,7 +123,7 @@ def test_calls_are_few_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(ask()) == ["reached"] * CALLS_AT_ONCE + ["untried", "untried", "silent"]
 
 
-def test_who_comes_through_a_relay_or_from_elsewhere_is_not_called() -> None:
+def test_who_comes_through_a_relay_or_from_elsewhere_is_not_called():
     service = CallingBack()
     assert asyncio.run(service.answer("Pa", [PUBLIC], [RELAY])).result == "untried"
     assert asyncio.run(service.answer("Pa", [HOME], [PUBLIC])).result == "elsewhere"
@@ -148,15 +135,15 @@ def test_who_comes_through_a_relay_or_from_elsewhere_is_not_called() -> None:
 class Asked:
     """Other peers, each with its answer; None does not answer."""
 
-    def __init__(self, *answers: CallBackReply | None) -> None:
+    def __init__(self, *answers):
         self.answers = list(answers)
-        self.calls: list[tuple[str, ...]] = []
+        self.calls = []
 
     @property
-    def peers(self) -> tuple[str, ...]:
+    def peers(self):
         return tuple(str(number) for number in range(len(self.answers)))
 
-    def call_back(self, peer: str, addresses: Sequence[str]) -> CallBackReply:
+    def call_back(self, peer, addresses):
         self.calls.append(tuple(addresses))
         answer = self.answers[int(peer)]
         if answer is None:
@@ -188,15 +175,13 @@ NEAR, UNTRIED = reply("reached", near=True), reply("untried")
         ([], [ELSEWHERE, ELSEWHERE], "outgoing", 2),
     ],
 )
-def test_what_follows_from_answers(
-    own: list[str], answers: list[CallBackReply | None], expected: str, asked: int
-) -> None:
+def test_what_follows_from_answers(own, answers, expected, asked):
     others = Asked(*answers)
     assert probe(others, others.peers, own)[0] == expected
     assert len(others.calls) == asked
 
 
-def test_public_addresses_are_tried_first_and_relays_never() -> None:
+def test_public_addresses_are_tried_first_and_relays_never():
     others = Asked(REACHED)
     probe(others, others.peers, [HOME, LOOPBACK, RELAY, "/ip4/10.0.0.1/tcp/1", HOME, PUBLIC])
     assert others.calls[0][0] == PUBLIC
@@ -207,11 +192,11 @@ def test_public_addresses_are_tried_first_and_relays_never() -> None:
 class Watched:
     """A watch whose thread is the caller's, with a clock that the test turns."""
 
-    def __init__(self, *answers: CallBackReply | None) -> None:
+    def __init__(self, *answers):
         self.others = Asked(*answers)
         self.now_s = 0.0
-        self.own: tuple[str, ...] = (PUBLIC,)
-        self.told: list[tuple[tuple[str, ...], str]] = []
+        self.own = (PUBLIC,)
+        self.told = []
         self.watch = ReachabilityWatch(
             self.others,
             "me",
@@ -221,13 +206,13 @@ class Watched:
             monotonic=lambda: self.now_s,
         )
 
-    def thread(self, name: str, work: Callable[[], None]) -> Any:
+    def thread(self, name, work):
         class Now:
             start = staticmethod(work)
 
         return Now()
 
-    def look(self, seconds: float = 0.0) -> int:
+    def look(self, seconds=0.0):
         """Let time pass and show the swarm; returns how many peers were asked."""
         self.now_s += seconds
         before = len(self.others.calls)
@@ -237,7 +222,7 @@ class Watched:
         return len(self.others.calls) - before
 
 
-def test_it_asks_at_once_and_again_when_addresses_change_or_much_later() -> None:
+def test_it_asks_at_once_and_again_when_addresses_change_or_much_later():
     peer = Watched(REACHED, REACHED)
     assert peer.look() == 2
     assert peer.look(1.0) == 0
@@ -252,7 +237,7 @@ def test_it_asks_at_once_and_again_when_addresses_change_or_much_later() -> None
     assert len(peer.told) == 2
 
 
-def test_what_nobody_can_tell_is_asked_again_soon() -> None:
+def test_what_nobody_can_tell_is_asked_again_soon():
     peer = Watched(None, None)
     assert peer.look() == 2
     assert peer.told == [((PUBLIC,), "unknown")]
@@ -266,7 +251,7 @@ def test_what_nobody_can_tell_is_asked_again_soon() -> None:
     assert len(peer.told) == 2
 
 
-def test_a_peer_without_others_asks_nobody() -> None:
+def test_a_peer_without_others_asks_nobody():
     peer = Watched()
     assert peer.look() == 0
     assert peer.told == []

@@ -7,21 +7,12 @@ A visit fails at its end when the console has an error, a dialog opened, or the 
 place for anything.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
-
-from starlette.applications import Starlette
 
 from dipaco.base.http_server import listen, server_of
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 # Root has no sandbox of Chromium's, and the browser asks nothing of anybody by itself.
@@ -39,7 +30,7 @@ class NoBrowserError(Exception):
 
 
 @contextmanager
-def chromium() -> Iterator[Browser]:
+def chromium():
     """Give a browser. Raises NoBrowserError where there is none."""
     try:
         from playwright.sync_api import expect, sync_playwright
@@ -58,35 +49,24 @@ def chromium() -> Iterator[Browser]:
 
 
 @contextmanager
-def visited(
-    browser: Browser,
-    address: str,
-    *,
-    size: tuple[int, int] = DESK,
-    is_dark: bool = False,
-    now_s: float | None = None,
-    expected: tuple[str, ...] = (),
-    **options: Any,
-) -> Iterator[Page]:
+def visited(browser, address, *, size=DESK, is_dark=False, now_s=None, expected=(), **options):
     """Open a page in a context of its own; fails at the end when something went wrong in it.
 
     `now_s` is what its clock shows, if not the time, `expected` are words of errors that a test
     makes on purpose, and `options` are those of a context.
     """
     context = browser.new_context(
-        viewport={"width": size[0], "height": size[1]},
-        color_scheme="dark" if is_dark else "light",
-        **options,
+        viewport={"width": size[0], "height": size[1]}, color_scheme="dark" if is_dark else "light", **options
     )
     context.set_default_timeout(WAIT_MS)
     page = context.new_page()
-    wrong: list[str] = []
+    wrong = []
     host = "/".join(address.split("/")[:3])
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
     page.on("request", lambda asked: _note_foreign(asked.url, host, wrong))
 
-    def refuse(dialog: Any) -> None:
+    def refuse(dialog):
         wrong.append(f"a dialog opened: {dialog.message}")
         dialog.dismiss()
 
@@ -102,18 +82,18 @@ def visited(
     assert not unexpected, unexpected
 
 
-def _note_foreign(url: str, host: str, wrong: list[str]) -> None:
+def _note_foreign(url, host, wrong):
     if not url.startswith((host + "/", "data:")):
         wrong.append(f"asked another place: {url}")
 
 
-def is_wider_than_screen(page: Page) -> bool:
+def is_wider_than_screen(page):
     """Return whether a person would have to scroll sideways."""
     return bool(page.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
 
 
 @contextmanager
-def served(application: Starlette) -> Iterator[str]:
+def served(application):
     """Serve an application over HTTP, as the commands do, and give its address."""
     listening = listen("127.0.0.1", 0)
     server = server_of(application)

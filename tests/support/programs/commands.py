@@ -1,33 +1,26 @@
 """All commands of the project, from the scripts that it installs."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dipaco.base.command_line import Command, Program
 from dipaco.peer import control_cli
 
 ROOT = Path(__file__).resolve().parents[3]
 # Name to module.
-SCRIPTS: dict[str, str] = {
+SCRIPTS = {
     name: target.removesuffix(":main")
-    for name, target in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "scripts"
-    ].items()
+    for name, target in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"].items()
 }
 
 
-def program_of(module: str) -> Command[Any] | Program:
-    program: Command[Any] | Program = importlib.import_module(module).COMMAND
-    return program
+def program_of(module):
+    return importlib.import_module(module).COMMAND
 
 
-def commands() -> Iterator[tuple[str, Command[Any], tuple[str, ...]]]:
+def commands():
     """Yield every command: what is typed, the command, and the table of its settings."""
     programs = [program_of(module) for module in SCRIPTS.values()]
     for program in [*programs, *control_cli.COMMANDS.values()]:
@@ -38,12 +31,12 @@ def commands() -> Iterator[tuple[str, Command[Any], tuple[str, ...]]]:
             yield f"{program.name} {command.name}", command, command.table(program.name)
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
+def parsers():
     """Return the parser that reads the words of every command, by what is typed.
 
     A program with several commands is there too, before them.
     """
-    found: dict[str, argparse.ArgumentParser] = {}
+    found = {}
     for program in [*map(program_of, SCRIPTS.values()), *control_cli.COMMANDS.values()]:
         parser = found[program.name] = program.parser()
         if isinstance(program, Program):
@@ -52,5 +45,5 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     return found
 
 
-def options_of(parser: argparse.ArgumentParser) -> set[str]:
+def options_of(parser):
     return {option for action in parser._actions for option in action.option_strings}

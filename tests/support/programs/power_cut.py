@@ -1,16 +1,11 @@
 """What a machine that loses its power may leave of a file that was being written."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-
-import pytest
 
 CUTS = ("nothing", "one byte", "half", "all but one byte", "zeros", "a temporary file beside it")
 
 
-def cut(file: Path, how: str) -> None:
+def cut(file, how):
     """Leave of a file that was written what `how` says, one of `CUTS`.
 
     A temporary file is left by a writer that came to the middle of the next one.
@@ -36,18 +31,18 @@ def cut(file: Path, how: str) -> None:
 class Disk:
     """A disk that keeps what somebody has waited for, and no more, when the power fails."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._safe_bytes: dict[int, int] = {}
+    def __init__(self, monkeypatch):
+        self._safe_bytes = {}
         usual = os.fsync
 
-        def fsync(descriptor: int) -> None:
+        def fsync(descriptor):
             usual(descriptor)
             found = os.fstat(descriptor)
             self._safe_bytes[found.st_ino] = found.st_size
 
         monkeypatch.setattr(os, "fsync", fsync)
 
-    def lose_power(self, folder: Path) -> None:
+    def lose_power(self, folder):
         """Take from all files of a folder what was not safe."""
         for file in folder.rglob("*"):
             if file.is_file():

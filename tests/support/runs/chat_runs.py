@@ -1,11 +1,6 @@
 """A small run of chats, to be prepared."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from .foreign_base import make_foreign_base
 from .tiny_run import tiny_documents
@@ -25,7 +20,7 @@ prefix_tokens = 8
 GREETING = "Be kind."
 
 
-def write_chats(folder: Path, rows: Sequence[dict[str, Any]], template: str | None) -> Path:
+def write_chats(folder, rows, template):
     """Write a run of chats and its base; returns its RUN.toml."""
     make_foreign_base(folder / "base", "qwen2")
     settings = folder / "base" / "tokenizer_config.json"
@@ -36,7 +31,7 @@ def write_chats(folder: Path, rows: Sequence[dict[str, Any]], template: str | No
     return folder / "RUN.toml"
 
 
-def chat_rows(count: int = 40) -> list[dict[str, Any]]:
+def chat_rows(count=40):
     """Return chats in four languages; every answer ends with a digit that no question has."""
     rows = []
     for number, text in enumerate(tiny_documents(4, count, 0)):

@@ -1,7 +1,5 @@
 """Files of contributions that no encoder has made: the same bytes on every machine."""
 
-from __future__ import annotations
-
 import struct
 
 from .exact_numbers import square_roots
@@ -10,7 +8,7 @@ BLOCKS = {"int8": 256, "int4": 64, "int2": 128, "sign": 128}
 BITS = {"int8": 8, "int4": 4, "int2": 2, "sign": 1}
 
 
-def made_file(codec: str, values: int, variant: int = 0) -> bytes:
+def made_file(codec, values, variant=0):
     """Return a file that has all codes and different scales. Another variant has others."""
     if codec == "float32":
         return square_roots(values).roll(variant).numpy().astype("<f4").tobytes()

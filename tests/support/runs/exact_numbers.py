@@ -1,12 +1,10 @@
 """Numbers for golden values: the same bits on every machine."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
 
-def square_roots(count: int) -> torch.Tensor:
+def square_roots(count):
     """Return the square roots of 1 to `count`, flat fp32, rounded as IEEE 754 says.
 
     `torch.sqrt` is MKL's where there is one, which rounds the last bit as the processor's vector

@@ -3,25 +3,13 @@
 The tokenizers are built of the same parts as those of the models they are named after.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from .tiny_run import tiny_documents
 
@@ -43,16 +31,14 @@ SPECIAL_TEXTS = (
     "<|im_start|>user\nhello<|im_end|>\n<tool_call>x</tool_call>",
     "a<|begin_of_text|>b<|end_of_text|> c",
 )
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-)
+CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def foreign_tokenizer(family: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+def foreign_tokenizer(family):
     """Return a tokenizer and its `tokenizer_config.json`."""
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=family == "llama"))
     bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -75,9 +61,7 @@ def foreign_tokenizer(family: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]
     if family == "llama":
         tokenizer.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
         begin = ("<|begin_of_text|>", tokenizer.token_to_id("<|begin_of_text|>"))
-        tokenizer.post_processor = TemplateProcessing(
-            single="<|begin_of_text|> $A", special_tokens=[begin]
-        )
+        tokenizer.post_processor = TemplateProcessing(single="<|begin_of_text|> $A", special_tokens=[begin])
         return tokenizer, {"bos_token": begin[0], "eos_token": "<|end_of_text|>"}
     end = "<|endoftext|>"
     if family == "smollm2":
@@ -91,7 +75,7 @@ def foreign_tokenizer(family: str) -> tuple[tokenizers.Tokenizer, dict[str, Any]
     return tokenizer, {**settings, "chat_template": CHAT_TEMPLATE}
 
 
-def without_bytes(tokenizer: tokenizers.Tokenizer, *lacking: int) -> tokenizers.Tokenizer:
+def without_bytes(tokenizer, *lacking):
     """Return a tokenizer whose vocabulary has no pieces for some bytes."""
     content = json.loads(tokenizer.to_str())
     model, plain = content["model"], [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -104,14 +88,14 @@ def without_bytes(tokenizer: tokenizers.Tokenizer, *lacking: int) -> tokenizers.
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-def make_foreign_base(folder: Path, family: str, **config: Any) -> PreTrainedModel:
+def make_foreign_base(folder, family, **config):
     """Write a checkpoint of a `family` to `folder`, in several files; return its model."""
     tokenizer, settings = foreign_tokenizer(family)
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     content = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
-    shape: dict[str, Any] = {
+    shape = {
         # Qwen's embeddings have more rows than there are tokens.
         "vocab_size": tokenizer.get_vocab_size() + (20 if family.startswith("qwen") else 0),
         "hidden_size": 32,
@@ -125,7 +109,6 @@ def make_foreign_base(folder: Path, family: str, **config: Any) -> PreTrainedMod
         **config,
     }
     torch.manual_seed(0)
-    model: PreTrainedModel
     if family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
     elif family == "qwen3":

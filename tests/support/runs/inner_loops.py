@@ -1,9 +1,5 @@
 """Small models, inner loops and batches for tests of training."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from dipaco.modules.transformer import PathModel, initialise
@@ -11,27 +7,21 @@ from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.training.inner import InnerLoop
 
 CPU = torch.device("cpu")
-MODEL = ModelConfig(
-    vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=16
-)
+MODEL = ModelConfig(vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
 
 
-def config_of(**overrides: Any) -> InnerConfig:
-    values: dict[str, Any] = {
-        "learning_rate": 1e-2,
-        "batch_sequences": 4,
-        "fresh_state_warmup_steps": 0,
-    }
+def config_of(**overrides):
+    values = {"learning_rate": 1e-2, "batch_sequences": 4, "fresh_state_warmup_steps": 0}
     return InnerConfig(**{**values, **overrides})
 
 
-def model_of(model: ModelConfig = MODEL) -> PathModel:
+def model_of(model=MODEL):
     path_model = PathModel(model)
     initialise(path_model, 0)
     return path_model
 
 
-def loop_of(model: PathModel | None = None, **overrides: Any) -> InnerLoop:
+def loop_of(model=None, **overrides):
     arguments = {
         key: overrides.pop(key)
         for key in ("optimizer", "micro_batch_size", "compile_model", "exact")
@@ -40,10 +30,10 @@ def loop_of(model: PathModel | None = None, **overrides: Any) -> InnerLoop:
     return InnerLoop(model or model_of(), config_of(**overrides), CPU, **arguments)
 
 
-def batch_of(seed: int = 0, rows: int = 4) -> torch.Tensor:
+def batch_of(seed=0, rows=4):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, 64, (rows, 16), generator=generator)
 
 
-def flat(model: PathModel) -> torch.Tensor:
+def flat(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()

@@ -1,30 +1,15 @@
 """A valid plan without any files, for tests that only need its numbers."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from dipaco.protocol.config import (
-    ContributionsConfig,
-    GridConfig,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    RoundsConfig,
-)
+from dipaco.protocol.config import ContributionsConfig, GridConfig, InnerConfig, ModelConfig, OuterConfig, RoundsConfig
 from dipaco.protocol.plan import RoutingPlan, RunBlobs, RunPlan
 
 
-def make_plan(
-    *, duration_s: float = 100.0, grid: GridConfig | None = None, **fields: Any
-) -> RunPlan:
+def make_plan(*, duration_s=100.0, grid=None, **fields):
     """Return a plan of a small 2x2 run that starts at 1000 s; `fields` replace its others."""
-    values: dict[str, Any] = {
+    values = {
         "name": "test",
         "start_s": 1000.0,
-        "model": ModelConfig(
-            vocabulary_size=64, block_count=4, hidden_size=8, head_count=1, sequence_length=16
-        ),
+        "model": ModelConfig(vocabulary_size=64, block_count=4, hidden_size=8, head_count=1, sequence_length=16),
         "grid": grid or GridConfig(modules_per_level=(2, 2)),
         "inner": InnerConfig(batch_sequences=2),
         "outer": OuterConfig(),

@@ -1,12 +1,8 @@
 """A small corpus and its RUN.toml, for tests that prepare a run."""
 
-from __future__ import annotations
-
 import io
 import json
 import random
-from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,7 +40,7 @@ prefix_tokens = 8
 """
 
 
-def write_run(folder: Path, toml: str = RUN_TOML) -> Path:
+def write_run(folder, toml=RUN_TOML):
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(0)
     domains = {"numbers": "12 34 56 78 90 11", "words": "the ship and sea a wind", "code": "if x:"}
@@ -60,9 +56,9 @@ def write_run(folder: Path, toml: str = RUN_TOML) -> Path:
     return folder / "RUN.toml"
 
 
-def quiet_display() -> Display:
+def quiet_display():
     return Display(Console(file=io.StringIO(), width=120))
 
 
-def on_cpu(display: Display | None = None, **options: Any) -> PrepareOptions:
+def on_cpu(display=None, **options):
     return PrepareOptions(device=CPU, display=display or quiet_display(), **options)

@@ -1,15 +1,11 @@
 """Small paths of every kind, with weights so large that each of them matters."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import ModelConfig
 
-KINDS: list[dict[str, Any]] = [
+KINDS = [
     {"family": "llama", "kv_head_count": 2},
     {"family": "llama", "attention_bias": True, "feed_forward_bias": True},
     {"family": "qwen2", "tied_embedding": False},
@@ -17,7 +13,7 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def small_path(seed: int = 0, **kind: Any) -> PathModel:
+def small_path(seed=0, **kind):
     shape = {"block_count": 2, "head_count": 4, "feed_forward_size": 48, "sequence_length": 24}
     model = PathModel(ModelConfig(vocabulary_size=64, hidden_size=32, **(shape | kind)))
     generator = torch.Generator().manual_seed(seed)
@@ -27,5 +23,5 @@ def small_path(seed: int = 0, **kind: Any) -> PathModel:
 
 
 @torch.no_grad()
-def logits_of(model: PathModel, tokens: list[int]) -> torch.Tensor:
+def logits_of(model, tokens):
     return model(torch.tensor([tokens]))[0]

@@ -10,37 +10,24 @@ The text has one made-up language per path, so the router finds the paths and tr
 loss. Everything follows from `seed`: the same arguments give the same plan, blob for blob.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import safetensors.torch
 
 from dipaco.base.files import canonical_json
-from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.invite import invite, note_admission
 from dipaco.bootstrap.run_config import adapter_defaults
 from dipaco.modules.frozen_file import write_base
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.protocol.config import (
-    AdaptersConfig,
-    ContributionsConfig,
-    GridConfig,
-    InnerConfig,
-    ModelConfig,
-    OuterConfig,
-    RoundsConfig,
-)
+from dipaco.protocol.config import ContributionsConfig, GridConfig, InnerConfig, ModelConfig, OuterConfig, RoundsConfig
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.protocol.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import prefix_features
-from dipaco.routing.routers.kinds import KMeansRouter, Prefixes, Router
+from dipaco.routing.routers.kinds import KMeansRouter, Prefixes
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows, token_dtype
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -50,28 +37,28 @@ TINY_PREFIX_TOKENS = 8
 
 
 def make_tiny_run(
-    folder: Path | str,
+    folder,
     *,
-    modules_per_level: tuple[int, ...] = (2, 2),
-    private_blocks: tuple[int, ...] = (),
-    private_embedding: bool = False,
-    private_head: bool = False,
-    inner_steps: int = 4,
-    codec: str = "int4",
-    duration_s: float = 600.0,
-    start_s: float = 0.0,
-    seed: int = 0,
-    name: str = "tiny",
-    documents_per_path: int = 40,
-    validation_documents_per_path: int = 4,
-    inner: dict[str, Any] | None = None,
-    outer: dict[str, Any] | None = None,
-    rounds: dict[str, Any] | None = None,
-    contributions: dict[str, Any] | None = None,
-    imported: ImportedBase | None = None,
-    adapters: AdaptersConfig | None = None,
-    **model: Any,
-) -> RunFolder:
+    modules_per_level=(2, 2),
+    private_blocks=(),
+    private_embedding=False,
+    private_head=False,
+    inner_steps=4,
+    codec="int4",
+    duration_s=600.0,
+    start_s=0.0,
+    seed=0,
+    name="tiny",
+    documents_per_path=40,
+    validation_documents_per_path=4,
+    inner=None,
+    outer=None,
+    rounds=None,
+    contributions=None,
+    imported=None,
+    adapters=None,
+    **model,
+):
     """Write a run folder and return it opened.
 
     `inner_steps` 0 is the clock-driven mode. `inner`, `outer`, `rounds` and `contributions` set
@@ -126,13 +113,7 @@ def make_tiny_run(
         ),
         inner=InnerConfig(**{**_TINY_INNER, **defaults.get("inner", {}), **(inner or {})}),
         outer=OuterConfig(**defaults.get("outer", {}), **(outer or {})),
-        rounds=RoundsConfig(
-            **{
-                "duration_s": duration_s,
-                "inner_steps": inner_steps,
-                **(rounds or {}),
-            }
-        ),
+        rounds=RoundsConfig(**{"duration_s": duration_s, "inner_steps": inner_steps, **(rounds or {})}),
         contributions=ContributionsConfig(codec=codec, **(contributions or {})),
         routing=RoutingPlan(kind="kmeans", prefix_tokens=TINY_PREFIX_TOKENS),
         blobs=RunBlobs(
@@ -147,7 +128,7 @@ def make_tiny_run(
     return run
 
 
-def sign_tiny_run(run: RunFolder, plan: RunPlan, *, by_invitation: bool = False) -> RunPlan:
+def sign_tiny_run(run, plan, *, by_invitation=False):
     """Sign `plan` with the run's operator key and write it as the manifest; returns what was
     signed. Unless it is by invitation, everybody is in.
 
@@ -161,7 +142,7 @@ def sign_tiny_run(run: RunFolder, plan: RunPlan, *, by_invitation: bool = False)
     return plan
 
 
-def invited_tiny_run(run: RunFolder, *, places: int, **changes: Any) -> str:
+def invited_tiny_run(run, *, places, **changes):
     """Sign the plan again, with changes and for the invited only; returns an invitation."""
     plan = sign_tiny_run(run, run.plan().model_copy(update=changes), by_invitation=True)
     key = load_or_create_operator_key(run.path / "operator.pem")
@@ -169,14 +150,7 @@ def invited_tiny_run(run: RunFolder, *, places: int, **changes: Any) -> str:
     return invite(run.path, places)
 
 
-def tiny_shard(
-    run: RunFolder,
-    model: ModelConfig,
-    path: int,
-    rows: np.ndarray,
-    validation: np.ndarray,
-    documents: int,
-) -> PathShard:
+def tiny_shard(run, model, path, rows, validation, documents):
     """Put a path's training rows and scoring windows [N, T] into the blobs and describe them."""
     dtype = token_dtype(model.vocabulary_size)
     return PathShard(
@@ -189,15 +163,12 @@ def tiny_shard(
     )
 
 
-def tiny_parameters(model: PathModel) -> dict[str, Any]:
+def tiny_parameters(model):
     """Return copies of a model's parameters, fp32 on the CPU, each in its own memory."""
-    return {
-        name: parameter.detach().float().cpu().clone()
-        for name, parameter in model.named_parameters()
-    }
+    return {name: parameter.detach().float().cpu().clone() for name, parameter in model.named_parameters()}
 
 
-def tiny_documents(languages: int, documents_per_language: int, seed: int) -> list[str]:
+def tiny_documents(languages, documents_per_language, seed):
     """Return documents of about 60 words, one language after the other: deterministic.
 
     A document of language `i` stands at `i * documents_per_language` and behind.
@@ -210,8 +181,8 @@ def tiny_documents(languages: int, documents_per_language: int, seed: int) -> li
 
 
 # Options of `make_tiny_run` for a run with path-specific modules of every kind but the head.
-PRIVATE: dict[str, Any] = {"private_blocks": (0, 3), "private_embedding": True}
-_TINY_MODEL: dict[str, Any] = {
+PRIVATE = {"private_blocks": (0, 3), "private_embedding": True}
+_TINY_MODEL = {
     "vocabulary_size": TINY_VOCABULARY,
     "block_count": 4,
     "hidden_size": 16,
@@ -219,29 +190,21 @@ _TINY_MODEL: dict[str, Any] = {
     "feed_forward_size": 32,
     "sequence_length": 32,
 }
-_TINY_INNER: dict[str, Any] = {
-    "learning_rate": 3e-3,
-    "batch_sequences": 2,
-    "warmup_steps": 2,
-    "fresh_state_warmup_steps": 2,
-}
+_TINY_INNER = {"learning_rate": 3e-3, "batch_sequences": 2, "warmup_steps": 2, "fresh_state_warmup_steps": 2}
 _CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwxz", "aeiou"
 
 
 @functools.lru_cache(maxsize=64)
-def _words(language: int) -> tuple[str, ...]:
+def _words(language):
     """Return the dozen words of a language, made of its own few syllables."""
     random = np.random.default_rng((77, language))
-    syllables = [
-        str(random.choice(list(_CONSONANTS))) + str(random.choice(list(_VOWELS))) for _ in range(4)
-    ]
+    syllables = [str(random.choice(list(_CONSONANTS))) + str(random.choice(list(_VOWELS))) for _ in range(4)]
     return tuple(
-        "".join(str(part) for part in random.choice(syllables, size=int(random.integers(2, 4))))
-        for _ in range(12)
+        "".join(str(part) for part in random.choice(syllables, size=int(random.integers(2, 4)))) for _ in range(12)
     )
 
 
-def _document(language: int, random: np.random.Generator) -> str:
+def _document(language, random):
     """Return a text in which some words are likelier to follow others."""
     words = _words(language)
     position, text = int(random.integers(len(words))), []
@@ -253,24 +216,15 @@ def _document(language: int, random: np.random.Generator) -> str:
 
 
 @functools.lru_cache(maxsize=4)
-def tiny_tokenizer_bytes(vocabulary_size: int) -> bytes:
+def tiny_tokenizer_bytes(vocabulary_size):
     """Train the tokenizer once per process; it is the same for every tiny run of that size."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "tokenizer.model"
-        train_tokenizer(
-            tiny_documents(8, 6, seed=0), vocabulary_size, output, character_limit=100_000, seed=0
-        )
+        train_tokenizer(tiny_documents(8, 6, seed=0), vocabulary_size, output, character_limit=100_000, seed=0)
         return output.read_bytes()
 
 
-def _write_shards(
-    run: RunFolder,
-    model: ModelConfig,
-    base: PathModel,
-    router: Router,
-    train: Sequence[Sequence[int]],
-    held_out: Sequence[Sequence[int]],
-) -> ShardIndex:
+def _write_shards(run, model, base, router, train, held_out):
     """Route the documents and write each path's token files into the blobs."""
     length = model.sequence_length
     train_paths = router.route(Prefixes(prefix_features(base, train, TINY_PREFIX_TOKENS)))

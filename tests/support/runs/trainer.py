@@ -1,19 +1,15 @@
 """One trainer of one module, at a boundary, and what it wants done."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.config import GridConfig, RoundsConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.followed_module import FollowedModule
 from dipaco.protocol.member.knowledge import Knowledge, MemberSettings, mailbox_order
-from dipaco.protocol.member.module_chain import ModuleChain
 from dipaco.protocol.member.proposing import Role
 from dipaco.protocol.records import Claim, PeerRecord
 from dipaco.protocol.view import SwarmView
@@ -30,11 +26,11 @@ BOUNDARY_S = PLAN.start_s + DURATION_S
 ActionT = TypeVar("ActionT")
 
 
-def name(text: str) -> str:
+def name(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def view_of(peers: Iterable[str], closed: Iterable[str] = (), held: Any = ()) -> SwarmView:
+def view_of(peers, closed=(), held=()):
     claims, records = {}, {}
     for peer in peers:
         reachable = "outgoing" if peer in closed else "direct"
@@ -42,27 +38,21 @@ def view_of(peers: Iterable[str], closed: Iterable[str] = (), held: Any = ()) ->
             peer_id=peer, path=0, state="training", since_s=PLAN.start_s, round=0,
             reachable=reachable, pinned=False,
         )  # fmt: skip
-        records[peer] = PeerRecord.model_construct(
-            peer_id=peer, path=0, state="training", reachable=reachable, round=0
-        )
+        records[peer] = PeerRecord.model_construct(peer_id=peer, path=0, state="training", reachable=reachable, round=0)
     return SwarmView(
-        now_s=BOUNDARY_S,
-        claims=claims,
-        peers=records,
-        holdings={MODULE: tuple(held)},
-        duration_s=DURATION_S,
+        now_s=BOUNDARY_S, claims=claims, peers=records, holdings={MODULE: tuple(held)}, duration_s=DURATION_S
     )
 
 
 class Trainer:
     """A trainer of the only module, at the boundary of round 0."""
 
-    def __init__(self, me: str, peers: Iterable[str], closed: str = "", **view: Any) -> None:
+    def __init__(self, me, peers, closed="", **view):
         self.known = known = Knowledge(MemberSettings(me), PLAN, GRID)
         known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
         known.now_s = BOUNDARY_S
         self.module = module = FollowedModule(known, MODULE)
-        self.done: list[a.Action] = []
+        self.done = []
         genesis = self.chain.book.genesis(MODULE)
         module.want()
         module.consider()
@@ -72,21 +62,21 @@ class Trainer:
         self.take(a.Publish)
 
     @property
-    def chain(self) -> ModuleChain:
+    def chain(self):
         """What it knows of the module's chain."""
         return self.module.chain
 
-    def head(self, step: Step) -> Head:
+    def head(self, step):
         """Return the state after a step that is in the book, as everybody computes it."""
         return self.chain.book.link(step.name).head(name(step.name), 10**6)
 
-    def stand_on(self, *steps: Step) -> None:
+    def stand_on(self, *steps):
         """Stand on the last of some steps, of which each stands on the one before."""
         for step in steps:
             self.chain.book.add(step)
             self.chain.take(self.head(step))
 
-    def take(self, kind: type[ActionT]) -> list[ActionT]:
+    def take(self, kind):
         """Return what was wanted of this kind since the last time, and forget all."""
         self.done += self.known.actions
         self.known.actions = []
@@ -94,7 +84,7 @@ class Trainer:
         self.done = []
         return found
 
-    def row(self, peer: str, **fields: Any) -> Row:
+    def row(self, peer, **fields):
         parent = fields.get("parent", self.module.stand)
         given = {
             "module": MODULE, "round_index": 0, "parent": parent, "state": name(parent), "path": 0,
@@ -102,39 +92,39 @@ class Trainer:
         }  # fmt: skip
         return Row(**given)
 
-    def gathered(self, *rows: Row) -> None:
+    def gathered(self, *rows):
         """The files of some rows are here."""
         for row in rows:
             self.module.handle(e.Gathered(MODULE, row))
 
-    def publish(self) -> None:
+    def publish(self):
         self.module.handle(e.Published(MODULE, self.row(self.known.me)))
 
-    def hear(self, *peers: str, gathered: bool = True) -> None:
+    def hear(self, *peers, gathered=True):
         for peer in peers:
             row = self.row(peer)
             self.module.hear_rows([row], peer)
             if gathered:
                 self.gathered(row)
 
-    def refuse(self, peer: str) -> None:
+    def refuse(self, peer):
         asked = a.Gather(MODULE, (self.row(peer),))
         self.module.handle(e.Failed(asked, "it is too short", is_final=True))
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, seconds):
         self.known.now_s += seconds
         self.module.on_time()
 
-    def nobody_answers(self) -> None:
+    def nobody_answers(self):
         """Let every request fail: the peers that were asked are silent."""
         for ask in self.take(a.Ask):
             self.module.handle(e.Failed(ask, "it is silent"))
         self.wait(0.1)
 
-    def proposed(self) -> list[Step]:
+    def proposed(self):
         return [step for tell in self.take(a.Tell) for step in tell.steps]
 
 
-def first_and_second(peers: str = "ABC") -> tuple[str, str]:
+def first_and_second(peers="ABC"):
     order = mailbox_order(MODULE, 0, set(peers))
     return order[0], order[1]

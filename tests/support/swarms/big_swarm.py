@@ -1,34 +1,22 @@
 """A swarm of 256 paths and 500 peers through its rounds, with what goes wrong in a real one."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.manifest import SignedManifest
-from dipaco.protocol.records import Reachability
 from dipaco.status.summary import status_of
 
-from .swarm_views import Records, healthy_swarm, peer_name, plan_of
+from .swarm_views import healthy_swarm, peer_name, plan_of
 
 DEVICES = ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3060", "AMD Radeon 7900", "cpu x16")
 VERSIONS = ("dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.4.0", "dipaco/1.3.2", "dipaco/1.2.0")
-WAYS: tuple[Reachability, ...] = (
+WAYS = (
     "direct", "direct", "direct", "direct", "direct", "outgoing", "outgoing",
 )  # fmt: skip
 HOSTILE_NAME = "<img src=x onerror=alert(1)>"
 
 
-def big_records(
-    round_index: int,
-    *,
-    peers: int = 500,
-    sizes: tuple[int, ...] = (16, 16),
-    in_round: float = 0.5,
-    start_s: float = 1000.0,
-    duration_s: float = 600.0,
-) -> Records:
+def big_records(round_index, *, peers=500, sizes=(16, 16), in_round=0.5, start_s=1000.0, duration_s=600.0):
     """Return the records of a large healthy swarm at a moment, of machines of many kinds."""
     plan, grid = plan_of(*sizes, duration_s=duration_s)
     plan = plan.model_copy(update={"name": "large", "start_s": start_s})
@@ -40,9 +28,7 @@ def big_records(
                 "device": DEVICES[number % len(DEVICES)],
                 "software": VERSIONS[number * 31 % len(VERSIONS)],
                 "reachable": WAYS[number * 13 % len(WAYS)],
-                "tokens_per_s": round(
-                    400 * 60**spread * (1 + 0.05 * math.sin(round_index + number))
-                ),
+                "tokens_per_s": round(400 * 60**spread * (1 + 0.05 * math.sin(round_index + number))),
                 "name": HOSTILE_NAME if number == 3 else f"volunteer {number}" * (number % 3 == 0),
                 "bytes_up": 10**6 * round_index * (number + 1),
                 "bytes_down": 10**6 * round_index * (number + 2),
@@ -52,16 +38,12 @@ def big_records(
     for path, entry in list(records.progress.items()):
         loss = 2.6 + 4.5 * math.exp(-round_index / 25) + (path * 37 % 101) / 160
         records.progress[path] = entry.model_copy(
-            update={
-                "tokens": entry.tokens * 1000,
-                "validation_nll": loss * 4096,
-                "validation_tokens": 4096,
-            }
+            update={"tokens": entry.tokens * 1000, "validation_nll": loss * 4096, "validation_tokens": 4096}
         )
     return records
 
 
-def fork(records: Records, module: str) -> None:
+def fork(records, module):
     """Let half of a module's trainers hold a chain of their own."""
     holders = sorted(peer for held, peer in records.holdings if held == module)
     newest = max(h.head.round_index for (held, _), h in records.holdings.items() if held == module)
@@ -69,7 +51,7 @@ def fork(records: Records, module: str) -> None:
         records.hold(peer, module, newest, chain="other")
 
 
-def isolate(records: Records, peer: str) -> None:
+def isolate(records, peer):
     """Let a peer hold states of its own of all that it trains."""
     for held, owner in list(records.holdings):
         if owner == peer:
@@ -77,7 +59,7 @@ def isolate(records: Records, peer: str) -> None:
             records.hold(peer, held, newest.round_index, chain=peer)
 
 
-def neglect(records: Records, path: int, since_round: int) -> None:
+def neglect(records, path, since_round):
     """Let nobody train a path."""
     for name, claim in list(records.claims.items()):
         if claim.path == path:
@@ -88,7 +70,7 @@ def neglect(records: Records, path: int, since_round: int) -> None:
     records.progress[path] = entry.model_copy(update={"last_round": max(0, since_round)})
 
 
-def spoiled_records(round_index: int = 30, **about: Any) -> Records:
+def spoiled_records(round_index=30, **about):
     """Return a large swarm with a fork, an isolated peer and paths that wait."""
     records = big_records(round_index, **about)
     fork(records, "L0.E3")
@@ -98,7 +80,7 @@ def spoiled_records(round_index: int = 30, **about: Any) -> Records:
     return records
 
 
-def status_at(records: Records, operator: str = "0" * 16) -> dict[str, Any]:
+def status_at(records, operator="0" * 16):
     """Return the status of the records."""
     manifest = SignedManifest(records.plan, operator, b"")
     gate = Gate(records.plan.run_id, bytes(32))

@@ -1,50 +1,43 @@
 """A live swarm as the inference tools see it, without one."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
 
-from dipaco.base.errors import (
-    NetworkError,
-)
+from dipaco.base.errors import NetworkError
 from dipaco.modules.layout import layout_of
-from dipaco.modules.state import ModuleState
-from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 
 class FakeReader:
     """What `SwarmSource` needs of `SwarmReader`, from a folder."""
 
-    def __init__(self, served: Path, cache: Path, unserved: tuple[str, ...] = ()) -> None:
+    def __init__(self, served, cache, unserved=()):
         self._served = RunFolder(served)
         self.unserved = unserved
         self.plan = self._served.plan()
         self.folder = cache
-        self.fetched: list[str] = []
+        self.fetched = []
         self.closed = False
-        self.next_run: RunPlan | None = None
+        self.next_run = None
         self.present = ["a peer"]
 
-    def fetch_blob(self, sha256: str) -> Path:
+    def fetch_blob(self, sha256):
         return self._served.blobs.require(sha256)
 
-    def winning_state(self, module: str) -> ModuleState | None:
+    def winning_state(self, module):
         self.fetched.append(module)
         if module in self.unserved:
             raise NetworkError("none serves it")
         layout = layout_of(self._served.grid(self.plan), module)
         return self._served.states.load_latest(module, layout)
 
-    def view(self) -> SimpleNamespace:
+    def view(self):
         return SimpleNamespace(progress={}, present=self.present)
 
-    def successor(self) -> RunPlan | None:
+    def successor(self):
         return self.next_run
 
-    def look_again(self) -> None:
+    def look_again(self):
         """The folder is read anew each time."""
 
-    def close(self) -> None:
+    def close(self):
         self.closed = True

@@ -1,27 +1,21 @@
 """The parts around a peer's glue, in memory: directory, view, clock. No network, no real time."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.contact.clock import Clock
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.chain import Head
-from dipaco.protocol.coverage import Scope
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import RoundSchedule
-from dipaco.protocol.plan import RunPlan
-from dipaco.protocol.records import Claim, Holding, ModuleRecord, PeerRecord, ProgressRecord
+from dipaco.protocol.records import PeerRecord
 from dipaco.protocol.view import SwarmView
 
 ME = "Qm" + "a" * 44
 
 
-def peer_id(number: int) -> str:
+def peer_id(number):
     """Return the id of another peer."""
     digits = "".join("ABCDEFGHJK"[int(digit)] for digit in str(number))
     return "Qm" + digits.rjust(44, "1")
@@ -30,12 +24,12 @@ def peer_id(number: int) -> str:
 class FakeTime:
     """Swarm time that stands still until a test moves it; `on_look` is called at each look."""
 
-    def __init__(self, now_s: float = 1000.0) -> None:
+    def __init__(self, now_s=1000.0):
         self.now_s = now_s
-        self.on_look: Callable[[], None] = lambda: None
+        self.on_look = lambda: None
         self.clock = Clock(system_time=self._look)
 
-    def _look(self) -> float:
+    def _look(self):
         self.on_look()
         return self.now_s
 
@@ -43,7 +37,7 @@ class FakeTime:
 class FakeRun:
     """A run that was joined: what a reader of a node needs (`JoinedRun`)."""
 
-    def __init__(self, plan: RunPlan, clock: Clock, me: str = ME) -> None:
+    def __init__(self, plan, clock, me=ME):
         self.me, self.plan, self.clock = me, plan, clock
         self.grid = Grid(plan.model, plan.grid)
         self.schedule = RoundSchedule(plan.rounds, self.grid, plan.start_s)
@@ -52,13 +46,13 @@ class FakeRun:
 class FakeEvents:
     """Remembers what was emitted."""
 
-    def __init__(self) -> None:
-        self.events: list[tuple[str, dict[str, Any]]] = []
+    def __init__(self):
+        self.events = []
 
-    def emit(self, kind: str, **values: Any) -> None:
+    def emit(self, kind, **values):
         self.events.append((kind, values))
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def of(self, kind):
         return [values for name, values in self.events if name == kind]
 
 
@@ -68,35 +62,35 @@ class FakeDirectory:
     `error` is raised by the next read, and by all that follow.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.others = SwarmView(now_s=0.0)
-        self.peers: list[PeerRecord] = []
+        self.peers = []
         """Everything that this peer said of itself, None for a withdrawal."""
-        self.buckets: dict[int, PeerRecord | None] = {}
-        self.modules: dict[str, ModuleRecord] = {}
-        self.progress: dict[int, ProgressRecord] = {}
-        self.scopes: list[Scope] = []
-        self.manifests: list[bytes] = []
-        self.blobs: list[str] = []
-        self.called: list[str] = []
+        self.buckets = {}
+        self.modules = {}
+        self.progress = {}
+        self.scopes = []
+        self.manifests = []
+        self.blobs = []
+        self.called = []
         self.reads = 0
-        self.error: Exception | None = None
-        self.failure: str | None = None
+        self.error = None
+        self.failure = None
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self):
         yield
 
     @property
-    def claims(self) -> list[Claim | None]:
+    def claims(self):
         """Everything that was said of the claim, None for none."""
         return [record.claim if record.state != "leaving" else None for record in self.peers]
 
     @property
-    def holdings(self) -> dict[str, Holding]:
+    def holdings(self):
         return {m: said.holding for m, said in self.modules.items() if said.holding is not None}
 
-    def read_view(self, plan: RunPlan, grid: Grid, now_s: float, scope: Scope) -> SwarmView:
+    def read_view(self, plan, grid, now_s, scope):
         self.reads += 1
         self.scopes.append(scope)
         if self.error is not None:
@@ -115,30 +109,30 @@ class FakeDirectory:
             scope=scope,
         )
 
-    def call_peers(self, peers: Mapping[str, tuple[str, ...]]) -> None:
+    def call_peers(self, peers):
         self.called += peers
 
-    def publish_peer(self, record: PeerRecord, bucket: int, life_s: float) -> None:
+    def publish_peer(self, record, bucket, life_s):
         self.peers.append(record)
         self.buckets[bucket] = record
 
-    def last(self, bucket: int) -> PeerRecord | None:
+    def last(self, bucket):
         """Return what this peer said last in a bucket."""
         return self.buckets.get(bucket)
 
-    def publish_module(self, record: ModuleRecord, life_s: float) -> None:
+    def publish_module(self, record, life_s):
         self.modules[record.module] = record
 
-    def withdraw_module(self, module: str) -> None:
+    def withdraw_module(self, module):
         self.modules.pop(module, None)
 
-    def publish_progress(self, record: ProgressRecord, bucket: int, life_s: float) -> None:
+    def publish_progress(self, record, bucket, life_s):
         self.progress[bucket] = record
 
-    def publish_manifest(self, envelope: bytes, life_s: float) -> None:
+    def publish_manifest(self, envelope, life_s):
         self.manifests.append(envelope)
 
-    def publish_blob(self, record: Any, life_s: float) -> None:
+    def publish_blob(self, record, life_s):
         self.blobs.append(record.sha256)
 
 
@@ -147,10 +141,10 @@ class FakeExchange:
 
     uplink = Uplink()
 
-    def connected_peers(self) -> tuple[str, ...]:
+    def connected_peers(self):
         return ()
 
-    def clock_samples(self, peers: Any, count: int, timeout_s: float) -> dict[str, Any]:
+    def clock_samples(self, peers, count, timeout_s):
         return {}
 
 
@@ -159,43 +153,43 @@ class FakeSwarm:
 
     period_s = 500.0
 
-    def __init__(self, view: SwarmView | None = None) -> None:
+    def __init__(self, view=None):
         self.view = view or SwarmView(now_s=0.0)
         self.announced = 0
-        self.on_refresh: Callable[[], None] = lambda: None
+        self.on_refresh = lambda: None
 
-    def watch(self, scope: Scope) -> None: ...
+    def watch(self, scope): ...
 
-    def on_view(self, listener: Callable[[SwarmView], None]) -> None: ...
+    def on_view(self, listener): ...
 
-    def refresh(self, further: Collection[int] = ()) -> SwarmView:
+    def refresh(self, further=()):
         self.on_refresh()
         return self.view
 
-    def announce(self) -> None:
+    def announce(self):
         self.announced += 1
 
-    def announce_blobs(self) -> None:
+    def announce_blobs(self):
         self.announced += 1
 
 
 class FakeFetcher:
     """Serves the blobs that a test puts in; all else fails."""
 
-    def __init__(self) -> None:
-        self.run_blobs: tuple[str, ...] = ()
-        self.served_blobs: set[str] = set()
-        self.blobs_here: set[str] = set()
-        self.asked: list[str] = []
+    def __init__(self):
+        self.run_blobs = ()
+        self.served_blobs = set()
+        self.blobs_here = set()
+        self.asked = []
         """Hashes, in order."""
 
-    def all_blobs(self) -> tuple[str, ...]:
+    def all_blobs(self):
         return self.run_blobs
 
-    def has(self, sha256: str) -> bool:
+    def has(self, sha256):
         return sha256 in self.blobs_here
 
-    def blob(self, sha256: str) -> Path:
+    def blob(self, sha256):
         self.asked.append(sha256)
         if sha256 not in self.served_blobs:
             raise NetworkError("nobody has it")
@@ -203,7 +197,7 @@ class FakeFetcher:
         return Path(sha256)
 
 
-def peer_record(peer: str, state: str = "serving") -> PeerRecord:
+def peer_record(peer, state="serving"):
     """Return what a peer says of itself."""
     return PeerRecord(
         peer_id=peer,
@@ -221,6 +215,6 @@ def peer_record(peer: str, state: str = "serving") -> PeerRecord:
     )
 
 
-def head(module: str, version: int = 1, step: str = "5", digest: str = "d") -> Head:
+def head(module, version=1, step="5", digest="d"):
     """Return a state that a peer holds."""
     return Head(module, step * 64, version, version, version - 1, digest * 64, 1000)

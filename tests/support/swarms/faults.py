@@ -1,18 +1,15 @@
 """What tests of accidents need: aim at a boundary, see what is left over, compare digests."""
 
-from __future__ import annotations
-
 import os
 import time
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .swarm import LIMIT_S, Event, Member
+from .swarm import LIMIT_S
 
 STATE_EVENTS = ("outer_step", "adopt")
 
 
-def next_boundary(member: Member, module: str, timeout_s: float = LIMIT_S) -> None:
+def next_boundary(member, module, timeout_s=LIMIT_S):
     """Wait until a member comes to its next boundary of `module`, to aim at."""
     seen = len(boundaries(member, module))
     deadline = time.monotonic() + timeout_s
@@ -21,12 +18,12 @@ def next_boundary(member: Member, module: str, timeout_s: float = LIMIT_S) -> No
         time.sleep(0.02)
 
 
-def boundaries(member: Member, module: str) -> list[Event]:
+def boundaries(member, module):
     """Return the boundaries of `module` that a member has come to."""
     return [event for event in member.of("outer_round") if event["module"] == module]
 
 
-def processes_of(member: Member) -> list[str]:
+def processes_of(member):
     """Return the command lines of all living processes of a member.
 
     They are in its session, or (p2pd) name its cache folder or identity.
@@ -48,7 +45,7 @@ def processes_of(member: Member) -> list[str]:
     return found
 
 
-def assert_gone(member: Member, within_s: float = 60.0) -> None:
+def assert_gone(member, within_s=60.0):
     """Check that no process of a member that has ended is left."""
     deadline = time.monotonic() + within_s
     while left := processes_of(member):
@@ -56,20 +53,18 @@ def assert_gone(member: Member, within_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def first_after(member: Member, kind: str, position: int) -> Event | None:
+def first_after(member, kind, position):
     """Return the first event of a kind behind a position of the member's events."""
     return next((e for e in member.read()[position:] if e["event"] == kind), None)
 
 
-def digests_by_version(
-    members: Iterable[Member], lost: Iterable[Event] = ()
-) -> dict[tuple[str, int], dict[str, list[str]]]:
+def digests_by_version(members, lost=()):
     """Return for each (module, version) the digests that members have had, and who had them.
 
     `lost` are outer steps of a peer that was killed before anybody else could know of them.
     """
     ignored = {id(event) for event in lost}
-    found: dict[tuple[str, int], dict[str, list[str]]] = {}
+    found = {}
     for member in members:
         for event in member.read():
             if event["event"] in STATE_EVENTS and id(event) not in ignored:
@@ -78,19 +73,15 @@ def digests_by_version(
     return found
 
 
-def newest_versions(members: Iterable[Member]) -> dict[str, int]:
+def newest_versions(members):
     """Return the newest version of each module that a member has had."""
-    newest: dict[str, int] = {}
+    newest = {}
     for module, version in digests_by_version(members):
         newest[module] = max(version, newest.get(module, 0))
     return newest
 
 
-def forks(
-    members: Iterable[Member],
-    lost: Iterable[Event] = (),
-    behind: Mapping[str, int] | None = None,
-) -> dict[tuple[str, int], dict[str, list[str]]]:
+def forks(members, lost=(), behind=None):
     """Return the versions of modules of which there is more than one digest; with `behind` only
     those later than a version."""
     return {
@@ -100,24 +91,22 @@ def forks(
     }
 
 
-def partial_anchors(members: Iterable[Member]) -> list[Event]:
+def partial_anchors(members):
     """Return where a peer carried on with an anchor that no step ever made."""
     members = list(members)
     found = []
     for member in members:
-        anchors: dict[str, str] = {}
+        anchors = {}
         for event in member.read():
             if event["event"] in STATE_EVENTS:
                 anchors[event["module"]] = event["digest"]
             elif event["event"] == "training":
                 anchors.clear()
-            elif event["event"] == "carry_on" and event["anchor"] != anchors.get(
-                event["module"], event["anchor"]
-            ):
+            elif event["event"] == "carry_on" and event["anchor"] != anchors.get(event["module"], event["anchor"]):
                 found.append(event)
     return found
 
 
-def last_steps(member: Member, since_s: float) -> list[Event]:
+def last_steps(member, since_s):
     """Return a killed peer's own states that nobody else may have: steps after `since_s`."""
     return [event for event in member.of("outer_step") if event["time_s"] >= since_s]

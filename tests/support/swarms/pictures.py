@@ -4,26 +4,20 @@ They show the made-up swarm of `shown_swarm`, at a fixed moment, so that they ch
 page does.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from dipaco.status.service import StatusService
 from support.programs.browser import PHONE, NoBrowserError, chromium, served, visited
 
 from .shown_swarm import NOW_S, content_of, finished, in_trouble, well
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser
-
 FOLDER = Path(__file__).resolve().parents[3] / "docs" / "pages"
 MAX_BYTES = 150_000
 
 
-def take(browser: Browser, name: str, status: dict[str, Any], **options: Any) -> int:
+def take(browser, name, status, **options):
     """Write one picture and return its size in bytes."""
     from PIL import Image
     from playwright.sync_api import expect
@@ -41,7 +35,7 @@ def take(browser: Browser, name: str, status: dict[str, Any], **options: Any) ->
     return file.stat().st_size
 
 
-def main() -> int:
+def main():
     """Make all pictures."""
     size = {"size": (1200, 760)}
     try:

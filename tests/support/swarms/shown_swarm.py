@@ -1,10 +1,7 @@
 """A made-up swarm of 16 paths and 40 peers as the page of a swarm shows it: well, in trouble and
 finished. The pictures of docs/status.md are of it."""
 
-from __future__ import annotations
-
 import functools
-from typing import Any
 
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.ledger import Credit, exported
@@ -14,7 +11,6 @@ from dipaco.status.service import PageContent
 from dipaco.status.summary import status_of
 
 from .big_swarm import big_records, fork, neglect, status_at
-from .swarm_views import Records
 
 NAME = "nine-domains"
 ROUND = 36
@@ -29,11 +25,9 @@ FORKED = "L0.E3"
 TEAMS = ("library", "observatory", "")
 
 
-def swarm_records(round_index: int = ROUND) -> Records:
+def swarm_records(round_index=ROUND):
     """Return the records of the swarm in a round, all of it well."""
-    records = big_records(
-        round_index, peers=40, sizes=(4, 4), start_s=START_S, duration_s=DURATION_S
-    )
+    records = big_records(round_index, peers=40, sizes=(4, 4), start_s=START_S, duration_s=DURATION_S)
     records.plan = records.plan.model_copy(update={"name": NAME})
     for place, (peer, record) in enumerate(list(records.peers.items())):
         named = {"name": f"volunteer {place}" * (place % 3 == 0), "team": TEAMS[place % 3]}
@@ -41,12 +35,12 @@ def swarm_records(round_index: int = ROUND) -> Records:
     return records
 
 
-def well(round_index: int = ROUND) -> dict[str, Any]:
+def well(round_index=ROUND):
     """Return the status of a round in which all is well."""
     return status_at(swarm_records(round_index))
 
 
-def in_trouble() -> dict[str, Any]:
+def in_trouble():
     """Return the status with a fork and a path that waits."""
     records = swarm_records()
     fork(records, FORKED)
@@ -54,7 +48,7 @@ def in_trouble() -> dict[str, Any]:
     return status_at(records)
 
 
-def finished() -> dict[str, Any]:
+def finished():
     """Return the status when everybody has moved to the successor."""
     records = swarm_records()
     records.claims.clear()
@@ -70,14 +64,14 @@ def finished() -> dict[str, Any]:
     )
 
 
-def then(status: dict[str, Any]) -> dict[str, Any]:
+def then(status):
     """Return a status of the run that continues that of `status`, which is finished."""
     new = status["successor"]
     newer = well(1)
     return {**newer, "run": {**newer["run"], "id": new["id"], "name": new["name"]}}
 
 
-def ledger_of(run_id: str) -> dict[str, Any]:
+def ledger_of(run_id):
     """Return who has contributed to a run."""
     view = swarm_records().view()
     tokens = {name: int(record.tokens_per_s * ROUND) for name, record in view.peers.items()}
@@ -86,12 +80,12 @@ def ledger_of(run_id: str) -> dict[str, Any]:
 
 
 @functools.cache
-def _earlier(round_index: int) -> dict[str, Any]:
+def _earlier(round_index):
     """Return the status of a round, for the curves alone."""
     return well(round_index)
 
 
-def content_of(status: dict[str, Any], *, with_ledger: bool = True) -> PageContent:
+def content_of(status, *, with_ledger=True):
     """Return what the page shows, with the rounds before the status in its curves."""
     content, history = PageContent(5.0), History(None)
     for round_index in range(1, status["round"]):

@@ -9,8 +9,6 @@ Every wait is for an event and fails with the output of the processes when its b
 bound is no measure: it is far beyond what the slowest machine needs. Every process is ended by id.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -18,12 +16,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-from dipaco.routing.run_folder import RunFolder
 
 BIN = Path(sys.executable).parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
@@ -36,9 +30,7 @@ Event = dict[str, Any]
 class Member:
     """One started command."""
 
-    def __init__(
-        self, name: str, folder: Path, command: list[str], terminal: int | None = None
-    ) -> None:
+    def __init__(self, name, folder, command, terminal=None):
         """`terminal` is where it prints, if not into a file."""
         self.name = name
         self.folder = folder
@@ -46,7 +38,7 @@ class Member:
         self.cache = folder / f"{name}-cache"
         self.output = folder / f"{name}.out"
         self.address_file = folder / f"{name}.address"
-        self.events: list[Event] = []
+        self.events = []
         # A name that comes back is the same peer in a new life: events and address begin anew.
         self._offset = self.log.stat().st_size if self.log.exists() else 0
         self._is_over = False
@@ -61,7 +53,7 @@ class Member:
                 start_new_session=True,
             )
 
-    def read(self) -> list[Event]:
+    def read(self):
         """Return all events so far."""
         if not self._is_over and self.log.exists():
             with self.log.open("rb") as file:
@@ -72,20 +64,20 @@ class Member:
             self.events += [json.loads(line) for line in complete.splitlines()]
         return self.events
 
-    def be_replaced(self) -> None:
+    def be_replaced(self):
         """Read to the end of this life: what comes to the log after it is of the next one."""
         self.read()
         self._is_over = True
 
-    def of(self, kind: str) -> list[Event]:
+    def of(self, kind):
         """Return the events of one kind so far."""
         return [event for event in self.read() if event["event"] == kind]
 
     @property
-    def alive(self) -> bool:
+    def alive(self):
         return self.popen.poll() is None
 
-    def address(self, timeout_s: float = LIMIT_S) -> str:
+    def address(self, timeout_s=LIMIT_S):
         """Wait until this process has written its address and return it."""
         deadline = time.monotonic() + timeout_s
         while not self.address_file.exists():
@@ -95,15 +87,15 @@ class Member:
         return self.address_file.read_text().split()[0]
 
     @property
-    def peer_id(self) -> str:
+    def peer_id(self):
         return self.address().rsplit("/", 1)[1]
 
-    def kill(self) -> None:
+    def kill(self):
         """SIGKILL the process itself, as the kernel or a power cut would; children must follow."""
         self.popen.kill()
         self.popen.wait(LIMIT_S)
 
-    def interrupt(self) -> None:
+    def interrupt(self):
         """Press Ctrl+C once: a terminal sends it to all processes of the command."""
         os.killpg(self.popen.pid, signal.SIGINT)
 
@@ -111,26 +103,19 @@ class Member:
 class Swarm:
     """Starts members and ends them all."""
 
-    def __init__(self, folder: Path, run: RunFolder) -> None:
+    def __init__(self, folder, run):
         self.folder = folder
         self.run = run
-        self.members: list[Member] = []
-        self._terminate: Any = None
+        self.members = []
+        self._terminate = None
 
-    def __enter__(self) -> Swarm:
+    def __enter__(self):
         # A script that is told to end takes its members with it.
         if threading.current_thread() is threading.main_thread():
-            self._terminate = signal.signal(
-                signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-            )
+            self._terminate = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind, error, trace):
         for member in self.members:
             if member.alive:
                 member.interrupt()
@@ -143,7 +128,7 @@ class Swarm:
         if self._terminate is not None:
             signal.signal(signal.SIGTERM, self._terminate)
 
-    def _add(self, name: str, command: list[str], terminal: int | None = None) -> Member:
+    def _add(self, name, command, terminal=None):
         for earlier in self.members:
             if earlier.name == name:
                 earlier.be_replaced()
@@ -151,9 +136,7 @@ class Swarm:
         self.members.append(member)
         return member
 
-    def start_bootstrap(
-        self, *extra: str, name: str = "bootstrap", terminal: int | None = None
-    ) -> Member:
+    def start_bootstrap(self, *extra, name="bootstrap", terminal=None):
         """Start a bootstrap node for the run."""
         return self._add(
             name,
@@ -164,14 +147,7 @@ class Swarm:
             terminal,
         )  # fmt: skip
 
-    def start_peer(
-        self,
-        entry: Member | str,
-        *extra: str,
-        name: str | None = None,
-        program: tuple[str, ...] = (str(BIN / "dipaco-peer"),),
-        terminal: int | None = None,
-    ) -> Member:
+    def start_peer(self, entry, *extra, name=None, program=(str(BIN / "dipaco-peer"),), terminal=None):
         """Start a training peer that joins through `entry`. The same name is the same peer."""
         name = name or f"peer{sum(m.name.startswith('peer') for m in self.members)}"
         address = entry if isinstance(entry, str) else entry.address()
@@ -185,13 +161,7 @@ class Swarm:
             terminal,
         )  # fmt: skip
 
-    def wait(
-        self,
-        members: Iterable[Member],
-        kind: str,
-        accept: Callable[[Event], bool] = lambda event: True,
-        timeout_s: float = LIMIT_S,
-    ) -> list[Event]:
+    def wait(self, members, kind, accept=lambda event: True, timeout_s=LIMIT_S):
         """Wait until every one of `members` has logged such an event; return each one's first."""
         members = list(members)
         deadline = time.monotonic() + timeout_s
@@ -206,20 +176,18 @@ class Swarm:
                 raise AssertionError(f"no '{kind}' from {names}, ended: {dead}\n{self.outputs()}")
             time.sleep(0.05)
 
-    def wait_after(self, event: Event, member: Member, *kinds: str) -> None:
+    def wait_after(self, event, member, *kinds):
         """Wait until `member` has logged events of these kinds, one after the other, behind one."""
         for kind in kinds:
             [event] = self.wait([member], kind, lambda e, s=event["time_s"]: e["time_s"] > s)
 
-    def outputs(self, last: int = 3000) -> str:
+    def outputs(self, last=3000):
         """Return the end of what every process printed."""
-        return "\n".join(
-            f"--- {m.name} ({m.popen.poll()})\n{m.output.read_text()[-last:]}" for m in self.members
-        )
+        return "\n".join(f"--- {m.name} ({m.popen.poll()})\n{m.output.read_text()[-last:]}" for m in self.members)
 
-    def digests(self, round_index: int) -> dict[str, set[str]]:
+    def digests(self, round_index):
         """Return the digests of the steps that members took per module in a round."""
-        found: dict[str, set[str]] = {}
+        found = {}
         for member in self.members:
             for event in member.of("outer_step"):
                 if event["round"] == round_index:
@@ -227,13 +195,11 @@ class Swarm:
         return found
 
 
-def _end(number: int, _: object) -> None:
+def _end(number, _):
     sys.exit(128 + number)
 
 
-def command(
-    program: str, *arguments: str, timeout_s: float = LIMIT_S
-) -> subprocess.CompletedProcess[str]:
+def command(program, *arguments, timeout_s=LIMIT_S):
     """Run one of our commands to its end."""
     return subprocess.run(
         [str(BIN / program), *arguments],

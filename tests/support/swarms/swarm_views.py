@@ -4,48 +4,37 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
 
 from dipaco.protocol.chain import Head
 from dipaco.protocol.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import Claim, Holding, PeerRecord, ProgressEntry, ProgressRecord
-from dipaco.protocol.view import SwarmView, build_view
+from dipaco.protocol.view import build_view
 from support.runs.make_plan import make_plan
 
 TOKENS_A_ROUND = 100
 
 
-def peer_name(number: int) -> str:
+def peer_name(number):
     """Return a peer id; all begin alike, as real ones do."""
     digits = "".join("123456789A"[int(digit)] for digit in f"{number:08d}")
     return "12D3KooW" + "x" * 36 + digits
 
 
-def record(
-    peer: str,
-    state: str = "training",
-    reachable: str = "direct",
-    path: int | None = None,
-    round_index: int = 0,
-) -> PeerRecord:
+def record(peer, state="training", reachable="direct", path=None, round_index=0):
     """Return what a peer says of itself."""
-    return PeerRecord.model_construct(
-        peer_id=peer, state=state, reachable=reachable, path=path, round=round_index
-    )
+    return PeerRecord.model_construct(peer_id=peer, state=state, reachable=reachable, path=path, round=round_index)
 
 
-def digest_of(module: str, version: int, chain: str = "") -> str:
+def digest_of(module, version, chain=""):
     """Return the digest of a version of a module; every chain has its own."""
     return hashlib.sha256(f"{module}/{version}/{chain}".encode()).hexdigest()
 
 
-def plan_of(*sizes: int, private: bool = False, **rounds: Any) -> tuple[RunPlan, Grid]:
+def plan_of(*sizes, private=False, **rounds):
     """Return the plan of a run with so many modules in each level, and private ones."""
-    model = ModelConfig(
-        vocabulary_size=64, block_count=4, hidden_size=8, head_count=1, sequence_length=16
-    )
+    model = ModelConfig(vocabulary_size=64, block_count=4, hidden_size=8, head_count=1, sequence_length=16)
     plan = make_plan(
         grid=GridConfig(modules_per_level=sizes, private_head=private),
         model=model,
@@ -67,9 +56,9 @@ class Records:
     """By module and peer."""
     progress: dict[int, ProgressEntry] = field(default_factory=dict)
 
-    def view(self) -> SwarmView:
+    def view(self):
         """Return what a reader makes of the records."""
-        held: dict[str, list[Holding]] = {module: [] for module in self.grid.modules()}
+        held = {module: [] for module in self.grid.modules()}
         for (module, _), holding in sorted(self.holdings.items()):
             held[module].append(holding)
         return build_view(
@@ -80,33 +69,24 @@ class Records:
             peers=self.peers.values(),
             holdings=held,
             progress=[
-                ProgressRecord(peer_id=peer_name(path), entries=(entry,))
-                for path, entry in self.progress.items()
+                ProgressRecord(peer_id=peer_name(path), entries=(entry,)) for path, entry in self.progress.items()
             ],
         )
 
-    def hold(self, peer: str, module: str, last_round: int, *, chain: str = "") -> None:
+    def hold(self, peer, module, last_round, *, chain=""):
         """Let a peer announce the state of a module after the round `last_round`."""
         version = last_round + 1
         name = digest_of(module, version, chain if version else "")
         head = Head(module, name, version, version, last_round, name, 1000)
         self.holdings[module, peer] = Holding(peer, head)
 
-    def trainers(self, module: str) -> list[str]:
+    def trainers(self, module):
         """Return who claims a path through a module, by name."""
         paths = self.grid.paths_of_module(module)
         return sorted(peer for peer, claim in self.claims.items() if claim.path in paths)
 
 
-def healthy_swarm(
-    plan: RunPlan,
-    grid: Grid,
-    *,
-    peers: int,
-    round_index: int,
-    in_round: float = 0.5,
-    behind: int = 0,
-) -> Records:
+def healthy_swarm(plan, grid, *, peers, round_index, in_round=0.5, behind=0):
     """Return the records of a swarm in which all is well, at a moment of a round.
 
     With fewer peers than paths all move on together after every dwell. `behind`: every so many
@@ -142,15 +122,13 @@ def healthy_swarm(
             bytes_down=2,
         )
     for path in range(grid.path_count):
-        _add_progress(
-            records, path, _last_trained(path, peers, grid.path_count, dwell, round_index)
-        )
+        _add_progress(records, path, _last_trained(path, peers, grid.path_count, dwell, round_index))
     for module in grid.modules():
         _add_holdings(records, module, behind, in_round)
     return records
 
 
-def _last_trained(path: int, peers: int, paths: int, dwell: int, round_index: int) -> int:
+def _last_trained(path, peers, paths, dwell, round_index):
     """Return the last whole round in which a path was trained; -1 for none."""
     for trained in range(round_index - 1, -1, -1):
         first = (trained // dwell) * peers
@@ -159,7 +137,7 @@ def _last_trained(path: int, peers: int, paths: int, dwell: int, round_index: in
     return -1
 
 
-def _add_progress(records: Records, path: int, last_round: int) -> None:
+def _add_progress(records, path, last_round):
     if last_round >= 0:
         records.progress[path] = ProgressEntry(
             path=path,
@@ -171,14 +149,11 @@ def _add_progress(records: Records, path: int, last_round: int) -> None:
         )
 
 
-def _add_holdings(records: Records, module: str, behind: int, in_round: float) -> None:
+def _add_holdings(records, module, behind, in_round):
     """Let all who train a module hold its newest state, and others until there are copies."""
     grid, rounds = records.grid, records.plan.rounds
     paths = grid.paths_of_module(module)
-    last_round = max(
-        (records.progress[path].last_round for path in paths if path in records.progress),
-        default=-1,
-    )
+    last_round = max((records.progress[path].last_round for path in paths if path in records.progress), default=-1)
     offset = 1.0 if rounds.inner_steps else grid.level_offset(grid.level_of(module))
     trainers = records.trainers(module)
     if trainers and in_round > offset and not rounds.inner_steps:

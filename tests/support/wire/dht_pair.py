@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.node import join_dht
 from dipaco.protocol.config import GridConfig
-from dipaco.protocol.coverage import Scope, whole_scope
+from dipaco.protocol.coverage import whole_scope
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import Identity, load_or_create_identity
 from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.records import PeerRecord
-from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
 
 from .peers import OpenGate
@@ -45,31 +42,23 @@ class TestNode:
     directory: Directory
 
     @property
-    def address(self) -> str:
+    def address(self):
         """An address that others can join through."""
         return str(self.dht.get_visible_maddrs()[0])
 
     @property
-    def peer_id(self) -> str:
+    def peer_id(self):
         return self.identity.peer_id
 
-    def close(self) -> None:
+    def close(self):
         self.dht.shutdown()
         self.identity.release()
 
 
-def start_node(
-    folder: Path,
-    *initial_peers: str,
-    client_mode: bool = False,
-    run_id: str | None = RUN_ID,
-    operator_key: bytes = bytes(32),
-) -> TestNode:
+def start_node(folder, *initial_peers, client_mode=False, run_id=RUN_ID, operator_key=bytes(32)):
     """Start a node whose key is kept in `folder`."""
     identity = load_or_create_identity(folder / "identity.key")
-    dht = join_dht(
-        initial_peers, identity=identity, host_maddrs=(LOOPBACK,), client_mode=client_mode
-    )
+    dht = join_dht(initial_peers, identity=identity, host_maddrs=(LOOPBACK,), client_mode=client_mode)
     node = TestNode(identity, dht, Directory(dht, identity, None))
     if run_id is not None:
         node.directory = directory_of(node, run_id, operator_key)
@@ -78,7 +67,7 @@ def start_node(
     return node
 
 
-def directory_of(node: TestNode, run_id: str, operator_key: bytes = bytes(32)) -> Directory:
+def directory_of(node, run_id, operator_key=bytes(32)):
     """Return a directory of another run in which everybody is in."""
     directory = Directory(node.dht, node.identity, run_id, OpenGate(run_id, operator_key))
     directory.serve(GRID)
@@ -87,7 +76,7 @@ def directory_of(node: TestNode, run_id: str, operator_key: bytes = bytes(32)) -
 
 
 @contextlib.contextmanager
-def node_pair(folder: Path) -> Iterator[tuple[TestNode, TestNode]]:
+def node_pair(folder):
     """Two nodes that know each other."""
     first = start_node(folder / "first")
     try:
@@ -100,7 +89,7 @@ def node_pair(folder: Path) -> Iterator[tuple[TestNode, TestNode]]:
         first.close()
 
 
-def wait_until(condition: Callable[[], Found], timeout_s: float = 60.0) -> Found:
+def wait_until(condition, timeout_s=60.0):
     """Poll a condition until it holds, and return what it found, or fail."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -109,7 +98,7 @@ def wait_until(condition: Callable[[], Found], timeout_s: float = 60.0) -> Found
     return found
 
 
-def peer_record(peer: str, path: int | None) -> PeerRecord:
+def peer_record(peer, path):
     """Return what a peer says that trains a path."""
     return PeerRecord(
         peer_id=peer,
@@ -128,11 +117,11 @@ def peer_record(peer: str, path: int | None) -> PeerRecord:
     )
 
 
-def view_by(directory: Directory, scope: Scope | None = None) -> SwarmView:
+def view_by(directory, scope=None):
     """Return the swarm as a directory shows it, all of it unless `scope` says otherwise."""
     return directory.read_view(PLAN, GRID, time.time(), scope or whole_scope(GRID))
 
 
-def paths_of(directory: Directory) -> dict[str, int]:
+def paths_of(directory):
     """Return who claims which path."""
     return {peer: claim.path for peer, claim in view_by(directory).claims.items()}

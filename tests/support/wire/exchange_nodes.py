@@ -3,8 +3,6 @@
 The fixture `nodes` (conftest.py) gives them; a test starts the exchanges that it needs.
 """
 
-from __future__ import annotations
-
 import time
 
 from dipaco.dht.guarded_dht import GuardedDHT
@@ -19,22 +17,22 @@ NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 class Nodes:
     """A DHT node; exchanges on it are made by each test."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.server_dht = GuardedDHT(start=True, startup_timeout=60)
         self.addresses = [str(address) for address in self.server_dht.get_visible_maddrs()]
-        self.started: list[Exchange] = []
+        self.started = []
 
-    def serving(self, me: Greeting = Greeting()) -> Exchange:
+    def serving(self, me=Greeting()):
         exchange = Exchange(HivemindTransport(self.server_dht), me)
         exchange.start()
         self.started.append(exchange)
         return exchange
 
-    def stop_exchanges(self) -> None:
+    def stop_exchanges(self):
         while self.started:
             self.started.pop().stop()
 
 
-def set_ahead(exchange: Exchange, seconds: float) -> None:
+def set_ahead(exchange, seconds):
     """Let an exchange tell a time that much ahead of this machine's."""
     exchange._responder.system_time = lambda: time.time() + seconds

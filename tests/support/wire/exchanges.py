@@ -3,23 +3,16 @@
 `Peers` makes as many as a test needs on a `MemoryNetwork`; `real` ones take another transport.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
-from dipaco.peer.exchange.streams.transport import Transport
 from dipaco.peer.exchange.verify import RowCheck
-from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, sign_row
 from dipaco.protocol.grid import Grid
@@ -42,16 +35,15 @@ LIMIT_S = 60.0
 INVITATION = make_invitation(Terms(RUN, 16, 0), OPERATOR)
 
 
-def admission(number: int, invitation: Any = INVITATION) -> bytes:
-    found: bytes = invitation.admit(raw_public_key(key(number)), NOW_S)
-    return found
+def admission(number, invitation=INVITATION):
+    return invitation.admit(raw_public_key(key(number)), NOW_S)
 
 
-def new_gate() -> Gate:
+def new_gate():
     return Gate(RUN, raw_public_key(OPERATOR))
 
 
-def new_check(gate: Gate | None = None, max_bytes: int = 2**25) -> RowCheck:
+def new_check(gate=None, max_bytes=2**25):
     return RowCheck(
         PLAN,
         GRID,
@@ -62,14 +54,7 @@ def new_check(gate: Gate | None = None, max_bytes: int = 2**25) -> RowCheck:
     )
 
 
-def row_of(
-    number: int,
-    round_index: int = 0,
-    parent: str = GENESIS,
-    data: bytes = b"data",
-    signer: Any = None,
-    **fields: Any,
-) -> Row:
+def row_of(number, round_index=0, parent=GENESIS, data=b"data", signer=None, **fields):
     """Return a row of the file that has its mark and then `data`."""
     values = {
         "module": MODULE,
@@ -88,14 +73,12 @@ def row_of(
     return sign_row(dataclasses.replace(row, file=file), signer or key(number))
 
 
-def file_of(row: Row, data: bytes) -> bytes:
+def file_of(row, data):
     """Return the file of a row."""
     return row.mark + data
 
 
-def chain_of(
-    length: int, peers: Sequence[int] = (0,), parent: str = GENESIS, begin: int = 0
-) -> list[Step]:
+def chain_of(length, peers=(0,), parent=GENESIS, begin=0):
     """Return steps on top of each other, with a row of each peer in them."""
     steps = []
     for round_index in range(begin, begin + length):
@@ -104,17 +87,17 @@ def chain_of(
     return steps
 
 
-def rows_in(chains: ChainStore, module: str) -> tuple[Row, ...]:
+def rows_in(chains, module):
     return chains._modules[module].rows.newest(10**6)
 
 
 class Held:
     """Content by its hash, in memory or in files."""
 
-    def __init__(self, *contents: bytes) -> None:
+    def __init__(self, *contents):
         self.contents = {hashlib.sha256(data).hexdigest(): data for data in contents}
 
-    def lookup(self, sha256: str) -> Path | tuple[bytes, ...] | None:
+    def lookup(self, sha256):
         found = self.contents.get(sha256)
         return None if found is None else (found,)
 
@@ -122,9 +105,7 @@ class Held:
 class Node:
     """One exchange with what it serves."""
 
-    def __init__(
-        self, transport: Transport, folder: Path, number: int, *, is_in: bool, held: Held
-    ) -> None:
+    def __init__(self, transport, folder, number, *, is_in, held):
         self.number, self.held, self.told = number, held, list[Told]()
         self.gate = new_gate()
         self.chains = ChainStore(RUN, GRID.modules(), folder / "chains")
@@ -132,35 +113,24 @@ class Node:
         self.exchange = Exchange(transport)
         self.exchange.start()
         self.run = ServedRun(
-            RUN,
-            held,
-            self.chains,
-            new_check(self.gate),
-            self.files,
-            admission(number) if is_in else None,
+            RUN, held, self.chains, new_check(self.gate), self.files, admission(number) if is_in else None
         )
         self.exchange.serve_run(self.run)
         self.exchange.listen(self.told.append)
 
     @property
-    def peer(self) -> str:
+    def peer(self):
         return self.exchange.peer_id
 
 
 class Peers:
     """Makes nodes on one network, and stops them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.network = folder, MemoryNetwork()
-        self.nodes: list[Node] = []
+        self.nodes = []
 
-    def __call__(
-        self,
-        *contents: bytes,
-        is_in: bool = True,
-        uplink: Uplink | None = None,
-        knows: Sequence[Node] = (),
-    ) -> Node:
+    def __call__(self, *contents, is_in=True, uplink=None, knows=()):
         number = len(self.nodes)
         transport = MemoryTransport(self.network, peer(number), uplink)
         node = Node(transport, self.folder / str(number), number, is_in=is_in, held=Held(*contents))
@@ -169,18 +139,18 @@ class Peers:
             meet(node, other)
         return node
 
-    def stop(self) -> None:
+    def stop(self):
         for node in self.nodes:
             node.exchange.stop()
 
 
-def meet(one: Node, other: Node) -> None:
+def meet(one, other):
     """Let two nodes know each other's admissions, as by the records of the DHT."""
     one.gate.check(other.peer, admission(other.number))
     other.gate.check(one.peer, admission(one.number))
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
+def wait_for(condition, limit_s=LIMIT_S):
     until_s = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < until_s, "it did not come"

@@ -1,23 +1,20 @@
 """Streams between exchanges of one process, over pairs of sockets: all but p2pd is real."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
-from collections.abc import Mapping
 
 from dipaco.base.errors import NetworkError
-from dipaco.peer.exchange.streams.transport import Handler, Stream
+from dipaco.peer.exchange.streams.transport import Stream
 from dipaco.peer.owner.uplink import Uplink
 
 
 class MemoryNetwork:
     """The nodes that can be called, by their names."""
 
-    def __init__(self) -> None:
-        self.nodes: dict[str, MemoryTransport] = {}
+    def __init__(self):
+        self.nodes = {}
 
-    def kill(self, peer: str) -> None:
+    def kill(self, peer):
         """Break off all streams of a peer, and let nobody reach it any more."""
         node = self.nodes.pop(peer)
         for stream in node.streams:
@@ -27,48 +24,45 @@ class MemoryNetwork:
 class MemoryTransport:
     """One peer's way into a `MemoryNetwork`."""
 
-    def __init__(self, network: MemoryNetwork, peer_id: str, uplink: Uplink | None = None) -> None:
+    def __init__(self, network, peer_id, uplink=None):
         self.network, self.peer_id = network, peer_id
         self.uplink = uplink or Uplink()
-        self.handlers: dict[str, Handler] = {}
-        self.streams: list[Stream] = []
-        self.loop: asyncio.AbstractEventLoop
+        self.handlers = {}
+        self.streams = []
 
-    def check(self) -> None:
+    def check(self):
         pass
 
-    async def start(self) -> None:
+    async def start(self):
         self.loop = asyncio.get_running_loop()
         self.network.nodes[self.peer_id] = self
 
-    async def close(self) -> None:
+    async def close(self):
         self.network.nodes.pop(self.peer_id, None)
 
-    async def serve(self, protocol: str, handler: Handler) -> None:
+    async def serve(self, protocol, handler):
         self.handlers[protocol] = handler
 
-    async def open_stream(self, peer: str, protocol: str) -> Stream:
+    async def open_stream(self, peer, protocol):
         node = self.network.nodes.get(peer)
         if node is None or protocol not in node.handlers:
             raise NetworkError(f"peer {peer}: connection refused")
         mine, theirs = socket.socketpair()
-        asyncio.run_coroutine_threadsafe(
-            node.accept(self.peer_id, theirs, node.handlers[protocol]), node.loop
-        )
+        asyncio.run_coroutine_threadsafe(node.accept(self.peer_id, theirs, node.handlers[protocol]), node.loop)
         return await self._stream(peer, mine)
 
-    async def accept(self, peer: str, end: socket.socket, handler: Handler) -> None:
+    async def accept(self, peer, end, handler):
         await handler(await self._stream(peer, end))
 
-    async def _stream(self, peer: str, end: socket.socket) -> Stream:
+    async def _stream(self, peer, end):
         end.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=end)
         stream = Stream(peer, reader, writer, self.uplink)
         self.streams.append(stream)
         return stream
 
-    async def connected(self) -> Mapping[str, tuple[str, ...]]:
+    async def connected(self):
         return {peer: () for peer in self.network.nodes if peer != self.peer_id}
 
-    async def disconnect(self, peer: str) -> None:
+    async def disconnect(self, peer):
         pass

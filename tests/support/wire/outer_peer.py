@@ -1,14 +1,9 @@
 """One peer's outer rounds with real files, chains and states, and no network or member."""
 
-from __future__ import annotations
-
 import hashlib
 import queue
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -17,12 +12,11 @@ from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.base.files import atomic_write
 from dipaco.modules.compose import gather_module
 from dipaco.modules.outer import OuterRule
-from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.node.states import States
 from dipaco.peer.shell.outer_steps import OuterSteps
-from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step, genesis_name, sign_row
+from dipaco.protocol.chain import MARK_BYTES, Head, genesis_name, sign_row
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -38,19 +32,11 @@ WAIT_S = 60.0
 class FakeExchange:
     """Gives the files that lie with other peers of the test."""
 
-    def __init__(self, own: ContributionFiles) -> None:
+    def __init__(self, own):
         self._own = own
-        self.others: list[ContributionFiles] = []
+        self.others = []
 
-    def gather(
-        self,
-        rows: Sequence[Row],
-        others: Sequence[str],
-        *,
-        check: Callable[[Row, Path], None],
-        on_done: Callable[[Row, str, bool], None],
-        timeout_s: float,
-    ) -> None:
+    def gather(self, rows, others, *, check, on_done, timeout_s):
         for row in rows:
             found = [files.find(row.file) for files in (self._own, *self.others)]
             file = next((file for file in found if file is not None), None)
@@ -69,13 +55,7 @@ class FakeExchange:
 class FakeNode(FakeRun):
     """What outer rounds need of a node (`OuterNode`); `fetch` gives states of others."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        folder: Path,
-        key: Ed25519PrivateKey,
-        fetch: Callable[[Head, Sequence[str]], ModuleState],
-    ) -> None:
+    def __init__(self, run, folder, key, fetch):
         plan, own = run.plan(), RunFolder(folder / "run")
         atomic_write(own.manifest_path, run.manifest_path.read_bytes())
         me = peer_id_of_public_key(raw_public_key(key))
@@ -92,29 +72,22 @@ class FakeNode(FakeRun):
 class Peer:
     """One peer that trains path 0, or a keeper that trains nothing."""
 
-    def __init__(self, run: RunFolder, folder: Path, path: int | None) -> None:
+    def __init__(self, run, folder, path):
         plan = self.plan = run.plan()
         grid = self.grid = run.grid(plan)
         key = Ed25519PrivateKey.generate()
-        self.reported: queue.SimpleQueue[e.Event] = queue.SimpleQueue()
+        self.reported = queue.SimpleQueue()
         self.events = FakeEvents()
-        self.fetched: dict[str, ModuleState] = {}
-        self.node: Any = FakeNode(run, folder, key, self._fetch)
+        self.fetched = {}
+        self.node = FakeNode(run, folder, key, self._fetch)
         self.me = self.node.me
         base = run.base_parameters(plan)
         self.genesis = {m: run.genesis_state(plan, m, base) for m in grid.modules()}
         rows = torch.ones(2, plan.model.sequence_length, dtype=torch.int64)
-        files: Any = SimpleNamespace(
-            genesis_state=lambda module: self.genesis[module], path=path, validation=rows
-        )
+        files = SimpleNamespace(genesis_state=lambda module: self.genesis[module], path=path, validation=rows)
         self.trainer = None if path is None else PathTrainer(plan, grid, torch.device("cpu"))
         self.outer = OuterSteps(
-            self.node,
-            files,
-            self.events,  # type: ignore[arg-type]
-            self.reported.put,
-            announce=lambda: None,
-            trainer=self.trainer,
+            self.node, files, self.events, self.reported.put, announce=lambda: None, trainer=self.trainer
         )
         if self.trainer is not None:
             assert path is not None
@@ -129,23 +102,23 @@ class Peer:
             stream = BatchStream(tokens, seed=plan.seed, path=path, batch_sequences=sequences)
             self.trainer.start_path(path, states, stream)
 
-    def _fetch(self, head: Head, holders: Sequence[str]) -> ModuleState:
+    def _fetch(self, head, holders):
         if head.digest not in self.fetched:
             raise NetworkError(f"none of {len(holders)} holders answers")
         return self.fetched[head.digest]
 
-    def head0(self, module: str) -> Head:
+    def head0(self, module):
         return Head(module, genesis_name(self.plan.run_id, module), 0, 0, -1, "", 0)
 
-    def do(self, action: a.Action) -> e.Event:
+    def do(self, action):
         """Have an action carried out, and return what came of it."""
         return self.begin(action) or self.reported.get(timeout=WAIT_S)
 
-    def begin(self, action: a.Action) -> e.Event | None:
+    def begin(self, action):
         """Have an action carried out, and return what is known at once."""
         return {**self.outer.handlers(), **self.outer.model_handlers()}[type(action)](action)
 
-    def publish(self, round_index: int = 0, steps: int = 2, module: str = MODULE) -> Row:
+    def publish(self, round_index=0, steps=2, module=MODULE):
         assert self.trainer is not None
         for _ in range(steps):
             self.trainer.inner_step()
@@ -154,7 +127,7 @@ class Peer:
         assert isinstance(event, e.Published), event
         return event.row
 
-    def foreign_row(self, files: ContributionFiles, own: Row, data: bytes) -> Row:
+    def foreign_row(self, files, own, data):
         """Return the row of an unknown peer beside an own one, whose file lies in `files` now."""
         key = Ed25519PrivateKey.generate()
         peer = peer_id_of_public_key(raw_public_key(key))
@@ -163,16 +136,16 @@ class Peer:
         files.add(row, (row.mark, data))
         return sign_row(row, key)
 
-    def gather(self, *rows: Row) -> list[e.Event]:
+    def gather(self, *rows):
         self.begin(a.Gather(rows[0].module, rows))
         return [self.reported.get(timeout=WAIT_S) for _ in rows]
 
-    def compute(self, base: Head, *steps: Step) -> Head:
+    def compute(self, base, *steps):
         event = self.do(a.Compute(steps[0].module, base, steps))
         assert isinstance(event, e.StateHere), event
         return event.head
 
-    def adopt(self, head: Head, *steps: Step, save: bool = False) -> None:
+    def adopt(self, head, *steps, save=False):
         """Adopt the state after `steps`, which were not served yet."""
         held = self.node.held
         usual, held.save = held.save, held.save if save else lambda state: None
@@ -182,9 +155,9 @@ class Peer:
         self.wait_until_saved()
         held.save = usual
 
-    def wait_until_saved(self) -> None:
+    def wait_until_saved(self):
         self.outer._saving.submit(lambda: None).result(WAIT_S)
 
-    def local(self, module: str = MODULE) -> torch.Tensor:
+    def local(self, module=MODULE):
         assert self.trainer is not None
         return gather_module(self.trainer.model, self.grid, module)

@@ -1,12 +1,8 @@
 """Peers with keys of their own that never change, and a gate that everybody passes."""
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Collection
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -17,38 +13,36 @@ RUN = "0123456789abcdef"
 
 
 @cache
-def key(number: int) -> Ed25519PrivateKey:
+def key(number):
     return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"%d" % number).digest())
 
 
 @cache
-def peer(number: int) -> str:
+def peer(number):
     return peer_id_of_public_key(raw_public_key(key(number)))
 
 
-def identity(number: int) -> Identity:
+def identity(number):
     return Identity(peer(number), Path("nowhere"), key(number), -1)
 
 
 class OpenGate(Gate):
     """Lets everybody in, for tests of what admission does not change."""
 
-    def __init__(self, run_id: str = RUN, operator_key: bytes = bytes(32)) -> None:
+    def __init__(self, run_id=RUN, operator_key=bytes(32)):
         super().__init__(run_id, operator_key)
 
-    def verify(self, peer: str, data: Any) -> Admission:
+    def verify(self, peer, data):
         return Admission("everybody", 10_000)
 
-    def check(self, peer: str, data: Any, *, is_here: bool = True) -> Admission:
+    def check(self, peer, data, *, is_here=True):
         return Admission("everybody", 10_000)
 
-    def may_be_in(self, peer: str, data: Any) -> bool:
+    def may_be_in(self, peer, data):
         return True
 
-    def admission_of(self, peer: str) -> Admission | None:
+    def admission_of(self, peer):
         return Admission("everybody", 10_000)
 
-    def counted_of(
-        self, seen: Collection[str], own: tuple[str, bytes] | None = None
-    ) -> frozenset[str]:
+    def counted_of(self, seen, own=None):
         return frozenset(seen)

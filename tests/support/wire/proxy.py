@@ -1,10 +1,7 @@
 """A server in front of a page that puts it under a sub-path, as nginx or Traefik do."""
 
-from __future__ import annotations
-
 import http.client
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -15,7 +12,7 @@ _HOP = ("connection", "keep-alive", "transfer-encoding", "host")
 
 
 @contextmanager
-def behind_proxy(address: str, prefix: str) -> Iterator[str]:
+def behind_proxy(address, prefix):
     """Give the address, without a slash at its end, under which a proxy passes requests on.
 
     The proxy takes `prefix`, such as `/swarm`, off each path, passes answers on as they come, and
@@ -23,10 +20,8 @@ def behind_proxy(address: str, prefix: str) -> Iterator[str]:
     """
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path.partition("?")[0].removesuffix("/") != prefix and not (
-                self.path.startswith(prefix + "/")
-            ):
+        def do_GET(self):
+            if self.path.partition("?")[0].removesuffix("/") != prefix and not (self.path.startswith(prefix + "/")):
                 self.send_error(404)
                 return
             length = int(self.headers.get("content-length", "0"))
@@ -51,7 +46,7 @@ def behind_proxy(address: str, prefix: str) -> Iterator[str]:
 
         do_POST = do_GET
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             """Say nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
