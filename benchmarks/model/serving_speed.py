@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import torch
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from dipaco.modules.device import number_format
 
 SHAPE = {"block_count": 8, "hidden_size": 256, "head_count": 4, "feed_forward_size": 704}
@@ -196,9 +196,9 @@ def main() -> int:
         make_tiny_run(run, sequence_length=128, **(PAPER if options.paper else SHAPE))
         words = ["--state-dir", str(run), "--allow-genesis", "--path", "1", "--out"]
         with redirect_stdout(sys.stderr):
-            assert export_cli.main([*words, str(exported)]) == 0
+            assert export_command.main([*words, str(exported)]) == 0
             if "llama.cpp" in options.beside:
-                assert export_cli.main([*words, str(file), "--format", "gguf"]) == 0
+                assert export_command.main([*words, str(file), "--format", "gguf"]) == 0
         others: dict[str, Transformers | LlamaCpp] = {}
         if "transformers" in options.beside:
             others["transformers"] = Transformers(exported, options.device)

@@ -18,7 +18,7 @@ from model.serving_speed import PAPER, SHAPE, serving
 from parts.common import Report
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from rivals.packages import installed
 from rivals.turns import Figures, Pair, Turns, Worker, add_speed, told
 
@@ -111,7 +111,7 @@ def exported(run: Path, number_format: str) -> Path:
     file = run.parent / f"{number_format}.gguf"
     words = ["--state-dir", str(run), "--allow-genesis", "--path", str(PATH), "--format", "gguf"]
     with redirect_stdout(sys.stderr):
-        code = export_cli.main([*words, "--dtype", number_format, "--out", str(file)])
+        code = export_command.main([*words, "--dtype", number_format, "--out", str(file)])
     if code:
         raise RuntimeError(f"dipaco-export ended with {code}")
     return file

@@ -7,7 +7,7 @@ import torch
 
 from dipaco.base.errors import NetworkError
 from dipaco.bootstrap.archive import LATEST, Archive
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.state import ModuleState
 from dipaco.simulator import cli as simulator_cli
@@ -54,7 +54,7 @@ def test_an_archive_exports_a_run_when_everybody_is_gone(trained, tmp_path):
     copy = swarm.write(Archive(tmp_path / "kept", 3))
     assert copy.name == "2023-11-14T22-13-20Z"
     latest = str(tmp_path / "kept" / LATEST)
-    assert export_cli.main(["--state-dir", latest, "--all", "--out", str(tmp_path / "out")]) == 0
+    assert export_command.main(["--state-dir", latest, "--all", "--out", str(tmp_path / "out")]) == 0
     kept, there = DiskSource(Path(latest)), DiskSource(trained)
     for path in range(4):
         found, expected = assemble_path(kept, path), assemble_path(there, path)

@@ -14,7 +14,7 @@ from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan.figures import plan_figures
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from dipaco.simulator import cli as simulator_cli
@@ -88,7 +88,7 @@ def test_a_plan_says_which_part_is_the_base_s(trained):
 def test_a_path_goes_back_to_its_family(trained, tmp_path):
     source = DiskSource(trained / "trained")
     arguments = ["--state-dir", str(trained / "trained"), "--path", "1"]
-    assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
+    assert export_command.main([*arguments, "--out", str(tmp_path / "path")]) == 0
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "path").eval()
     auto = AutoTokenizer.from_pretrained(tmp_path / "path")
     base = AutoTokenizer.from_pretrained(trained / "base")
@@ -113,7 +113,7 @@ def test_a_path_goes_back_to_its_family(trained, tmp_path):
 
 def test_what_a_base_says_of_itself_comes_back(trained, tmp_path):
     arguments = ["--state-dir", str(trained / "trained"), "--path", "1", "--dtype", "float32"]
-    assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
+    assert export_command.main([*arguments, "--out", str(tmp_path / "path")]) == 0
     for name, keys in {
         "config.json": (
             "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -136,7 +136,7 @@ def test_what_a_base_says_of_itself_comes_back(trained, tmp_path):
 
 def test_an_exported_path_is_a_base_again(trained, tmp_path):
     arguments = ["--state-dir", str(trained / "trained"), "--path", "1"]
-    assert export_cli.main([*arguments, "--out", str(tmp_path / "path")]) == 0
+    assert export_command.main([*arguments, "--out", str(tmp_path / "path")]) == 0
     source, base = DiskSource(trained / "trained"), ImportedBase(tmp_path / "path")
     tokenizer = source.blob(source.plan.blobs.tokenizer)
     assert base.tokenizer == tokenizer
@@ -156,7 +156,7 @@ def test_an_exported_path_is_a_base_again(trained, tmp_path):
 def test_the_router_of_an_export_sees_the_tokens_of_the_run(trained, tmp_path, monkeypatch):
     out = tmp_path / "out"
     arguments = ["--state-dir", str(trained / "trained"), "--all"]
-    assert export_cli.main([*arguments, "--out", str(out)]) == 0
+    assert export_command.main([*arguments, "--out", str(out)]) == 0
     program = (out / "router" / "README.md").read_text().split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(out)
     names = {}

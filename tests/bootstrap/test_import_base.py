@@ -13,7 +13,7 @@ from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
@@ -46,7 +46,7 @@ def exported(tmp_path_factory):
     arguments = [str(folder / "run"), "--rounds", "1", "--out", str(folder / "trained"), "--json"]
     assert simulator_cli.main(arguments) == 0
     arguments = ["--state-dir", str(folder / "trained"), "--path", "1"]
-    assert export_cli.main([*arguments, "--out", str(folder / "checkpoint")]) == 0
+    assert export_command.main([*arguments, "--out", str(folder / "checkpoint")]) == 0
     return folder / "trained", folder / "checkpoint"
 
 

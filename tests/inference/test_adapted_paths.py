@@ -8,7 +8,7 @@ import torch
 
 from dipaco.base.errors import StorageError
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference import evaluate_cli, generate_cli
+from dipaco.inference import evaluate_command, generate_command
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import genesis_state
@@ -45,7 +45,7 @@ def test_paths_are_better_than_the_base(out, tmp_path, capsys):
     texts.write_text("\n".join(json.dumps({"text": t}) for t in tiny_documents(4, 6, 1_000_003)))
     arguments = ["--state-dir", str(out), "--data", str(texts), "--json"]
     arguments += ["--baseline", str(out / "dense.safetensors")]
-    assert evaluate_cli.main(arguments) == 0
+    assert evaluate_command.main(arguments) == 0
     trained = json.loads(capsys.readouterr().out)
     for module in ("L0.E0", "L1.E0", "L1.E1", "L1.E2", "L1.E3"):
         assert (RunFolder(out).states.folder / module).is_dir()
@@ -55,7 +55,7 @@ def test_paths_are_better_than_the_base(out, tmp_path, capsys):
     (fresh / "manifest.json").write_bytes(begun.manifest_path.read_bytes())
     (fresh / "blobs").symlink_to(out / "blobs")
     arguments = ["--state-dir", str(fresh), "--data", str(texts), "--json", "--allow-genesis"]
-    assert evaluate_cli.main(arguments) == 0
+    assert evaluate_command.main(arguments) == 0
     base = json.loads(capsys.readouterr().out)
     assert trained["perplexity"] < 0.9 * base["perplexity"]
     assert trained["baseline_perplexity"] < base["perplexity"]
@@ -63,7 +63,7 @@ def test_paths_are_better_than_the_base(out, tmp_path, capsys):
 
 def test_the_command_goes_on_with_a_text(out, capsys):
     arguments = ["bada", "--state-dir", str(out), "--max-tokens", "8"]
-    assert generate_cli.main([*arguments, "--temperature", "0"]) == 0
+    assert generate_command.main([*arguments, "--temperature", "0"]) == 0
     assert capsys.readouterr().out.strip()
 
 

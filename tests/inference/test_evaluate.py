@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from dipaco.base.errors import AddressError, ConfigurationError, CorpusError, IntegrityError, NetworkError, StorageError
-from dipaco.inference import evaluate_cli
+from dipaco.inference import evaluate_command
 from dipaco.inference.decoding.mixing import mixed_losses
 from dipaco.inference.evaluate import Evaluated, EvaluationReport, Rerouting, evaluate, load_baseline
 from dipaco.inference.fit_rerouter import fit_to_documents
@@ -166,7 +166,7 @@ def rerouter(trained, tmp_path_factory):
         lines = []
         patch.setattr("builtins.print", lambda *parts, **_: lines.append(parts[0]))
         fit = ["--fit-rerouter", str(out), "--fit-steps", "150"]
-        assert evaluate_cli.main([*arguments, *fit]) == 0
+        assert evaluate_command.main([*arguments, *fit]) == 0
     said = json.loads(lines[0])
     assert said["file"] == str(out)
     assert (said["documents"], said["steps"]) == (40, 150)
@@ -189,7 +189,7 @@ def test_labels_are_printed_as_they_are():
     names = ("[red]x[/y]", "all", "a\nb")
     groups = {(0, name): Evaluated(number, LossSum(1, 1)) for number, name in enumerate(names)}
     console = Console(file=io.StringIO(), width=100)
-    evaluate_cli.show(EvaluationReport("run", groups, (), 0, 0), console)
+    evaluate_command.show(EvaluationReport("run", groups, (), 0, 0), console)
     rows = [line.rsplit(maxsplit=3) for line in console.file.getvalue().splitlines()]
     counts = [(row[0].strip(), row[2]) for row in rows if len(row) == 4]
     assert {name for name, _ in counts} >= {"[red]x[/y]", "a b"}
@@ -200,7 +200,7 @@ def test_headings_of_all_columns_fit_into_eighty_characters():
     loss = LossSum(1, 1)
     part = Evaluated(1, loss, base=loss, baseline=loss, chosen=loss, mixed=loss)
     console = Console(file=io.StringIO(), width=80)
-    evaluate_cli.show(EvaluationReport("run", {(0, "textbook_en"): part}, (), 0, 0), console)
+    evaluate_command.show(EvaluationReport("run", {(0, "textbook_en"): part}, (), 0, 0), console)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
     columns = ["perplexity", "chosen", "mixed", "base", "model", "baseline", "documents", "tokens"]
     assert ["path", *columns] in lines
@@ -269,12 +269,12 @@ def test_the_command_prints_one_json_object(trained, tmp_path, capsys):
     data = write_jsonl(tmp_path / "held-out.jsonl", held_out())
     arguments = ["--state-dir", str(out), "--data", str(data), "--label-field", "domain"]
     baseline = ["--baseline", str(out / "dense.safetensors")]
-    assert evaluate_cli.main([*arguments, *baseline, "--json"]) == 0
+    assert evaluate_command.main([*arguments, *baseline, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["perplexity"] == pytest.approx(lines[2]["validation"]["perplexity"], rel=1e-6)
     assert set(report["labels"]) == {f"language {index}" for index in range(4)}
     assert report["run"] == DiskSource(out).plan.run_id
-    assert evaluate_cli.main([*arguments, *baseline, "--limit-documents", "4"]) == 0
+    assert evaluate_command.main([*arguments, *baseline, "--limit-documents", "4"]) == 0
     text = capsys.readouterr().out
     for word in ("perplexity", "base model", "baseline", "language 0", "all"):
         assert word in text
@@ -325,11 +325,11 @@ def test_the_command_reroutes(trained, rerouter, tmp_path, capsys):
     data = write_jsonl(tmp_path / "held-out.jsonl", mixed_documents(1, 3))
     arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base"]
     reroute = ["--reroute", "8", "--rerouter", str(rerouter)]
-    assert evaluate_cli.main([*arguments, *reroute, "--json"]) == 0
+    assert evaluate_command.main([*arguments, *reroute, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["rerouted_perplexity"] > 1
     assert "base_perplexity" not in report
-    assert evaluate_cli.main([*arguments, *reroute]) == 0
+    assert evaluate_command.main([*arguments, *reroute]) == 0
     assert "rerouted" in capsys.readouterr().out
 
 
@@ -338,7 +338,7 @@ def test_the_same_documents_give_the_same_rerouter(trained, tmp_path, capsys):
     arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--fit-steps", "2"]
     files = [tmp_path / name for name in ("first", "second")]
     for file in files:
-        assert evaluate_cli.main([*arguments, "--fit-rerouter", str(file)]) == 0
+        assert evaluate_command.main([*arguments, "--fit-rerouter", str(file)]) == 0
         assert "fitted to 20 documents" in capsys.readouterr().out
     assert files[0].read_bytes() == files[1].read_bytes()
 
@@ -375,7 +375,7 @@ def test_fitting_takes_enough_documents_and_every_path(damaged, tmp_path):
 def test_errors_say_what_to_type(trained, tmp_path, capsys, extra, code, words):
     data = write_jsonl(tmp_path / "held-out.jsonl", held_out()[:2])
     arguments = ["--state-dir", str(trained[0]), "--data", str(data)]
-    assert evaluate_cli.main([*arguments, *extra]) == code
+    assert evaluate_command.main([*arguments, *extra]) == code
     error = capsys.readouterr().err
     assert words in error
     assert error.count("\n") == 1

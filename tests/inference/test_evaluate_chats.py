@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dipaco.bootstrap.preparing.prepare import prepare
-from dipaco.inference import evaluate_cli, generate_cli
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import evaluate_command, export_command, generate_command
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.modules.transformer import token_losses
@@ -43,14 +42,14 @@ def test_held_out_chats_are_scored(tmp_path, capsys):
         file.write(json.dumps(refused) + "\n")
     arguments = ["--state-dir", str(tmp_path / "out"), "--data", str(tmp_path / "held-out.jsonl")]
     capsys.readouterr()
-    assert evaluate_cli.main([*arguments, "--allow-genesis", "--mix", "2", "--json"]) == 0
+    assert evaluate_command.main([*arguments, "--allow-genesis", "--mix", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["tokens"], report["documents"], report["short_documents"]) == (tokens, 10, 1)
     for kind in ("perplexity", "base_perplexity", "mixed_perplexity", "chosen_perplexity"):
         assert report[kind] == pytest.approx(float(np.exp(nll / tokens)), rel=1e-4)
     message = rows[0]["messages"][1]["content"]
     asked = [*arguments[:2], "--allow-genesis", "--max-tokens", "4", "--temperature", "0"]
-    assert generate_cli.main([*asked, "--chat", message]) == 0
+    assert generate_command.main([*asked, "--chat", message]) == 0
     told = capsys.readouterr()
     source = DiskSource(tmp_path / "out")
     tokens_of_message = routed_tokens(source.tokenizer(), [{"role": "user", "content": message}])
@@ -58,7 +57,7 @@ def test_held_out_chats_are_scored(tmp_path, capsys):
     assert f"path {path} (" in told.err
     assert not told.out.startswith(message)
     exported = ["--state-dir", str(tmp_path / "out"), "--allow-genesis", "--all"]
-    assert export_cli.main([*exported, "--out", str(tmp_path / "exported")]) == 0
+    assert export_command.main([*exported, "--out", str(tmp_path / "exported")]) == 0
     said = (tmp_path / "exported/router/README.md").read_text()
     assert "A chat is routed by the first turn of the user alone" in said
     card = (tmp_path / "exported/README.md").read_text()
@@ -95,7 +94,7 @@ def test_a_path_is_chosen_by_what_is_read_before_the_first_answer(tmp_path, caps
     assert len(paths) > 1
     capsys.readouterr()
     arguments = ["--state-dir", str(tmp_path / "out"), "--data", str(tmp_path / "train.jsonl")]
-    assert evaluate_cli.main([*arguments, "--mix", "4", "--no-base", "--json"]) == 0
+    assert evaluate_command.main([*arguments, "--mix", "4", "--no-base", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == count
     assert report["chosen_perplexity"] == pytest.approx(float(np.exp(total / count)), rel=1e-4)

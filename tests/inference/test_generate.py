@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.inference import generate, generate_cli
+from dipaco.inference import generate, generate_command
 from dipaco.inference.generate import choose_token, generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.options import SamplingSettings
 from dipaco.inference.sampling import Sampling
@@ -200,19 +200,19 @@ def test_the_command_routes_the_prompt_and_loads_one_path(out, capsys, monkeypat
     router = source.document_router(torch.device("cpu"))
     path = int(router.nearest_paths([prompt_tokens(router.tokenizer, prompt)], 1)[0, 0])
     arguments = ["--state-dir", str(out), prompt, "--max-tokens", "12", "--threads", "1"]
-    assert generate_cli.main(arguments) == 0
+    assert generate_command.main(arguments) == 0
     first = capsys.readouterr()
     assert first.out.startswith(prompt)
     assert len(first.out) > len(prompt) + 1
     assert f"path {path} (L0.E{path // 2}, L1.E{path % 2}, P{path}" in first.err
     assert loaded == list(source.grid.modules_of_path(path))
-    assert generate_cli.main(arguments) == 0
+    assert generate_command.main(arguments) == 0
     assert capsys.readouterr().out == first.out
 
 
 def test_the_command_mixes(out, capsys):
     arguments = ["--state-dir", str(out), "ba du", "--temperature", "0", "--max-tokens", "9"]
-    assert generate_cli.main([*arguments, "--path", "1", "--mix", "2"]) == 0
+    assert generate_command.main([*arguments, "--path", "1", "--mix", "2"]) == 0
     said = capsys.readouterr()
     numbers = [int(line.split()[1]) for line in said.err.splitlines()]
     assert (numbers[0], len(numbers)) == (1, 2)
@@ -236,16 +236,16 @@ def test_the_command_chooses_by_the_prompt(out, capsys):
         for count in (1, 2, 4):
             chosen = min(ranked[:count], key=losses.__getitem__)
             arguments = ["--state-dir", str(out), prompt[:60], "--max-tokens", "1"]
-            assert generate_cli.main([*arguments, "--choose", str(count)]) == 0
+            assert generate_command.main([*arguments, "--choose", str(count)]) == 0
             assert f"path {chosen} (" in capsys.readouterr().err
 
 
 def test_what_of_a_long_prompt_is_not_read_is_said(out, capsys):
     prompt = "ba " * 60
     arguments = ["--state-dir", str(out), "--path", "1", "--max-tokens", "1"]
-    assert generate_cli.main([*arguments, prompt]) == 0
+    assert generate_command.main([*arguments, prompt]) == 0
     assert re.search(r"the prompt has \d+ tokens, of which the last \d+ are read", capsys.readouterr().err)
-    assert generate_cli.main([*arguments, "ba"]) == 0
+    assert generate_command.main([*arguments, "ba"]) == 0
     assert "are read" not in capsys.readouterr().err
 
 
@@ -262,7 +262,7 @@ def test_a_chosen_path_needs_no_router(out, capsys, monkeypatch):
     monkeypatch.setattr(RunFolder, "router", lambda *_: pytest.fail("the router was read"))
     monkeypatch.setattr(RunFolder, "base_model", lambda *_: pytest.fail("the base was read"))
     arguments = ["--state-dir", str(out), "ba", "--max-tokens", "3", "--path", "3"]
-    assert generate_cli.main(arguments) == 0
+    assert generate_command.main(arguments) == 0
     assert "path 3" in capsys.readouterr().err
     assert blobs.tokenizer in asked
     assert not {blobs.router, blobs.base} & set(asked)
@@ -282,5 +282,5 @@ def test_a_chosen_path_needs_no_router(out, capsys, monkeypatch):
 )
 def test_impossible_options_are_refused(out, capsys, arguments):
     command = ["--state-dir", str(out), "ba", *arguments]
-    assert generate_cli.main(command) == ConfigurationError.exit_code
+    assert generate_command.main(command) == ConfigurationError.exit_code
     assert arguments[0] in capsys.readouterr().err

@@ -5,7 +5,7 @@ import torch
 from starlette.testclient import TestClient
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.inference import generate_cli
+from dipaco.inference import generate_command
 from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.service.app import Service
 from dipaco.inference.service.engine import Engine, EngineLimits
@@ -74,7 +74,7 @@ def test_generate_reads_it_too(out, prompt, capsys):
     tokens = prompt_tokens(source.tokenizer(), prompt)
     expected = source.tokenizer().decode(likeliest(source, tokens, 8))
     words = ["--state-dir", str(out), "--path", "1", "--temperature", "0", "--max-tokens", "8"]
-    assert generate_cli.main([*words, "--context", str(LONGER), prompt]) == 0
+    assert generate_command.main([*words, "--context", str(LONGER), prompt]) == 0
     assert capsys.readouterr().out == f"{prompt}{expected}\n"
 
 

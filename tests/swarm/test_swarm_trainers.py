@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from support.runs.foreign_base import make_foreign_base
@@ -78,7 +78,7 @@ def check_exported(cache, began_with, folder):
     path = next(path for path in range(TRAINERS) if not source.missing_modules(path))
     out = folder / "exported"
     arguments = ["--state-dir", str(cache), "--path", str(path), "--out", str(out)]
-    assert export_cli.main(arguments) == 0
+    assert export_command.main(arguments) == 0
     model = AutoModelForCausalLM.from_pretrained(out).eval()
     assert isinstance(model, Qwen3ForCausalLM)
     norm = "model.layers.0.self_attn.q_norm.weight"

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from dipaco.base.errors import ConfigurationError, StorageError
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from dipaco.inference.export import whole_run
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.model_card import CardNotes, model_card
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def run(*arguments):
-    return export_cli.main([str(argument) for argument in arguments])
+    return export_command.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dipaco.inference import evaluate_cli, generate_cli
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import evaluate_command, export_command, generate_command
 from dipaco.inference.export.adapter_peft import Rounding, RoundingMeter, written_rank
 from dipaco.inference.export.standalone_router import begin_row, linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
@@ -30,7 +29,7 @@ TEXT = "The city lies by the river."
 
 
 def run(*arguments):
-    return export_cli.main([str(argument) for argument in arguments])
+    return export_command.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +219,12 @@ def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(folder
     lines = [json.dumps({"text": text}) for text in tiny_documents(4, 3, 11)]
     data.write_text("\n".join(lines), encoding="utf-8")
     where = ["--state-dir", str(folder / "out")]
-    assert evaluate_cli.main([*where, "--data", str(data), "--mix", "2", "--json"]) == 0
+    assert evaluate_command.main([*where, "--data", str(data), "--mix", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["perplexity"] < report["base_perplexity"]
     for more in (["--choose", "3"], ["--mix", "2"], ["--path", "1"]):
         asked = [*where, TEXT, "--max-tokens", "4", "--temperature", "0", *more]
-        assert generate_cli.main(asked) == 0
+        assert generate_command.main(asked) == 0
         assert capsys.readouterr().out.startswith(TEXT)
 
 

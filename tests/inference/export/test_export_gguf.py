@@ -9,7 +9,7 @@ import torch
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference.export import cli as export_cli
+from dipaco.inference import export_command
 from dipaco.inference.export.path_gguf import check_gguf, gguf_name, write_gguf
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import ModelConfig
@@ -121,7 +121,7 @@ def test_a_path_is_exported(tmp_path):
     out = tmp_path / "out"
     arguments = ["--state-dir", str(tmp_path / "run"), "--allow-genesis", "--format", "gguf"]
     arguments += ["--dtype", "q8_0"]
-    assert export_cli.main([*arguments, "--path", "1", "--out", str(out)]) == 0
+    assert export_command.main([*arguments, "--path", "1", "--out", str(out)]) == 0
     name = gguf_name("tiny", 1, "q8_0")
     assert {file.name for file in out.iterdir()} == {name, "Modelfile", "README.md", "dipaco.json"}
     commands = read_modelfile((out / "Modelfile").read_text())
@@ -135,17 +135,17 @@ def test_a_path_is_exported(tmp_path):
     assert json.loads((out / "dipaco.json").read_text())["gguf"] == "q8_0"
     file = tmp_path / "new" / "one.gguf"
     for _ in range(2):  # also in place of an earlier one
-        assert export_cli.main([*arguments, "--path", "1", "--out", str(file)]) == 0
+        assert export_command.main([*arguments, "--path", "1", "--out", str(file)]) == 0
     assert file.read_bytes() == (out / name).read_bytes()
     assert [one.name for one in file.parent.iterdir()] == [file.name]
-    assert export_cli.main([*arguments, "--all", "--out", str(tmp_path / "all")]) == 0
+    assert export_command.main([*arguments, "--all", "--out", str(tmp_path / "all")]) == 0
     assert (tmp_path / "all" / "paths" / "00003" / gguf_name("tiny", 3, "q8_0")).is_file()
     card = (tmp_path / "all" / "README.md").read_text()
     assert f"llama-completion -m paths/00000/{gguf_name('tiny', 0, 'q8_0')} -no-cnv" in card
     assert "cd paths/00000 && ollama create tiny-path-0-q8_0 -f Modelfile" in card
     assert (tmp_path / "all" / "router" / "base" / "model.safetensors").is_file()
     arguments[-1] = "bfloat16"
-    assert export_cli.main([*arguments, "--path", "1", "--out", str(out)]) == 3
+    assert export_command.main([*arguments, "--path", "1", "--out", str(out)]) == 3
 
 
 def test_what_llama_cpp_cannot_do_is_refused(tmp_path):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from dipaco.inference.sources import StateSource
 
-    from .form import ExportForm
-    from .model_card import CardNotes
+    from .export.form import ExportForm
+    from .export.model_card import CardNotes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def run(settings: ExportSettings) -> int:
 
 def _say_where_the_base_is(source: StateSource, notes: CardNotes) -> None:
     """Say that other tools will not find the base by its name, if it is that of a folder."""
-    from .model_card import base_name
+    from .export.model_card import base_name
 
     name = base_name(source.plan, notes)
     if name is not None and "/" not in name:
@@ -125,8 +125,8 @@ def _say_where_the_base_is(source: StateSource, notes: CardNotes) -> None:
 def _export_path(
     settings: ExportSettings, path: int, source: StateSource, notes: CardNotes
 ) -> None:
-    from .adapter_exporter import open_exporter
-    from .model_card import model_card
+    from .export.adapter_exporter import open_exporter
+    from .export.model_card import model_card
 
     form = _form(settings, source)
     exporter = open_exporter(source, form, base=notes.base_model)
@@ -151,7 +151,7 @@ def _export_path(
 
 
 def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes) -> None:
-    from .whole_run import export_all
+    from .export.whole_run import export_all
 
     export_all(
         source,
@@ -164,15 +164,15 @@ def _export_all(settings: ExportSettings, source: StateSource, notes: CardNotes)
 
 
 def _evaluation(settings: ExportSettings, source: StateSource) -> dict[str, Any] | None:
-    from .model_card import load_evaluation
+    from .export.model_card import load_evaluation
 
     return load_evaluation(settings.eval_json, source.plan) if settings.eval_json else None
 
 
 def _form(settings: ExportSettings, source: StateSource) -> ExportForm:
     """Return the form that is asked for. Raises ConfigurationError if the run does not have it."""
-    from .form import ExportForm
-    from .path_gguf import GGUF_TYPES
+    from .export.form import ExportForm
+    from .export.path_gguf import GGUF_TYPES
 
     return ExportForm(
         dtype=_dtype(settings, source),
@@ -198,7 +198,7 @@ def _dtype(settings: ExportSettings, source: StateSource) -> torch.dtype:
     """Return how parameters are stored; of q8_0, what is nearest in size."""
     from dipaco.modules.frozen_base import FILE_FORMATS
 
-    from .path_exporter import DTYPES
+    from .export.path_exporter import DTYPES
 
     adapters = source.plan.model.adapters
     if settings.dtype is None and adapters is not None and settings.format == "llama":
@@ -207,7 +207,7 @@ def _dtype(settings: ExportSettings, source: StateSource) -> torch.dtype:
 
 
 def _notes(settings: ExportSettings) -> CardNotes:
-    from .model_card import CardNotes
+    from .export.model_card import CardNotes
 
     attribution = None
     if settings.attribution is not None:
