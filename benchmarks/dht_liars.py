@@ -27,8 +27,8 @@ from hivemind.utils.timed_storage import get_dht_time
 from parts.common import Report, build_parser
 from support.runs.make_plan import make_plan
 
+from dipaco.dht.dht_node import join_dht
 from dipaco.dht.directory import Directory
-from dipaco.dht.node import join_dht
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.config import GridConfig
 from dipaco.protocol.coverage import scope_of

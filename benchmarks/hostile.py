@@ -162,7 +162,7 @@ from pathlib import Path
 from dipaco.protocol.chain import Row, genesis_name, sign_row
 from dipaco.base.blobs import BlobStore
 from dipaco.peer.node.entrance import Listening
-from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.join_run import join_run
 from dipaco.peer.owner.uplink import Uplink
 folder = Path(sys.argv[sys.argv.index("--cache-dir") + 1])
 entry = sys.argv[sys.argv.index("--initial-peers") + 1]

@@ -39,7 +39,11 @@ from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.contact.contributors import MAX_PEERS, MAX_PEERS_OF_MODULE, Contributors
+from dipaco.peer.exchange.contact.known_contributors import (
+    MAX_PEERS,
+    MAX_PEERS_OF_MODULE,
+    Contributors,
+)
 from dipaco.peer.exchange.contact.known_peers import KnownPeers
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.verify import REMEMBERED_ROUNDS, REMEMBERED_ROWS, RowCheck

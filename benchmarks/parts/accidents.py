@@ -58,7 +58,7 @@ def moved():
     except OSError:
         return right()
 time.time = moved
-from dipaco.peer.cli import main
+from dipaco.peer.peer_command import main
 sys.exit(main(sys.argv[1:]))
 """
 RESTART, MOVE = "all killed and started again", "network gone for 30 s, then another address"

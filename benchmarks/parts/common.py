@@ -25,7 +25,7 @@ HERE = Path(__file__).resolve().parent.parent
 # taken before a file is there.
 _STEADY_PEER = """
 import os, sys, time
-from dipaco.peer.cli import main
+from dipaco.peer.peer_command import main
 from dipaco.training.trainer import PathTrainer
 step = PathTrainer.inner_step
 def steady(trainer):

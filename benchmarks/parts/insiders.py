@@ -21,7 +21,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.validation import DHTRecord
 
-from dipaco.dht import node as node_module
+from dipaco.dht import dht_node as node_module
 from dipaco.dht.directory import Directory
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.modules.outer import OuterRule

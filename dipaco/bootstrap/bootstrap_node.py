@@ -15,20 +15,20 @@ import time
 
 from dipaco.base.errors import DipacoError, IntegrityError, ManifestError
 from dipaco.dht.addresses import OPERATOR_MARK, is_loopback
-from dipaco.dht.node import visible_addresses
-from dipaco.peer.app import install_stop_signals, start_background, write_address_file
+from dipaco.dht.dht_node import visible_addresses
 from dipaco.peer.background import Background
 from dipaco.peer.exchange.fetching import max_core_bytes
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.guests import OWN_INVITATION, given_invitation
-from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
 from dipaco.peer.node_process import NodeProcess, begin_process
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.presence.refresher import Refresher
-from dipaco.peer.reporting.display import Display
+from dipaco.peer.reporting.peer_display import Display
 from dipaco.peer.shell.running_node import RunningNode
 from dipaco.peer.shell.shell import Shell
+from dipaco.peer.training_peer import install_stop_signals, start_background, write_address_file
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.view import present_round
 from dipaco.routing.run_folder import RunFolder

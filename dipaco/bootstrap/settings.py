@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.settings import ComputeSettings, Option, Settings, check_device
 from dipaco.dht.addresses import check_given_peer
-from dipaco.peer.settings import NodeSettings
+from dipaco.peer.peer_settings import NodeSettings
 
 RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
 OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")

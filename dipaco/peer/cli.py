@@ -1,69 +1,7 @@
-"""`dipaco-peer`: join a swarm and train.
-
-dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...
-"""
+"""Where an installation from before the files had names of their own finds `dipaco-peer`."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from .peer_command import main
 
-from dipaco.base.command_line import Command
-from dipaco.peer.node.given_address import kept_addresses
-from dipaco.peer.reporting.event_command import words_of
-
-from .control_cli import COMMANDS as CONTROL_COMMANDS
-from .service_unit import install_service
-from .settings import PeerSettings
-from .trainers import run_trainers, trainer_settings
-
-
-def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
-    """Join and train until stopped; with --check only look whether that would work, and with
-    --install-service let systemd start the command of these words."""
-    if not settings.initial_peers and not settings.check:
-        settings = replace(settings, initial_peers=kept_addresses(settings.cache_folder))
-    if settings.on_event is not None:
-        words_of(settings.on_event)
-    if settings.install_service:
-        print(install_service(words))
-        return 0
-    # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not, and a
-    # user who waits is told so.
-    if not settings.json:
-        peers = f"joining through {settings.initial_peers[0]}" if settings.initial_peers else ""
-        print(peers if not settings.check else "looking at this machine", flush=True)
-    if settings.check:
-        from dipaco.peer.check.doctor import run_doctor
-
-        each = trainer_settings(settings) if settings.devices else (settings,)
-        return max(run_doctor(one) for one in each)
-    if settings.devices:
-        return run_trainers(settings)
-    from .app import run_peer
-
-    return run_peer(settings)
-
-
-COMMAND = Command(
-    "dipaco-peer",
-    PeerSettings,
-    run,
-    description="Join a swarm with one address and train a path of its model on this machine.",
-    epilog="Example: dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer\n"
-    "Ctrl+C leaves cleanly, and the same command continues; a second Ctrl+C exits at once.\n"
-    "dipaco-peer pause and dipaco-peer resume let it rest and continue.",
-)
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Entry point: `dipaco-peer`, and `dipaco-peer pause` and `resume`. Returns the exit code."""
-    words = sys.argv[1:] if words is None else words
-    if words and words[0] in CONTROL_COMMANDS:
-        return CONTROL_COMMANDS[words[0]].main(words[1:])
-    return replace(COMMAND, run=lambda settings: run(settings, words)).main(words)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+__all__ = ["main"]

@@ -6,11 +6,11 @@ import threading
 from dataclasses import dataclass
 
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.reporting.display import Display
-from dipaco.peer.reporting.events import EventLog
-from dipaco.peer.reporting.metrics import PeerMetrics
+from dipaco.peer.reporting.event_log import EventLog
+from dipaco.peer.reporting.peer_display import Display
+from dipaco.peer.reporting.peer_metrics import PeerMetrics
 
-from .settings import NodeSettings
+from .peer_settings import NodeSettings
 
 
 @dataclass(frozen=True)

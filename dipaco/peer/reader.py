@@ -14,7 +14,7 @@ from dipaco.modules.state import ModuleState, read_state
 from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.keeping.winning_states import WinningStates
 from dipaco.peer.node.entrance import Listening
-from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.coverage import whole_scope

@@ -90,7 +90,7 @@ end it for good:
 def program() -> list[str]:
     """Return how this program is started without a PATH."""
     script = Path(sys.executable).with_name("dipaco-peer")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "dipaco.peer.cli"]
+    return [str(script)] if script.exists() else [sys.executable, "-m", "dipaco.peer.peer_command"]
 
 
 def unit(command: Sequence[str], environment: Mapping[str, str], folder: Path) -> str:

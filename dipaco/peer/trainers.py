@@ -23,7 +23,7 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.output import outlast_audience
 from dipaco.base.running import configure_logging, run_command, stop_signals
 
-from .settings import PeerSettings
+from .peer_settings import PeerSettings
 
 # The others begin when the first has joined, so that a mistake is told once.
 JOIN_LIMIT_S = 120.0
@@ -166,7 +166,7 @@ def _train(settings: PeerSettings, output: Connection) -> None:
     outlast_audience()
     from dipaco.dht.guarded_dht import die_with_parent
 
-    from .app import run_peer
+    from .training_peer import run_peer
 
     die_with_parent()
     configure_logging(settings.debug)

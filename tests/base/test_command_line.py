@@ -20,8 +20,8 @@ import pytest
 
 from dipaco.base.command_line import Command
 from dipaco.base.settings import Settings, arguments_of
-from dipaco.peer import cli
-from dipaco.status import cli as status_cli
+from dipaco.peer import peer_command
+from dipaco.status import status_command
 from support.programs.commands import SCRIPTS as COMMANDS
 from support.programs.commands import commands, parsers
 
@@ -197,16 +197,16 @@ def test_what_a_volunteer_needs_is_on_one_page(answers):
 def test_an_address_needs_no_flag():
     other = ADDRESS.replace("31337", "31338")
     for words in ([ADDRESS], ["--check", ADDRESS], [ADDRESS, "--name", "x"]):
-        assert cli.COMMAND.read(cli.COMMAND.parse(words)).initial_peers == (ADDRESS,)
-    both = cli.COMMAND.parse([ADDRESS, "--initial-peers", other])
-    assert cli.COMMAND.read(both).initial_peers == (ADDRESS, other)
-    twice = cli.COMMAND.parse(["--initial-peers", ADDRESS, "--initial-peers", other])
-    assert cli.COMMAND.read(twice).initial_peers == (ADDRESS, other)
+        assert peer_command.COMMAND.read(peer_command.COMMAND.parse(words)).initial_peers == (ADDRESS,)
+    both = peer_command.COMMAND.parse([ADDRESS, "--initial-peers", other])
+    assert peer_command.COMMAND.read(both).initial_peers == (ADDRESS, other)
+    twice = peer_command.COMMAND.parse(["--initial-peers", ADDRESS, "--initial-peers", other])
+    assert peer_command.COMMAND.read(twice).initial_peers == (ADDRESS, other)
 
 
 def test_an_address_that_is_missing_is_asked_for_as_it_is_typed(capsys):
     with pytest.raises(SystemExit):
-        status_cli.COMMAND.read(status_cli.COMMAND.parse([]), {})
+        status_command.COMMAND.read(status_command.COMMAND.parse([]), {})
     assert "required: ADDR" in capsys.readouterr().err
 
 

@@ -45,7 +45,7 @@ from types import SimpleNamespace
 import pytest
 
 from dipaco.base.files import canonical_json
-from dipaco.peer import app
+from dipaco.peer import training_peer
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.routing.run_folder import RunFolder
@@ -146,7 +146,7 @@ def with_clock(shift_s, command, also="pass"):
     program = (
         "import sys, time; clock = time.time; "
         f"time.time = lambda: clock() + {shift_s}; {also}; "
-        "from dipaco.peer.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from dipaco.peer.peer_command import main; sys.exit(main(sys.argv[1:]))"
     )
     return (sys.executable, "-c", program, *command[1:])
 
@@ -264,11 +264,11 @@ def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch, is_joined):
         timers.append((seconds, then))
         return SimpleNamespace(start=lambda: None)
 
-    monkeypatch.setattr(app.threading, "Timer", timer)
+    monkeypatch.setattr(training_peer.threading, "Timer", timer)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     stopping = threading.Event()
     try:
-        joined = app.install_stop_signals(stopping, lambda line: None)
+        joined = training_peer.install_stop_signals(stopping, lambda line: None)
         if is_joined:
             joined.set()
         with contextlib.nullcontext() if is_joined else pytest.raises(KeyboardInterrupt):
@@ -277,8 +277,8 @@ def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch, is_joined):
         for number, handler in before:
             signal.signal(number, handler)
     assert stopping.is_set()
-    limit_s = app.LEAVE_LIMIT_S if is_joined else app.GIVE_UP_LIMIT_S
-    assert timers == [(limit_s, app._exit_at_once)]
+    limit_s = training_peer.LEAVE_LIMIT_S if is_joined else training_peer.GIVE_UP_LIMIT_S
+    assert timers == [(limit_s, training_peer._exit_at_once)]
     assert limit_s < 10.0
 
 
@@ -328,7 +328,7 @@ def test_a_clock_somewhat_wrong_is_corrected_and_ctrl_c_twice_exits_at_once(scen
     command = peer(scene.bootstrap.address(), scene.folder / "two-seconds")
     # Leaving does not end by itself.
     hangs = (
-        "import dipaco.peer.app as app, dipaco.peer.node.node as node; app.LEAVE_LIMIT_S = 1000; "
+        "import dipaco.peer.training_peer as app, dipaco.peer.node.node as node; app.LEAVE_LIMIT_S = 1000; "
         "node.Node.close = lambda self: time.sleep(1000)"
     )
     member = Member("two-seconds", scene.folder, list(with_clock(2, command, hangs)))

@@ -9,7 +9,7 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 
 from dipaco.base.errors import IntegrityError
-from dipaco.dht import bounded_protocol, node
+from dipaco.dht import bounded_protocol, dht_node
 from dipaco.protocol.identity import is_of_small_order, is_signed
 
 _ZERO = b"\x01" + bytes(31)
@@ -46,10 +46,10 @@ def test_a_dictionary_is_read(monkeypatch):
 
 
 def test_p2pd_is_the_one_that_was_released(tmp_path):
-    node.check_p2pd()
+    dht_node.check_p2pd()
     other = tmp_path / "p2pd"
     other.write_bytes(b"another program")
     with pytest.raises(IntegrityError, match="pip install --force-reinstall"):
-        node.check_p2pd(other)
+        dht_node.check_p2pd(other)
     with pytest.raises(IntegrityError, match="No such file"):
-        node.check_p2pd(tmp_path / "none")
+        dht_node.check_p2pd(tmp_path / "none")

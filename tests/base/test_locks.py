@@ -9,7 +9,7 @@ import pytest
 
 from dipaco.base.blobs import SharedContent
 from dipaco.base.errors import StorageError
-from dipaco.dht.node import check_shared_memory
+from dipaco.dht.dht_node import check_shared_memory
 from dipaco.peer.node.node import make_folder
 from dipaco.protocol.identity import is_in_use, load_or_create_identity
 

@@ -13,8 +13,8 @@ from dipaco.base.command_line import Command, Program
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.settings import Option, Settings, arguments_of
 from dipaco.base.settings_file import CONFIG_VARIABLE, default_file, read_settings
-from dipaco.peer import control_cli
-from dipaco.peer.settings import default_cache_folder
+from dipaco.peer import pause_command
+from dipaco.peer.peer_settings import default_cache_folder
 from support.programs.commands import commands, parsers
 
 
@@ -159,7 +159,7 @@ def test_what_is_needed_may_come_from_the_file_but_must_come(config, capsys):
 
 def test_pause_reads_where_the_peer_does(config):
     config.write_text('[peer]\ncache_dir = "/volume"\ninitial_peers = ["/ip4/1.2.3.4"]')
-    command = control_cli.COMMANDS["pause"]
+    command = pause_command.COMMANDS["pause"]
     assert command.read(command.parse(["--config", str(config)])).cache_folder == Path("/volume")
 
 

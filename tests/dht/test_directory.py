@@ -11,9 +11,9 @@ import pytest
 from dipaco.base.errors import AddressError, ManifestError, NetworkError, RunSelectionError
 from dipaco.dht import quotas
 from dipaco.dht.addresses import split_operator
+from dipaco.dht.dht_node import join_dht, select_run
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import CALL_LIMIT_S
-from dipaco.dht.node import join_dht, select_run
 from dipaco.protocol.coverage import scope_of, whole_scope
 from dipaco.protocol.identity import load_or_create_identity
 from dipaco.protocol.manifest import load_or_create_operator_key, operator_fingerprint, sign_manifest, verify_manifest

@@ -21,8 +21,8 @@ from hivemind.utils.mpfuture import MPFuture, SharedBytes
 
 from dipaco.base.errors import NetworkError
 from dipaco.dht import bounded_protocol, guarded_dht
+from dipaco.dht.dht_node import visible_addresses
 from dipaco.dht.guarded_dht import GuardedDHT, own_future_locks, receive_request
-from dipaco.dht.node import visible_addresses
 from dipaco.peer.exchange.streams.loop_thread import LoopThread
 from support.wire.dht_pair import LOOPBACK, wait_until
 

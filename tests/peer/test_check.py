@@ -12,12 +12,12 @@ from dipaco.modules import device
 from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import free_bytes, head_bytes
 from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
-from dipaco.peer.check import checks, doctor, machine, needs
+from dipaco.peer.check import checks, doctor, needs, this_machine
 from dipaco.peer.check.checks import MemoryNeed
-from dipaco.peer.check.machine import Disk, Gpu, Memory, System, Versions
 from dipaco.peer.check.swarm import SwarmReport
+from dipaco.peer.check.this_machine import Disk, Gpu, Memory, System, Versions
 from dipaco.peer.exchange.contact.diagnosis import Finding
-from dipaco.peer.settings import PeerSettings
+from dipaco.peer.peer_settings import PeerSettings
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
@@ -30,7 +30,7 @@ ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
 
 
 def machine_root(folder, files):
-    """Make up the files of a machine."""
+    """Make up the files of a this_machine."""
     for name, text in files.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -46,42 +46,42 @@ def test_windows_containers_and_notebooks_are_recognised(tmp_path):
     two = machine_root(
         tmp_path / "two", {"proc/version": "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)", **release}
     )
-    found = machine.look_at_system(two, {})
+    found = this_machine.look_at_system(two, {})
     assert (found.wsl, found.name) == (2, "Ubuntu 24.04 LTS")
     assert found.kernel == "5.15.153.1-microsoft-standard-WSL2"
     one = machine_root(tmp_path / "one", {"proc/version": "Linux version 4.4.0-19041-Microsoft (Microsoft@x)"})
-    assert machine.look_at_system(one, {}).wsl == 1
+    assert this_machine.look_at_system(one, {}).wsl == 1
     plain = machine_root(tmp_path / "plain", {"proc/version": "Linux version 6.1.0 (debian)"})
-    assert machine.look_at_system(plain, {}).wsl == 0
-    assert not machine.look_at_system(plain, {}).is_container
+    assert this_machine.look_at_system(plain, {}).wsl == 0
+    assert not this_machine.look_at_system(plain, {}).is_container
     docker = machine_root(tmp_path / "docker", {".dockerenv": "", "proc/version": "Linux version"})
-    assert machine.look_at_system(docker, {}).is_container
-    assert machine.look_at_system(docker, {"COLAB_RELEASE_TAG": "x"}).notebook == "Colab"
-    assert machine.look_at_system(plain, {"KAGGLE_KERNEL_RUN_TYPE": "x"}).notebook == "Kaggle"
+    assert this_machine.look_at_system(docker, {}).is_container
+    assert this_machine.look_at_system(docker, {"COLAB_RELEASE_TAG": "x"}).notebook == "Colab"
+    assert this_machine.look_at_system(plain, {"KAGGLE_KERNEL_RUN_TYPE": "x"}).notebook == "Kaggle"
 
 
 def test_a_container_s_limit_is_the_memory(tmp_path):
     files = {"proc/meminfo": "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n"}
-    assert machine.look_at_memory(machine_root(tmp_path / "a", files)) == Memory(16 * GIB, 8 * GIB)
+    assert this_machine.look_at_memory(machine_root(tmp_path / "a", files)) == Memory(16 * GIB, 8 * GIB)
     files |= {"sys/fs/cgroup/memory.max": f"{4 * GIB}\n", "sys/fs/cgroup/memory.current": f"{GIB}\n"}
-    assert machine.look_at_memory(machine_root(tmp_path / "b", files)) == Memory(4 * GIB, 3 * GIB)
+    assert this_machine.look_at_memory(machine_root(tmp_path / "b", files)) == Memory(4 * GIB, 3 * GIB)
     files["sys/fs/cgroup/memory.max"] = "max\n"
-    assert machine.look_at_memory(machine_root(tmp_path / "c", files)) == Memory(16 * GIB, 8 * GIB)
+    assert this_machine.look_at_memory(machine_root(tmp_path / "c", files)) == Memory(16 * GIB, 8 * GIB)
 
 
 def test_the_disk_of_a_folder_that_is_not_there_yet(tmp_path):
     root = machine_root(tmp_path / "root", {"proc/mounts": f"a / ext4 rw\nC: {tmp_path} 9p rw\nx /other tmpfs rw\n"})
-    found = machine.look_at_disk(tmp_path / "not" / "there", root)
+    found = this_machine.look_at_disk(tmp_path / "not" / "there", root)
     assert found.file_system == "9p"
     assert found.is_writable
     assert found.spare_bytes > 0
 
 
 def test_versions_are_compared_with_what_dipaco_needs(monkeypatch):
-    assert machine.look_at_versions().unfit == ()
-    monkeypatch.setattr(machine, "version", lambda name: "2.4.1" if name == "numpy" else "1.1.12")
-    monkeypatch.setattr(machine, "requires", lambda name: ["numpy<2.4", "hivemind==1.1.12"])
-    found = machine.look_at_versions()
+    assert this_machine.look_at_versions().unfit == ()
+    monkeypatch.setattr(this_machine, "version", lambda name: "2.4.1" if name == "numpy" else "1.1.12")
+    monkeypatch.setattr(this_machine, "requires", lambda name: ["numpy<2.4", "hivemind==1.1.12"])
+    found = this_machine.look_at_versions()
     assert found.unfit == (("numpy", "2.4.1", "<2.4"),)
     check = checks.check_versions(found)
     assert check.verdict == "problem"
@@ -210,14 +210,14 @@ def test_the_compiler():
 
 
 def test_what_of_the_compiler_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(machine.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert machine.missing_for_compiler() == ("Triton", "a C compiler", "Python's headers")
+    monkeypatch.setattr(this_machine, "find_spec", lambda name: None)
+    monkeypatch.setattr(this_machine.shutil, "which", lambda name: None)
+    monkeypatch.setattr(this_machine.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert this_machine.missing_for_compiler() == ("Triton", "a C compiler", "Python's headers")
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(machine, "find_spec", lambda name: object())
-    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/gcc")
-    assert machine.missing_for_compiler() == ()
+    monkeypatch.setattr(this_machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(this_machine.shutil, "which", lambda name: "/usr/bin/gcc")
+    assert this_machine.missing_for_compiler() == ()
 
 
 def test_a_gpu_of_apple(monkeypatch):
@@ -225,7 +225,7 @@ def test_a_gpu_of_apple(monkeypatch):
     monkeypatch.setattr(device, "choose_device", lambda name: (mps, "mps is there"))
     monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 10 * GIB)
     monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: GIB)
-    found = machine.look_at_device("auto")
+    found = this_machine.look_at_device("auto")
     assert found == (Gpu("mps", 9 * GIB, 10 * GIB, "fp32", None), "mps is there")
     assert free_bytes(mps) == 9 * GIB
 
@@ -234,10 +234,10 @@ def test_a_gpu_of_apple(monkeypatch):
     ("file", "maker"), [("dev/nvidia0", "NVIDIA"), ("dev/kfd", "AMD"), ("usr/lib/wsl/lib/libcuda.so.1", "NVIDIA")]
 )
 def test_gpus_that_pytorch_may_not_see(file, maker, tmp_path):
-    assert machine.look_for_gpu_hardware(tmp_path, "Linux aarch64") == ""
-    assert machine.look_for_gpu_hardware(tmp_path, "Darwin arm64") == "Apple"
+    assert this_machine.look_for_gpu_hardware(tmp_path, "Linux aarch64") == ""
+    assert this_machine.look_for_gpu_hardware(tmp_path, "Darwin arm64") == "Apple"
     made_up = machine_root(tmp_path, {file: ""})
-    assert machine.look_for_gpu_hardware(made_up, "Linux x86_64") == maker
+    assert this_machine.look_for_gpu_hardware(made_up, "Linux x86_64") == maker
 
 
 NEED = MemoryNeed(

@@ -15,7 +15,7 @@ from dipaco.base import running
 from dipaco.base.errors import NetworkError
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.presence.own_status import Activity, PeerStatus
-from dipaco.peer.reporting.display import Display, Given, LivePanel
+from dipaco.peer.reporting.peer_display import Display, Given, LivePanel
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
 from support.swarms.fake_swarm import FakeRun, FakeSwarm, FakeTime

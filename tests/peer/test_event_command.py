@@ -11,7 +11,7 @@ import pytest
 from dipaco.base.errors import ConfigurationError
 from dipaco.peer.reporting import event_command
 from dipaco.peer.reporting.event_command import MAX_WAITING, EventCommand
-from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.event_log import EventLog
 
 RUN = {"run": "a1b2", "plan": {"name": "tiny"}}
 LIMIT_S = 120.0

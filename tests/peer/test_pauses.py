@@ -12,12 +12,11 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.modules.device import be_nice
-from dipaco.peer import cli, control_cli
+from dipaco.peer import pause_command, peer_command
 from dipaco.peer.owner import gpu_heat, pauses
 from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.gpu_heat import HotGpu, Thermometer, thermometer_of
-from dipaco.peer.owner.pauses import Pauses, activity_file, ask_to_pause, ask_to_resume
-from dipaco.peer.owner.reasons import (
+from dipaco.peer.owner.pause_reasons import (
     FullDisk,
     Hours,
     is_on_battery,
@@ -27,9 +26,10 @@ from dipaco.peer.owner.reasons import (
     running_programs,
     while_running,
 )
+from dipaco.peer.owner.pauses import Pauses, activity_file, ask_to_pause, ask_to_resume
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.owner.upload_budget import UploadBudget
-from dipaco.peer.settings import PeerSettings
+from dipaco.peer.peer_settings import PeerSettings
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
 
@@ -278,16 +278,16 @@ def test_signals_do_what_the_commands_do(tmp_path):
 
 
 def test_the_commands_without_a_peer(tmp_path, capsys):
-    assert cli.main(["pause", "--cache-dir", str(tmp_path / "new")]) == 0
+    assert peer_command.main(["pause", "--cache-dir", str(tmp_path / "new")]) == 0
     assert "the next one starts paused" in capsys.readouterr().out
     assert pauses.pause_file(tmp_path / "new").exists()
-    assert cli.main(["resume", "--cache-dir", str(tmp_path / "new")]) == 0
+    assert peer_command.main(["resume", "--cache-dir", str(tmp_path / "new")]) == 0
     assert "trains at once" in capsys.readouterr().out
     assert not pauses.pause_file(tmp_path / "new").exists()
 
 
 def test_the_commands_wait_for_what_the_peer_says(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(control_cli, "is_in_use", lambda path: True)
+    monkeypatch.setattr(pause_command, "is_in_use", lambda path: True)
     peer = Pauses(tmp_path)
     peer.tell("training", 3, "nobody trains it")
     assert activity_file(tmp_path).read_text() == "training path 3: nobody trains it\n"
@@ -301,12 +301,12 @@ def test_the_commands_wait_for_what_the_peer_says(tmp_path, capsys, monkeypatch)
     for command, said in (("pause", "paused: by dipaco-peer pause"), ("resume", "joining")):
         following = threading.Thread(target=follow)
         following.start()
-        assert cli.main([command, "--cache-dir", str(tmp_path)]) == 0
+        assert peer_command.main([command, "--cache-dir", str(tmp_path)]) == 0
         following.join()
         assert said in capsys.readouterr().out
-    monkeypatch.setattr(control_cli, "LIMIT_S", 0.0)
+    monkeypatch.setattr(pause_command, "LIMIT_S", 0.0)
     with pytest.raises(NetworkError, match=r"did not do so within"):
-        control_cli.pause(control_cli.ControlSettings(cache_folder=tmp_path))
+        pause_command.pause(pause_command.ControlSettings(cache_folder=tmp_path))
     peer.close()
     assert not activity_file(tmp_path).exists()
 
@@ -331,7 +331,7 @@ def test_niceness_is_of_the_thread_that_trains():
 
 @pytest.mark.parametrize(("word", "meant"), [("paus", "pause"), ("resum", "resume")])
 def test_a_mistyped_command_is_no_bad_address(word, meant, capsys):
-    assert cli.main([word]) == 3
+    assert peer_command.main([word]) == 3
     said = capsys.readouterr().err
     assert f"did you mean dipaco-peer {meant}?" in said
     assert said.count("\n") == 1

@@ -14,7 +14,7 @@ import torch
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import AdmissionError, ConfigurationError, StorageError
-from dipaco.dht.node import note_port, take_port
+from dipaco.dht.dht_node import note_port, take_port
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
@@ -28,7 +28,7 @@ from dipaco.peer.node.node import make_folder
 from dipaco.peer.node.states import States, head_of
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.owner.upload_budget import UploadBudget
-from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.event_log import EventLog
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import load_or_create_identity
 from dipaco.protocol.invitations import Terms, make_invitation, opened
@@ -289,11 +289,11 @@ def test_what_was_sent_is_counted_from_nothing(tmp_path, how):
 
 @every_cut
 def test_a_port_is_taken(tmp_path, how, monkeypatch):
-    monkeypatch.setattr("dipaco.dht.node._taken", {})
+    monkeypatch.setattr("dipaco.dht.dht_node._taken", {})
     take_port(42_000)
     note_port(tmp_path / "port", 42_000)
     cut(tmp_path / "port", how)
-    monkeypatch.setattr("dipaco.dht.node._taken", {})
+    monkeypatch.setattr("dipaco.dht.dht_node._taken", {})
     assert 1024 <= take_port(42_000, tmp_path / "port") < 2**16
 
 

@@ -6,8 +6,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from dipaco.peer.presence.own_status import PeerStatus
-from dipaco.peer.shell import progress
-from dipaco.peer.shell.progress import ProgressReports, ScoringBudget
+from dipaco.peer.shell import progress_reports
+from dipaco.peer.shell.progress_reports import ProgressReports, ScoringBudget
 from dipaco.training.scoring import LossSum
 
 
@@ -39,7 +39,7 @@ def test_without_a_bound_every_round_is_scored():
 def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(monkeypatch, fixed_steps, scored):
     """Rounds of 10 s, the scoring takes 4 s."""
     now_s, scored_in = 0.0, []
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(progress_reports.time, "monotonic", lambda: now_s)
     rounds = SimpleNamespace(validation_every_rounds=1)
     plan = SimpleNamespace(rounds=rounds, routing=SimpleNamespace(prefix_tokens=4))
     node = SimpleNamespace(plan=plan, schedule=SimpleNamespace(fixed_steps=fixed_steps))

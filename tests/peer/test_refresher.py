@@ -9,7 +9,7 @@ import pytest
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ClockError, NetworkError
 from dipaco.peer.background import Background, BackgroundError
-from dipaco.peer.exchange.contact.contributors import Contributors
+from dipaco.peer.exchange.contact.known_contributors import Contributors
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.presence.refresher import Refresher
 from dipaco.protocol.config import GridConfig, RoundsConfig

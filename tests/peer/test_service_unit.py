@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.peer import cli, service_unit
+from dipaco.peer import peer_command, service_unit
 from dipaco.peer.node.given_address import keep_addresses, kept_addresses
 from dipaco.peer.service_unit import FLAG, install_service, unit
 
@@ -91,13 +91,13 @@ def test_systemd_reads_the_unit(tmp_path):
 def test_without_systemd_the_command_says_what_else_to_do(tmp_path, capsys, monkeypatch):
     with pytest.raises(ConfigurationError, match=r"does not run systemd; .*tmux"):
         install_service([ADDRESS, FLAG], {}, tmp_path)
-    monkeypatch.setattr(cli, "install_service", lambda words: " ".join(words))
-    assert cli.main([ADDRESS, FLAG, "--cache-dir", str(tmp_path)]) == 0
+    monkeypatch.setattr(peer_command, "install_service", lambda words: " ".join(words))
+    assert peer_command.main([ADDRESS, FLAG, "--cache-dir", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{ADDRESS} {FLAG} --cache-dir {tmp_path}\n"
     # Nothing is installed that could not start.
-    assert cli.main([FLAG, "--cache-dir", str(tmp_path)]) == 3
+    assert peer_command.main([FLAG, "--cache-dir", str(tmp_path)]) == 3
     for words in (["--hours", "night"], ["--on-event", "no-such-program-here"], ["--check"]):
-        assert cli.main([ADDRESS, FLAG, *words]) == 3
+        assert peer_command.main([ADDRESS, FLAG, *words]) == 3
 
 
 def test_a_program_of_this_environment_is_started():
@@ -112,13 +112,13 @@ def test_an_address_is_given_once(tmp_path, monkeypatch):
         keep_addresses(settings.cache_folder, settings.initial_peers)
         return 0
 
-    monkeypatch.setattr("dipaco.peer.app.run_peer", join)
+    monkeypatch.setattr("dipaco.peer.training_peer.run_peer", join)
     pinned, where = f"{ADDRESS}/operator/0123456789abcdef", ["--cache-dir", str(tmp_path)]
-    assert cli.main(where) == 3
-    assert cli.main([pinned, *where]) == 0
-    assert cli.main(where) == 0
-    assert cli.main([ADDRESS, *where]) == 0
-    assert cli.main(where) == 0
+    assert peer_command.main(where) == 3
+    assert peer_command.main([pinned, *where]) == 0
+    assert peer_command.main(where) == 0
+    assert peer_command.main([ADDRESS, *where]) == 0
+    assert peer_command.main(where) == 0
     # With the operator whom it was given.
     assert joined == [(pinned,), (pinned,), (ADDRESS,), (ADDRESS,)]
 

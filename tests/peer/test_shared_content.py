@@ -12,8 +12,8 @@ from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.state import ModuleState
 from dipaco.modules.store import StateStore
 from dipaco.peer import trainers
-from dipaco.peer.control_cli import ControlSettings, _peers
-from dipaco.peer.settings import PeerSettings
+from dipaco.peer.pause_command import ControlSettings, _peers
+from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.trainers import trainer_settings
 from dipaco.protocol.identity import load_or_create_identity
 

@@ -9,8 +9,8 @@ import torch
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.background import Background
+from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.presence.own_status import PeerStatus
-from dipaco.peer.settings import PeerSettings
 from dipaco.peer.shell.messenger import Messenger
 from dipaco.peer.shell.outer_steps import OuterSteps
 from dipaco.peer.shell.running_node import RunningNode

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 from dipaco.base.settings_file import CONFIG_VARIABLE
 from dipaco.bootstrap import cli as bootstrap_cli
-from dipaco.peer import cli as peer_cli
+from dipaco.peer import peer_command
 from support.programs.commands import ROOT, options_of, parsers
 
 # dipaco/ has a link to each room.
@@ -112,17 +112,17 @@ def test_the_settings_files_are_ones(tmp_path):
         parsed = command.parse([*words, "--config", str(file)])
         return parsed._command.read(parsed)
 
-    for command, words in ((peer_cli.COMMAND, []), (bootstrap_cli.COMMAND, ["serve", "run"])):
+    for command, words in ((peer_command.COMMAND, []), (bootstrap_cli.COMMAND, ["serve", "run"])):
         assert read(command, words, DEPLOY / "config.toml").port == 31337
     image, notebook = tmp_path / "image.toml", tmp_path / "notebook.toml"
     [of_image] = re.findall(r"printf '(.*)' >", (DEPLOY / "Dockerfile").read_text())
     image.write_text(of_image.replace("\\n", "\n"))
-    assert read(peer_cli.COMMAND, ["--check"], image).cache_folder == Path("/data")
+    assert read(peer_command.COMMAND, ["--check"], image).cache_folder == Path("/data")
     cells = json.loads((ROOT / "examples" / "notebook" / "peer.ipynb").read_text())["cells"]
     [settings] = [cell["source"] for cell in cells if cell["id"] == "settings"]
     assert settings[0] == "%%writefile dipaco.toml\n"
     notebook.write_text("".join(settings[1:]))
-    assert read(peer_cli.COMMAND, [], notebook).cache_folder == tmp_path / "dipaco-cache"
+    assert read(peer_command.COMMAND, [], notebook).cache_folder == tmp_path / "dipaco-cache"
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda file: file.name)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dipaco.base.errors import StorageError
-from dipaco.status.history import DAY_S, HOUR_S, MAX_POINTS, History, default_history_file
+from dipaco.status.curves import DAY_S, HOUR_S, MAX_POINTS, History, default_history_file
 
 RUN, OTHER = "ab" * 8, "cd" * 8
 START_S = 1.7e9
@@ -66,7 +66,7 @@ def test_it_survives_a_restart_and_a_kill(tmp_path):
     program = (
         "import json, os, signal, sys\n"
         "from pathlib import Path\n"
-        "from dipaco.status.history import History\n"
+        "from dipaco.status.curves import History\n"
         "history = History(Path(sys.argv[1]))\n"
         "history.write(json.loads(sys.argv[2]))\n"
         "history._file.execute('BEGIN IMMEDIATE')\n"

@@ -8,7 +8,7 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.keeping.credit import own_tokens
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.ledger import EXPORT_FORMAT
-from dipaco.status import cli, ledger
+from dipaco.status import ledger_report, status_command
 from support.runs.tiny_run import make_tiny_run
 
 RUN = "0" * 16
@@ -39,12 +39,12 @@ class Reader:
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
-    monkeypatch.setattr(ledger, "SwarmReader", Reader)
+    monkeypatch.setattr(ledger_report, "SwarmReader", Reader)
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
-    assert cli.main([*words, "--json"]) == 0
+    assert status_command.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["format"], found["run"], found["tokens"]) == (EXPORT_FORMAT, RUN, 1234)
-    assert cli.main(words) == 0
+    assert status_command.main(words) == 0
     shown = capsys.readouterr().out
     assert "1,234 tokens in the model" in shown
     assert ("ann" * 8)[-8:] in shown
@@ -65,10 +65,10 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monke
     log = folder / "chains" / f"{module}.log"
     log.write_bytes(log.read_bytes() + b"what its owner is writing")
     before = log.read_bytes()
-    monkeypatch.setattr(ledger, "SwarmReader", Reader)
+    monkeypatch.setattr(ledger_report, "SwarmReader", Reader)
     monkeypatch.setattr(Reader, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
-    assert cli.main([*words, "--json", "--earlier", str(cache)]) == 0
+    assert status_command.main([*words, "--json", "--earlier", str(cache)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tokens"], found["earlier"]) == (2234, [plan.run_id])
     said = [(p["peer_id"], p["tokens"], p["last_round"]) for p in found["peers"]]
@@ -80,7 +80,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monke
     grid = SimpleNamespace(modules=lambda: [module])
     node = SimpleNamespace(plan=Reader.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
     assert own_tokens(node) == 1500
-    assert cli.main(words) == 0
+    assert status_command.main(words) == 0
     assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())
-    assert cli.main([*words, "--earlier", str(tmp_path / "made")]) == 9
+    assert status_command.main([*words, "--earlier", str(tmp_path / "made")]) == 9
     assert "give a peer's cache folder" in capsys.readouterr().err

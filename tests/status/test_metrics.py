@@ -10,12 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dipaco.base.metrics import text_of
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.presence.own_status import Activity, PeerStatus
-from dipaco.peer.reporting.metrics import PEER_METRICS, PeerMetrics
-from dipaco.peer.settings import PeerSettings
+from dipaco.peer.reporting.peer_metrics import PEER_METRICS, PeerMetrics
 from dipaco.protocol.config import GridConfig
 from dipaco.protocol.view import SwarmView
-from dipaco.status.metrics import PATH_STATES, SWARM_METRICS, swarm_text
+from dipaco.status.swarm_metrics import PATH_STATES, SWARM_METRICS, swarm_text
 from support.runs.make_plan import make_plan
 from support.swarms.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_record
 

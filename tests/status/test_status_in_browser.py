@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from dipaco.status.service import StatusService
+from dipaco.status.page_endpoints import StatusService
 from support.programs.browser import PHONE, is_wider_than_screen, served, visited
 from support.swarms.shown_swarm import FORKED, NAME, ROUND, WAITING, content_of, finished, in_trouble, then, well
 from support.swarms.swarm_views import peer_name

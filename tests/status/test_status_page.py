@@ -10,10 +10,10 @@ from starlette.testclient import TestClient
 from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.base.http_server import listen
 from dipaco.protocol.ledger import Credit, exported
-from dipaco.status import cli
-from dipaco.status.history import History
-from dipaco.status.service import PAGE, PageContent, StatusService
-from dipaco.status.serving import Repeated, Sampler, interval_s, serve_swarm
+from dipaco.status import status_command
+from dipaco.status.curves import History
+from dipaco.status.page_endpoints import PAGE, PageContent, StatusService
+from dipaco.status.page_server import Repeated, Sampler, interval_s, serve_swarm
 from support.swarms.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
 from support.swarms.swarm_views import plan_of
 
@@ -199,7 +199,7 @@ def served(monkeypatch):
             found["page"] = client.get("/").text
         listening.close()
 
-    monkeypatch.setattr("dipaco.status.serving.serve_until_told", serve)
+    monkeypatch.setattr("dipaco.status.page_server.serve_until_told", serve)
     return found
 
 
@@ -239,11 +239,11 @@ def test_answers_about_a_large_swarm_are_bounded():
 )
 def test_flags_that_do_not_go_together(words, message):
     with pytest.raises(ConfigurationError, match=message):
-        cli.StatusSettings(**{"initial_peers": (ADDRESS,), **words})
+        status_command.StatusSettings(**{"initial_peers": (ADDRESS,), **words})
 
 
 def test_without_the_server_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
-    settings = cli.StatusSettings(initial_peers=(ADDRESS,), serve=0)
+    settings = status_command.StatusSettings(initial_peers=(ADDRESS,), serve=0)
     with pytest.raises(ConfigurationError, match=r"install it with pip install 'dipaco\[serve\]'"):
         settings.open_port()

@@ -36,8 +36,8 @@ SHARED, FOUNDERS = "L0.E0", 4
 PATIENT_PEER = (
     sys.executable,
     "-c",
-    f"import dipaco.peer.app as app; app.LEAVE_LIMIT_S = {LIMIT_S}; "
-    "import sys; from dipaco.peer.cli import main; sys.exit(main(sys.argv[1:]))",
+    f"import dipaco.peer.training_peer as app; app.LEAVE_LIMIT_S = {LIMIT_S}; "
+    "import sys; from dipaco.peer.peer_command import main; sys.exit(main(sys.argv[1:]))",
 )
 
 

@@ -21,7 +21,7 @@ PATH, MODULE = 0, "L1.E0"
 DYING_PEER = """
 import os, signal, sys
 from pathlib import Path
-from dipaco.peer.cli import main
+from dipaco.peer.peer_command import main
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.served_run import ServedRun
 tell, tell_one, lookup = Exchange.tell, Exchange._tell_one, ServedRun.lookup

@@ -20,7 +20,7 @@ from dipaco.base.progress import shown_bytes
 from dipaco.modules.hub_cache import is_hub_name
 from dipaco.modules.memory import USABLE_SHARE
 
-from .machine import Disk, Gpu, Memory, System, Versions
+from .this_machine import Disk, Gpu, Memory, System, Versions
 
 # Files and connections that a peer asks for.
 OPEN_FILES = 16384

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, replace
 
 from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
-from dipaco.dht.node import check_shared_memory
+from dipaco.dht.dht_node import check_shared_memory
 from dipaco.modules.base_source import seems_in_hub_cache
 from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.frozen_file import base_file_bytes
@@ -20,13 +20,13 @@ from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import least_pass_bytes
 from dipaco.peer.exchange.files.contribution_files import MAX_CONTRIBUTIONS_BYTES
 from dipaco.peer.owner.gpu_heat import thermometer_of
-from dipaco.peer.settings import PeerSettings
+from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.identity import is_in_use
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from . import checks as c
-from . import machine as m
 from . import needs
+from . import this_machine as m
 from .swarm import SwarmReport, ask_neighbours, ask_swarm, ports_taken
 
 SIGNS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}

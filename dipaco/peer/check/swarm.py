@@ -12,14 +12,14 @@ from pathlib import Path
 
 from dipaco.base.errors import AddressError, DipacoError, NetworkError
 from dipaco.dht.addresses import split_operator
-from dipaco.dht.node import check_port_is_free, visible_addresses
+from dipaco.dht.dht_node import check_port_is_free, visible_addresses
 from dipaco.peer.exchange.contact.diagnosis import Finding, examine
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.contact.reachability import probe
 from dipaco.peer.node.entrance import Listening
-from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
-from dipaco.peer.settings import PeerSettings
+from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
 

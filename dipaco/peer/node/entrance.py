@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from dipaco.base.errors import UnreachableError
 from dipaco.dht.addresses import listening_everywhere
+from dipaco.dht.dht_node import join_dht, visible_addresses
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.node import join_dht, visible_addresses
 from dipaco.peer.exchange.contact.diagnosis import check_identity_is_free, diagnose
 from dipaco.peer.exchange.contact.known_peers import KnownPeers
 from dipaco.protocol.identity import Identity

@@ -22,8 +22,8 @@ from dipaco.modules.outer import OuterRule, max_contribution_bytes
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contact.clock import Clock
-from dipaco.peer.exchange.contact.contributors import Contributors
 from dipaco.peer.exchange.contact.hello import SOFTWARE
+from dipaco.peer.exchange.contact.known_contributors import Contributors
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher

@@ -19,7 +19,7 @@ from types import FrameType
 from dipaco.base.errors import StorageError
 from dipaco.base.files import atomic_write
 
-from .reasons import Reason
+from .pause_reasons import Reason
 
 logger = logging.getLogger("dipaco.peer.owner.pauses")
 

@@ -9,7 +9,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
-from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.event_log import EventLog
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dipaco.peer.keeping.path_files import OptimizerFiles, PathFiles
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.pauses import Pauses
-from dipaco.peer.settings import PeerSettings
+from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings
@@ -24,7 +24,7 @@ from dipaco.training.interruption import PassInterrupted
 from dipaco.training.trainer import PathTrainer, RateMeter
 
 from .handlers import Handlers
-from .progress import ProgressReports
+from .progress_reports import ProgressReports
 from .running_node import RunningNode
 from .shell import LONGEST_WAIT_S, Shell
 from .successor import SuccessorWatch

@@ -13,7 +13,7 @@ from dipaco.base.errors import DipacoError
 from dipaco.dht.directory import Directory
 from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
-from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.event_log import EventLog
 from dipaco.protocol.manifest import SignedManifest, foreign_successor, newest_run
 
 logger = logging.getLogger("dipaco.peer.shell.successor")

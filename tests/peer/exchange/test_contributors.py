@@ -1,6 +1,12 @@
 """A contributor stays known until direct calls fail, whatever the DHT says."""
 
-from dipaco.peer.exchange.contact.contributors import APART_S, FAILURES, MAX_PEERS, MAX_PEERS_OF_MODULE, Contributors
+from dipaco.peer.exchange.contact.known_contributors import (
+    APART_S,
+    FAILURES,
+    MAX_PEERS,
+    MAX_PEERS_OF_MODULE,
+    Contributors,
+)
 from support.wire.exchanges import MODULE, chain_of
 from support.wire.peers import peer
 

@@ -8,7 +8,7 @@ import pytest
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import NetworkError
-from dipaco.dht.node import join_dht
+from dipaco.dht.dht_node import join_dht
 from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.streams.transport import HivemindTransport
 from dipaco.peer.owner.uplink import Uplink

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from dipaco.base.command_line import Command, Program
-from dipaco.peer import control_cli
+from dipaco.peer import pause_command
 
 ROOT = Path(__file__).resolve().parents[3]
 # Name to module.
@@ -23,7 +23,7 @@ def program_of(module):
 def commands():
     """Yield every command: what is typed, the command, and the table of its settings."""
     programs = [program_of(module) for module in SCRIPTS.values()]
-    for program in [*programs, *control_cli.COMMANDS.values()]:
+    for program in [*programs, *pause_command.COMMANDS.values()]:
         if isinstance(program, Command):
             yield program.name, program, program.table()
             continue
@@ -37,7 +37,7 @@ def parsers():
     A program with several commands is there too, before them.
     """
     found = {}
-    for program in [*map(program_of, SCRIPTS.values()), *control_cli.COMMANDS.values()]:
+    for program in [*map(program_of, SCRIPTS.values()), *pause_command.COMMANDS.values()]:
         parser = found[program.name] = program.parser()
         if isinstance(program, Program):
             [several] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]

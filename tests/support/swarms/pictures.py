@@ -8,7 +8,7 @@ import io
 import sys
 from pathlib import Path
 
-from dipaco.status.service import StatusService
+from dipaco.status.page_endpoints import StatusService
 from support.programs.browser import PHONE, NoBrowserError, chromium, served, visited
 
 from .shown_swarm import NOW_S, content_of, finished, in_trouble, well

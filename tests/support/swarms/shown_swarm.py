@@ -6,8 +6,8 @@ import functools
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.ledger import Credit, exported
 from dipaco.protocol.manifest import SignedManifest
-from dipaco.status.history import History
-from dipaco.status.service import PageContent
+from dipaco.status.curves import History
+from dipaco.status.page_endpoints import PageContent
 from dipaco.status.summary import status_of
 
 from .big_swarm import big_records, fork, neglect, status_at

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import TypeVar
 
+from dipaco.dht.dht_node import join_dht
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.dht.node import join_dht
 from dipaco.protocol.config import GridConfig
 from dipaco.protocol.coverage import whole_scope
 from dipaco.protocol.grid import Grid

@@ -1,6 +1,6 @@
 """Joining a run: the steps in their order, until the first that fails, which says so in one line.
 
-Peers (`peer/app.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and readers
+Peers (`peer/training_peer.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and readers
 (`peer/reader.py`) begin with `join_run`.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from dipaco.base.blobs import SharedContent
 from dipaco.base.errors import DipacoError
 from dipaco.dht.addresses import split_operator
+from dipaco.dht.dht_node import select_run
 from dipaco.dht.directory import Directory
-from dipaco.dht.node import select_run
 from dipaco.peer.exchange.contact.clock import Clock, measure_clock
 from dipaco.peer.exchange.contact.known_peers import KnownPeers, peer_of
 from dipaco.peer.exchange.exchange import Exchange
@@ -30,7 +30,7 @@ from dipaco.routing.run_folder import RunFolder
 from .entrance import Entrance, Listening
 from .node import Membership, Node, make_folder, open_run
 
-logger = logging.getLogger("dipaco.peer.node.joining")
+logger = logging.getLogger("dipaco.peer.node.join_run")
 
 MANIFEST_WAIT_S = 20.0
 # Of the addresses given, when there are several runs to choose from.

@@ -21,8 +21,8 @@ from starlette.routing import Route
 from dipaco.base.errors import DipacoError
 from dipaco.base.metrics import CONTENT_TYPE
 
-from .history import COLUMNS
-from .metrics import swarm_text
+from .curves import COLUMNS
+from .swarm_metrics import swarm_text
 
 PAGE = Path(__file__).with_name("page.html")
 

@@ -18,7 +18,7 @@ import torch
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.base.running import stop_signals
-from dipaco.dht.node import be_client, note_port, visible_addresses
+from dipaco.dht.dht_node import be_client, note_port, visible_addresses
 from dipaco.modules.device import (
     be_nice,
     choose_device,
@@ -31,8 +31,8 @@ from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import release_memory
 from dipaco.peer.check.checks import OPEN_FILES, how_to_use_gpu
 from dipaco.peer.check.doctor import contributions_limit, fitting_batch
-from dipaco.peer.check.machine import look_for_gpu_hardware, torch_is_built_for
 from dipaco.peer.check.needs import too_slow
+from dipaco.peer.check.this_machine import look_for_gpu_hardware, torch_is_built_for
 from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.exchange.contact.known_peers import KnownPeers
 from dipaco.peer.exchange.contact.reachability import ReachabilityWatch
@@ -40,12 +40,11 @@ from dipaco.peer.keeping.blob_keeper import BlobKeeper
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.given_address import keep_addresses
 from dipaco.peer.node.guests import RevocationList, given_invitation
-from dipaco.peer.node.joining import join_run
+from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
 from dipaco.peer.owner.keep_awake import KeepAwake
-from dipaco.peer.owner.pauses import Pauses, install_pause_signals
-from dipaco.peer.owner.reasons import (
+from dipaco.peer.owner.pause_reasons import (
     FullDisk,
     Hours,
     Reason,
@@ -54,14 +53,15 @@ from dipaco.peer.owner.reasons import (
     programs_of,
     while_running,
 )
+from dipaco.peer.owner.pauses import Pauses, install_pause_signals
 from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
 from dipaco.peer.presence.twin import TwinWatch
-from dipaco.peer.reporting.display import Display
 from dipaco.peer.reporting.event_command import EventCommand
-from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.event_log import EventLog
 from dipaco.peer.reporting.first_speed import FirstSpeed, device_line
+from dipaco.peer.reporting.peer_display import Display
 from dipaco.peer.shell.running_node import RunningNode
 from dipaco.peer.shell.session import Session
 from dipaco.protocol.config import RoundsConfig
@@ -70,9 +70,9 @@ from dipaco.training.trainer import PathTrainer
 
 from .background import Background
 from .node_process import NodeProcess, begin_process
-from .settings import NodeSettings, PeerSettings
+from .peer_settings import NodeSettings, PeerSettings
 
-logger = logging.getLogger("dipaco.peer.app")
+logger = logging.getLogger("dipaco.peer.training_peer")
 
 # Promise 10: Ctrl+C leaves within ten seconds, whatever hangs.
 LEAVE_LIMIT_S = 9.0

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dipaco.base.errors import StorageError
 from dipaco.base.files import ends_within_a_line
 
-logger = logging.getLogger("dipaco.peer.reporting.events")
+logger = logging.getLogger("dipaco.peer.reporting.event_log")
 
 Listener = Callable[[str, dict[str, Any]], None]
 

@@ -14,7 +14,7 @@ from dipaco.base.settings import Option, Settings
 from dipaco.peer.owner.pauses import activity_file, ask_to_pause, ask_to_resume
 from dipaco.protocol.identity import is_in_use
 
-from .settings import default_cache_folder
+from .peer_settings import default_cache_folder
 
 # Publishing the last work takes a few seconds, after the inner step under way.
 LIMIT_S = 60.0

@@ -16,13 +16,13 @@ from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.node.node import Node
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
-from dipaco.peer.reporting.events import EventLog
+from dipaco.peer.reporting.event_log import EventLog
 from dipaco.protocol.records import ProgressEntry
 from dipaco.training.interruption import PassInterrupted
 from dipaco.training.scoring import LossSum
 from dipaco.training.trainer import PathTrainer
 
-logger = logging.getLogger("dipaco.peer.shell.progress")
+logger = logging.getLogger("dipaco.peer.shell.progress_reports")
 
 # What a diverged inner loop reports instead of a number that no record can hold.
 MAX_LOSS = 1e6

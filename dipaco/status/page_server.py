@@ -16,11 +16,11 @@ from dipaco.base.running import say
 from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import refresh_period_s
 
-from .history import History, default_history_file
-from .service import PageContent, StatusService
+from .curves import History, default_history_file
+from .page_endpoints import PageContent, StatusService
 from .summary import with_what_was_known
 
-logger = logging.getLogger("dipaco.status.serving")
+logger = logging.getLogger("dipaco.status.page_server")
 
 # The swarm is read as often as its records change, within these bounds.
 LEAST_INTERVAL_S = 5.0

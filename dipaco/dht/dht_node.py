@@ -45,7 +45,7 @@ from .bounded_protocol import introduce
 from .guarded_dht import GuardedDHT
 from .record_validator import record_validators
 
-logger = logging.getLogger("dipaco.dht.node")
+logger = logging.getLogger("dipaco.dht.dht_node")
 
 STARTUP_TIMEOUT_S = 60.0
 ADDRESSES_LIMIT_S = 15.0

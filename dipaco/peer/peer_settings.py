@@ -16,7 +16,7 @@ from dipaco.dht.addresses import (
     check_listen_address,
     listening_everywhere,
 )
-from dipaco.peer.owner.reasons import Hours, programs_of
+from dipaco.peer.owner.pause_reasons import Hours, programs_of
 
 
 def default_cache_folder() -> Path:
@@ -126,7 +126,7 @@ class NodeSettings(Settings):
         port = self.port
         if port is None:
             # Not before a peer starts: --help does not wait for what this imports.
-            from dipaco.dht.node import take_port
+            from dipaco.dht.dht_node import take_port
 
             port = take_port(last_time=self.port_file)
         return listening_everywhere(port)

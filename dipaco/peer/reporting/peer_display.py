@@ -21,10 +21,10 @@ from dipaco.base.progress import shown_bytes
 from dipaco.peer.keeping.credit import own_tokens
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.peer_settings import default_cache_folder
 from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
-from dipaco.peer.settings import default_cache_folder
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0

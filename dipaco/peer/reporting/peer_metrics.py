@@ -19,9 +19,9 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.metrics import Metric
 from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.peer.peer_settings import NodeSettings
 from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
 from dipaco.peer.presence.own_status import PeerStatus
-from dipaco.peer.settings import NodeSettings
 from dipaco.protocol.records import ClaimState, Reachability
 
 

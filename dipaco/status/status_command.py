@@ -1,0 +1,201 @@
+"""`dipaco-status`: what a swarm is doing, read from its DHT.
+
+dipaco-status /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --watch
+dipaco-status /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... --serve 8090
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from dipaco.base.command_line import Command
+from dipaco.base.errors import ConfigurationError, RunSelectionError
+from dipaco.base.output import is_unread
+from dipaco.base.settings import Option, RunSettings
+from dipaco.dht.addresses import PROXY_NAME, check_given_peer
+
+if TYPE_CHECKING:
+    from dipaco.dht.directory import Directory
+    from dipaco.protocol.manifest import SignedManifest
+
+    from .run_reader import RunReader
+
+# How often --watch draws anew, and how long a run that was just served may take to be found.
+WATCH_PERIOD_S = 5.0
+MANIFEST_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusSettings(RunSettings):
+    """What `dipaco-status` can be told."""
+
+    initial_peers: Annotated[
+        tuple[str, ...],
+        Option("addresses of any peers", "ADDR", check=check_given_peer, loose=True),
+    ]
+    watch: Annotated[bool, Option("show it again every few seconds")] = False
+    json: Annotated[bool, Option("print one JSON object in place of tables")] = False
+    serve: Annotated[
+        int | None,
+        Option("serve a page at this TCP port; 0 is any free one", "PORT", least=0, most=65535),
+    ] = None
+    host: Annotated[
+        str, Option("address that --serve listens on; 0.0.0.0 lets everybody in", "ADDR")
+    ] = "127.0.0.1"
+    proxy_names: Annotated[tuple[str, ...], PROXY_NAME] = ()
+    history: Annotated[
+        Path | None,
+        Option(
+            "where --serve keeps its curves (default: ~/.local/state/dipaco/history.sqlite)",
+            "FILE",
+        ),
+    ] = None
+    ledger: Annotated[
+        bool, Option("show who trained how many tokens; with --serve, on the page too")
+    ] = False
+    earlier: Annotated[
+        tuple[str, ...],
+        Option(
+            "--ledger also counts the runs that this one continues: the cache folder of a peer, or "
+            "folders of runs",
+            "DIR",
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.serve is not None and (self.watch or self.json):
+            raise ConfigurationError("--serve has its own page; give it without --watch and --json")
+        if self.proxy_names and self.serve is None:
+            raise ConfigurationError("--proxy-name is for --serve; give --serve PORT too")
+        if self.history is not None and self.serve is None:
+            raise ConfigurationError("--history is for --serve; give --serve PORT too")
+        if self.ledger and self.watch:
+            raise ConfigurationError("--ledger reads all chains; give it without --watch")
+        if self.earlier and not self.ledger:
+            raise ConfigurationError("--earlier is for --ledger; give --ledger too")
+
+    def open_port(self) -> socket.socket | None:
+        """Return the socket of the page, None when there is none to be served.
+
+        Raises ConfigurationError when what serves is not installed, AddressError for a port that
+        cannot be had.
+        """
+        if self.serve is None:
+            return None
+        try:
+            import starlette  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError as error:
+            raise ConfigurationError(
+                f"--serve needs {error.name}; install it with pip install 'dipaco[serve]'"
+            ) from None
+        from dipaco.base.http_server import listen
+
+        return listen(self.host, self.serve, "--serve")
+
+
+def run(settings: StatusSettings) -> int:
+    """Join as a reader, look, print; again and again with --watch. Or serve."""
+    listening = settings.open_port()
+    if settings.ledger and listening is None:
+        return _show_ledger(settings)
+    from dipaco.dht.addresses import split_operator
+    from dipaco.dht.dht_node import join_dht
+    from dipaco.dht.directory import Directory
+    from dipaco.protocol.identity import load_or_create_identity
+
+    from .run_reader import RunReader
+
+    addresses, operator = split_operator(settings.initial_peers)
+    with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
+        identity = load_or_create_identity(Path(folder) / "identity.key")
+        dht = join_dht(addresses, identity=identity, client_mode=True)
+        try:
+            manifest = _select(Directory(dht, identity, None), settings.run, operator)
+            reader = RunReader(dht, identity, manifest)
+            if listening is None:
+                return _show(reader, settings)
+            return _serve(reader, settings, manifest, listening)
+        finally:
+            dht.shutdown()
+
+
+def _show_ledger(settings: StatusSettings) -> int:
+    from .ledger_report import print_ledger, read_ledger
+
+    ledger = read_ledger(settings.initial_peers, settings.run, settings.earlier)
+    print(json.dumps(ledger, indent=2)) if settings.json else print_ledger(ledger)
+    return 0
+
+
+def _serve(
+    reader: RunReader, settings: StatusSettings, manifest: SignedManifest, listening: socket.socket
+) -> int:
+    from .ledger_report import read_ledger
+    from .page_server import serve_swarm
+
+    def ledger_of(run: str) -> dict[str, Any]:
+        return read_ledger(settings.initial_peers, run, settings.earlier)
+
+    return serve_swarm(
+        reader.read,
+        manifest.plan,
+        listening,
+        settings.history,
+        settings.proxy_names,
+        ledger_of if settings.ledger else None,
+    )
+
+
+def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:
+    """Find the run; a swarm that has just started publishes its manifest within seconds."""
+    from dipaco.dht.dht_node import select_run
+
+    deadline = time.monotonic() + MANIFEST_WAIT_S
+    while True:
+        try:
+            return select_run(directory.list_manifests(), run, operator=operator)
+        except RunSelectionError:
+            if directory.list_manifests() or time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
+
+
+def _show(reader: RunReader, settings: StatusSettings) -> int:
+    status = reader.read()
+    if settings.json:
+        print(json.dumps(status, indent=None if settings.watch else 2), flush=True)
+        while settings.watch and not is_unread():
+            time.sleep(WATCH_PERIOD_S)
+            print(json.dumps(reader.read()), flush=True)
+    else:
+        from rich.console import Console
+
+        from .screen import render, watch
+
+        console = Console(highlight=False)
+        if settings.watch:
+            watch(status, reader.read, WATCH_PERIOD_S, console)
+        console.print(render(status))
+    return 0 if status["healthy"] else 1
+
+
+COMMAND = Command(
+    "dipaco-status",
+    StatusSettings,
+    run,
+    description="Show a swarm's paths, modules and peers. Reads the DHT and changes nothing.",
+    epilog="Exit code 0: healthy, 1: problems (listed), 2: no swarm reached.",
+)
+main = COMMAND.main
+
+if __name__ == "__main__":
+    sys.exit(main())
