@@ -19,6 +19,7 @@ NAMES = sorted(
 )
 
 sys.path.insert(0, str(FOLDER))
+import rows  # noqa: E402
 import worth  # noqa: E402
 import worth_curve  # noqa: E402
 import worth_queue  # noqa: E402
@@ -104,6 +105,53 @@ def test_help_shows_the_command(helps, name):
     assert f"python benchmarks/{name}.py" in output
     # With --json, always, or for each of its parts into a file.
     assert "json" in output.lower()
+
+
+def test_the_tables_of_the_pages_are_those_of_the_rows():
+    """After a change of the rows: python benchmarks/rows.py --write."""
+    texts = {page: page.read_text(encoding="utf-8") for page in rows.PAGES.glob("*.md")}
+    assert {page.name for page, text in texts.items() if rows.filled(text) != text} == set()
+    assert sum(text.count("<!-- rows ") for text in texts.values()) > 15
+
+
+def test_rows_say_what_was_measured_and_under_which_conditions():
+    for name in rows.names():
+        result = rows.read(name)
+        assert result["title"]
+        places = []
+        for row in result["rows"]:
+            assert all(row[key] not in ("", [], None) for key in ("of", "figure", "value")), (name, row)
+            assert {"conditions", "commit"} <= {*result, *row}, (name, row)
+            assert row.get("low", -1e9) <= row.get("high", 1e9), (name, row)
+            places.append((row["of"], row["figure"], row.get("seed"), row.get("commit")))
+        assert len(set(places)) == len(places), f"{name} has the same row twice"
+
+
+def test_a_table_has_a_line_for_each_and_seeds_in_their_order():
+    result = {
+        "of": "codec",
+        "rows": [
+            {"of": "int4", "figure": "loss", "value": 4.5, "seed": 0},
+            {"of": "int4", "figure": "loss", "value": 4.25, "low": 4.0, "high": 4.75, "seed": 1},
+            {"of": "sign", "figure": "loss", "value": -1.5, "seed": 1},
+            {"of": "sign", "figure": "told (mean, most)", "value": [3, 12345]},
+        ],
+    }
+    assert rows.table(result).splitlines() == [
+        "| codec | loss | told (mean, most) |",
+        "|---|---:|---:|",
+        "| int4 | 4.50 / 4.25 (4.00 to 4.75) |  |",
+        "| sign | – / −1.50 | 3, 12,345 |",
+    ]
+    assert rows.filled("<!-- rows no-such -->\n") == "<!-- rows no-such -->\n"
+
+
+def test_rows_that_are_added_keep_their_conditions(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    for load in (1.0, 2.0):
+        rows.append("speed", [{"of": "int4", "figure": "s", "value": load}], load=load)
+    assert [row["load"] for row in rows.read("speed")["rows"]] == [1.0, 2.0]
+    assert all(row["commit"] for row in rows.read("speed")["rows"])
 
 
 def test_alternating_pairs_each_measure_with_its_neighbours():
