@@ -5,7 +5,7 @@
 
 A seed is a swarm: of 4 to 8 peers that train one path, or of 8 to 12 on 2x2 modules; by the clock,
 and a quarter with fixed steps. One of them is the insider; with `none` it attacks nobody. What each
-attack does is in `dipaco.simulator.swarm.attacks`. Told are
+attack does is in `tests/support/insiders`. Told are
 
 * forged: states with bytes of the insider's choice that an honest peer held (0 is wanted);
 * kept: work of honest peers that is in the winning chain or on top of it;
@@ -31,9 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from parts.common import Report, build_parser
-
-from dipaco.simulator.swarm.attacks import ATTACKS
-from dipaco.simulator.swarm.history import run_history
+from support.insiders.histories import ATTACKS, run_attacked
 
 CHUNK = 5
 LEAST_KEPT = 0.95
@@ -87,7 +85,7 @@ def live(attack: str, seeds: list[int], sizes: Sizes) -> list[dict[str, Any]]:
     """Live through some seeds, in this process."""
     found = []
     for seed in seeds:
-        result = run_history(seed, attack=attack, members=sizes.members, rounds=sizes.rounds)
+        result = run_attacked(seed, attack, members=sizes.members, rounds=sizes.rounds)
         violations = {one.invariant: one.what for one in result.violations}
         found.append(
             {
@@ -150,7 +148,7 @@ def main() -> int:
 def replay(seed: int, attack: str, sizes: Sizes, *, trace: bool) -> int:
     """Live through one seed; returns the exit code."""
     log: list[str] | None = [] if trace else None
-    result = run_history(seed, attack=attack, members=sizes.members, rounds=sizes.rounds, log=log)
+    result = run_attacked(seed, attack, members=sizes.members, rounds=sizes.rounds, log=log)
     print("\n".join(log or []))
     print(f"{result.scenario}\n{dict(result.figures)}")
     for violation in result.violations:

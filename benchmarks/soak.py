@@ -282,6 +282,8 @@ class SoakCarrying(Carrying):
 class SoakMachine(Machine):
     """A machine with a disk."""
 
+    carries = SoakCarrying
+
     def __init__(self, world: SoakWorld, name: str, link: Link, **given: Any) -> None:
         super().__init__(world, name, link, **given)
         self.known = KnownPeers(world.folder / name)
@@ -291,10 +293,6 @@ class SoakMachine(Machine):
         world: Any = self.world
         self.lives = getattr(self, "lives", 0) + 1
         self.store = DiskStore(world, world.folder / self.peer / str(self.lives), self.peer)
-
-    def _forget(self) -> None:
-        super()._forget()
-        self.carrying = SoakCarrying(self)
 
     def crash(self, *, hangs: bool, empty_disk: bool) -> None:
         super().crash(hangs=hangs, empty_disk=False)
@@ -335,7 +333,7 @@ class Soak:
         self.rounds = int(hours * 3600 / ROUND_S)
         self.engine = Engine(seed, START_S - ROUND_S / 2)
         plan = small_plan(GRID, duration_s=ROUND_S)
-        self.world = SoakWorld(plan, self.engine, None, rounds=self.rounds)
+        self.world = SoakWorld(plan, self.engine)
         self.world.begin(folder)
         self.watch = Invariants(self.world)
         self.world.network.conditions.loss = LOSS

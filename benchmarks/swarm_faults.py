@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from parts.common import Report, build_parser
+from support.insiders.histories import run_faulty
 
-from dipaco.simulator.swarm.history import Result, run_history
+from dipaco.simulator.swarm.history import Result
 from dipaco.simulator.swarm.invariants import INVARIANTS
 from dipaco.simulator.swarm.scenario import PROFILES
 
@@ -142,7 +143,7 @@ def live_one(
     if profile == ALL:
         profile = PROFILES[seed % len(PROFILES)]
     members, rounds = sizes["members"], sizes["rounds"]
-    return run_history(seed, profile, members=members, rounds=rounds, log=log)
+    return run_faulty(seed, profile, members=members, rounds=rounds, log=log)
 
 
 def live(seeds: list[int], profile: str, sizes: dict[str, int | None]) -> list[dict[str, Any]]:

@@ -2,8 +2,7 @@
 
 `become` is called in that process before it starts. What its member wants to tell goes through the
 insider first, which hears of every row that comes, and answers for the files that it gives away.
-The swarm simulator has the same attacks under the same numbers, in
-`dipaco.simulator.swarm.attacks`.
+`tests/support/insiders` has the same attacks under the same numbers, for simulated swarms.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dipaco.simulator.swarm.attacks import ATTACKS
-from dipaco.simulator.swarm.history import run_history
+from support.insiders.histories import ATTACKS, run_attacked, run_faulty
 
 # 2x2 modules by the clock, one path with fixed steps, one path by the clock.
 SEEDS = (0, 1, 5)
@@ -21,7 +20,7 @@ def lived(attack, seeds=SEEDS, rounds=8):
     """Return the figures of some histories, added up."""
     found = Counter()
     for seed in seeds:
-        found += run_history(seed, attack=attack, rounds=rounds).figures
+        found += run_attacked(seed, attack, rounds=rounds).figures
     return found
 
 
@@ -52,7 +51,7 @@ def test_an_insider_without_an_attack_is_a_peer_like_others():
 def test_no_path_waits_for_what_only_a_dead_peer_had():
     """Trainers die between telling of a step and giving their files; there are fewer than paths."""
     for seed in range(3):
-        result = run_history(seed, "dying", rounds=12)
+        result = run_faulty(seed, "dying", rounds=12)
         # All that is left to a path is to wait for a free peer: with two of them for six paths.
         # In hundredths of a round.
         assert result.figures["greatest wait"] <= 300 * result.scenario.rounds

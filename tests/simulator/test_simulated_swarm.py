@@ -4,33 +4,36 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from dipaco.protocol.chain import Step
-from dipaco.protocol.member.actions import Adopt, Compute, Publish, Tell
+from dipaco.protocol.member.actions import Action, Adopt, Compute, Publish, Tell
 from dipaco.protocol.member.member import Member
-from dipaco.simulator.swarm import history, hostile
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.history import run_history
 from dipaco.simulator.swarm.network import Link, Network
 from dipaco.simulator.swarm.scenario import PROFILES, draw_scenario
+from support.insiders import histories, liar
+from support.insiders.histories import run_faulty
 
 # Seeds of each profile that every run of the tests lives through; the benchmark lives through many.
 SEEDS = range(3)
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("profile", PROFILES)
 def test_members_hold_in_histories_with_faults(profile):
     for seed in SEEDS:
-        result = run_history(seed, profile, members=2 + seed, rounds=6)
-        assert result.violations == [], result.command
+        result = run_faulty(seed, profile, members=2 + seed, rounds=6)
+        assert result.violations == [], result.scenario
 
 
 @pytest.mark.parametrize("profile", ["calm", "nat", "all_nat", "fixed"])
 def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile):
     for seed in SEEDS:
-        figures = run_history(seed, profile, members=4, rounds=6).figures
+        figures = run_faulty(seed, profile, members=4, rounds=6).figures
         # A peer that steps alone has not seen a newcomer yet.
         assert figures["forked"] <= 1
         # Nor has a newcomer that proposes heard of everybody in its first round.
@@ -40,7 +43,7 @@ def test_nothing_is_lost_and_nothing_forks_where_nobody_goes(profile):
 
 def test_what_movers_trained_is_in_the_model():
     for seed in SEEDS:
-        figures = run_history(seed, "moving", rounds=10).figures
+        figures = run_faulty(seed, "moving", rounds=10).figures
         assert figures["gone by move"] <= 0.01 * figures["trained"]
         assert figures["lost"] <= 0.05 * figures["trained"]
 
@@ -52,25 +55,25 @@ def test_a_peer_that_is_always_first_wastes_nobody_s_work(inner_steps, monkeypat
     def drawn(*given, **options):
         return replace(draw_scenario(*given, **options), inner_steps=inner_steps)
 
-    monkeypatch.setattr(history, "draw_scenario", drawn)
-    monkeypatch.setattr(hostile, "KINDS", ("alone",))
+    monkeypatch.setattr(histories, "draw_scenario", drawn)
+    monkeypatch.setattr(liar, "KINDS", ("alone",))
     for seed in SEEDS:
-        figures = run_history(seed, "hostile", members=6, rounds=6).figures
+        figures = run_faulty(seed, "hostile", members=6, rounds=6).figures
         assert figures["lost"] <= 0.05 * figures["trained"]
 
 
 def test_a_seed_is_the_same_history_on_any_machine():
     program = (
-        "from dipaco.simulator.swarm.history import run_history\n"
+        "from support.insiders.histories import run_faulty\n"
         "log = []\n"
         "for profile in ('mixed', 'hostile'):\n"
-        "    print(dict(run_history(29, profile, rounds=4, log=log).figures))\n"
+        "    print(dict(run_faulty(29, profile, rounds=4, log=log).figures))\n"
         "print('\\n'.join(log))"
     )
     running = [
         subprocess.Popen(
             [sys.executable, "-c", program],
-            env={**os.environ, "PYTHONHASHSEED": number},
+            env={**os.environ, "PYTHONHASHSEED": number, "PYTHONPATH": str(TESTS)},
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -93,7 +96,7 @@ def _found(change, profile="calm"):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Member, "handle", spoiled)
         for seed in range(3):
-            result = run_history(seed, profile, members=5, rounds=6)
+            result = run_faulty(seed, profile, members=5, rounds=6)
             figures = result.figures
             found |= {violation.invariant for violation in result.violations}
             found |= {"lost"} if figures["lost"] > 0.05 * figures["trained"] else set()
@@ -138,6 +141,21 @@ def _shares_no_rows(action):
 )
 def test_broken_rules_are_noticed(change, invariant):
     assert invariant in _found(change)
+
+
+def test_an_action_that_nobody_carries_out_is_an_error_at_once(monkeypatch):
+    class Invented(Action):
+        pass
+
+    handle = Member.handle
+    monkeypatch.setattr(Member, "handle", lambda *given: [Invented(), *handle(*given)])
+    with pytest.raises(AssertionError, match="nobody carries out"):
+        run_faulty(0, "calm", members=2, rounds=2)
+
+
+def test_a_history_with_liars_needs_somebody_who_lies():
+    with pytest.raises(ValueError, match="liars"):
+        run_history(draw_scenario(0, "hostile"))
 
 
 def test_who_hears_of_no_steps_asks_for_them():

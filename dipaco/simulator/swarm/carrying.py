@@ -8,7 +8,7 @@ What is simplified: nothing is signed, as nobody can sign for another; a file is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,7 @@ from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import is_plausible_row
 from dipaco.protocol.wire_sizes import ROW_BYTES
 
-from .downloads import Downloads
 from .network import STALL_S
-from .trace import name_of
 from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 
 # `machine.Machine`, which stands on this file.
@@ -44,13 +42,43 @@ class Carrying:
         """Files that are wanted, by row, with the peers that may have them."""
         self._gathered: set[str] = set()
         """Rows whose files the member was told are here."""
-        self._downloads = Downloads(*self._world.downloads_at_once)
+        self._handlers = self._table()
 
     def do(self, action: actions.Action) -> None:
-        """Carry an action out, or begin to: each has a method of its name, if it needs one."""
-        method = getattr(self, f"_{name_of(action)}", None)
-        if method is not None:
-            method(action)
+        """Carry an action out, or begin to."""
+        handler = self._handlers.get(type(action))
+        assert handler is not None, f"nobody carries out {action}"
+        handler(action)
+
+    def _table(self) -> Mapping[type[actions.Action], Callable[[Any], None]]:
+        """Return what carries out which action; as in a real shell, one without is an error."""
+        return {
+            actions.Say: self._say,
+            actions.Warn: lambda action: None,  # It is in the log.
+            actions.Watch: self._watch,
+            actions.Look: self._look,
+            actions.Tell: self._tell,
+            actions.Ask: self._ask,
+            actions.Put: self._put,
+            actions.Gather: self._gather,
+            actions.Serve: self._serve,
+            actions.FetchPath: self._fetch_path,
+            actions.StartPath: self._start_path,
+            actions.Begun: self._begun,
+            actions.Move: lambda action: None,  # A return begins as any other start does.
+            actions.Pause: self._pause,
+            actions.Publish: self._publish,
+            actions.Compute: self._compute,
+            actions.FetchState: self._fetch_state,
+            actions.Check: self._check,
+            actions.Adopt: self._adopt,
+            actions.Forget: self._forget,
+            actions.CarryOn: self._carry_on,
+            actions.Discard: self._discard,
+            actions.Drop: self._drop,
+            actions.EndRound: self._end_round,
+            actions.SaveAll: self._save_all,
+        }
 
     def _answer(self, delay_s: float, event: events.Event) -> None:
         self._machine.later(delay_s, self._machine.deliver, event)
@@ -193,25 +221,17 @@ class Carrying:
         def next_one(answer: Any) -> None:
             if answer is not None or not left:
                 done(answer)
-            elif verb == "get":
-                # As in a real peer, sources with room come first.
-                source = next(filter(self._downloads.has_room, left), left[0])
-                left.remove(source)
-                self._downloads.begin(source, partial(self._download, content, next_one))
             else:
-                self._call(left.pop(0), verb, content, next_one)
+                self.fetch(left, verb, content, next_one)
 
         if left:
             next_one(None)
         else:
             self._machine.later(0.1, done, None)
 
-    def _download(self, content: Any, done: Callable[[Any], None], source: str) -> None:
-        def ended(answer: Any) -> None:
-            self._downloads.end(source)
-            done(answer)
-
-        self._call(source, "get", content, ended)
+    def fetch(self, left: list[str], verb: str, content: Any, done: Callable[[Any], None]) -> None:
+        """Take one of the peers that are left, and ask it."""
+        self._call(left.pop(0), verb, content, done)
 
     def _serve(self, action: actions.Serve) -> None:
         store = self._machine.store

@@ -182,3 +182,5 @@ class Faults:
 
     def _add_hostile(self) -> None:
         """The liars are there already: they took the places of some trainers."""
+        if all(machine.is_honest for machine in self._machines):
+            raise ValueError("liars are a fault of this history; give `run_history` their class")

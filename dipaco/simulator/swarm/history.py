@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from .attacks import ATTACKS, ROUNDS
 from .engine import Engine
 from .faults import Faults
-from .hostile import Liar
 from .invariants import Invariants, Violation
 from .machine import Machine
 from .network import Link
-from .scenario import Scenario, draw_attacked, draw_scenario, small_plan
+from .scenario import Scenario, small_plan
 from .world import START_S, World
 
 # Rounds without faults in which all has to settle; it has begun to after so many.
 CALM_ROUNDS, SETTLED_ROUNDS = 6, 2
 # Inner steps that even a slow machine takes in a round.
 STEPS_IN_ROUND = 15
+
+MachineOf = Callable[[str], Callable[..., Machine]]
+"""What makes the machine of a peer: `boot0` and `boot1` are bootstrap nodes, `p0`, `p1` and so on
+train."""
 
 
 @dataclass
@@ -29,44 +32,30 @@ class Result:
     violations: list[Violation]
     figures: Counter[str]
     """See `invariants` and `work`."""
-
-    @property
-    def command(self) -> str:
-        """What shows this history again."""
-        drawn = self.scenario
-        what = f"--attack '{drawn.attack}'" if drawn.attack else f"--profile {drawn.profile}"
-        return (
-            f"python benchmarks/swarm_faults.py --seed {drawn.seed} {what} "
-            f"--members {drawn.members} --rounds {drawn.rounds} --trace"
-        )
+    world: World
+    """As it was in the end."""
 
 
 def run_history(
-    seed: int,
-    profile: str = "mixed",
+    drawn: Scenario,
+    machine_of: MachineOf = lambda peer: Machine,
     *,
-    members: int | None = None,
-    rounds: int | None = None,
-    attack: str = "",
     log: list[str] | None = None,
 ) -> Result:
     """Live through a history and its rest; `log` gets its lines.
 
-    Instead of the faults of a profile there can be one insider with an attack of `ATTACKS`.
+    Insiders are subclasses of `Machine` that are not honest. Raises ValueError for a profile with
+    liars where nobody lies.
     """
-    if attack:
-        drawn = draw_attacked(seed, attack, members=members, rounds=rounds or ROUNDS.get(attack))
-    else:
-        drawn = draw_scenario(seed, profile, members=members, rounds=rounds)
     round_s, end_s = drawn.duration_s, START_S + drawn.rounds * drawn.duration_s
-    engine = Engine(seed, START_S - round_s / 2)
+    engine = Engine(drawn.seed, START_S - round_s / 2)
     plan = small_plan(
         drawn.grid, duration_s=round_s, inner_steps=drawn.inner_steps, private=drawn.private
     )
-    world = World(plan, engine, log, rounds=drawn.rounds)
+    world = World(plan, engine, log)
     watch = Invariants(world)
     engine.after(round_s, watch.sample)
-    _place_machines(world, drawn)
+    _place_machines(world, drawn, machine_of)
     faults = Faults(world, drawn)
     faults.begin()
     engine.run(end_s)
@@ -78,17 +67,17 @@ def run_history(
     engine.run(end_s + (CALM_ROUNDS + 1) * round_s)
     watch.end()
     watch.figures["events"] = sum(machine.handled for machine in world.machines.values())
-    return Result(drawn, watch.violations, watch.figures)
+    return Result(drawn, watch.violations, watch.figures, world)
 
 
-def _place_machines(world: World, drawn: Scenario) -> None:
+def _place_machines(world: World, drawn: Scenario, machine_of: MachineOf) -> None:
     engine, random, round_s = world.engine, world.engine.random, drawn.duration_s
     for number in range(2 if "all_nat" in drawn.faults else 1):
         link = Link(latency_s=0.02, uplink_bytes_s=1e7, downlink_bytes_s=1e7)
-        boot = Machine(world, f"boot{number}", link, trains=False)
+        boot = machine_of(f"boot{number}")(world, f"boot{number}", link, trains=False)
         engine.at(START_S - 0.45 * round_s, boot.start)
     for number in range(drawn.members):
-        machine = _make_trainer(world, drawn, number)
+        machine = _make_trainer(world, drawn, f"p{number}", machine_of)
         start_s = engine.between(-0.4, 0.1) * round_s
         if number > 2 and random.random() < 0.3:
             start_s = engine.between(0.0, 0.6) * drawn.rounds * round_s
@@ -100,7 +89,7 @@ def _place_machines(world: World, drawn: Scenario) -> None:
                 machine.have_shard(path)
 
 
-def _make_trainer(world: World, drawn: Scenario, number: int) -> Machine:
+def _make_trainer(world: World, drawn: Scenario, peer: str, machine_of: MachineOf) -> Machine:
     engine = world.engine
     link = Link(
         latency_s=engine.between(0.005, 0.15),
@@ -113,9 +102,4 @@ def _make_trainer(world: World, drawn: Scenario, number: int) -> Machine:
     if drawn.inner_steps:
         step_s = engine.between(0.2, 0.6) * drawn.duration_s / drawn.inner_steps
     clock_error_s = engine.between(-0.3, 0.3)
-    made: type[Machine] = Machine
-    if "hostile" in drawn.faults and number % 4 == 1:
-        made = Liar
-    elif drawn.attack and number == 1:
-        made = ATTACKS[drawn.attack]
-    return made(world, f"p{number}", link, step_s=step_s, clock_error_s=clock_error_s)
+    return machine_of(peer)(world, peer, link, step_s=step_s, clock_error_s=clock_error_s)

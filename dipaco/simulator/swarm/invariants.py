@@ -60,8 +60,6 @@ class Invariants:
         self._published: set[tuple[str, str, int, str]] = set()
         self._training: dict[tuple[str, str], float] = {}
         """Since when a peer trains a module."""
-        self.victims: dict[str, str] = {}
-        """Of each module: whom an insider has chosen."""
         self._trained_s: dict[int, float] = {}
         """Of each path: when its work was last adopted."""
         self._greatest_wait_s = 0.0
@@ -255,8 +253,6 @@ class Invariants:
             self._path_waited(path)
         # In hundredths of a round: figures are counts.
         figures["greatest wait"] = round(100 * self._greatest_wait_s / self._round_s)
-        for module, victim in self.victims.items():
-            self._count_victim(finals[module], victim)
         figures["versions"] = len(self._versions)
         forks = [steps for steps in self._versions.values() if len(steps) > 1]
         figures["forked"], figures["outbid"] = len(forks), sum(map(self._is_outbid, forks))
@@ -276,11 +272,3 @@ class Invariants:
         links = sorted((self._world.book.link(step) for step in steps), key=lambda link: link.rank)
         made = [link.step for link in reversed(links) if link.step is not None]
         return all(set(a.rows) < set(b.rows) for a, b in itertools.pairwise(made))
-
-    def _count_victim(self, final: str, victim: str) -> None:
-        """Count the steps from the victim's first one on, and those that leave it out."""
-        links = self._world.book.back_from(final)
-        is_in = [victim in link.step.peers for link in links if link.step is not None][::-1]
-        since = is_in[is_in.index(True) :] if True in is_in else is_in
-        self.figures["steps of victims"] += len(since)
-        self.figures["victims left out"] += since.count(False)

@@ -16,7 +16,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
@@ -77,6 +77,8 @@ class Machine:
     is_honest = True
     content: Content = "good"
     """What is in its files."""
+    carries: ClassVar[type[Carrying]] = Carrying
+    """What carries out its member's actions."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Machine:
         """Paths that nobody claimed in the last view, and since which round."""
         self.answers: deque[Event] = deque()
         """Of actions that are answered at once."""
-        self.carrying = Carrying(self)
+        self.carrying = self.carries(self)
         self.publishing = Publishing(self)
         self._stretch: _Stretch | None = None
         self._is_waiting = False
@@ -276,7 +278,8 @@ class Machine:
             if not self.link.is_up:
                 break
             world.say(self.peer, "wants", action)
-            self.act(action)
+            if not isinstance(action, TakeStep | Wait | Left):
+                self.act(action)
         return actions
 
     def _turn(self, number: int) -> None:

@@ -21,8 +21,6 @@ from .engine import Engine
 BULK_BYTES = 16_384
 # Size of an answer that never comes: a stream is opened, and nothing is sent.
 NO_ANSWER = -1
-# Size of an answer that begins and never ends.
-DRIPS = -2
 # The caller of a peer that says nothing gives up after so long.
 STALL_S = 10.0
 
@@ -96,8 +94,6 @@ class Network:
         self.conditions = Conditions()
         self.split = 0
         """Number of the split that is on; 0 for none."""
-        self.drip_s = 3.25
-        """After so long a caller leaves an answer that drips, and asks others."""
         self._splits = 0
 
     def join(self, peer: str, link: Link, host: Serve) -> None:
@@ -218,9 +214,7 @@ class _Call:
         network, caller, callee, verb = self.network, self.caller, self.callee, self.verb
         if self.on_answer is not None:
             answer, size_bytes = network.hosts[callee](caller, verb, content)
-            if size_bytes == DRIPS:
-                self.answered_s = network.engine.now_s + network.drip_s - self.limit_s
-            elif size_bytes != NO_ANSWER:
+            if size_bytes != NO_ANSWER:
                 self.answered_s = network.send(
                     callee, caller, verb, size_bytes, self.finish, answer
                 )

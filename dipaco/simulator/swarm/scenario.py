@@ -42,7 +42,6 @@ GRIDS = ((1,), (1,), (2,), (3,), (1, 1), (2, 2), (1, 2))
 GRIDS_OF_MOVERS = ((4,), (2, 2), (2, 4), (8,))
 GRIDS_OF_DYING = ((4,), (2, 2), (2, 3))
 DURATION_OF_DYING_S = 20.0
-GRIDS_OF_ATTACKED = ((1, 1), (2, 2))
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Scenario:
     """Rounds with faults."""
     duration_s: float
     inner_steps: int
-    attack: str = ""
 
 
 def draw_scenario(
@@ -89,31 +87,6 @@ def draw_scenario(
             random.choice((60.0, 120.0, 300.0)) if profile != "dying" else DURATION_OF_DYING_S
         ),
         inner_steps=random.choice((6, 8, 10)) if is_fixed else 0,
-    )
-
-
-def draw_attacked(
-    seed: int, attack: str, *, members: int | None = None, rounds: int | None = None
-) -> Scenario:
-    """Return the swarm that a seed stands for where an insider attacks: groups of 4 to 6 or 8."""
-    random = Random(f"attacked {seed}")
-    grid = random.choice(GRIDS_OF_ATTACKED)
-    if members is not None and members < math.prod(grid):
-        grid = GRIDS_OF_ATTACKED[0]
-    paths = math.prod(grid)
-    drawn_members = random.randint(8, 12) if paths > 1 else random.randint(4, 8)
-    drawn_rounds = random.randint(10, 14)
-    return Scenario(
-        seed=seed,
-        profile="attacked",
-        faults=(),
-        grid=grid,
-        private=False,
-        members=members or drawn_members,
-        rounds=rounds or drawn_rounds,
-        duration_s=random.choice((60.0, 120.0, 300.0)),
-        inner_steps=random.choice((6, 8)) if random.random() < 0.25 else 0,
-        attack=attack,
     )
 
 

@@ -26,7 +26,6 @@ from .trace import QUIET, name_of, shown
 Machine = Any
 Invariants = Any
 START_S = 1000.0
-MANY = 10_000
 STATE_BYTES, FILE_BYTES, SHARD_BYTES = 2_000_000, 130_000, 4_000_000
 # Held-out losses: of sound states, of others, and of what is worse by less than a check notices.
 SOUND_LOSS, POISONED_LOSS, FORGED_LOSS, SUBTLE_LOSS = 3.0, 11.0, 7.0, 3.3
@@ -57,12 +56,8 @@ class World:
     files: dict[str, File] = field(default_factory=dict)
     shard_holders: dict[int, dict[str, Machine]] = field(default_factory=dict)
     """Peers that have had the shard of a path; one may have lost its disk since."""
-    rounds: int = 0
-    """Rounds with faults or attacks."""
     revoked: set[str] = field(default_factory=set)
     """Identities whose rows do not count."""
-    downloads_at_once: tuple[int, int] = (MANY, MANY)
-    """That one peer makes, and of these from one source."""
 
     def __post_init__(self) -> None:
         self.grid = Grid(self.plan.model, self.plan.grid, self.plan.rounds.level_offsets)

@@ -1,22 +1,13 @@
-"""Insiders that lie: admitted peers that train like anybody, and do one thing wrong.
-
-Nobody can sign for another or make bytes that have a given hash, and what is not of an admitted
-peer no member hears of; so these are the lies that are left.
-"""
-
-from __future__ import annotations
+"""Liars: admitted peers that train like anybody, and do one thing wrong."""
 
 import hashlib
 from dataclasses import replace
-from typing import Any
 
-from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.member.actions import Action, Tell
+from dipaco.protocol.chain import Step
+from dipaco.protocol.member.actions import Tell
 from dipaco.protocol.view import max_contribution_tokens
-
-from .machine import Machine
-from .network import NO_ANSWER
-from .world import Content
+from dipaco.simulator.swarm.machine import Machine
+from dipaco.simulator.swarm.network import NO_ANSWER
 
 KINDS = (
     "brags",
@@ -31,7 +22,7 @@ KINDS = (
     "miscomputes",
 )
 FLOOD = 40
-_CONTENTS: dict[str, Content] = {"poisons": "poison", "sends garbage": "garbage"}
+CONTENTS = {"poisons": "poison", "sends garbage": "garbage"}
 
 
 class Liar(Machine):
@@ -39,25 +30,25 @@ class Liar(Machine):
 
     is_honest = False
 
-    def __init__(self, *given: Any, **options: Any) -> None:
+    def __init__(self, *given, **options):
         super().__init__(*given, **options)
         self.lies = self.world.engine.random.choice(KINDS)
-        self.content = _CONTENTS.get(self.lies, "good")
+        self.content = CONTENTS.get(self.lies, "good")
         self.world.say(self.peer, "!", self.lies)
 
-    def claimed(self, tokens: int, round_index: int) -> int:
+    def claimed(self, tokens, round_index):
         """Return how many tokens a row says: what was trained, or as many as are believed."""
         if self.lies not in ("brags", "alone"):
             return tokens
         return max_contribution_tokens(self.world.plan, self.believed_s - 1.0, round_index)
 
-    def seen_digest(self, head: Head) -> Head:
+    def seen_digest(self, head):
         """Return a state as this machine computes it."""
         if self.lies != "miscomputes":
             return head
         return replace(head, digest=hashlib.sha256((self.peer + head.step).encode()).hexdigest())
 
-    def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
+    def serve(self, caller, verb, content):
         """Answer a call, but give no file of its own away."""
         if self.lies == "silent" and verb in ("get", "state", "shard"):
             return None, NO_ANSWER
@@ -66,7 +57,7 @@ class Liar(Machine):
             return None, 0
         return super().serve(caller, verb, content)
 
-    def act(self, action: Action) -> None:
+    def act(self, action):
         """Carry out what its member wants, in its own way."""
         if not isinstance(action, Tell) or not action.peers:
             super().act(action)
@@ -85,7 +76,7 @@ class Liar(Machine):
         else:
             super().act(action)
 
-    def _other_row(self, row: Row, *, round_more: int = 0, parent: str = "") -> Row:
+    def _other_row(self, row, *, round_more=0, parent=""):
         """Return another contribution of its own in place of one."""
         if row.peer != self.peer:
             return row
@@ -97,13 +88,13 @@ class Liar(Machine):
         self.store.files.add(made.file)
         return made
 
-    def _tell_each(self, action: Tell, others: list[Row]) -> None:
+    def _tell_each(self, action, others):
         """Tell some peers of some rows, the others of others."""
         super().act(replace(action, peers=action.peers[::2]))
         if action.peers[1::2]:
             super().act(replace(action, peers=action.peers[1::2], rows=tuple(others)))
 
-    def _tell_many_steps(self, action: Tell) -> None:
+    def _tell_many_steps(self, action):
         """Tell every peer of a step that lacks another row."""
         *before, last = action.steps
         for number, peer in enumerate(action.peers):
