@@ -63,9 +63,11 @@ def options() -> argparse.Namespace:
 
 def final_loss(folder: Path, codec: str, seed: int, chosen: argparse.Namespace) -> float:
     """Train with a codec and return the held-out loss of the last states."""
-    codecs = {"contributions.codec": codec, "contributions.private_codec": None}
     outer = PLAIN if chosen.outer == "plain" else {}
-    run = ChangedRun(folder, {**codecs, **outer, "seed": RunFolder(folder).plan().seed + seed})
+    run = ChangedRun(
+        folder,
+        {"contributions.codec": codec, **outer, "seed": RunFolder(folder).plan().seed + seed},
+    )
     path_count = run.grid(run.plan()).path_count
     silent = SimulatorSettings(validation_sequences=0)
     scored = SimulatorSettings(validation_sequences=chosen.validation)

@@ -213,7 +213,7 @@ def alone_s(group: Group) -> dict[str, float]:
     plan = group.run.plan()
     rule = OuterRule.of(plan, group.run.shard_index(plan))
     state = group.run.genesis_state(plan, "L0.E0")
-    codec, size = rule.codec_of("L0.E0"), state.layout.size
+    codec, size = rule.codec, state.layout.size
     generator = torch.Generator().manual_seed(0)
     began = time.perf_counter()
     change = 1e-3 * torch.randn(size, generator=generator)
@@ -240,7 +240,7 @@ def measure(chosen: argparse.Namespace, report: Report) -> None:
     large = ModelConfig(**SHAPE, block_count=max(1, chosen.millions // BLOCK_MILLIONS))
     tiny = ModelConfig(**{**SHAPE, **TINY}, block_count=4)
     with scratch_folder() as folder:
-        beside = Group(folder, tiny, "int8", 4, chosen.device).measure(1)
+        beside = Group(folder, tiny, "float32", 4, chosen.device).measure(1)
     report.figures["tiny_model"] = beside
     for codec in chosen.codecs.split(","):
         for members in map(int, chosen.members.split(",")):

@@ -38,7 +38,6 @@ from parts.changed_run import ChangedRun, LossyReference, read_changes
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import layout_of
-from dipaco.protocol.grid import PRIVATE_LEVEL
 from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
 
 Figures = dict[str, Any]
@@ -139,8 +138,7 @@ def received_bytes(swarm: LossyReference) -> int:
     for module in grid.modules_of_path(0):
         trainers = sum(peer.path in grid.paths_of_module(module) for peer in swarm.peers)
         holders = max(trainers, min(plan.rounds.copies, len(swarm.peers)))
-        shared, private = plan.contributions.codecs
-        codec = CODECS[private if grid.level_of(module) == PRIVATE_LEVEL else shared]
+        codec = CODECS[plan.contributions.codec]
         total += (holders - 1) * codec.file_bytes(layout_of(grid, module).size)
     return total
 

@@ -122,7 +122,7 @@ class ProductRule(OuterRule):
         stepped = super().step(state, files, rows, round_index, paths)
         if len(files) < 2:
             return stepped
-        codec, size, layout = self.codec_of(state.module), state.layout.size, state.layout
+        codec, size, layout = self.codec, state.layout.size, state.layout
         scales = self.scales([contribution_norm(codec, data, size) for data in files])
         locals_ = [
             layout.views(state.parameters - scale * codec.decode(data, size))

@@ -149,7 +149,7 @@ class OneMember:
 
     def round_of(self, module: str, index: int) -> None:
         peer, name = self.peer, f"{index} {module} "
-        codec = self.rule.codec_of(module)
+        codec = self.rule.codec
         self.greatest = 0.0
         with self.phase(name + "train"):
             self.train()

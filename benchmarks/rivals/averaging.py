@@ -34,7 +34,7 @@ SIZE = parameter_counts(Grid(MODEL, GridConfig(modules_per_level=(1,))))["path"]
 COMPRESSIONS = ("none", "float16", "uniform8bit")
 # Those that know how many they are begin when all are there; others at the time they agreed on.
 THEIRS = (*((name, True) for name in COMPRESSIONS), ("float16", False))
-OUR_CODECS = ("int4", "int8")
+OUR_CODECS = ("int4",)
 ROUNDS = 4
 STEP_LIMIT_S = 90.0
 # Without these, which is its default, the others of a group wait for one that is gone for ever.

@@ -157,24 +157,6 @@ class Float32(Codec):
         raise AssertionError("there are no codes")
 
 
-class Int8(Codec):
-    """Blocks of 256, the greatest of a block is 127."""
-
-    name: CodecName = "int8"
-    block_values = 256
-    bits = 8
-
-    def _scales(self, blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.abs().amax(1).div_(127)
-
-    def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
-        return _rounded(blocks, scales, 127).to(torch.int8).numpy()
-
-    def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
-        count, begin = (last - first) * self.block_values, where + first * self.block_values
-        return torch.from_numpy(np.frombuffer(data, np.int8, count, begin).astype("f4"))
-
-
 class Int4(Codec):
     """Blocks of 64, the greatest of a block is 7; two codes a byte, each 8 more than its number."""
 
@@ -226,9 +208,7 @@ class Sign(Codec):
         return _unpacked(data, where, first, last, self.block_values, _TABLES[1])
 
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec for codec in (Float32(), Int8(), Int4(), Int2(), Sign())
-}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Int4(), Int2(), Sign())}
 
 
 def contribution_norm(codec: Codec, data: Data, values: int) -> float:

@@ -31,7 +31,6 @@ from .contributions import (
     pieces,
 )
 from .device import all_finite, own_pages
-from .layout import ModuleLayout
 from .state import ModuleState, PathProgress
 from .trimmed_mean import fp32
 
@@ -166,10 +165,10 @@ class OuterRule:
             sizes = {shard.path: shard.train_sequences for shard in index.paths}
         return cls(plan.contributions, plan.outer, sizes)
 
-    def codec_of(self, module: str) -> Codec:
-        """Return how contributions to a module are written."""
-        shared, private = self.contributions.codecs
-        return CODECS[private if module.startswith(PRIVATE_LEVEL) else shared]
+    @property
+    def codec(self) -> Codec:
+        """How contributions are written."""
+        return CODECS[self.contributions.codec]
 
     def outer_of(self, module: str) -> OuterConfig:
         """Return the outer optimizer of a module. One trainer's gradient is noisier than the
@@ -284,7 +283,7 @@ class OuterRule:
     ) -> Callable[[int, int], torch.Tensor]:
         """Return what gives the combined contributions from one value to another; the caller may
         change what it is given, until it asks for the next."""
-        codec, values = self.codec_of(state.module), state.layout.size
+        codec, values = self.codec, state.layout.size
         weights = self.weights(rows, Usual.of(state.progress, state.version))
         norms = [0.0] * len(files)
         if self.contributions.shorten and len(files) > 1:
@@ -312,11 +311,6 @@ class OuterRule:
     @property
     def _is_trimmed(self) -> bool:
         return self.contributions.combine == "trimmed_mean"
-
-
-def max_contribution_bytes(codec: Codec, layout: ModuleLayout) -> int:
-    """Return how long a contribution to a module of this layout is."""
-    return codec.file_bytes(layout.size)
 
 
 def advanced_progress(

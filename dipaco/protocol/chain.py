@@ -33,10 +33,10 @@ from .record_errors import MAX_COUNT, RecordError
 
 MAX_ROWS = 64
 MAX_ROUND = 2**31
-_ROW_PREFIX = b"dipaco-row/7\n"
-_MARK_PREFIX = b"dipaco-file/7\n"
-_STEP_PREFIX = b"dipaco-step/7\n"
-_GENESIS_PREFIX = b"dipaco-genesis/7\n"
+_ROW_PREFIX = b"dipaco-row/8\n"
+_MARK_PREFIX = b"dipaco-file/8\n"
+_STEP_PREFIX = b"dipaco-step/8\n"
+_GENESIS_PREFIX = b"dipaco-genesis/8\n"
 NAME_BYTES = 32
 # Of the mark at the beginning of a file.
 MARK_BYTES = 32

@@ -21,7 +21,7 @@ from pydantic import (
 
 from dipaco.base.errors import ConfigurationError, nearest_name
 
-CodecName = Literal["float32", "int8", "int4", "int2", "sign"]
+CodecName = Literal["float32", "int4", "int2", "sign"]
 # Of a module's file everybody waits for the last this long at most, and for a proposal this long.
 LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
@@ -349,9 +349,6 @@ class ContributionsConfig(Config):
     """How outer gradients are written (design 4.2, publish), and become one (design 4.3, step)."""
 
     codec: CodecName = Field("int4", description="How outer gradients are encoded.")
-    private_codec: CodecName | None = Field(
-        None, description="The same for modules of one path alone. Default: codec."
-    )
     shorten: bool = Field(
         True, description="Shorten contributions that are longer than the group's median."
     )
@@ -365,11 +362,6 @@ class ContributionsConfig(Config):
         description="trimmed_mean: share of the paths whose greatest values, and of those whose "
         "least values, are left out of a coordinate; rounded up, but one or two paths remain.",
     )
-
-    @property
-    def codecs(self) -> tuple[CodecName, CodecName]:
-        """The codec of shared modules and that of private ones."""
-        return self.codec, self.private_codec or self.codec
 
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)

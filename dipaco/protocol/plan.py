@@ -33,7 +33,7 @@ from .config import (
 
 PLAN_FORMAT: Final = "dipaco-plan/1"
 # Raised with whatever other peers can see, unless old peers ignore it by design.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 def protocol_remedy(theirs: int, ours: int = PROTOCOL_VERSION) -> str:

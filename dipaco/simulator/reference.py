@@ -144,7 +144,7 @@ class ReferenceSwarm:
             snapshot = trainer.snapshot(module)
             if snapshot.tokens:
                 rows.append(OuterRow(peer.path, peer.peer_id, snapshot.tokens))
-                files[peer.peer_id] = snapshot.encode(self._rule.codec_of(module))
+                files[peer.peer_id] = snapshot.encode(self._rule.codec)
         notes.sent_bytes += sum(map(len, files.values()))
 
         rows = self._gather(module, rows)

@@ -94,8 +94,8 @@ def test_lines_and_peers_that_are_expected():
         assert other.line_share == pytest.approx(20 * codec.line_share, abs=1e-3)
         assert other.mbit_per_s == codec.mbit_per_s
         assert codec.publish_s <= other.publish_s
-    assert fast.codecs["int8"].in_time
-    assert not slow.codecs["int8"].in_time  # one file takes longer than is waited for
+    assert fast.codecs["float32"].in_time
+    assert not slow.codecs["float32"].in_time  # one file takes longer than is waited for
     assert slow.codecs["int2"].in_time
     # With many peers a private module has trainers enough to be kept by.
     many = plan_figures(config, expected=Expected(256 * 5))

@@ -19,12 +19,11 @@ from dipaco.protocol.config import CodecName, ContributionsConfig, parse_config
 from support.runs.contribution_files import BITS, BLOCKS, made_file
 
 VALUES = 2 * CHUNK_VALUES + 300
-BYTES_A_VALUE = {"float32": 4, "int8": 1.01, "int4": 0.54, "int2": 0.27, "sign": 0.15}
-MAX_LOSS = {"float32": 0, "int8": 0.01, "int4": 0.16, "int2": 0.36, "sign": 0.61}
+BYTES_A_VALUE = {"float32": 4, "int4": 0.54, "int2": 0.27, "sign": 0.15}
+MAX_LOSS = {"float32": 0, "int4": 0.16, "int2": 0.36, "sign": 0.61}
 """Norm of what the encoding of normal numbers loses, as a share of their norm."""
 GOLDEN_DIGESTS = {
     "float32": "a463860e5223ef12b7e25c2a8a7ff797d23f105a529cc64ff725fc07d2563b8f",
-    "int8": "aada6aad8df38f8239430b2417b435e94b2b16f7d2d8a8d02a245c1456437dfe",
     "int4": "608fd5f18942f0096454373db607998ed021b3a8f5d54a69eb284a85dbe18a9d",
     "int2": "4d8cbbfedb113865b7fd044b8bdf8e258b0128f70cf219bd0d7ffb886e04ce92",
     "sign": "56dc329756331c6ad6c86c127e3b2de108b4c458fcd36fdd234ba93ba436149b",
@@ -49,12 +48,7 @@ def numbers_of(name, data, values):
     raw = data[2 * blocks :]
     for value in range(values):
         code = raw[value * bits // 8] >> value * bits % 8 & 2**bits - 1
-        number = {
-            "int8": code - 256 if code > 127 else code,
-            "int4": code - 8,
-            "int2": 2 * code - 3,
-            "sign": 2 * code - 1,
-        }[name]
+        number = {"int4": code - 8, "int2": 2 * code - 3, "sign": 2 * code - 1}[name]
         found[value] = float(np.float32(scales[value // width]) * np.float32(number))
     return found[:values]
 

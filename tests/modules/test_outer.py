@@ -22,7 +22,6 @@ from dipaco.modules.outer import (
     bounded_rows,
     canonical_rows,
     encode_in_place,
-    max_contribution_bytes,
 )
 from dipaco.modules.state import ModuleState, PathProgress
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
@@ -36,7 +35,6 @@ ROWS = canonical_rows([OuterRow(0, "a", 100), OuterRow(1, "b", 300)])
 GOLDEN_NORM = "0x1.b9eb6d909be22p+12"
 GOLDEN_DIGESTS = {
     "float32": "048fb7d367f9b3c4a77fb0db0d801bb36e9ccaa6fd8a016c233f31c3c4537f21",
-    "int8": "50f98e1df22874579809bba8fe870189595795d2f5c1167e3debfc95e53151a5",
     "int4": "f79f045b31dab5a2531d4cf0e606ea936a63c3b6e7c41b313a7ea62eb4524a57",
     "int2": "564b103d1939b7f383f8aa94e447db4fbc582805d4015ac7c9632a175563341d",
     "sign": "1d44273f11653dbb46e0916e3be6b4ec095fcb674e26215bddc22bcc27628c2f",
@@ -56,7 +54,7 @@ PLAIN = rule_of()
 
 
 def files_of(rule, *tensors):
-    return [rule.codec_of("L0.E0").encode(tensor) for tensor in tensors]
+    return [rule.codec.encode(tensor) for tensor in tensors]
 
 
 def drawn(seed, scale=1.0):
@@ -259,7 +257,7 @@ def test_a_path_without_sequences_has_no_weight():
 
 def naive_step(rule, state, tensors, weights):
     """Compute a step with NumPy, each operation rounded by itself."""
-    f, codec = np.float32, rule.codec_of(state.module)
+    f, codec = np.float32, rule.codec
     decoded = [codec.decode(codec.encode(tensor), tensor.numel()) for tensor in tensors]
     lengths = [math.sqrt(math.fsum(float(v) ** 2 for v in tensor)) for tensor in decoded]
     median = sorted(lengths)[(len(lengths) - 1) // 2]
@@ -388,13 +386,6 @@ def test_private_modules_take_an_outer_step_of_their_own():
         state = state_of(module=module)
         shared = other.step(replace(state, module="L0.E0"), files, row, 4)
         assert rule.step(state, files, row, 4).digest == replace(shared, module=module).digest
-
-
-def test_private_modules_may_have_a_codec_of_their_own():
-    rule = rule_of("int2", private_codec="float32")
-    assert [rule.codec_of(module).name for module in ("L0.E3", "P7")] == ["int2", "float32"]
-    assert rule_of("int2").codec_of("P7").name == "int2"
-    assert max_contribution_bytes(CODECS["float32"], LAYOUT) == 4 * SIZE
 
 
 def test_a_trimmed_mean_leaves_a_liar_out():

@@ -41,7 +41,7 @@ def lost(peer, row, trained):
     """Return what the encoding of a first contribution lost."""
     anchor = peer.genesis[MODULE].parameters
     data = peer.node.contributions.find(row.file).read_bytes()[MARK_BYTES:]
-    told = anchor - peer.node.rule.codec_of(MODULE).decode(data, anchor.numel())
+    told = anchor - peer.node.rule.codec.decode(data, anchor.numel())
     return trained - told
 
 

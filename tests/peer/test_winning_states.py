@@ -60,7 +60,7 @@ class Swarm:
     @property
     def reader(self):
         rule = SimpleNamespace(
-            codec_of=lambda module: SimpleNamespace(check=lambda data, values: None),
+            codec=SimpleNamespace(check=lambda data, values: None),
             step=lambda state, files, rows, round_index, paths: SimpleNamespace(
                 module=MODULE, digest=STEPS[-1].name, round_index=round_index
             ),

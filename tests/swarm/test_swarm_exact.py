@@ -28,16 +28,15 @@ def simulated(run_folder, out):
 
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
-    ("codec", "private", "is_open", "optimizer"),
-    [("float32", None, False, "adamw"), ("int4", "int8", True, "adamw"), ("sign", "int2", True, "muon")],
-    ids=["float32-invited", "int4-private-int8", "sign-private-int2-muon"],
+    ("codec", "private_blocks", "is_open", "optimizer"),
+    [("float32", (), False, "adamw"), ("int4", (0, 3), True, "adamw"), ("sign", (0, 3), True, "muon")],
+    ids=["float32-invited", "int4-private", "sign-private-muon"],
 )
-def test_four_peers_equal_the_reference(tmp_path, codec, private, is_open, optimizer):
+def test_four_peers_equal_the_reference(tmp_path, codec, private_blocks, is_open, optimizer):
     run = make_tiny_run(
         tmp_path / "run",
         codec=codec,
-        private_blocks=() if private is None else (0, 3),
-        contributions={} if private is None else {"private_codec": private},
+        private_blocks=private_blocks,
         inner_steps=STEPS,
         inner={"optimizer": optimizer},
         # A limit: rounds end when everybody is done, however long that takes.

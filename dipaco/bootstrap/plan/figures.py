@@ -33,7 +33,7 @@ from dipaco.peer.check.needs import (
     state_bytes,
 )
 from dipaco.protocol.chain import MAX_ROWS
-from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
+from dipaco.protocol.grid import Grid
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.protocol.plan import BaseFile, BaseSource, RunBlobs
@@ -328,9 +328,6 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
     # A keeper of a copy follows the steps: it fetches the contributions too.
     others = max(trainers, min(config.rounds.copies, peers)) - 1
     files = {name: codec.file_bytes(layout.size) for name, codec in CODECS.items()}
-    own = config.contributions.codec
-    if level == PRIVATE_LEVEL:
-        own = config.contributions.private_codec or own
     return LevelFigures(
         level=level,
         modules=len(modules),
@@ -340,7 +337,7 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
         parameters=layout.size,
         state_bytes=state_bytes(grid, level),
         holds=_holds(layout),
-        codec=own,
+        codec=config.contributions.codec,
         file_bytes=files,
         moved_bytes={name: others * count for name, count in files.items()},
     )

@@ -12,7 +12,7 @@ import math
 from typing import Protocol
 
 from dipaco.base.progress import shown_bytes
-from dipaco.modules.contributions import CODECS, Codec
+from dipaco.modules.contributions import CODECS
 from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes, split_parameter_count
 from dipaco.modules.layout import layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.memory import (
@@ -152,14 +152,6 @@ def moments_bytes(run: Run, path_parameters: int, optimizer: str = "adamw") -> i
     return FP32_BYTES * matrices + ADAMW_BYTES[optimizer] * (path_parameters - matrices)
 
 
-def codec_of(run: Run, level: str) -> Codec:
-    """Return the codec of the contributions to a level's modules."""
-    named = run.contributions.codec
-    if level == PRIVATE_LEVEL:
-        named = run.contributions.private_codec or named
-    return CODECS[named]
-
-
 def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, int]:
     """Return what a peer holds beside its device, fp32, if all that can happen happens at once.
 
@@ -193,7 +185,7 @@ def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
 
 def file_bytes(run: Run, grid: Grid, level: str) -> int:
     """Return the most bytes of one contribution to a level's module."""
-    return codec_of(run, level).file_bytes(layout_of(grid, level).size)
+    return CODECS[run.contributions.codec].file_bytes(layout_of(grid, level).size)
 
 
 def sent_bytes(run: Run, grid: Grid) -> int:

@@ -164,7 +164,7 @@ class WinningStates:
         finally:
             path.unlink(missing_ok=True)
         try:
-            node.rule.codec_of(row.module).check(data, layout_of(node.grid, row.module).size)
+            node.rule.codec.check(data, layout_of(node.grid, row.module).size)
         except DipacoError as error:
             raise IntegrityError(f"a file of {row.peer} is not a contribution: {error}") from None
         return data

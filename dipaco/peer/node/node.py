@@ -17,8 +17,9 @@ from dipaco.base.errors import ProtocolVersionError, StorageError
 from dipaco.base.files import atomic_write, remove_stale_temporaries, set_by
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
+from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import layout_of
-from dipaco.modules.outer import OuterRule, max_contribution_bytes
+from dipaco.modules.outer import OuterRule
 from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contact.clock import Clock
@@ -323,8 +324,8 @@ def _follow_contributors(
 
 def max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
     """Return the most bytes that a contribution to a module may have."""
-    codec = OuterRule.of(plan, None).codec_of(module)
-    return MARK_BYTES + max_contribution_bytes(codec, layout_of(grid, module))
+    codec = CODECS[plan.contributions.codec]
+    return MARK_BYTES + codec.file_bytes(layout_of(grid, module).size)
 
 
 def make_folder(path: Path) -> None:

@@ -167,7 +167,7 @@ class OuterSteps:
             reason = "the local parameters are no longer numbers"
             self._report(e.Failed(action, reason, is_final=True))
             return
-        data = snapshot.encode(node.rule.codec_of(module))
+        data = snapshot.encode(node.rule.codec)
         unnamed = Row(
             module,
             action.round_index,
@@ -208,7 +208,7 @@ class OuterSteps:
         """Raise `IntegrityError` when a file is no contribution to its module."""
         node = self._node
         values = layout_of(node.grid, row.module).size
-        node.rule.codec_of(row.module).check(_mapped(file)[MARK_BYTES:], values)
+        node.rule.codec.check(_mapped(file)[MARK_BYTES:], values)
 
     # -- compute
 

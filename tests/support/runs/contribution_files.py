@@ -4,8 +4,8 @@ import struct
 
 from .exact_numbers import square_roots
 
-BLOCKS = {"int8": 256, "int4": 64, "int2": 128, "sign": 128}
-BITS = {"int8": 8, "int4": 4, "int2": 2, "sign": 1}
+BLOCKS = {"int4": 64, "int2": 128, "sign": 128}
+BITS = {"int4": 4, "int2": 2, "sign": 1}
 
 
 def made_file(codec, values, variant=0):
