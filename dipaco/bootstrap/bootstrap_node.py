@@ -33,10 +33,12 @@ from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.view import present_round
 from dipaco.routing.run_folder import RunFolder
 
-from .archive import Archive, Archivist
-from .settings import ServeSettings
+from .bootstrap_settings import ServeSettings
 
 logger = logging.getLogger("dipaco.bootstrap.bootstrap_node")
+
+# Between two looks at the swarm, at most; what has changed is shown.
+LOOK_PERIOD_S = 30.0
 
 
 def run(settings: ServeSettings) -> int:
@@ -122,14 +124,9 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
     shell = Shell(running, as_mailbox)
     looking = background.thread(
         "look",
-        lambda: _refresh_until_stopped(node, refresher, settings, display, stopping),
+        lambda: _look_until_stopped(node, refresher, settings, display, stopping),
     )
     looking.start()
-    if settings.archive is not None:
-        archive = Archive(settings.archive, settings.archive_copies)
-        archivist = Archivist(archive, node, display.say)
-        period_s = settings.archive_period_s
-        background.thread("archive", lambda: archivist.run(period_s, stopping)).start()
     try:
         shell.run()
     finally:
@@ -148,7 +145,7 @@ def _of_predecessor(node: Node) -> str:
     return f"this run succeeds {before}; its peers move here when their round has ended"
 
 
-def _refresh_until_stopped(
+def _look_until_stopped(
     node: Node,
     refresher: Refresher,
     settings: ServeSettings,
@@ -158,7 +155,7 @@ def _refresh_until_stopped(
     """Show the state of the swarm when it is another; look up a random key so that dead peers leave
     the routing."""
     said = ""
-    while not stopping.wait(settings.refresh_period_s):
+    while not stopping.wait(min(LOOK_PERIOD_S, refresher.period_s)):
         try:
             node.directory.look_up_random_key(random.getrandbits(64))
             view = refresher.view

@@ -365,7 +365,7 @@ def test_another_version_of_the_protocol(tmp_path):
     sign_tiny_run(run, run.plan().model_copy(update={"protocol_version": PROTOCOL_VERSION + 1}))
     program = (
         "import sys, dipaco.protocol.plan as plan; plan.PROTOCOL_VERSION += 1; "
-        "from dipaco.bootstrap.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from dipaco.bootstrap.bootstrap_command import main; sys.exit(main(sys.argv[1:]))"
     )
     serve = ["serve", str(run.path), "--host-maddrs", LOOPBACK]
     said = f"'future' speaks protocol {PROTOCOL_VERSION + 1}"

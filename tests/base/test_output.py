@@ -55,7 +55,7 @@ def test_peers_and_nodes_outlive_their_terminal(tmp_path):
     # Under nohup it is ignored, and what is started there keeps that.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with Swarm(tmp_path, run) as swarm:
-        node = swarm.start_bootstrap("--refresh-period-s", "1", terminal=slave)
+        node = swarm.start_bootstrap(terminal=slave)
         peer = swarm.start_peer(node, terminal=slave)
         os.close(slave)
         seen = b""

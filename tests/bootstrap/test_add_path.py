@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
-from dipaco.bootstrap import cli
+from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
@@ -35,7 +35,7 @@ def write_documents(file, language, count=40):
 
 
 def add(old, out, *files, options=()):
-    return cli.main([
+    return bootstrap_command.main([
         "prepare", "--from", str(old), "--add-path", *map(str, files), "--out", str(out),
         "--device", "cpu", "--threads", "1", *options,
     ])  # fmt: skip
@@ -192,7 +192,7 @@ def test_a_second_path_is_added_to_a_run_with_an_added_one(new, tmp_path, capsys
 def refused(error, capsys, *words):
     """Return the one line with which a command is refused."""
     capsys.readouterr()
-    assert cli.main(["prepare", *map(str, words)]) == error.exit_code
+    assert bootstrap_command.main(["prepare", *map(str, words)]) == error.exit_code
     [line] = capsys.readouterr().err.splitlines()
     return line
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from dipaco.base.progress import shown_bytes
-from dipaco.bootstrap.cli import main
+from dipaco.bootstrap.bootstrap_command import main
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.plan.figures import Expected, plan_figures
 from dipaco.bootstrap.plan.traffic import BOOTSTRAP_NODE, CLOSED_VOLUNTEER, KEEPER, MAILBOX, VOLUNTEER

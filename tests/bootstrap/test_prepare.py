@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
 from dipaco.base.progress import StageProgress
-from dipaco.bootstrap import cli
+from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.invite import LIST_FILE
 from dipaco.bootstrap.preparing import prepare as prepare_module
@@ -408,12 +408,12 @@ def test_the_examples_are_valid(name, levels):
 
 def test_command_line(tmp_path, capsys, prepared):
     folder, run, _ = prepared
-    assert cli.main(["prepare", str(tmp_path / "no.toml"), "--out", str(tmp_path)]) == 3
+    assert bootstrap_command.main(["prepare", str(tmp_path / "no.toml"), "--out", str(tmp_path)]) == 3
     error = capsys.readouterr().err
     assert error.startswith("error: there is no")
     assert len(error.splitlines()) == 1
     arguments = ["prepare", str(folder / "RUN.toml"), "--out", str(run.path), "--device", "cpu"]
-    assert cli.main([*arguments, "--threads", "0"]) == 3
-    assert cli.main([*arguments[:-1], "tpu9"]) == 3
-    assert cli.main(arguments) == 0
+    assert bootstrap_command.main([*arguments, "--threads", "0"]) == 3
+    assert bootstrap_command.main([*arguments[:-1], "tpu9"]) == 3
+    assert bootstrap_command.main(arguments) == 0
     assert "Everything is done already" in capsys.readouterr().out

@@ -18,7 +18,7 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import sha256_of_file
 from dipaco.base.progress import shown_bytes
-from dipaco.bootstrap import cli as bootstrap_cli
+from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.display import show_figures
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan.figures import Expected, plan_figures
@@ -163,7 +163,7 @@ def test_a_changed_base_is_refused(hub, tmp_path, capsys):
     with pytest.raises(IntegrityError, match="is not the base of this run"):
         run.path_model(plan)
     # Nor is it served: newcomers would fetch it again and again.
-    assert bootstrap_cli.main(["serve", str(tmp_path / "copy")]) == IntegrityError.exit_code
+    assert bootstrap_command.main(["serve", str(tmp_path / "copy")]) == IntegrityError.exit_code
     assert f"error: {file} is damaged" in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.bootstrap import cli
+from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.modules.marked_tokens import plain_tokens
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
@@ -144,7 +144,7 @@ def test_a_plan_looks_at_the_first_chats(tmp_path, capsys):
     rows = chat_rows(8)
     rows[3]["messages"] = rows[3]["messages"][:2]
     toml = write_chats(tmp_path, rows, CHATML)
-    assert cli.main(["plan", str(toml)]) == 0
+    assert bootstrap_command.main(["plan", str(toml)]) == 0
     found = re.search(
         r"Of the ([0-9,]+) tokens of the first 32 chats, 1 of them left out, ([0-9,]+) are learned",
         capsys.readouterr().out,
@@ -159,7 +159,7 @@ def test_a_path_is_added_to_a_run_of_chats(tmp_path, capsys, recwarn):
     documents = tmp_path / "new.jsonl"
     documents.write_text("".join(json.dumps(row) + "\n" for row in chat_rows(12)[36:]))
     added = ["--from", str(folder.path), "--add-path", str(documents), "--allow-genesis"]
-    assert cli.main(["prepare", *added, "--out", str(tmp_path / "next"), "--device", "cpu"]) == 0
+    assert bootstrap_command.main(["prepare", *added, "--out", str(tmp_path / "next"), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert re.search(r"The router sends \d+% of its documents to it\n", said)
     assert not [warning for warning in recwarn if warning.category is RuntimeWarning]

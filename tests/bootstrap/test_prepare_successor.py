@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
-from dipaco.bootstrap import cli
+from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.preparing import local_scores
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
@@ -350,11 +350,11 @@ def test_a_broken_genesis_is_refused(chain, spoil, message):
 def test_command_line(chain, tmp_path, capsys):
     folder = chain["dense"].parent
     arguments = ["prepare", str(folder / "kmeans.toml"), "--out", str(tmp_path / "out")]
-    assert cli.main([*arguments, "--from", str(chain["dense"]), "--device", "cpu"]) == 0
+    assert bootstrap_command.main([*arguments, "--from", str(chain["dense"]), "--device", "cpu"]) == 0
     assert "Genesis: validation perplexity" in capsys.readouterr().out
     run = RunFolder(tmp_path / "out")
     assert run.plan().blobs == RunFolder(chain["kmeans"]).plan().blobs
-    assert cli.main([*arguments, "--from", str(tmp_path / "none")]) == StorageError.exit_code
+    assert bootstrap_command.main([*arguments, "--from", str(tmp_path / "none")]) == StorageError.exit_code
     assert "is not a run folder" in capsys.readouterr().err
-    assert cli.main([*arguments, "--initial-peers", ADDRESS]) == ConfigurationError.exit_code
+    assert bootstrap_command.main([*arguments, "--initial-peers", ADDRESS]) == ConfigurationError.exit_code
     assert "give its folder with --from" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError, NetworkError, StorageError
-from dipaco.bootstrap import cli
+from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.preparing import prepare as prepare_module
 from dipaco.bootstrap.preparing import token_stage
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
@@ -105,7 +105,7 @@ def test_what_a_worker_raises_and_its_death_are_told():
 
 def test_flags(folder, tmp_path, capsys):
     arguments = ["prepare", str(folder / "RUN.toml"), "--out", str(tmp_path)]
-    code = cli.main([*arguments, "--workers", "2", "--dask", "tcp://127.0.0.1:1"])
+    code = bootstrap_command.main([*arguments, "--workers", "2", "--dask", "tcp://127.0.0.1:1"])
     assert code == ConfigurationError.exit_code
     assert "give one of them" in capsys.readouterr().err
 

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dipaco.base.settings_file import CONFIG_VARIABLE
-from dipaco.bootstrap import cli as bootstrap_cli
+from dipaco.bootstrap import bootstrap_command
 from dipaco.peer import peer_command
 from support.programs.commands import ROOT, options_of, parsers
 
@@ -112,7 +112,7 @@ def test_the_settings_files_are_ones(tmp_path):
         parsed = command.parse([*words, "--config", str(file)])
         return parsed._command.read(parsed)
 
-    for command, words in ((peer_command.COMMAND, []), (bootstrap_cli.COMMAND, ["serve", "run"])):
+    for command, words in ((peer_command.COMMAND, []), (bootstrap_command.COMMAND, ["serve", "run"])):
         assert read(command, words, DEPLOY / "config.toml").port == 31337
     image, notebook = tmp_path / "image.toml", tmp_path / "notebook.toml"
     [of_image] = re.findall(r"printf '(.*)' >", (DEPLOY / "Dockerfile").read_text())

@@ -238,7 +238,7 @@ def test_the_check_leaves_alone(text, tmp_path):
 def test_no_unused_handler_of_hivemind_is_served():
     """Its averager would send anybody the state, and read streams of any length for a group."""
     script = (
-        "import dipaco.peer.training_peer, dipaco.bootstrap.cli\n"
+        "import dipaco.peer.training_peer, dipaco.bootstrap.bootstrap_command\n"
         "from hivemind.p2p import ServicerBase\n"
         "def below(kind):\n"
         "    for each in kind.__subclasses__():\n"

@@ -19,7 +19,7 @@ from dipaco.base.errors import (
     NetworkError,
     StorageError,
 )
-from dipaco.base.files import atomic_write, storage_errors
+from dipaco.base.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, read_state, read_state_summary
@@ -72,11 +72,16 @@ class Predecessor:
     ) -> None:
         """Fetch the newest state of every module of the live swarm into `folder`, once.
 
+        `folder/RUN` becomes a run folder like this one, with these states.
+
         A module that nobody serves is copied from the run's own folder. Raises the error of the
         step of joining that failed.
         """
         fetched = RunFolder(folder / self.plan.run_id)
         atomic_write(fetched.manifest_path, self.manifest.envelope)
+        for sha256 in self.folder.blob_names(self.plan):
+            if self.folder.blobs.has(sha256):
+                link_or_copy(self.folder.blobs.path(sha256), fetched.blobs.path(sha256))
         marker = folder / "states-taken"
         if marker.is_file() and marker.read_text().startswith(self.plan.run_id):
             say(f"states: fetched earlier from the swarm; to fetch newer ones, remove {marker}")

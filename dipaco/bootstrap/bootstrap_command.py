@@ -12,7 +12,7 @@ import sys
 
 from dipaco.base.command_line import Command, Program
 
-from .settings import (
+from .bootstrap_settings import (
     InviteSettings,
     PlanSettings,
     PrepareSettings,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dipaco.bootstrap.cli import COMMAND
+from dipaco.bootstrap.bootstrap_command import COMMAND
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 

@@ -209,26 +209,3 @@ class ServeSettings(NodeSettings):
         int,
         Option("TCP port to listen on; 0 takes a free one", "PORT", least=0, most=65535),
     ] = 31337
-    refresh_period_s: Annotated[
-        float,
-        Option(
-            "seconds between looks at the swarm; what has changed is printed",
-            "S",
-            least=0.1,
-            most=3600,
-        ),
-    ] = 30.0
-    archive: Annotated[
-        Path | None,
-        Option("keep dated copies of all states in DIR, for when every peer is gone", "DIR"),
-    ] = None
-    archive_period_s: Annotated[
-        float, Option("seconds between two copies", "S", least=1, most=1e9)
-    ] = 3600.0
-    archive_copies: Annotated[int, Option("copies that are kept", "N", least=1, most=1000)] = 3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = self.archive_period_s != 3600.0 or self.archive_copies != 3
-        if given and self.archive is None:
-            raise ConfigurationError("--archive-... needs --archive DIR; give the folder")
