@@ -25,19 +25,16 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from dipaco.base.byte_buckets import ByteBuckets
+from dipaco.base.token_bucket import Budget
 from dipaco.protocol.admission import Gate
+from dipaco.protocol.allowances import DHT_ANSWERS, Standing
 from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.record_errors import RecordError
 
 NODE_ID_BYTES = DHTID.HASH_NBYTES
-# What all who are not admitted are answered together, and each who is: at once, and a second.
-STRANGERS_BURST_BYTES, STRANGERS_BYTES_S = 2.0**22, 2.0**18
-MEMBER_BURST_BYTES, MEMBER_BYTES_S = 2.0**25, 2.0**21
 # Of those that were asked for their admission and had none, how many are not asked again, and
 # for how long.
 REMEMBERED_STRANGERS, STRANGER_S = 4096, 60.0
-_STRANGERS = "strangers"
 
 
 def node_id_of(peer_id: PeerID) -> DHTID:
@@ -63,8 +60,7 @@ class Company:
         self.is_client = False
         """It asks others not to ask it: they cannot call it."""
         self._strangers: OrderedDict[str, float] = OrderedDict()
-        self._of_strangers = ByteBuckets(STRANGERS_BURST_BYTES, STRANGERS_BYTES_S, monotonic)
-        self._of_members = ByteBuckets(MEMBER_BURST_BYTES, MEMBER_BYTES_S, monotonic)
+        self._answered = Budget(DHT_ANSWERS, monotonic)
 
     # -- who is in
 
@@ -128,18 +124,14 @@ class Company:
 
     def may_be_answered(self, peer_id: PeerID) -> bool:
         """Tell whether there is anything left of what a peer, or all strangers, may be answered."""
-        buckets, name = self._bucket_of(peer_id)
-        return buckets.wait_s(name, 0) == 0.0
+        return self._answered.has_some(self._standing(peer_id), peer_id.to_base58())
 
     def note_answer(self, peer_id: PeerID, size_bytes: int) -> None:
         """Count an answer."""
-        buckets, name = self._bucket_of(peer_id)
-        buckets.take(name, size_bytes)
+        self._answered.take(self._standing(peer_id), peer_id.to_base58(), size_bytes)
 
-    def _bucket_of(self, peer_id: PeerID) -> tuple[ByteBuckets, str]:
-        if self.knows(peer_id):
-            return self._of_members, peer_id.to_base58()
-        return self._of_strangers, _STRANGERS
+    def _standing(self, peer_id: PeerID) -> Standing:
+        return Standing.ADMITTED if self.knows(peer_id) else Standing.STRANGER
 
 
 def wants_to_be_asked(said: bytes) -> bool:

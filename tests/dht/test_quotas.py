@@ -14,12 +14,13 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from dipaco.base.byte_buckets import ByteBuckets
+from dipaco.base.token_bucket import Budget, Rate, Rates
 from dipaco.dht import bounded_protocol, quotas
 from dipaco.dht.company import Company
 from dipaco.dht.quotas import KEY_BYTES, KEY_RECORDS, OTHER_MANIFESTS, QUOTAS, HeldRecords, KnownRun
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.protocol.admission import AWAY_S, Gate
+from dipaco.protocol.allowances import ADMITTED, STRANGER
 from dipaco.protocol.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.manifest import operator_fingerprint, sign_manifest
@@ -183,6 +184,15 @@ def test_bytes_count_and_expired_records_make_room(records, monkeypatch):
     assert not records._of_owner.keys() - {(owner(9), "progress")}
 
 
+def test_a_record_is_renewed_under_a_key_that_is_full_to_the_last_byte(records, monkeypatch):
+    subkey_bytes = len(record_subkey("progress", RUN_ID, "0", owner(1)))
+    value = MSGPackSerializer.dumps({"admission": bytes(10_000)}) + bytes(64)
+    monkeypatch.setattr(quotas, "KEY_BYTES", 3 * (subkey_bytes + len(value)))
+    assert [store(records, "progress", "0", n, value=value) for n in range(4)] == [True] * 3 + [False]
+    assert store(records, "progress", "0", 1, value=value, expires_s=NOW + 61)
+    assert not store(records, "progress", "0", 1, value=value[:9] + b"?" + value[9:], expires_s=NOW + 62)
+
+
 def test_a_record_that_is_renewed_for_ever_takes_no_more_memory(records):
     for step in range(2_000):
         assert store(records, "peers", "0", 1, expires_s=NOW + 60 + step / 1000)
@@ -329,7 +339,9 @@ def test_all_strangers_together_are_answered_so_much():
     key = record_key("progress", RUN_ID, "0")
     assert len(node.find(key).popitem()[1].data) == 20
     node.company.open((Gate(RUN_ID, bytes(32)),))
-    node.company._of_strangers = ByteBuckets(3e5, 1.0)
+    node.company._answered = Budget(
+        Rates({STRANGER: Rate(1e9, 1.0), ADMITTED: Rate(1e9, 1.0)}, {STRANGER: Rate(3e5, 1.0)})
+    )
     assert len(node.find(key).popitem()[1].data) == 20
     assert len(node.find(key).popitem()[1].data) == 20
     with pytest.raises(ValueError, match="answered enough"):

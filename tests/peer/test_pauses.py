@@ -258,7 +258,7 @@ def test_what_was_sent_is_a_reason_until_the_next_month_or_hour(tmp_path):
 
 @pytest.mark.parametrize("count", ["Infinity", "-Infinity", "NaN", "1e400", '"many"', "null", "[]"])
 def test_a_count_of_what_was_sent_that_is_none_begins_anew(tmp_path, count):
-    (tmp_path / "upload.json").write_text(f'{{"month": "2026-01", "bytes": {count}}}')
+    (tmp_path / "upload.json").write_text(f'{{"month": ["2026-01", {count}], "hour": 5}}')
     now = datetime(2026, 1, 31)
     assert UploadBudget(tmp_path, Uplink(), gb_month=3.0, now=lambda: now).reason() == ""
 

@@ -19,14 +19,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from dipaco.base.byte_buckets import ByteBuckets
 from dipaco.base.errors import DipacoError, IntegrityError
 from dipaco.base.repetition import Complaints
+from dipaco.base.token_bucket import Budget
 from dipaco.peer.exchange.contact.hello import Greeting
 from dipaco.peer.exchange.contact.reachability import CallingBack
 from dipaco.peer.exchange.files.content import OpenContent, opened
 from dipaco.peer.exchange.files.contribution_files import PUT_PREFIX, ContributionFiles
-from dipaco.peer.exchange.streams.limits import Bounds, Slot, Slots, Standing
 from dipaco.peer.exchange.streams.loop_thread import run_blocking
 from dipaco.peer.exchange.streams.messages import (
     MAX_REQUEST_BYTES,
@@ -48,7 +47,16 @@ from dipaco.peer.exchange.streams.messages import (
     framed,
     read_frame,
 )
+from dipaco.peer.exchange.streams.places import Place, Places
 from dipaco.peer.exchange.streams.transport import Stream, Transport
+from dipaco.protocol.allowances import (
+    ASKED,
+    REQUEST_COST_BYTES,
+    SENT,
+    STREAMS,
+    UPLOADS,
+    Standing,
+)
 from dipaco.protocol.chain import Row
 from dipaco.protocol.member.events import Told
 
@@ -57,17 +65,10 @@ from .served_run import NO_ANSWER, ServedRun
 logger = logging.getLogger("dipaco.peer.exchange.responder")
 
 REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
-STREAMS = Bounds(max_total=256, max_per_peer=16, max_strangers=64, max_per_stranger=4, grace_s=5)
-UPLOADS = Bounds(max_total=16, max_per_peer=4, max_strangers=6, max_per_stranger=2, grace_s=20)
 RETRY_AFTER_S = 1.0
 READ_BYTES, CHUNK_BYTES = 2**20, 2**17
-# What one peer is sent: so much at once, and so much a second. A state of 400 MB takes less than
-# a minute.
-BURST_BYTES, RATE_BYTES_S, LONGEST_WAIT_S = 2.0**29, 2.0**24, 60.0
-# What one peer makes us do, by the bytes of what it asks; also a short request costs some.
-ASKED_BURST_BYTES, ASKED_RATE_BYTES_S, REQUEST_COST_BYTES = 2.0**22, 2.0**16, 512
-# All who are not admitted have one such bucket together, beside their own.
-STRANGERS = "strangers"
+# A request that would be answered later than this is not answered.
+LONGEST_WAIT_S = 60.0
 # A file that is put has to come at this rate at least.
 LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
 COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 256
@@ -83,9 +84,8 @@ class Responder:
         self.on_told: Callable[[Told], None] = lambda told: None
         """Hears what good rows and steps another peer tells. Returns at once."""
         self._calling = CallingBack()
-        self._streams, self._uploads = Slots(STREAMS), Slots(UPLOADS)
-        self._sent = ByteBuckets(BURST_BYTES, RATE_BYTES_S)
-        self._asked = ByteBuckets(ASKED_BURST_BYTES, ASKED_RATE_BYTES_S)
+        self._streams, self._uploads = Places(STREAMS), Places(UPLOADS)
+        self._asked, self._sent = Budget(ASKED), Budget(SENT)
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
 
     @property
@@ -108,16 +108,16 @@ class Responder:
         standing = self._standing(stream.peer)
         # What this peer tells and asks by itself comes first.
         stream.rank = Standing.CONTRIBUTOR - standing
-        slot = self._streams.take(stream.peer, standing, stream.abort)
-        if slot is None:
+        place = self._streams.take(stream.peer, standing, stream.abort)
+        if place is None:
             stream.abort()
             return
         try:
             data = await asyncio.wait_for(read_frame(stream, MAX_REQUEST_BYTES), REQUEST_TIMEOUT_S)
             received_s = self.system_time()
-            slot.moved(len(data))
+            place.moved(len(data))
             await self._pay(self._asked, stream.peer, len(data) + REQUEST_COST_BYTES)
-            await self._answer(stream, decode_request(data), received_s, slot)
+            await self._answer(stream, decode_request(data), received_s, place)
             await asyncio.wait_for(stream.read(1), CLOSE_TIMEOUT_S)
             stream.close()
         except MessageError as error:
@@ -131,16 +131,14 @@ class Responder:
             stream.abort()  # Or the other side waits for as long as it may.
             raise
         finally:
-            self._streams.give_back(slot)
+            self._streams.give_back(place)
 
-    async def _pay(self, buckets: ByteBuckets, peer: str, count: int) -> None:
+    async def _pay(self, budget: Budget[Standing], peer: str, count: int) -> None:
         """Wait until a peer may have so much. Raises `TimeoutError` when that takes too long."""
-        await buckets.pay(peer, count, LONGEST_WAIT_S)
-        if self._standing(peer) is Standing.STRANGER:
-            await buckets.pay(STRANGERS, count, LONGEST_WAIT_S)
+        await budget.pay(self._standing(peer), peer, count, LONGEST_WAIT_S)
 
     async def _answer(
-        self, stream: Stream, request: Request, received_s: float, slot: Slot
+        self, stream: Stream, request: Request, received_s: float, place: Place
     ) -> None:
         match request:
             case HelloRequest():
@@ -157,9 +155,9 @@ class Responder:
             case AskRequest():
                 await self._reply(stream, await run_blocking(self._asked_for, request))
             case GetRequest():
-                await self._get(stream, request, slot)
+                await self._get(stream, request, place)
             case PutRequest():
-                await self._put(stream, request, slot)
+                await self._put(stream, request, place)
 
     def _told(self, peer: str, request: TellRequest) -> Told | None:
         return None if self.run is None else self.run.told(peer, request)
@@ -185,7 +183,7 @@ class Responder:
 
     # -- get
 
-    async def _get(self, stream: Stream, request: GetRequest, slot: Slot) -> None:
+    async def _get(self, stream: Stream, request: GetRequest, place: Place) -> None:
         upload = None
         if self._transport.uplink.serves:
             upload = self._uploads.take(stream.peer, self._standing(stream.peer), stream.abort)
@@ -201,12 +199,12 @@ class Responder:
                     await self._reply(stream, beyond)
                 else:
                     await self._reply(stream, GetReply(status="ok", total_bytes=content.size_bytes))
-                    await self._send(content, request.offset, stream, (slot, upload))
+                    await self._send(content, request.offset, stream, (place, upload))
         finally:
             self._uploads.give_back(upload)
 
     async def _send(
-        self, content: OpenContent, offset: int, stream: Stream, slots: tuple[Slot, Slot]
+        self, content: OpenContent, offset: int, stream: Stream, places: tuple[Place, Place]
     ) -> None:
         while offset < content.size_bytes:
             data = await content.read(offset, min(READ_BYTES, content.size_bytes - offset))
@@ -219,28 +217,28 @@ class Responder:
                 await self._pay(self._sent, stream.peer, len(chunk))
                 waited_s = time.monotonic() - began_s
                 waited_s += await stream.write(chunk, WRITE_TIMEOUT_S)
-                for slot in slots:
-                    slot.excuse(waited_s)
-                    slot.moved(len(chunk))
+                for place in places:
+                    place.excuse(waited_s)
+                    place.moved(len(chunk))
             offset += len(view)
 
     # -- put
 
-    async def _put(self, stream: Stream, request: PutRequest, slot: Slot) -> None:
+    async def _put(self, stream: Stream, request: PutRequest, place: Place) -> None:
         run = self.run
         row = None if run is None else await run_blocking(run.row_to_store, stream.peer, request)
         if run is None or row is None or run.contributions is None:
             await self._reply(stream, PutReply(status="refused"))
             return
         try:
-            status = await self._take_file(stream, run.contributions, row, slot)
+            status = await self._take_file(stream, run.contributions, row, place)
         finally:
             # The caller does not tell this peer of the row besides, and another may have the file.
             self.on_told(Told(stream.peer, row.module, (row,)))
         await self._reply(stream, PutReply(status=status))
 
     async def _take_file(
-        self, stream: Stream, files: ContributionFiles, row: Row, slot: Slot
+        self, stream: Stream, files: ContributionFiles, row: Row, place: Place
     ) -> Literal["stored", "refused", "full"]:
         if await run_blocking(files.find, row.file) is not None:
             return "stored"
@@ -249,13 +247,13 @@ class Responder:
         try:
             await self._reply(stream, PutReply(status="send"))
             limit_s = PUT_GRACE_S + row.bytes / LEAST_PUT_BYTES_S
-            is_stored = await asyncio.wait_for(_receive(stream, files, row, slot), limit_s)
+            is_stored = await asyncio.wait_for(_receive(stream, files, row, place), limit_s)
         finally:
             files.release(row)
         return "stored" if is_stored else "refused"
 
 
-async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slot) -> bool:
+async def _receive(stream: Stream, files: ContributionFiles, row: Row, place: Place) -> bool:
     """Write what is put to the disk; returns whether it is what the row names."""
     handle, name = await run_blocking(_scratch, files)
     hasher, left, path = hashlib.sha256(), row.bytes, Path(name)
@@ -266,7 +264,7 @@ async def _receive(stream: Stream, files: ContributionFiles, row: Row, slot: Slo
                 if not data:
                     return False
                 left -= len(data)
-                slot.moved(len(data))
+                place.moved(len(data))
                 hasher.update(data)
                 await run_blocking(file.write, data)
         if hasher.hexdigest() != row.file:

@@ -74,7 +74,7 @@ async def test_who_was_slow_comes_last_and_who_delivered_first():
         await queue.give_back(name)
     assert queue.served[-1] == "slower"
     queue.slots.delivered("slower")
-    assert len(queue.slots._rank) == 3
+    assert len(queue.slots._known) == 3
 
 
 @on_a_loop
@@ -97,4 +97,4 @@ def test_what_is_remembered_is_bounded():
     slots = DownloadSlots(1, 1)
     for number in range(2 * REMEMBERED_SOURCES):
         slots.was_slow(f"s{number}")
-    assert len(slots._rank) == REMEMBERED_SOURCES
+    assert len(slots._known) == REMEMBERED_SOURCES

@@ -12,6 +12,7 @@ import pytest
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
+from dipaco.base.token_bucket import Rate, Rates
 from dipaco.peer.exchange import exchange, responder
 from dipaco.peer.exchange.files import transfer
 from dipaco.peer.exchange.files.transfer import ContentAbsent
@@ -26,6 +27,7 @@ from dipaco.peer.exchange.streams.messages import (
     read_frame,
 )
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.allowances import Bounds, Standing
 from dipaco.protocol.chain import Head, Step, pack_row
 from dipaco.protocol.member.events import Told
 from dipaco.protocol.revocations import sign_revocations
@@ -209,7 +211,8 @@ def test_the_owners_limit_holds_for_all_that_is_sent(peers, blobs):
     holder, one = peers(CONTENT, uplink=Uplink(20.0)), peers()
     began_s = time.monotonic()
     assert get(one, blobs, holder) == CONTENT
-    assert time.monotonic() - began_s > 0.9 * len(CONTENT) * 8 / 20e6
+    # A piece of a quarter of a second goes at once.
+    assert time.monotonic() - began_s > 0.9 * (len(CONTENT) * 8 / 20e6 - 0.25)
 
 
 # -- put and gather
@@ -457,7 +460,8 @@ def test_strangers_that_hold_streams_keep_nobody_out(peers, blobs, monkeypatch):
 
 
 def test_a_reader_that_stands_still_gives_its_place(peers, blobs, monkeypatch):
-    monkeypatch.setattr(responder, "UPLOADS", responder.Bounds(1, 1, 1, 1, grace_s=0.2))
+    one_place = dict.fromkeys(Standing, 1)
+    monkeypatch.setattr(responder, "UPLOADS", Bounds(1, one_place, {}, grace_s=0.2))
     large = CONTENT * 10
     sha = hashlib.sha256(large).hexdigest()
     holder, slow, one = peers(large), peers(), peers()
@@ -473,8 +477,8 @@ def test_a_reader_that_stands_still_gives_its_place(peers, blobs, monkeypatch):
 
 
 def test_who_asks_without_end_is_answered_so_much_and_no_more(peers, monkeypatch):
-    monkeypatch.setattr(responder, "BURST_BYTES", 2.0**18)
-    monkeypatch.setattr(responder, "RATE_BYTES_S", 2.0**10)
+    rate = Rate(2.0**18, 2.0**10)
+    monkeypatch.setattr(responder, "SENT", Rates(dict.fromkeys(Standing, rate), {}))
     monkeypatch.setattr(responder, "LONGEST_WAIT_S", 0.1)
     holder, greedy, other = peers(), peers(), peers()
     steps = chain_of(100, range(3, 9))
@@ -506,3 +510,64 @@ def test_who_asks_without_end_is_answered_so_much_and_no_more(peers, monkeypatch
     answer = other.exchange.ask(holder.peer, MODULE, [GENESIS])
     assert answer is not None
     assert answer.has_more
+
+
+def hellos(node, holder, count):
+    """Return how many of some hellos are answered."""
+    answered = 0
+    for _ in range(count):
+        with contextlib.suppress(NetworkError):
+            node.exchange.hello(holder.peer, timeout_s=0.5)
+            answered += 1
+    return answered
+
+
+def test_all_strangers_together_ask_and_are_sent_so_much(peers, monkeypatch):
+    monkeypatch.setattr(responder, "LONGEST_WAIT_S", 0.1)
+    few, plenty = Rate(3 * 700.0, 0.01), Rate(1e9, 1e9)
+    monkeypatch.setattr(responder, "ASKED", Rates(dict.fromkeys(Standing, plenty), {Standing.STRANGER: few}))
+    holder, member = peers(), peers()
+    meet(member, holder)
+    # A hello has some 50 bytes and costs 512 besides.
+    assert [hellos(peers(is_in=False), holder, 1) for _ in range(5)] == [1, 1, 1, 0, 0]
+    assert hellos(member, holder, 5) == 5
+    monkeypatch.setattr(responder, "ASKED", Rates(dict.fromkeys(Standing, plenty), {}))
+    monkeypatch.setattr(responder, "SENT", Rates(dict.fromkeys(Standing, plenty), {Standing.STRANGER: few}))
+    other = peers()
+    meet(member, other)
+    # An answer has some hundred bytes.
+    assert 9 < sum(hellos(peers(is_in=False), other, 9) for _ in range(3)) < 27
+    assert hellos(member, other, 5) == 5
+
+
+def test_nothing_is_sent_when_the_owner_s_budget_is_used_up(peers, blobs):
+    holder, one = peers(CONTENT), peers()
+    holder.exchange.uplink.serves = False
+    with pytest.raises(NetworkError, match="it is busy"):
+        get(one, blobs, holder, timeout_s=1.5)
+    assert holder.exchange.uplink.sent_bytes < 1000
+    holder.exchange.uplink.serves = True
+    assert get(one, blobs, holder) == CONTENT
+
+
+def test_a_file_that_is_put_too_slowly_is_broken_off_and_keeps_no_room(peers, monkeypatch):
+    owner, mailbox = peers(), peers()
+    row = row_of(0, data=CONTENT)
+    monkeypatch.setattr(responder, "PUT_GRACE_S", 0.3)
+    monkeypatch.setattr(responder, "LEAST_PUT_BYTES_S", 2.0**30)
+    request = PutRequest(run=RUN, row=pack_row(row), admissions={owner.peer: admission(0)})
+
+    async def begin_to_put():
+        stream = await owner.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
+        await stream.write(framed(request), LIMIT_S)
+        assert decode(PutReply, await read_frame(stream, PutReply.max_bytes)).status == "send"
+        await stream.write(bytes(1000), LIMIT_S)
+        with contextlib.suppress(ConnectionError):
+            return await asyncio.wait_for(stream.read(1), LIMIT_S)
+
+    assert not owner.exchange._thread.call(begin_to_put(), 2 * LIMIT_S)
+    assert mailbox.files.promise(row), "the room that was kept for it is free"
+
+
+def test_a_file_that_is_put_has_half_a_minute_and_then_has_to_come_at_16_kib_a_second():
+    assert (responder.PUT_GRACE_S, responder.LEAST_PUT_BYTES_S) == (30.0, 16_384.0)

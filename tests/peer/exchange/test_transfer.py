@@ -199,6 +199,13 @@ def test_oversized_content_is_refused_before_it_is_sent(blobs, caplog):
     assert len([r for r in caplog.records if "peer Big" in r.message]) == 1
 
 
+def test_content_of_the_greatest_size_is_fetched_and_of_one_byte_more_is_not(blobs, tmp_path):
+    size = len(CONTENT)
+    with pytest.raises(IntegrityError, match=f"it announces {size} bytes, at most {size - 1}"):
+        fetch(BlobStore(tmp_path / "other"), FakeHolder(), max_bytes=size - 1)
+    assert fetch(blobs, FakeHolder(), max_bytes=size).read_bytes() == CONTENT
+
+
 def test_a_busy_holder_is_asked_again(blobs):
     holder = FakeHolder(busy_times=3)
     assert fetch(blobs, holder).read_bytes() == CONTENT
@@ -325,6 +332,19 @@ def test_a_holder_that_is_busy_for_ever_is_given_up(blobs, monkeypatch):
     with pytest.raises(NetworkError, match="busy") as raised:
         fetch(blobs, FakeHolder(busy_times=10**6), timeout_s=3600.0)
     assert "in time" not in str(raised.value)
+
+
+def test_a_holder_that_sends_something_between_two_refusals_is_not_given_up(blobs, monkeypatch):
+    monkeypatch.setattr(transfer, "BUSY_LIMIT_S", 0.5)
+
+    class OftenBusy(FakeHolder):
+        async def open(self, sha256, offset):
+            self.busy_times = len(self.offsets) % 2
+            return await super().open(sha256, offset)
+
+    holder = OftenBusy(breaks_after=200_000)
+    assert fetch(blobs, holder).read_bytes() == CONTENT
+    assert len(holder.offsets) > 20
 
 
 def test_who_waits_for_busy_holders_takes_no_slot(blobs, tmp_path):

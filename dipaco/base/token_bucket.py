@@ -1,0 +1,137 @@
+"""So much at once, and so much a second: the one limiter of rates.
+
+`TokenBuckets` has a bucket for each of many owners. `Line` is one bucket that many share, in which
+those of a lower rank go first. `Budget` has both for several classes of peers; its numbers are in
+`protocol/allowances.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .turns import OwnerT, Turns
+
+REMEMBERED_OWNERS = 4096
+ClassT = TypeVar("ClassT")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a bucket gives: so much at once, and so much a second after that."""
+
+    burst: float
+    per_s: float
+
+
+class TokenBuckets:
+    """A bucket for each owner. Used on one event loop."""
+
+    def __init__(self, rate: Rate, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.rate = rate
+        self._monotonic = monotonic
+        self._full_at_s: OrderedDict[str, float] = OrderedDict()
+        """When each bucket will be full again if nothing more is taken; touched last at the end."""
+
+    def wait_s(self, owner: str, count: float = 0.0) -> float:
+        """Return after how many seconds an owner's bucket would have so much."""
+        debt_s = self.debt_s(owner) + count / self.rate.per_s
+        return max(0.0, debt_s - self.rate.burst / self.rate.per_s)
+
+    def take(self, owner: str, count: float) -> float:
+        """Take from an owner's bucket; return after how many seconds it has what was taken."""
+        wait_s = self.wait_s(owner, count)
+        full_at_s = self._monotonic() + self.debt_s(owner) + count / self.rate.per_s
+        self._full_at_s[owner] = full_at_s
+        self._full_at_s.move_to_end(owner)
+        while len(self._full_at_s) > REMEMBERED_OWNERS:
+            self._full_at_s.popitem(last=False)
+        return wait_s
+
+    def debt_s(self, owner: str) -> float:
+        """Return after how many seconds an owner's bucket will be full."""
+        now_s = self._monotonic()
+        return max(now_s, self._full_at_s.get(owner, now_s)) - now_s
+
+
+class Line(Generic[OwnerT]):
+    """One bucket for all, whose users wait one behind the other. Used on one event loop.
+
+    :param rank: of a user; those of a lower rank go first
+    """
+
+    def __init__(
+        self,
+        rate: Rate,
+        rank: Callable[[OwnerT], float],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bucket = TokenBuckets(rate, monotonic)
+        self._turns = Turns[OwnerT](1, 1, rank)
+
+    async def pay(self, owner: OwnerT, count: float) -> None:
+        """Wait for so much, and take it."""
+        async with self._turns.turn(owner):
+            await asyncio.sleep(self.wait_s(count))
+            self.take(count)
+
+    def wait_s(self, count: float = 0.0) -> float:
+        """Return after how many seconds there would be so much, if nobody else waited."""
+        return self._bucket.wait_s("", count)
+
+    def take(self, count: float) -> None:
+        """Take so much, also if it is not there: those who wait then wait longer."""
+        self._bucket.take("", count)
+
+
+@dataclass(frozen=True)
+class Rates(Generic[ClassT]):
+    """What peers of several classes may use of one thing."""
+
+    each: Mapping[ClassT, Rate]
+    """For one peer."""
+    together: Mapping[ClassT, Rate]
+    """For all of a class. A class that is not in it has no such limit."""
+
+
+class Budget(Generic[ClassT]):
+    """What peers may still use of one thing: each from its own bucket, and some classes together
+    besides, where those go first that have used least lately. Used on one event loop."""
+
+    def __init__(
+        self, rates: Rates[ClassT], monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._each = {one: TokenBuckets(rate, monotonic) for one, rate in rates.each.items()}
+        self._together = {
+            one: Line[str](rate, self._each[one].debt_s, monotonic)
+            for one, rate in rates.together.items()
+        }
+
+    async def pay(self, one: ClassT, owner: str, count: float, longest_s: float) -> None:
+        """Wait until somebody of a class may use so much.
+
+        Raises `TimeoutError` when that takes longer than `longest_s`. What an empty bucket refuses
+        takes nothing: an owner that goes on asking would put off for ever when there is some again.
+        """
+        own = self._each[one]
+        if own.wait_s(owner, count) > longest_s:
+            raise TimeoutError("it asks for too much")
+        async with asyncio.timeout(longest_s):
+            await asyncio.sleep(own.take(owner, count))
+            if one in self._together:
+                await self._together[one].pay(owner, count)
+
+    def has_some(self, one: ClassT, owner: str) -> bool:
+        """Tell whether somebody of a class may use anything now."""
+        line = self._together.get(one)
+        return self._each[one].wait_s(owner) == 0.0 and (line is None or line.wait_s() == 0.0)
+
+    def take(self, one: ClassT, owner: str, count: float) -> None:
+        """Note that somebody has used so much, also if it is more than there was."""
+        self._each[one].take(owner, count)
+        if one in self._together:
+            self._together[one].take(count)

@@ -1,0 +1,85 @@
+"""What another peer may use of this node, by what is known of it: all limits in one table.
+
+`docs/threat-model.md` says which attacks these numbers stop. What a node of the DHT stores is in
+`dht/quotas.py`, what lies in a mailbox in `peer/exchange/files/contribution_files.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from dipaco.base.token_bucket import Rate, Rates
+
+KIB, MIB = 2.0**10, 2.0**20
+
+
+class Standing(IntEnum):
+    """What is known of a peer. A higher one has room before a lower one."""
+
+    STRANGER = 0
+    """It has shown no admission. Anybody can be as many of these as they like."""
+    ADMITTED = 1
+    CONTRIBUTOR = 2
+    """It has rows in the last steps."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many places there are, and how long one may be held."""
+
+    total: int
+    each: Mapping[Standing, int]
+    """For one peer."""
+    together: Mapping[Standing, int]
+    """For all of a standing."""
+    grace_s: float
+    """Everybody has this long, and the time for what it has moved at a rate."""
+    wanted_rate_bytes_s: float = 2.0**16
+    """That of a place that others want."""
+
+
+STRANGER, ADMITTED, CONTRIBUTOR = Standing.STRANGER, Standing.ADMITTED, Standing.CONTRIBUTOR
+
+# The bytes of what a peer asks on streams; each request costs some more.
+REQUEST_COST_BYTES = 512
+ASKED = Rates(
+    each={
+        CONTRIBUTOR: Rate(4 * MIB, 64 * KIB),
+        ADMITTED: Rate(4 * MIB, 64 * KIB),
+        STRANGER: Rate(4 * MIB, 64 * KIB),
+    },
+    together={STRANGER: Rate(4 * MIB, 64 * KIB)},
+)
+# The bytes that a peer is sent on streams. A state of 400 MB takes less than a minute.
+SENT = Rates(
+    each={
+        CONTRIBUTOR: Rate(512 * MIB, 16 * MIB),
+        ADMITTED: Rate(512 * MIB, 16 * MIB),
+        STRANGER: Rate(512 * MIB, 16 * MIB),
+    },
+    together={STRANGER: Rate(512 * MIB, 16 * MIB)},
+)
+# The bytes that a node of the DHT answers.
+DHT_ANSWERS = Rates(
+    each={
+        CONTRIBUTOR: Rate(32 * MIB, 2 * MIB),
+        ADMITTED: Rate(32 * MIB, 2 * MIB),
+        STRANGER: Rate(4 * MIB, 256 * KIB),
+    },
+    together={STRANGER: Rate(4 * MIB, 256 * KIB)},
+)
+# Streams that others have open here, and files that they are sent, at once.
+STREAMS = Bounds(
+    total=256,
+    each={CONTRIBUTOR: 16, ADMITTED: 16, STRANGER: 4},
+    together={STRANGER: 64},
+    grace_s=5.0,
+)
+UPLOADS = Bounds(
+    total=16,
+    each={CONTRIBUTOR: 4, ADMITTED: 4, STRANGER: 2},
+    together={STRANGER: 6},
+    grace_s=20.0,
+)
