@@ -15,7 +15,6 @@ from dipaco.peer.presence.refresher import Refresher
 from dipaco.protocol.config import GridConfig, RoundsConfig
 from dipaco.protocol.coverage import scope_of
 from dipaco.protocol.grid import Grid
-from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
 from support.swarms.fake_swarm import (
@@ -141,47 +140,6 @@ def one_of_many(tmp_path):
     peer = Peer(tmp_path, (8, 16))
     yield peer
     peer.refresher.stop(withdraw=False)
-
-
-def test_it_speaks_under_the_keys_of_its_modules_and_of_its_bucket(one_of_many):
-    peer = one_of_many
-    peer.claim(17)
-    peer.refresher.refresh()
-    assert peer.directory.last(1).path == 17
-    # The modules of path 17, and one of which it serves a state.
-    said = peer.directory.modules
-    assert set(said) == {"L0.E1", "L1.E1", "L0.E0"}
-    assert {(record.path, record.state) for record in said.values()} == {(17, "joining")}
-    assert [m for m, record in said.items() if record.held is not None] == ["L0.E0"]
-
-
-def test_who_goes_elsewhere_says_goodbye_where_it_was(one_of_many):
-    peer = one_of_many
-    peer.claim(17)
-    peer.refresher.refresh()
-    peer.claim(18)
-    peer.refresher.refresh()
-    assert (peer.directory.last(1).path, peer.directory.last(1).state) == (17, "leaving")
-    assert (peer.directory.last(0).path, peer.directory.last(0).state) == (18, "joining")
-    said = peer.directory.modules
-    assert (said["L1.E1"].path, said["L1.E1"].state) == (17, "leaving")
-    assert (said["L0.E1"].path, said["L1.E2"].path) == (18, 18)
-    peer.refresher.stop(withdraw=True)
-    last = peer.directory.last(0)
-    assert (last.path, last.state) == (18, "leaving")
-    # All goodbyes are left to expire.
-    assert {record.state for record in peer.directory.modules.values()} == {"leaving"}
-
-
-def test_progress_stands_in_the_bucket_of_its_path(one_of_many):
-    peer = one_of_many
-    for path in (3, 4, 5):
-        peer.status.progress[path] = ProgressEntry(
-            path=path, last_round=path, tokens=1, validation_nll=1.0, validation_tokens=1, train_loss=1.0
-        )
-    peer.refresher.refresh()
-    found = {bucket: [entry.path for entry in record.entries] for bucket, record in peer.directory.progress.items()}
-    assert found == {0: [4], 1: [5, 3]}
 
 
 def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many):

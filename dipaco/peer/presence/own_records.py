@@ -1,8 +1,4 @@
-"""What this peer publishes of itself in the DHT, and under which keys.
-
-Its own record stands in its bucket, another under each of its modules, how far its paths are in
-their buckets; manifest and blobs under their hashes.
-"""
+"""Writes into the DHT what this peer publishes of itself, its run's manifest, and its blobs."""
 
 from __future__ import annotations
 
@@ -16,16 +12,12 @@ from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.node.states import States
-from dipaco.protocol.coverage import bucket_count, home_bucket
 from dipaco.protocol.manifest import SignedManifest
+from dipaco.protocol.published_records import Publication, PublishedRecords
 from dipaco.protocol.records import (
-    MAX_ENTRIES,
-    PROGRESS_LIFE_S,
     BlobRecord,
-    HeldState,
     ModuleRecord,
     PeerRecord,
-    ProgressEntry,
     ProgressRecord,
     clean_text,
 )
@@ -63,10 +55,7 @@ class OwnRecords:
     def __init__(self, node: RecordedNode, status: PeerStatus, life_s: float) -> None:
         self._node, self._status, self._directory = node, status, node.directory
         self._life_s = life_s
-        self._buckets = bucket_count(node.grid.path_count)
-        # What stands in the DHT of this peer, by module and by bucket.
-        self._said_of: dict[str, ModuleRecord] = {}
-        self._said_in: dict[int, PeerRecord] = {}
+        self._records = PublishedRecords(node.grid, life_s)
         self._blob_countdown = 0
 
     def announce_blobs(self) -> None:
@@ -76,20 +65,17 @@ class OwnRecords:
     def publish(self) -> None:
         """Publish everything; the directory leaves out what stands there unchanged."""
         with self._directory.together():
-            record = self._peer_record()
-            self._publish_peer(record)
-            self._publish_modules(record)
-            self._publish_progress()
+            held, progress = self._node.held.all(), self._status.progress.values()
+            for found in self._records.publish(self._peer_record(), held, progress):
+                self._write(found)
             self._publish_blobs()
 
     def say_goodbye(self) -> None:
         """Say in every record that this peer leaves; a failure is logged alone."""
         try:
             with self._directory.together():
-                for bucket, record in self._said_in.items():
-                    self._directory.publish_peer(record.goodbye(), bucket, self._life_s)
-                for said in self._said_of.values():
-                    self._directory.publish_module(said.goodbye(), self._life_s)
+                for found in self._records.goodbyes():
+                    self._write(found)
         except DipacoError as error:
             logger.info("could not say goodbye: %s", error)
 
@@ -119,53 +105,17 @@ class OwnRecords:
             bytes_down=uplink.received_bytes,
         )
 
-    def _publish_peer(self, record: PeerRecord) -> None:
-        home = home_bucket(self._node.me, record.path, self._buckets)
-        self._directory.publish_peer(record, home, self._life_s)
-        for bucket in self._said_in.keys() - {home}:
-            # A reader learns from it that this peer did not crash; the record expires.
-            goodbye = self._said_in.pop(bucket).model_copy(update={"state": "leaving"})
-            self._directory.publish_peer(goodbye, bucket, self._life_s)
-        self._said_in[home] = record
-
-    def _publish_modules(self, record: PeerRecord) -> None:
-        """Say under the key of each module what this peer has to do with it."""
-        held = {state.module: state for state in self._node.held.all()}
-        modules = set(held)
-        if record.path is not None and record.state in ("joining", "training"):
-            modules.update(self._node.grid.modules_of_path(record.path))
-        for module in sorted(modules):
-            said = ModuleRecord(
-                peer_id=self._node.me,
-                module=module,
-                state=record.state,
-                path=record.path,
-                since_s=record.since_s,
-                round=record.round,
-                pinned=record.pinned,
-                reachable=record.reachable,
-                held=HeldState.of(held[module]) if module in held else None,
-            )
-            self._directory.publish_module(said, self._life_s)
-            self._said_of[module] = said
-        for module in sorted(self._said_of.keys() - modules):
-            said = self._said_of.pop(module)
-            if said.state in ("joining", "training"):
-                goodbye = said.model_copy(update={"state": "leaving", "held": None})
-                self._directory.publish_module(goodbye, self._life_s)
-            else:
-                self._directory.withdraw_module(module)
-
-    def _publish_progress(self) -> None:
-        """Say how far the paths are that were trained here; it is renewed a few times a day."""
-        entries = sorted(self._status.progress.values(), key=lambda e: -e.last_round)
-        by_bucket: dict[int, list[ProgressEntry]] = {}
-        for entry in entries[:MAX_ENTRIES]:
-            bucket = home_bucket(self._node.me, entry.path, self._buckets)
-            by_bucket.setdefault(bucket, []).append(entry)
-        for bucket, found in sorted(by_bucket.items()):
-            record = ProgressRecord(peer_id=self._node.me, entries=tuple(found))
-            self._directory.publish_progress(record, bucket, PROGRESS_LIFE_S)
+    def _write(self, found: Publication) -> None:
+        directory, record = self._directory, found.record
+        match record:
+            case PeerRecord():
+                directory.publish_peer(record, int(found.item), found.life_s)
+            case ModuleRecord():
+                directory.publish_module(record, found.life_s)
+            case ProgressRecord():
+                directory.publish_progress(record, int(found.item), found.life_s)
+            case None:
+                directory.withdraw_module(found.item)
 
     def _publish_blobs(self) -> None:
         """Blobs don't change: announce them rarely, with a longer life."""

@@ -66,9 +66,7 @@ class FakeDirectory:
         self.others = SwarmView(now_s=0.0)
         self.peers = []
         """Everything that this peer said of itself, None for a withdrawal."""
-        self.buckets = {}
         self.modules = {}
-        self.progress = {}
         self.scopes = []
         self.manifests = []
         self.blobs = []
@@ -114,11 +112,6 @@ class FakeDirectory:
 
     def publish_peer(self, record, bucket, life_s):
         self.peers.append(record)
-        self.buckets[bucket] = record
-
-    def last(self, bucket):
-        """Return what this peer said last in a bucket."""
-        return self.buckets.get(bucket)
 
     def publish_module(self, record, life_s):
         self.modules[record.module] = record
@@ -127,7 +120,7 @@ class FakeDirectory:
         self.modules.pop(module, None)
 
     def publish_progress(self, record, bucket, life_s):
-        self.progress[bucket] = record
+        pass
 
     def publish_manifest(self, envelope, life_s):
         self.manifests.append(envelope)
