@@ -4,7 +4,7 @@
 
 A micro-batch of examples/paper goes through the inner loop with tensors that have shapes and no
 memory, and every operation is written down: FLOPs, bytes read and written. On a card an operation
-takes at least the longer of FLOPs over its peak and bytes over its bandwidth (`modules/cards.py`).
+takes at least the longer of FLOPs over its peak and bytes over its bandwidth (`parts/cards.py`).
 *Eager*, each operation reads and writes memory. *Fused*, what lies between two products does once,
 which is what a compiler can reach at most. Nothing overlaps, and no kernel is as fast as its card,
 so a measured step takes longer than either. Optimizer and clipping come once in a batch.
@@ -20,14 +20,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parts.cards import PATH_150M
+from parts.cards import CARDS, PATH_150M, Card, flops_per_token, path_parameters
 from parts.common import Report, build_parser
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dipaco.modules import transformer
-from dipaco.modules.cards import CARDS, Card, flops_per_token, path_parameters
 from dipaco.modules.memory import head_bytes, pass_bytes
 from dipaco.modules.transformer import GPU_BYTES_A_LOGIT, LOGITS_AT_ONCE_ON_GPU, PathModel
 from dipaco.protocol.config import InnerConfig, ModelConfig
@@ -198,7 +197,7 @@ def fitting(model: ModelConfig, card: Card, parameters: int) -> int:
 
 def main() -> int:
     parser = build_parser(__doc__)
-    parser.add_argument("--cards", nargs="+", default=list(SHOWN), help="names of modules/cards.py")
+    parser.add_argument("--cards", nargs="+", default=list(SHOWN), help="names of parts/cards.py")
     parser.add_argument("--sequences", type=int, default=8, help="in a micro-batch (8)")
     chosen = parser.parse_args()
     model, parameters = PATH_150M, path_parameters(PATH_150M)

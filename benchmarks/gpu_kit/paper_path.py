@@ -3,7 +3,7 @@
 Batches are the paper's, of 512 sequences; how many are on the device at once is found by the loop
 itself. Beside it stand a loop in the manner of nanoGPT, transformers' Llama with the same
 parameters, and what a large matrix product and a large copy reach on this card. MFU counts as
-`modules.cards.flops_per_token` does, against the card's dense peak in 16 bits. At the end a profile
+`parts.cards.flops_per_token` does, against the card's dense peak in 16 bits. At the end a profile
 of a compiled step says where its time goes.
 """
 
@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from parts.cards import copy_gb_per_s, product_tflops
+from parts.cards import card_of, copy_gb_per_s, flops_per_token, product_tflops
 
-from dipaco.modules.cards import card_of, flops_per_token
 from dipaco.modules.device import device_name
 from dipaco.modules.llama import llama_config
 from dipaco.modules.memory import AtOnce

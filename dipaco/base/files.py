@@ -85,14 +85,18 @@ def try_lock(descriptor: int, folder: Path) -> bool:
 
 def file_system_of(folder: Path, root: Path = Path("/")) -> str:
     """Return the type of the file system that a folder lies on, "" if it is unknown."""
-    try:
-        mounts = (root / "proc/mounts").read_text(errors="replace")
-    except OSError:
-        return ""
-    words = [line.split() for line in mounts.splitlines()]
+    words = [line.split() for line in text_of(root / "proc/mounts").splitlines()]
     kinds = {w[1].replace("\\040", " "): w[2] for w in words if len(w) > 2}
     holders = [mount for mount in kinds if folder.is_relative_to(mount)]
     return kinds[max(holders, key=len)] if holders else ""
+
+
+def text_of(file: Path) -> str:
+    """Return what the system says in a file, in one piece; nothing where it cannot be read."""
+    try:
+        return file.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def home_folder() -> Path:

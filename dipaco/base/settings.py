@@ -37,7 +37,7 @@ class Option:
     least: float | None = None
     most: float | None = None
     positional: bool = False
-    check: Callable[[str], None] | None = None
+    check: Callable[[str], object] | None = None
     common: bool = False
     loose: bool = False
     instead_of: str = ""
@@ -136,9 +136,7 @@ class ComputeSettings(Settings):
 
     group = "computing"
 
-    device: Annotated[str, Option("auto, cpu, cuda or cuda:N (also of ROCm), xpu, mps", "D")] = (
-        "auto"
-    )
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:N (also of ROCm)", "D")] = "auto"
     threads: Annotated[
         int | None, Option("CPU threads for arithmetic (default: all)", "N", least=1)
     ] = None
@@ -150,7 +148,7 @@ class ComputeSettings(Settings):
 
 def check_device(flag: str, device: str) -> None:
     """Raise ConfigurationError if a flag gives something that cannot be a device."""
-    if not re.fullmatch(r"auto|cpu|mps|(cuda|xpu)(:\d+)?", device):
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
         raise ConfigurationError(
             f"{flag} '{device}' is not a device; give auto, cpu, cuda or cuda:0"
         )

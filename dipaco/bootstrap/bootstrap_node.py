@@ -58,7 +58,6 @@ def run(settings: ServeSettings) -> int:
         initial_peers=settings.initial_peers,
         run=None,
         cache_folder=folder,
-        identity_path=settings.identity_path or folder / "identity.key",
         listening=Listening(
             host_maddrs=settings.listen_maddrs(),
             announce_maddrs=settings.announce_maddrs,
@@ -96,7 +95,7 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
     background.on_failure(stopping.set)
     refresher, blob_keeper = start_background(node, status, background, events)
     process.metrics.follow(node, refresher, status, lambda: len(node.held.all()))
-    process.metrics.serve(settings, display.say)
+    process.metrics.serve(settings.metrics, display.say)
     addresses = visible_addresses(node.dht)
     write_address_file(settings, addresses)
     display.say(

@@ -19,9 +19,7 @@ LEAST_OWN_VALUES = 2**16
 # Looked at at a time: it fits into a processor's cache.
 LOOKED_AT_VALUES = 2**18
 # Asked once, here: PyTorch 2.11 cannot compile the question, and each product would cut the graph.
-HAVE_AUTOCAST = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
-)
+HAVE_AUTOCAST = frozenset(k for k in ("cpu", "cuda") if torch.amp.is_autocast_available(k))
 
 
 def prepare_process(threads: int | None) -> None:
@@ -34,46 +32,37 @@ def prepare_process(threads: int | None) -> None:
 def choose_device(name: str) -> tuple[torch.device, str]:
     """Return the device that `--device` means, and why it is that one.
 
-    `auto` is the first GPU that computes, CUDA's, ROCm's or another that PyTorch has, else the CPU.
-    Raises ConfigurationError if this machine has none such.
+    `auto` is the first GPU of CUDA or ROCm that computes, else the CPU. Raises ConfigurationError
+    if this machine has no such device.
     """
     if name == "auto":
         return _first_that_computes()
     device = torch.device(name)
-    if device.type != "cpu":
-        if not torch.accelerator.is_available():
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        count = torch.cuda.device_count()
+        if not count:
             raise ConfigurationError(
                 f"--device {name}: this PyTorch ({torch.__version__}) sees no GPU; use --device "
                 "cpu, or install a build of PyTorch for it"
             )
-        count = torch.accelerator.device_count()
-        if (device.index or 0) >= count or device.type != _accelerator():
-            last = f"{_accelerator()}:{count - 1}"
+        if device.index >= count:
             raise ConfigurationError(
-                f"--device {name}: this machine has {_accelerator()}:0 to {last}; give one of these"
+                f"--device {name}: this machine has cuda:0 to cuda:{count - 1}; give one of these"
             )
-        reason = why_it_does_not_compute(device)
-        if reason:
+        if reason := why_it_does_not_compute(device):
             raise ConfigurationError(f"--device {name}: {reason}; give another, or --device cpu")
-    return numbered(device), "asked for by --device"
-
-
-def numbered(device: torch.device) -> torch.device:
-    """Return a GPU by its number; `cuda` is the first. PyTorch wants it where memory is limited."""
-    if device.type in ("cuda", "xpu") and device.index is None:
-        return torch.device(device.type, 0)
-    return device
+    return device, "asked for by --device"
 
 
 def _first_that_computes() -> tuple[torch.device, str]:
     passed_over: list[str] = []
-    if torch.accelerator.is_available():
-        for index in range(torch.accelerator.device_count()):
-            device = torch.device(_accelerator(), index)
-            reason = why_it_does_not_compute(device)
-            if not reason:
-                return device, "; ".join([f"{device_name(device)} is there", *passed_over])
-            passed_over.append(f"{device} was passed over: {reason}")
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        reason = why_it_does_not_compute(device)
+        if not reason:
+            return device, "; ".join([f"{device_name(device)} is there", *passed_over])
+        passed_over.append(f"{device} was passed over: {reason}")
     return torch.device("cpu"), "; ".join(passed_over) or "PyTorch sees no GPU"
 
 
@@ -82,13 +71,7 @@ def gpus_left(device: torch.device, name: str) -> int:
     `name` is that of `--device`."""
     if device.type == "cpu" or name != "auto":
         return 0
-    return torch.accelerator.device_count() - 1
-
-
-def _accelerator() -> str:
-    """Return the kind of GPU that this PyTorch was built for: cuda, also of ROCm, xpu or mps."""
-    found = torch.accelerator.current_accelerator()
-    return found.type if found is not None else "cpu"
+    return torch.cuda.device_count() - 1
 
 
 def why_it_does_not_compute(device: torch.device) -> str:
@@ -108,29 +91,21 @@ def device_name(device: torch.device) -> str:
     """Name a device, for people."""
     if device.type == "cpu":
         return f"cpu x{torch.get_num_threads()}"
-    named = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(named(device)) if named else device.type
+    return str(torch.cuda.get_device_name(device))
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int] | None:
-    """Return how much of a GPU's memory nobody has, and how much there is; None where nobody says.
-
-    Apple's GPUs have a part of main memory, of which other programs' share is not told.
-    """
-    module = torch.get_device_module(device)
-    if device.type == "mps":
-        total = module.recommended_max_memory()
-        return total - module.driver_allocated_memory(), total
-    return module.mem_get_info(device) if hasattr(module, "mem_get_info") else None
+    """Return how much of a GPU's memory nobody has, and how much there is; None for the CPU."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else None
 
 
 def permitted_share(device: torch.device) -> float | None:
     """Return how much of a GPU's memory its owner leaves to this process, as a share of all; None
-    where no limit can be set."""
-    module = torch.get_device_module(device)
-    if not hasattr(module, "get_per_process_memory_fraction"):
+    for the CPU."""
+    if device.type != "cuda":
         return None
-    share: float = module.get_per_process_memory_fraction(numbered(device))
+    # It has to be told which GPU, where `cuda` alone is the first.
+    share: float = torch.cuda.get_per_process_memory_fraction(device.index or 0)
     return share
 
 
@@ -141,7 +116,7 @@ def number_format(device: torch.device) -> torch.dtype:
     PyTorch says that older cards support bf16 too, but they only emulate it, slower than fp32; so
     do cards before Volta with fp16.
     """
-    if device.type == "xpu" or (device.type == "cuda" and torch.version.hip):
+    if device.type == "cuda" and torch.version.hip:
         return torch.bfloat16
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -187,7 +162,7 @@ def autocast_for(
 
 def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return `tokens`, which are on the CPU, on the device; nobody waits until they are there."""
-    if device.type in ("cuda", "xpu"):
+    if device.type == "cuda":
         tokens = tokens.pin_memory()
     return tokens.to(device, non_blocking=True)
 
@@ -195,7 +170,7 @@ def sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
 def wait_for(device: torch.device) -> None:
     """Wait until a device has done all that it was given."""
     if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        torch.cuda.synchronize(device)
 
 
 class Fetched:
@@ -205,12 +180,11 @@ class Fetched:
     def __init__(self, numbers: torch.Tensor) -> None:
         device = numbers.device
         self._numbers, self._are_here = numbers, None
-        if device.type in ("cuda", "xpu"):
-            module = torch.get_device_module(device)
+        if device.type == "cuda":
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
-            self._are_here = module.Event()
-            self._are_here.record(module.current_stream(device))
+            self._are_here = torch.cuda.Event()
+            self._are_here.record(torch.cuda.current_stream(device))
 
     def read(self) -> list[float]:
         """Return the numbers, once they are here."""
@@ -281,12 +255,10 @@ def limit_memory(device: torch.device, vram_gb: float | None) -> None:
     """
     if vram_gb is None:
         return
-    module = torch.get_device_module(device)
-    if not hasattr(module, "mem_get_info"):
+    if device.type != "cuda":
         raise ConfigurationError(f"--vram-gb {vram_gb:g} is for a GPU, not for {device}")
-    _, total = module.mem_get_info(device)
-    share = min(1.0, vram_gb * 2**30 / total)
-    module.set_per_process_memory_fraction(share, numbered(device))
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, vram_gb * 2**30 / total), device)
 
 
 def be_nice(nice: int | None, device: torch.device) -> int:

@@ -61,7 +61,7 @@ def release_memory(device: torch.device) -> None:
     """Give back what a failed pass held, so that a smaller one finds room."""
     gc.collect()
     if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+        torch.cuda.empty_cache()
 
 
 class AtOnce:
@@ -118,15 +118,12 @@ class AtOnce:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how much of a GPU's memory this process may still take; None where nobody says."""
-    module, found = torch.get_device_module(device), free_and_total_bytes(device)
-    if found is None:
+    """Return how much of a GPU's memory this process may still take; None for the CPU."""
+    found, share = free_and_total_bytes(device), permitted_share(device)
+    if found is None or share is None:
         return None
     free, total = found
-    share = permitted_share(device)
-    if share is None:
-        return free
-    return min(free, int(share * total) - int(module.memory_reserved(device)))
+    return min(free, int(share * total) - int(torch.cuda.memory_reserved(device)))
 
 
 def fitting_sequences(config: ModelConfig, batch: int, usable_bytes: float) -> int:

@@ -29,9 +29,6 @@ class ControlSettings(Settings):
     cache_folder: Annotated[
         Path, Option("the cache folder of the peer", "DIR", flag="--cache-dir")
     ] = field(default_factory=default_cache_folder)
-    identity_path: Annotated[
-        Path | None, Option("the peer's key, if it was started with another one", "FILE")
-    ] = None
 
 
 def pause(settings: ControlSettings) -> int:
@@ -74,7 +71,7 @@ def _peers(settings: ControlSettings) -> list[ControlSettings]:
 
 
 def _is_running(settings: ControlSettings) -> bool:
-    return is_in_use(settings.identity_path or settings.cache_folder / "identity.key")
+    return is_in_use(settings.cache_folder / "identity.key")
 
 
 def _wait(settings: ControlSettings, is_done: Callable[[str], bool]) -> str:

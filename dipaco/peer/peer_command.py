@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from dipaco.base.command_line import Command
 from dipaco.peer.node.given_address import kept_addresses
-from dipaco.peer.reporting.event_command import words_of
 
 from .pause_command import COMMANDS as CONTROL_COMMANDS
 from .peer_settings import PeerSettings
@@ -24,16 +23,13 @@ def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
     --install-service let systemd start the command of these words."""
     if not settings.initial_peers and not settings.check:
         settings = replace(settings, initial_peers=kept_addresses(settings.cache_folder))
-    if settings.on_event is not None:
-        words_of(settings.on_event)
     if settings.install_service:
         print(install_service(words))
         return 0
     # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not, and a
     # user who waits is told so.
-    if not settings.json:
-        peers = f"joining through {settings.initial_peers[0]}" if settings.initial_peers else ""
-        print(peers if not settings.check else "looking at this machine", flush=True)
+    joining = f"joining through {settings.initial_peers[0]}" if settings.initial_peers else ""
+    print("looking at this machine" if settings.check else joining, flush=True)
     if settings.check:
         from dipaco.peer.check.doctor import run_doctor
 

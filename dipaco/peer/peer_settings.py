@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.base.files import folder_variable, home_folder
+from dipaco.base.host_and_port import host_and_port
 from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings, check_device
 from dipaco.dht.addresses import (
     check_given_peer,
@@ -71,14 +72,6 @@ class NodeSettings(Settings):
             check=partial(check_listen_address, flag="--announce-maddrs"),
         ),
     ] = ()
-    identity_path: Annotated[
-        Path | None,
-        Option(
-            "this node's key, which keeps its address the same; made on first use (default: "
-            "identity.key in its folder)",
-            "FILE",
-        ),
-    ] = None
     invitation: Annotated[
         str | None,
         Option(
@@ -97,22 +90,20 @@ class NodeSettings(Settings):
         Path | None, Option("write the addresses of this node to FILE", "FILE")
     ] = None
     log_json: Annotated[Path | None, Option("append events to FILE as JSON lines", "FILE")] = None
-    metrics_port: Annotated[
-        int | None,
+    metrics: Annotated[
+        str | None,
         Option(
-            "answer Prometheus at /metrics on this port; 0 takes any", "PORT", least=0, most=65535
+            "answer Prometheus at /metrics there; a PORT alone is for this machine only, and 0 is "
+            "any free one",
+            "[HOST:]PORT",
+            check=partial(host_and_port, "--metrics"),
         ),
     ] = None
-    metrics_host: Annotated[
-        str, Option("address of --metrics-port; anybody who reaches it sees all metrics", "HOST")
-    ] = "127.0.0.1"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.host_maddrs and self.port != type(self).port:
             raise ConfigurationError("give --port or --host-maddrs, not both")
-        if self.metrics_host != type(self).metrics_host and self.metrics_port is None:
-            raise ConfigurationError("--metrics-host is for --metrics-port PORT; name the port")
 
     @property
     def port_file(self) -> Path | None:
@@ -155,20 +146,11 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     install_service: Annotated[
         bool, Option("do not join: write a systemd unit that starts this peer")
     ] = False
-    json: Annotated[bool, Option("with --check: print one JSON object")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
     path: Annotated[
         int | None, Option("train this path only (default: the least served)", "P", least=0)
     ] = None
     max_rounds: Annotated[int | None, Option("leave after this many rounds", "N", least=1)] = None
-    micro_batch_size: Annotated[
-        int | None,
-        Option(
-            "sequences on the device at once (default: the batch, halved while memory runs out)",
-            "N",
-            least=1,
-        ),
-    ] = None
     optimizer: Annotated[
         Literal["adamw", "adamw8bit"],
         Option("adamw8bit keeps AdamW's state in 8 bits (bitsandbytes), a quarter of the memory"),
@@ -193,14 +175,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             "C",
             least=30,
             most=110,
-        ),
-    ] = None
-    on_event: Annotated[
-        str | None,
-        Option(
-            "run COMMAND EVENT TEXT; EVENT is joined, left, error, disk (it is full) or update (a "
-            "new version is needed)",
-            "COMMAND",
         ),
     ] = None
     duty: Annotated[
@@ -268,15 +242,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         tuple[str, ...],
         Option("train on each of these devices, with one peer for each: cuda:0 cuda:1", "D"),
     ] = ()
-    content_folder: Annotated[
-        Path | None,
-        Option(
-            "share blobs and states with other peers on this machine (default: only with "
-            "--devices)",
-            "DIR",
-            flag="--content-dir",
-        ),
-    ] = None
 
     @property
     def port_file(self) -> Path:
@@ -300,5 +265,3 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
                 raise ConfigurationError(
                     f"{flag} '{said[:64]}' must be at most 32 plain characters, without brackets"
                 )
-        if self.json and not self.check:
-            raise ConfigurationError("--json belongs to --check; events are with --log-json FILE")

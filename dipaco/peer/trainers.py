@@ -40,14 +40,13 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
     count = len(settings.devices)
     for flag, given in (
         ("--device", settings.device != "auto"),
-        ("--identity-path", settings.identity_path),
         ("--host-maddrs", not all(maddr.endswith("/tcp/0") for maddr in settings.host_maddrs)),
         ("--announce-maddrs", settings.announce_maddrs),
     ):
         if given:
             raise ConfigurationError(
                 f"{flag} is for one peer, and --devices starts {count}; start one dipaco-peer for "
-                "each device, with its own --cache-dir and one --content-dir"
+                "each device, with its own --cache-dir"
             )
     threads = settings.threads or os.cpu_count() or 1
     return tuple(
@@ -57,10 +56,9 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
             device=device,
             threads=max(1, threads // count),
             cache_folder=settings.cache_folder / f"trainer-{number}",
-            content_folder=settings.content_folder or settings.cache_folder / "content",
             name=f"{settings.name[:29]} {number}" if settings.name else "",
             port=settings.port + number if settings.port else settings.port,
-            metrics_port=settings.metrics_port + number if settings.metrics_port else None,
+            metrics=_next_port(settings.metrics, number),
             log_json=_numbered(settings.log_json, number),
             address_file=_numbered(settings.address_file, number),
             max_disk_gb=_share(settings.max_disk_gb, count),
@@ -70,6 +68,15 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
         )
         for number, device in enumerate(settings.devices)
     )
+
+
+def _next_port(where: str | None, number: int) -> str | None:
+    """Return where a trainer answers Prometheus: each of them one port further than the one
+    before, or at any free one if the port is 0."""
+    if where is None:
+        return None
+    host, colon, port = where.rpartition(":")
+    return f"{host}{colon}{int(port) + number if int(port) else 0}"
 
 
 def _numbered(file: Path | None, number: int) -> Path | None:
@@ -85,7 +92,9 @@ def run_trainers(settings: PeerSettings) -> int:
 
     Returns the exit code of the first one, in the order of the devices, that did not end well.
     """
-    trainers = [_Trainer(number, one) for number, one in enumerate(trainer_settings(settings))]
+    content = settings.cache_folder / "content"
+    each = enumerate(trainer_settings(settings))
+    trainers = [_Trainer(number, one, content) for number, one in each]
     stopping = threading.Event()
     _pass_signals_on(trainers, stopping)
     first, *others = trainers
@@ -103,8 +112,8 @@ def run_trainers(settings: PeerSettings) -> int:
 class _Trainer:
     """A trainer's process, and the thread that prints what it says."""
 
-    def __init__(self, number: int, settings: PeerSettings) -> None:
-        self.settings = settings
+    def __init__(self, number: int, settings: PeerSettings, content: Path) -> None:
+        self.settings, self._content = settings, content
         self.process: BaseProcess | None = None
         self._label = f"[{number} {settings.device}] "
         self._has_joined = threading.Event()
@@ -114,7 +123,7 @@ class _Trainer:
         # Nothing of this process goes along, no lock and no thread.
         context = multiprocessing.get_context("spawn")
         lines, output = context.Pipe(duplex=False)
-        self.process = context.Process(target=_train, args=(self.settings, output))
+        self.process = context.Process(target=_train, args=(self.settings, self._content, output))
         self.process.start()
         output.close()
         self._printer = threading.Thread(target=self._print, args=(lines,), daemon=True)
@@ -153,7 +162,7 @@ class _Trainer:
         return 0 if code is None else 128 - code if code < 0 else code
 
 
-def _train(settings: PeerSettings, output: Connection) -> None:
+def _train(settings: PeerSettings, content: Path, output: Connection) -> None:
     """Be one trainer: a process of its own session, so that signals come from the first alone."""
     os.setsid()
     # As in a peer that was started by itself: Hivemind's processes are forked.
@@ -170,7 +179,7 @@ def _train(settings: PeerSettings, output: Connection) -> None:
 
     die_with_parent()
     configure_logging(settings.debug)
-    sys.exit(run_command(lambda: run_peer(settings), settings.debug))
+    sys.exit(run_command(lambda: run_peer(settings, content), settings.debug))
 
 
 def _pass_signals_on(trainers: Sequence[_Trainer], stopping: threading.Event) -> None:

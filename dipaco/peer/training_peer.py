@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import resource
 import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -29,10 +29,13 @@ from dipaco.modules.device import (
 )
 from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import release_memory
-from dipaco.peer.check.checks import OPEN_FILES, how_to_use_gpu
-from dipaco.peer.check.doctor import contributions_limit, fitting_batch
+from dipaco.peer.check.fits import contributions_limit, fitting_batch
 from dipaco.peer.check.needs import too_slow
-from dipaco.peer.check.this_machine import look_for_gpu_hardware, torch_is_built_for
+from dipaco.peer.check.this_machine import (
+    how_to_use_gpu,
+    look_for_gpu_hardware,
+    open_many_files,
+)
 from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.exchange.contact.known_peers import KnownPeers
 from dipaco.peer.exchange.contact.reachability import ReachabilityWatch
@@ -58,9 +61,7 @@ from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
 from dipaco.peer.presence.twin import TwinWatch
-from dipaco.peer.reporting.event_command import EventCommand
 from dipaco.peer.reporting.event_log import EventLog
-from dipaco.peer.reporting.first_speed import FirstSpeed, device_line
 from dipaco.peer.reporting.peer_display import Display
 from dipaco.peer.shell.running_node import RunningNode
 from dipaco.peer.shell.session import Session
@@ -80,8 +81,11 @@ LEAVE_LIMIT_S = 9.0
 GIVE_UP_LIMIT_S = 3.0
 
 
-def run_peer(settings: PeerSettings) -> int:
-    """Join and train until stopped. Returns the exit code."""
+def run_peer(settings: PeerSettings, content_folder: Path | None = None) -> int:
+    """Join and train until stopped. Returns the exit code.
+
+    In `content_folder` several peers of this machine have blobs and states in common.
+    """
     display = Display(debug=settings.debug)
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
@@ -91,9 +95,6 @@ def run_peer(settings: PeerSettings) -> int:
     open_many_files()
     process = begin_process(settings, display, stopping)
     events = process.events
-    told = EventCommand(settings.on_event) if settings.on_event is not None else None
-    if told is not None:
-        events.add_listener(told.on_event)
     awake = KeepAwake()
     if settings.keep_awake:
         events.add_listener(awake.on_event)
@@ -103,11 +104,10 @@ def run_peer(settings: PeerSettings) -> int:
             initial_peers=settings.initial_peers,
             run=settings.run,
             cache_folder=settings.cache_folder,
-            identity_path=settings.identity_path,
             listening=Listening(
                 host_maddrs=settings.listen_maddrs(), announce_maddrs=settings.announce_maddrs
             ),
-            content_folder=settings.content_folder,
+            content_folder=content_folder,
             uplink=process.uplink,
             say=display.say,
         )
@@ -126,17 +126,11 @@ def run_peer(settings: PeerSettings) -> int:
             settings, following = _train(settings, node, process)
             display.stop()
             node = following or node
-    except Exception as error:
-        if told is not None:
-            told.ends_with(error)
-        raise
     finally:
         display.stop()
         awake.release()
         if node is not None:
             node.close()
-        if told is not None:
-            told.close()
         events.close()
     return 0
 
@@ -185,15 +179,13 @@ def _train(
     limit_memory(device, settings.vram_gb)
     pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget, events))
     _warn_of_unused_gpu(settings, device, reason)
-    display.say(device_line(device, reason, gpus_left(device, settings.device)))
+    display.say(_device_line(device, reason, gpus_left(device, settings.device)))
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     background = Background()
     refresher, blob_keeper = start_background(node, status, background, events)
     process.metrics.follow(node, refresher, status, lambda: len(node.held.all()))
-    process.metrics.serve(settings, display.say)
+    process.metrics.serve(settings.metrics, display.say)
     display.start(node, refresher, status)
-    speed = FirstSpeed(node.plan.model, status.device, lambda said: events.emit("speed", what=said))
-    events.add_listener(speed.on_event)
     trainer = _new_trainer(settings, node, device, micro_batch_size, process.stopping)
     running = RunningNode(node, status, refresher, background, events, process.stopping)
     session = Session(settings, running, trainer, pauses)
@@ -214,12 +206,23 @@ def _train(
     return settings, successor
 
 
+def _device_line(device: torch.device, reason: str, idle_gpus: int) -> str:
+    """Return whether the GPU trains, and why it is that device. `idle_gpus` are the others."""
+    if device.type == "cpu":
+        return f"this peer trains on the CPU ({device_name(device)}): {reason}"
+    line = f"this peer trains on the GPU: {device_name(device)} ({device})"
+    if idle_gpus:
+        words = " ".join(f"cuda:{index}" for index in range(idle_gpus + 1))
+        line += f"; {idle_gpus} more are idle here: --devices {words} starts a peer on each"
+    return line
+
+
 def _warn_of_unused_gpu(settings: PeerSettings, device: torch.device, reason: str) -> None:
     """Say so where the CPU trains and the machine has a GPU that PyTorch cannot use."""
     maker = look_for_gpu_hardware() if settings.device == "auto" else ""
     if device.type == "cpu" and maker:
-        remedy = how_to_use_gpu(maker, torch.__version__, torch_is_built_for())
-        logger.warning("A GPU OF %s IS HERE AND IS NOT USED: %s; %s", maker, reason, remedy)
+        said = "A GPU OF %s IS HERE AND IS NOT USED: %s; %s"
+        logger.warning(said, maker, reason, how_to_use_gpu(maker))
 
 
 def _new_trainer(
@@ -385,15 +388,6 @@ def install_stop_signals(stopping: threading.Event, say: Callable[[str], None]) 
     for number in stop_signals():
         signal.signal(number, stop)
     return joined
-
-
-def open_many_files() -> None:
-    """Let this process have as many files and connections as it may, up to `OPEN_FILES`."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = most == resource.RLIM_INFINITY
-    wanted = OPEN_FILES if unlimited else min(OPEN_FILES, most)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _exit_at_once() -> None:

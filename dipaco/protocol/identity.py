@@ -85,7 +85,7 @@ def load_or_create_identity(
     lock = take_lock(
         path.with_name(path.name + ".lock"),
         f"identity {path}",
-        "--cache-dir or --identity-path",
+        "--cache-dir",
         say,
         patience_s,
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,10 +20,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from dipaco.base.errors import DipacoError
-from dipaco.base.metrics import CONTENT_TYPE
 
 from .curves import COLUMNS
-from .swarm_metrics import swarm_text
+from .swarm_metrics import swarm_metrics
 
 PAGE = Path(__file__).with_name("page.html")
 
@@ -137,8 +137,8 @@ class StatusService:
         """Return the newest status as Prometheus reads it."""
         if self._content.status is None:
             raise HTTPException(503, "nothing has been read yet; ask again later")
-        text = swarm_text(self._content.status)
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+        text = generate_latest(swarm_metrics(self._content.status))
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _policy(page: str) -> str:

@@ -275,7 +275,7 @@ class InnerLoop:
                 raise
             raise ConfigurationError(
                 f"the optimizer's state does not fit in the memory of {self.device}; try "
-                f"--optimizer adamw8bit, a smaller --micro-batch-size or --device cpu"
+                f"--optimizer adamw8bit or --device cpu"
             ) from error
 
     def _report_skipped(self, path_step: int, loss: float) -> None:

@@ -187,8 +187,8 @@ def test_what_a_volunteer_needs_is_on_one_page(answers):
     page, everything = answers.pages
     assert len(page.splitlines()) <= 25
     assert "--name" in page
-    assert "--micro-batch-size" not in page
-    assert "--micro-batch-size" in everything
+    assert "--let-sleep" not in page
+    assert "--let-sleep" in everything
 
 
 # -- in this process

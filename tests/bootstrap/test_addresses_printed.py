@@ -1,6 +1,7 @@
 """What a bootstrap node tells volunteers to paste, on machines with other networks."""
 
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -21,9 +22,9 @@ ONLY_IPV6 = (
 )
 def test_a_machine_without_ipv4(shared_run, network, printed, warned, tmp_path):
     script = f'ip link set lo up; {network}; exec "$@"'
-    serve = [str(BIN / "dipaco-bootstrap"), "serve", str(shared_run.path), "--identity-path"]
+    run = shutil.copytree(shared_run.path, tmp_path / "run")
     node = subprocess.Popen(
-        ["unshare", "-rn", "sh", "-c", script, "sh", *serve, str(tmp_path / "key")],
+        ["unshare", "-rn", "sh", "-c", script, "sh", str(BIN / "dipaco-bootstrap"), "serve", str(run)],
         env=ENVIRONMENT,
         stdout=subprocess.PIPE,
         text=True,

@@ -170,26 +170,17 @@ def test_the_first_micro_batch_comes_from_free_memory(monkeypatch):
 
 
 def test_free_memory_is_what_the_owner_leaves(monkeypatch):
-    class Accelerator:
-        @staticmethod
-        def mem_get_info(device):
-            return 700, 1000
+    def share(device):
+        # As PyTorch does it.
+        if isinstance(device, torch.device) and device.index is None:
+            raise ValueError("Expected a torch.device with a specified index")
+        return 0.5
 
-        @staticmethod
-        def get_per_process_memory_fraction(device):
-            # As PyTorch does it.
-            if device.type == "cuda" and device.index is None:
-                raise ValueError("Expected a torch.device with a specified index")
-            return 0.5
-
-        @staticmethod
-        def memory_reserved(device):
-            return 100
-
-    monkeypatch.setattr(torch, "get_device_module", lambda device: Accelerator)
-    assert free_bytes(CPU) == 400
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", share)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
     assert free_bytes(torch.device("cuda")) == 400
-    monkeypatch.undo()
+    assert free_bytes(torch.device("cuda", 1)) == 400
     assert free_bytes(CPU) is None
 
 

@@ -44,7 +44,7 @@ def test_the_unit_starts_the_command_that_was_typed(root, tmp_path):
     assert start.endswith(f'{ADDRESS} --name "kitchen laptop" --max-upload-mbps 5')
     assert FLAG not in start
     lines = file.read_text().splitlines()
-    # Programs such as that of --on-event are found as in the terminal.
+    # Programs such as nvidia-smi are found as in the terminal.
     assert [line for line in lines if line.startswith("Environment=")] == [
         "Environment=PATH=/bin",
         "Environment=HF_HOME=/data/hf",
@@ -96,7 +96,7 @@ def test_without_systemd_the_command_says_what_else_to_do(tmp_path, capsys, monk
     assert capsys.readouterr().out == f"{ADDRESS} {FLAG} --cache-dir {tmp_path}\n"
     # Nothing is installed that could not start.
     assert peer_command.main([FLAG, "--cache-dir", str(tmp_path)]) == 3
-    for words in (["--hours", "night"], ["--on-event", "no-such-program-here"], ["--check"]):
+    for words in (["--hours", "night"], ["--metrics", "nowhere"], ["--check"]):
         assert peer_command.main([ADDRESS, FLAG, *words]) == 3
 
 

@@ -101,21 +101,22 @@ def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path):
         name="attic",
         max_upload_mbps=10.0,
         log_json=tmp_path / "log.jsonl",
+        metrics="[::]:9400",
     )
     first, second = trainer_settings(settings)
     assert (first.device, second.device) == ("cuda:0", "cuda:1")
     assert (first.threads, first.max_upload_mbps) == (2, 5.0)
     assert (first.port, second.port) == (4000, 4001)
     assert (first.name, second.name) == ("attic 0", "attic 1")
-    assert first.content_folder == second.content_folder == tmp_path / "content"
     assert second.cache_folder == tmp_path / "trainer-1"
     assert second.log_json == tmp_path / "log-1.jsonl"
+    assert (first.metrics, second.metrics) == ("[::]:9400", "[::]:9401")
     assert second.devices == ()
 
 
 def test_flags_of_one_peer_are_refused_for_several(tmp_path):
     peers = ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",)
-    with pytest.raises(ConfigurationError, match=r"--device is for one peer.*--content-dir"):
+    with pytest.raises(ConfigurationError, match=r"--device is for one peer.*own --cache-dir"):
         trainer_settings(PeerSettings(initial_peers=peers, devices=("cpu", "cpu"), device="cpu"))
     with pytest.raises(ConfigurationError, match="--devices 'gpu' is not a device"):
         PeerSettings(initial_peers=peers, devices=("gpu",))

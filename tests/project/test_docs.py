@@ -128,7 +128,11 @@ def code_of(text):
     return lines + re.findall(r"`([^`\n]+)`", prose)
 
 
-@pytest.mark.parametrize("file", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+# The list of changes names what is gone, too.
+OF_TODAY = [file for file in PAGES if file.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("file", OF_TODAY, ids=lambda file: str(file.relative_to(ROOT)))
 def test_commands_in_the_pages_exist(file):
     known = parsers()
     text = file.read_text(encoding="utf-8")

@@ -20,8 +20,8 @@ from gpu_kit import out_of_memory, paper_path, same_code, table  # noqa: E402
 from gpu_kit.common import Part  # noqa: E402
 from gpu_kit.profiled import profiled  # noqa: E402
 from parts import cards  # noqa: E402
+from parts.cards import card_of, flops_per_token, path_parameters  # noqa: E402
 
-from dipaco.modules.cards import card_of, flops_per_token, path_parameters  # noqa: E402
 from dipaco.modules.transformer import PathModel  # noqa: E402
 
 

@@ -98,9 +98,6 @@ EXCEPTIONS = {
     ("routing/documents/chat_template.py", "imports subprocess"): (
         "starts this file with this Python: a template has a process with a limit of memory"
     ),
-    ("peer/reporting/event_command.py", "imports subprocess"): (
-        "runs the command of its owner's flag; what others wrote is at most its last argument"
-    ),
     ("peer/owner/gpu_heat.py", "imports subprocess"): (
         "asks nvidia-smi for a temperature; no word of it comes from others"
     ),

@@ -6,30 +6,33 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from dipaco.base.metrics import text_of
+from dipaco.base.errors import ConfigurationError
+from dipaco.base.host_and_port import host_and_port
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.presence.own_status import Activity, PeerStatus
-from dipaco.peer.reporting.peer_metrics import PEER_METRICS, PeerMetrics
+from dipaco.peer.reporting.peer_metrics import PeerMetrics
 from dipaco.protocol.config import GridConfig
 from dipaco.protocol.view import SwarmView
-from dipaco.status.swarm_metrics import PATH_STATES, SWARM_METRICS, swarm_text
+from dipaco.status.swarm_metrics import POSSIBLE, swarm_metrics
 from support.runs.make_plan import make_plan
 from support.swarms.fake_swarm import ME, FakeRun, FakeSwarm, FakeTime, peer_record
 
 ROOT = Path(__file__).resolve().parents[2]
 MONITORING = ROOT / "examples" / "monitoring"
-NAMES = {metric.name for metric in (*PEER_METRICS, *SWARM_METRICS)}
-ADDRESS = ("/ip4/127.0.0.1/tcp/1/p2p/12D3KooWRA4F8vNLh1ueZWQYE3pafBEKj1FVw2XWGM1pwogTS83H",)
 
 
-def samples(text):
+def families(registry):
+    return list(text_string_to_metric_families(generate_latest(registry).decode()))
+
+
+def samples(registry):
     """Return (name, value of the label) to value, as Prometheus' own parser reads it."""
     return {
         (sample.name, next(iter(sample.labels.values()), "")): sample.value
-        for family in text_string_to_metric_families(text.decode())
+        for family in families(registry)
         for sample in family.samples
     }
 
@@ -39,6 +42,7 @@ def status(peers=3, **changes):
     module = {"agree": True, "holders": ["A", "B"], "last_round": 7}
     peer = {"state": "training", "reachable": "direct", "tokens_per_s": 10.5}
     return {
+        "time_s": 1.8e9,
         "round": 8,
         "round_duration_s": 60.0,
         "healthy": False,
@@ -52,29 +56,33 @@ def status(peers=3, **changes):
 
 
 def test_a_status_as_metrics():
-    found = samples(swarm_text(status()))
+    found = samples(swarm_metrics(status()))
     assert found["dipaco_swarm_round", ""] == 8
     assert found["dipaco_swarm_healthy", ""] == 0
     assert found["dipaco_swarm_problems", "forked"] == 2
     assert found["dipaco_swarm_problems", "stalled"] == 0
     assert found["dipaco_swarm_peers", "training"] == 3
     assert found["dipaco_swarm_peers_reachable", "direct"] == 3
-    assert {name for key, name in found if key == "dipaco_swarm_paths"} == set(PATH_STATES)
+    assert {name for key, name in found if key == "dipaco_swarm_paths"} == set(POSSIBLE["paths"])
     assert found["dipaco_swarm_path_behind_rounds", ""] == 9
     assert found["dipaco_swarm_module_behind_rounds", ""] == 6
     assert found["dipaco_swarm_modules_forked", ""] == 1
     assert found["dipaco_swarm_module_least_copies", ""] == 1
     assert found["dipaco_swarm_tokens_per_second", ""] == 31.5
-    assert {name for name, _ in found} == {metric.name for metric in SWARM_METRICS}
+    assert found["dipaco_swarm_read_timestamp_seconds", ""] == 1.8e9
 
 
 def test_a_large_swarm_has_as_many_samples_as_a_small_one():
-    assert len(samples(swarm_text(status(peers=5000)))) == len(samples(swarm_text(status())))
+    assert len(samples(swarm_metrics(status(peers=5000)))) == len(samples(swarm_metrics(status())))
     empty = status(peers=0, paths=[], modules=[], validation={"perplexity": None})
-    assert ("dipaco_swarm_validation_perplexity", "") not in samples(swarm_text(empty))
+    assert ("dipaco_swarm_validation_perplexity", "") not in samples(swarm_metrics(empty))
 
 
 def metrics_after(*events):
+    return samples(followed(*events).registry)
+
+
+def followed(*events):
     uplink = Uplink()
     uplink.received_bytes = 7
     metrics = PeerMetrics(uplink)
@@ -86,7 +94,7 @@ def metrics_after(*events):
     metrics.follow(FakeRun(plan, time.clock), swarm, status, lambda: 2)
     for kind, values in events:
         metrics.on_event(kind, values)
-    return samples(text_of(metrics.collect()))
+    return metrics
 
 
 def test_a_peer_as_metrics():
@@ -113,32 +121,63 @@ def test_a_peer_as_metrics():
         ("received_bytes_total", "", 7), ("states_held", "", 2), ("peers_seen", "", 1),
     ):  # fmt: skip
         assert found[f"dipaco_{name}", label] == value, (name, label)
-    assert {name for name, _ in found} == {metric.name for metric in PEER_METRICS}
 
 
 def test_counters_are_there_before_anything_happens():
     found = metrics_after()
-    for metric in PEER_METRICS:
-        if metric.kind == "counter" and "bytes" not in metric.name:
-            for label in ("L0", "L1", "private") if metric.label else ("",):
-                assert found[metric.name, label] == 0
+    for name in ("tokens", "inner_steps", "inner_seconds", "moves"):
+        assert found[f"dipaco_{name}_total", ""] == 0
+    for name in ("outer_steps", "rounds_without_step", "outer_step_seconds", "adoptions"):
+        for level in ("L0", "L1", "private"):
+            assert found[f"dipaco_{name}_total", level] == 0
 
 
-def test_a_peer_answers_where_it_is_told_and_says_so(tmp_path):
+def test_a_peer_answers_where_it_is_told_and_says_so():
     metrics, said = PeerMetrics(Uplink(None)), list[str]()
-    metrics.serve(PeerSettings(initial_peers=ADDRESS), said.append)
+    metrics.serve(None, said.append)
     assert said == []
-    asked = PeerSettings(initial_peers=ADDRESS, metrics_port=0)
-    metrics.serve(asked, said.append)
-    metrics.serve(asked, said.append)
+    metrics.serve("0", said.append)
+    metrics.serve("0", said.append)
     assert len(said) == 1
     url = said[0].split()[-1]
     assert url.startswith("http://127.0.0.1:")
     with urllib.request.urlopen(url, timeout=60) as answer:
-        assert ("dipaco_tokens_total", "") in samples(answer.read())
+        assert b"dipaco_tokens_total 0.0" in answer.read()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("9400", ("127.0.0.1", 9400)), ("0.0.0.0:0", ("0.0.0.0", 0)), ("[::]:80", ("::", 80)),
+        ("me.example.org:80", ("me.example.org", 80)), ("", None), ("me", None), ("70000", None),
+        (":80", None), ("::80", None), ("-1", None), ("1:2:3", None),
+    ],
+)  # fmt: skip
+def test_where_a_server_listens(text, found):
+    if found is not None:
+        assert host_and_port("--metrics", text) == found
+        return
+    with pytest.raises(ConfigurationError, match="--metrics '.*' is no port; for example --metrics 8090"):
+        host_and_port("--metrics", text)
 
 
 # -- what stands in docs and examples
+
+
+def described(registry):
+    """Return what each metric says of itself, by its name: kind, label, help."""
+    return {
+        family.name + "_total" * (family.type == "counter"): (
+            family.type,
+            next(iter(family.samples[0].labels), ""),
+            family.documentation,
+        )
+        for family in families(registry)
+    }
+
+
+STEP = {"module": "L0.E1", "seconds_after_boundary": 2.0, "rows": 2}
+METRICS = {**described(swarm_metrics(status())), **described(followed(("outer_step", STEP)).registry)}
 
 
 def names_in(expressions):
@@ -148,9 +187,10 @@ def names_in(expressions):
 def test_the_dashboard_shows_what_there_is_and_nothing_else():
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    assert names_in(t["expr"] for panel in panels for t in panel["targets"]) == NAMES
+    shown = names_in(t["expr"] for panel in panels for t in panel["targets"])
+    assert shown == METRICS.keys() - {"dipaco_swarm_read_timestamp_seconds"}
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
-    labels = {metric.label for metric in (*PEER_METRICS, *SWARM_METRICS)} | {"instance"}
+    labels = {label for _, label, _ in METRICS.values()} | {"instance"}
     for panel in panels:
         for target in panel["targets"]:
             # A table of a range shows one of its series at a time.
@@ -160,16 +200,14 @@ def test_the_dashboard_shows_what_there_is_and_nothing_else():
 
 def test_the_alerts_are_about_what_there_is():
     text = (MONITORING / "rules.yml").read_text()
-    assert names_in(re.sub(r"dipaco:\w+", "", text).splitlines()) <= NAMES
-    values = {value for metric in (*PEER_METRICS, *SWARM_METRICS) for value in metric.values}
+    assert names_in(re.sub(r"dipaco:\w+", "", text).splitlines()) <= METRICS.keys()
+    values = {value for values in POSSIBLE.values() for value in values}
     assert set(re.findall(r'="(\w+)"', text)) <= values
 
 
-@pytest.mark.parametrize("metrics", [PEER_METRICS, SWARM_METRICS])
-def test_every_metric_is_documented(metrics):
+def test_every_metric_is_documented():
     text = (ROOT / "docs" / "monitoring.md").read_text()
-    for metric in metrics:
-        label = f"`{metric.label}`" if metric.label else ""
-        assert f"| `{metric.name}` | {metric.kind} | {label} | {metric.help} |" in text
-    documented = set(re.findall(r"^\| `(dipaco_\w+)` \|", text, re.M))
-    assert documented == NAMES
+    rows = dict(re.findall(r"^\| `(dipaco_\w+)` \| (.*) \|$", text, re.M))
+    assert rows == {
+        name: f"{kind} | {f'`{label}`' if label else ''} | {help}" for name, (kind, label, help) in METRICS.items()
+    }

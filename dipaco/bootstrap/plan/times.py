@@ -73,7 +73,7 @@ def measured_tokens_per_s(config: RunConfig, device: torch.device) -> float:
         began_s = time.monotonic()
         loop.step(tokens, 0)
         if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+            torch.cuda.synchronize(device)
         if step:  # The first one sets things up.
             fastest_s = min(fastest_s, time.monotonic() - began_s)
             if time.monotonic() > ends_s:

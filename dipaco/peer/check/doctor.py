@@ -1,254 +1,225 @@
-"""`dipaco-peer --check`: looks at machine and swarm, and says line by line what would go wrong.
+"""`dipaco-peer --check`: does what joining does, and says line by line what came of it.
 
-Nothing is joined, claimed or written.
+It joins as a reader, with an identity and a folder that are thrown away: nothing is claimed, served
+or kept, and a peer that runs here is not disturbed.
 """
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, replace
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
-from dipaco.base.errors import ConfigurationError, DipacoError, StorageError, printable
-from dipaco.dht.dht_node import check_shared_memory
+from dipaco.base.errors import (
+    AddressError,
+    ClockError,
+    DipacoError,
+    NetworkError,
+    UnreachableError,
+)
+from dipaco.base.progress import shown_bytes
+from dipaco.dht.dht_node import check_port_is_free, check_shared_memory, visible_addresses
 from dipaco.modules.base_source import seems_in_hub_cache
-from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.frozen_file import base_file_bytes
-from dipaco.modules.layout import parameter_counts
-from dipaco.modules.memory import least_pass_bytes
-from dipaco.peer.exchange.files.contribution_files import MAX_CONTRIBUTIONS_BYTES
-from dipaco.peer.owner.gpu_heat import thermometer_of
+from dipaco.modules.hub_cache import is_hub_name
+from dipaco.peer.exchange.contact.known_peers import peer_of
+from dipaco.peer.exchange.contact.reachability import probe
+from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.join_run import join_run
+from dipaco.peer.node.node import Node
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.identity import is_in_use
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
-from . import checks as c
 from . import needs
-from . import this_machine as m
-from .swarm import SwarmReport, ask_neighbours, ask_swarm, ports_taken
+from .checks import Check, failed, ok, warning
+from .fits import machine_checks
+from .this_machine import check_open_files, check_system, check_versions
 
-SIGNS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
+# A clock that is further off than this is corrected while a peer runs.
+CLOCK_WARNING_S = 1.0
+SET_THE_CLOCK = "set the clock: sudo timedatectl set-ntp true (in WSL: sudo hwclock -s)"
+
+Found = tuple[RunPlan | None, ShardIndex | None]
 
 
 def run_doctor(settings: PeerSettings) -> int:
     """Check everything, print it, and return the exit code of the first problem, 0 if none."""
-    found: list[c.Check] = []
+    found = []
     for check in examine_all(settings):
         found.append(check)
-        if not settings.json:
-            print(shown(check), flush=True)
-    if settings.json:
-        print(json.dumps({"checks": [asdict(check) for check in found], **summary(found)}))
-    else:
-        print(closing_line(found))
+        print(check, flush=True)
+    print(closing_line(found))
     sys.stdout.flush()
-    return int(summary(found)["exit_code"])
+    return exit_code_of(found)
 
 
-def shown(check: c.Check) -> str:
-    """Return the line of a check."""
-    line = f"{SIGNS[check.verdict]} {check.name}: {check.value}"
-    return printable(f"{line} -> {check.remedy}" if check.remedy else line)
+def exit_code_of(found: list[Check]) -> int:
+    """Return what joining would end with."""
+    return next((check.error.exit_code for check in found if check.error is not None), 0)
 
 
-def summary(found: list[c.Check]) -> dict[str, int]:
-    """Count, and say how the command ends."""
-    problems = [check for check in found if check.verdict == "problem"]
-    return {
-        "problems": len(problems),
-        "warnings": sum(check.verdict == "warning" for check in found),
-        "exit_code": problems[0].exit_code if problems else 0,
-    }
-
-
-def closing_line(found: list[c.Check]) -> str:
+def closing_line(found: list[Check]) -> str:
     """Return the last line."""
-    counts = summary(found)
-    if counts["problems"]:
-        return f"{counts['problems']} of {len(found)} checks found a problem; begin with the first"
-    if counts["warnings"]:
-        return f"a peer can run here; {counts['warnings']} of {len(found)} checks warn"
+    problems = sum(check.verdict == "problem" for check in found)
+    warnings = sum(check.verdict == "warning" for check in found)
+    if problems:
+        return f"{problems} of {len(found)} checks found a problem; begin with the first"
+    if warnings:
+        return f"a peer can run here; {warnings} of {len(found)} checks warn"
     return "a peer can run here"
 
 
-def examine_all(settings: PeerSettings) -> Iterator[c.Check]:
+def examine_all(settings: PeerSettings) -> Iterator[Check]:
     """Yield every check as soon as it is made. What needs CUDA comes last: it must not fork."""
-    system = m.look_at_system()
-    yield c.check_system(system)
-    yield c.check_versions(m.look_at_versions())
-    yield c.check_open_files(m.look_at_open_files())
-    yield c.check_sharing(failure_of(check_shared_memory))
-    is_running = is_in_use(settings.identity_path or settings.cache_folder / "identity.key")
-    yield from c.check_cache_is_free(settings.cache_folder, is_running)
-    taken = ports_taken(settings.listen_maddrs())
-    yield c.check_ports(settings.listen_maddrs(), taken, peer_is_running=is_running)
-    report = yield from _swarm_checks(settings, system, port_is_free=not taken)
-    yield from _machine_checks(settings, system, report.plan, report.shards)
+    yield check_system()
+    yield check_versions()
+    yield check_open_files()
+    yield _check_sharing()
+    is_running = is_in_use(settings.cache_folder / "identity.key")
+    if is_running:
+        remedy = "a second one needs a --cache-dir of its own"
+        yield warning("cache folder", f"a peer is running with {settings.cache_folder}", remedy)
+    port = _check_port(settings, is_running=is_running)
+    yield port
+    plan, shards = yield from _swarm_checks(settings, port_is_free=port.verdict == "ok")
+    yield from machine_checks(settings, plan, shards)
 
 
-def failure_of(check: Callable[[], None]) -> DipacoError | None:
-    """Return what a check raises."""
+def _check_sharing() -> Check:
     try:
-        check()
+        check_shared_memory()
     except DipacoError as error:
-        return error
-    return None
+        return failed("shared memory", error)
+    return ok("shared memory", "usable")
 
 
-def _swarm_checks(
-    settings: PeerSettings, system: m.System, *, port_is_free: bool
-) -> Generator[c.Check, None, SwarmReport]:
-    """Yield what the swarm says, and return the report, which is empty when nothing was found."""
+def _check_port(settings: PeerSettings, *, is_running: bool) -> Check:
+    """Say whether a peer can listen where it is told to."""
+    try:
+        addresses = settings.listen_maddrs()
+        for address in addresses:
+            check_port_is_free(address)
+    except AddressError as error:
+        if is_running:
+            return warning("port", str(error).partition("; ")[0], "by the running peer, it seems")
+        return failed("port", error)
+    if any(address.endswith("/tcp/0") for address in addresses):
+        remedy = "a router can forward only one that stays: --port 31337"
+        return ok("port", "another free one at each start", remedy)
+    return ok("port", f"{', '.join(addresses)}: free")
+
+
+# -- the swarm
+
+
+def _swarm_checks(settings: PeerSettings, *, port_is_free: bool) -> Generator[Check, None, Found]:
+    """Join as a reader, yield what comes of it, and return the run, if there is one."""
     if not settings.initial_peers:
-        yield c.ok("swarm", "no address was given: only this machine is checked")
-        return SwarmReport()
-    try:
-        findings = ask_neighbours(settings)
-    except DipacoError as error:
-        yield c.problem("network", str(error), "start again with --debug", type(error))
-        return SwarmReport()
-    answers = [(f.address, "" if f.hello else str(f.error)) for f in findings]
-    yield c.check_neighbours(answers)
-    answered = [finding for finding in findings if finding.hello is not None]
-    if not answered:
-        return SwarmReport()
-    offset_s = statistics.median(finding.clock_offset_s for finding in answered)
-    clock = c.check_clock(offset_s, len(answered), system)
-    yield clock
-    if clock.verdict == "problem":
-        return SwarmReport()
-    report = ask_swarm(settings, port_is_free=port_is_free)
-    if report.plan is None:
-        assert report.failure is not None
-        yield c.problem("run", str(report.failure), "ask the operator", type(report.failure))
-        return report
-    plan = report.plan
-    yield c.ok("run", f"'{plan.name}' ({plan.run_id}), {needs.grid_of(plan).path_count} paths")
+        yield ok("swarm", "no address was given: only this machine is checked")
+        return None, None
+    with tempfile.TemporaryDirectory(prefix="dipaco-check-") as folder:
+        try:
+            node = join_run(
+                initial_peers=settings.initial_peers,
+                run=settings.run,
+                cache_folder=Path(folder),
+                listening=Listening(
+                    host_maddrs=settings.listen_maddrs() if port_is_free else (),
+                    announce_maddrs=settings.announce_maddrs if port_is_free else (),
+                    client_mode=True,
+                ),
+                say=lambda line: None,
+            )
+        except DipacoError as error:
+            yield failed(_step_of(error), error)
+            return None, None
+        try:
+            return (yield from _run_checks(settings, node, port_is_free=port_is_free))
+        finally:
+            node.close()
+
+
+def _step_of(error: DipacoError) -> str:
+    """Return what failed in joining, in a word."""
+    if isinstance(error, UnreachableError):
+        return "neighbours"
+    return "clock" if isinstance(error, ClockError) else "run"
+
+
+def _run_checks(
+    settings: PeerSettings, node: Node, *, port_is_free: bool
+) -> Generator[Check, None, Found]:
+    plan, grid, connected = node.plan, node.grid, node.exchange.connected_peers()
+    others = f"{len(connected)} peer{'s' * (len(connected) != 1)}"
+    yield ok("neighbours", f"the swarm answers; connected to {others}")
+    yield check_clock(node.clock.offset_s)
+    yield ok("run", f"'{plan.name}' ({plan.run_id}), {grid.path_count} paths")
     if port_is_free:
-        yield c.check_reachability(report.addresses, report.reachable, settings.port or 0, system)
-    yield c.check_line(needs.round_mbit_per_s(plan, needs.grid_of(plan)))
-    if plan.base_source is not None:
-        yield c.check_base(
-            plan.base_source.name,
-            base_file_bytes(plan.model),
-            is_in_hub_cache=seems_in_hub_cache(plan.base_source),
-        )
-    return report
-
-
-def fitting_batch(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> int | None:
-    """Return how many sequences a peer has on the device at once; None: the trainer finds out.
-
-    Raises what `--check` calls a problem, so that nothing is claimed that does not fit. Called when
-    the peer's programs run already.
-    """
-    for check in _machine_checks(settings, m.look_at_system(), plan, shards, programs_bytes=0):
-        if check.verdict == "problem":
-            kind = StorageError if check.exit_code == StorageError.exit_code else ConfigurationError
-            raise kind(f"{check.name}: {check.value}; {check.remedy}")
-    if settings.micro_batch_size is not None or m.look_at_device(settings.device)[0] is not None:
-        return settings.micro_batch_size
-    need = memory_need(plan, settings, None, 0)
-    # Never fewer than one: others may have taken memory since it was looked at.
-    return max(1, need.fitting(m.look_at_memory().available - need.main_bytes))
-
-
-def contributions_limit(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> int:
-    """Return how many bytes contributions may take, so that all is within `--max-disk-gb`."""
-    if settings.max_disk_gb is None:
-        return MAX_CONTRIBUTIONS_BYTES
-    shard = max_shard_bytes(plan, shards, settings.path)
-    needed = needs.disk_bytes(plan, needs.grid_of(plan), shard)
-    others = sum(needed.values()) - needed["contributions"]
-    return min(MAX_CONTRIBUTIONS_BYTES, int(settings.max_disk_gb * 1e9) - others)
-
-
-def _machine_checks(
-    settings: PeerSettings,
-    system: m.System,
-    plan: RunPlan | None,
-    shards: ShardIndex | None,
-    programs_bytes: int = c.PROGRAMS_BYTES,
-) -> Iterator[c.Check]:
-    """Yield what the machine has, beside what the run takes where that is known."""
-    disk_needed = limit = None
-    here = 0
-    if plan is not None:
-        grid = needs.grid_of(plan)
-        shard = max_shard_bytes(plan, shards, settings.path)
-        disk_needed = sum(needs.disk_bytes(plan, grid, shard).values())
-        here = m.used_bytes(settings.cache_folder / plan.run_id)
-    if settings.max_disk_gb is not None:
-        limit = int(settings.max_disk_gb * 1e9)
-    yield c.check_disk(m.look_at_disk(settings.cache_folder), disk_needed, here, system, limit)
-    import torch
-
+        addresses, reachable = _how_reached(node, connected)
+        yield check_reachability(addresses, reachable, settings.port or 31337)
+    yield check_line(plan, settings.max_upload_mbps)
+    if (source := plan.base_source) is not None:
+        size = shown_bytes(base_file_bytes(plan.model))
+        yield check_base(source.name, size, is_here=seems_in_hub_cache(source))
     try:
-        gpu, reason = m.look_at_device(settings.device)
-    except ConfigurationError as error:
-        yield c.problem("device", str(error), "give another --device")
-        return
-    yield from _limits_of_the_gpu(settings)
-    if gpu is not None and settings.vram_gb is not None:
-        most = int(settings.vram_gb * 2**30)
-        gpu = replace(gpu, free_bytes=min(gpu.free_bytes, most))
-    maker, built_for = m.look_for_gpu_hardware(), m.torch_is_built_for()
-    yield c.check_gpu(gpu, settings.device, reason, torch.__version__, maker, built_for)
-    if gpu is not None and gpu.missing is not None:
-        yield c.check_compiler(gpu, settings.compile_model)
-    if plan is None:
-        return
-    need = memory_need(plan, settings, gpu, programs_bytes)
-    if gpu is not None:
-        yield c.check_device_memory(need, gpu, settings.micro_batch_size)
-    yield c.check_main_memory(need, m.look_at_memory(), gpu, settings.micro_batch_size, system)
+        return plan, node.load_shard_index()
+    except DipacoError as error:
+        yield failed("shards", error)
+        return plan, None
 
 
-def _limits_of_the_gpu(settings: PeerSettings) -> Iterator[c.Check]:
-    """Yield that a flag limits a GPU which is not here, or does not say what it needs."""
-    device, _ = choose_device(settings.device)
+def _how_reached(node: Node, connected: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
+    """Return this machine's addresses, and whether others can call it there, as a peer asks."""
     try:
-        limit_memory(device, settings.vram_gb)
-        if settings.max_gpu_temp is not None:
-            thermometer_of(device)
-    except ConfigurationError as error:
-        yield c.problem("flags", str(error), "leave the flag out")
+        addresses = visible_addresses(node.dht)
+        asked = tuple(dict.fromkeys((*map(peer_of, node.initial_peers), *connected)))
+        return addresses, probe(node.exchange, asked, addresses)[0]
+    except NetworkError:
+        return (), "unknown"
 
 
-def memory_need(
-    plan: RunPlan,
-    settings: PeerSettings,
-    gpu: m.Gpu | None,
-    programs_bytes: int = c.PROGRAMS_BYTES,
-) -> c.MemoryNeed:
-    """Return what training a path takes with these settings, on the GPU or on the CPU."""
-    grid = needs.grid_of(plan)
-    count = parameter_counts(grid)["path"]
-    in_16_bits = gpu is not None and gpu.number_format != "fp32"
-    on_device = needs.device_bytes(plan, count, settings.optimizer, in_16_bits=in_16_bits)
-    one_pass = on_device.pop(needs.ONE_PASS)
-    main = needs.main_memory_bytes(plan, grid, count)
-    main_bytes = sum(main.values()) + programs_bytes
-    return c.MemoryNeed(
-        path_parameters=count,
-        fixed_bytes=sum(on_device.values()),
-        pass_bytes=one_pass,
-        least_pass_bytes=least_pass_bytes(plan.model, in_16_bits=in_16_bits),
-        main_bytes=main_bytes,
-        batch=plan.inner.batch_sequences,
+def check_clock(offset_s: float) -> Check:
+    """Say how far this machine's clock is from the swarm's: `offset_s` is theirs minus ours."""
+    if abs(offset_s) <= CLOCK_WARNING_S:
+        return ok("clock", f"within {max(0.1, abs(offset_s)):.1f} s of the swarm's")
+    side = "behind" if offset_s > 0 else "ahead of"
+    value = f"{abs(offset_s):.1f} s {side} the swarm's, corrected while a peer runs"
+    return warning("clock", value, SET_THE_CLOCK)
+
+
+def check_reachability(addresses: tuple[str, ...], reachable: str, port: int) -> Check:
+    """Say whether others could call this machine when they were asked to."""
+    places = dict.fromkeys(address.partition("/p2p/")[0] for address in addresses)
+    shown = ", ".join(places) or "it has no address"
+    if reachable == "direct":
+        return ok("reachable", f"others have called it: {shown}")
+    what = "nobody could try to call it"
+    if reachable == "outgoing":
+        what = "others cannot call it; it takes part through its own calls"
+    return warning(
+        "reachable",
+        f"{what}: {shown}",
+        f"forward TCP port {port} of the router to this machine and give --port {port} "
+        f"--announce-maddrs /ip4/ROUTER-ADDRESS/tcp/{port} (WSL: docs/windows.md; containers: "
+        "examples/deploy/README.md)",
     )
 
 
-def max_shard_bytes(plan: RunPlan, shards: ShardIndex | None, path: int | None) -> int:
-    """Return the size of the token files of a path, or of the largest; 0 if it is not known."""
-    if shards is None:
-        return 0
-    from dipaco.peer.exchange.fetching import shard_bytes
+def check_line(plan: RunPlan, max_upload_mbps: float | None) -> Check:
+    """Say what the line has to carry, and whether the owner's limit leaves enough for it."""
+    needed = needs.round_mbit_per_s(plan, needs.grid_of(plan))
+    shown = f"{needed:,.0f}" if needed >= 10 else f"{needed:.2g}"
+    value = f"a round takes {shown} Mbit/s each way on average"
+    if slow := needs.too_slow(plan, max_upload_mbps):
+        return warning("line", value, slow[0])
+    return ok("line", value)
 
-    files = shard_bytes(shards, plan.model)
-    wanted = [shard for shard in shards.paths if path is None or shard.path == path]
-    return max(
-        (files[shard.train_sha256] + files[shard.validation_sha256] for shard in wanted), default=0
-    )
+
+def check_base(name: str, size: str, *, is_here: bool) -> Check:
+    """Say where the frozen base of a run with adapters comes from."""
+    if is_here:
+        return ok("base", f"{name} is in the hub's cache, and is taken from there")
+    remedy = f"hf download {name} spares them that" if is_hub_name(name) else ""
+    return ok("base", f"{size} of {name} are fetched once, from mirrors or other peers", remedy)

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.base.files import spare_bytes
+from dipaco.base.files import spare_bytes, text_of
 
 Reason = Callable[[], str]
 
@@ -58,11 +58,11 @@ def is_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
     it. Batteries of mice and headphones do not count."""
     is_emptied = False
     for supply in sorted(supplies.iterdir()) if supplies.is_dir() else ():
-        kind, scope = _read(supply / "type"), _read(supply / "scope")
-        if kind in ("Mains", "USB") and _read(supply / "online") == "1":
+        kind, scope = text_of(supply / "type"), text_of(supply / "scope")
+        if kind in ("Mains", "USB") and text_of(supply / "online") == "1":
             return False
         if kind == "Battery" and scope != "Device":
-            is_emptied |= _read(supply / "status") == "Discharging"
+            is_emptied |= text_of(supply / "status") == "Discharging"
     return is_emptied
 
 
@@ -71,7 +71,8 @@ def outside_of(hours: Hours, now: Callable[[], datetime] = datetime.now) -> Reas
     begin = f"{hours.begin_minute // 60}:{hours.begin_minute % 60:02}"
 
     def reason() -> str:
-        is_one = hours.contain(60 * now().hour + now().minute)
+        moment = now()
+        is_one = hours.contain(60 * moment.hour + moment.minute)
         return "" if is_one else f"outside of --hours {hours.text}, until {begin}"
 
     return reason
@@ -109,13 +110,13 @@ def running_programs(processes: Path = PROCESSES) -> frozenset[str]:
     it, which has 15 characters at most, and by its file, also of Windows. This program does not
     count, nor the processes that it has forked."""
     found = set()
-    own = _read(processes / str(os.getpid()) / "cmdline")
+    own = text_of(processes / str(os.getpid()) / "cmdline")
     for process in processes.iterdir():
-        cmdline = _read(process / "cmdline")
+        cmdline = text_of(process / "cmdline")
         if not process.name.isdigit() or (own and cmdline == own):
             continue
         # 4711 (Web Content) S 1 ...; one that has ended and was not fetched is a Z.
-        name, _, state = _read(process / "stat").partition("(")[2].rpartition(")")
+        name, _, state = text_of(process / "stat").partition("(")[2].rpartition(")")
         if name and not state.startswith(" Z"):
             file = cmdline.partition("\0")[0]
             found |= {name.lower(), re.split(r"[/\\]", file)[-1].lower()}
@@ -145,10 +146,3 @@ class FullDisk:
         if self._is_full and not was_full:
             self._tell(said)
         return said if self._is_full else ""
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace").strip()
-    except OSError:
-        return ""

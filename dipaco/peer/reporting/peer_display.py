@@ -209,7 +209,6 @@ _LINES = {
     ),
     "move": lambda v: f"moving from path {v['from_path']} to {v['to_path']}: {v['reason']}",
     "paused": lambda v: f"paused: {v['reason']}",
-    "speed": lambda v: str(v["what"]),
     "validation": lambda v: (
         f"round {v['round']}: held-out loss of path {v['path']} is {v['loss']:.3f} "
         f"({v['tokens']:,} tokens)"

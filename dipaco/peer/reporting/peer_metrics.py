@@ -1,66 +1,34 @@
-"""What a peer or a bootstrap node tells Prometheus: `--metrics-port`.
+"""What a peer or a bootstrap node tells Prometheus: `--metrics`.
 
 Counters follow from the events, gauges are read when they are asked for. One server for the life of
-the process, whichever run it is in. Names and labels are a contract (docs/monitoring.md).
+the process, whichever run it is in. Names and labels are a contract (docs/monitoring.md). No label
+has a value for each peer, path or module: what they take to store does not grow with the swarm.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, get_args
 
-from prometheus_client import start_http_server
-from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+    start_http_server,
+)
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from dipaco.base.errors import ConfigurationError, DipacoError
-from dipaco.base.metrics import Metric
+from dipaco.base.host_and_port import host_and_port
 from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.peer_settings import NodeSettings
 from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.protocol.records import ClaimState, Reachability
-
-
-def _gauge(name: str, help: str, label: str = "", values: Iterable[str] = ()) -> Metric:
-    return Metric(f"dipaco_{name}", "gauge", help, label, tuple(values))
-
-
-def _counter(name: str, help: str, label: str = "") -> Metric:
-    return Metric(f"dipaco_{name}_total", "counter", help, label)
-
-
-# A level is a level's name, or "private".
-PEER_METRICS = (
-    _gauge("info", "1; which version of the software it is", "software"),
-    _counter("tokens", "tokens trained since the process began"),
-    _counter("inner_steps", "inner steps since the process began"),
-    _counter(
-        "inner_seconds",
-        "seconds in inner steps; the rate of this counter is their share of the time",
-    ),
-    _gauge("tokens_per_second", "speed of training at present"),
-    _gauge("loss", "training loss of the last inner step, in nats"),
-    _gauge("validation_loss", "held-out loss of the path, in nats"),
-    _gauge("round", "the present round; with fixed steps that of this peer"),
-    _gauge("path", "the path in training; -1 without one"),
-    _gauge("state", "1 for the state that the peer is in", "state", get_args(ClaimState)),
-    _gauge("reachable", "1 for the way in which others call it", "how", get_args(Reachability)),
-    _gauge("waiting", "1 while the peer waits for something"),
-    _counter("outer_steps", "outer steps taken", "level"),
-    _counter("rounds_without_step", "outer rounds that brought no step", "level"),
-    _counter("outer_step_seconds", "seconds from boundaries to steps", "level"),
-    _gauge("outer_step_peers", "peers in the last step", "level"),
-    _counter("adoptions", "states of others taken over", "level"),
-    _counter("moves", "moves to another path"),
-    _counter("sent_bytes", "bytes of contributions, states and blobs sent"),
-    _counter("received_bytes", "bytes of contributions, states and blobs received"),
-    _gauge("states_held", "module states that the peer can serve"),
-    _gauge("peers_seen", "peers in its newest view, which is a part of the swarm"),
-)
 
 
 def level_of(module: str) -> str:
@@ -68,18 +36,76 @@ def level_of(module: str) -> str:
     return module.partition(".")[0] if "." in module else "private"
 
 
-class PeerMetrics(Collector):
-    """Collects the metrics of this process. Thread-safe."""
+class PeerMetrics:
+    """The metrics of this process, and the server that answers with them. Thread-safe."""
 
     def __init__(self, uplink: Uplink) -> None:
-        self._uplink = uplink
-        self._lock = threading.Lock()
-        self._values: dict[str, dict[str, float]] = {}
+        disable_created_metrics()
+        self.registry = CollectorRegistry(auto_describe=False)
         self._is_served = False
         self._run: JoinedRun | None = None
         self._swarm: SeenSwarm | None = None
         self._status = PeerStatus()
         self._count_states: Callable[[], int] = lambda: 0
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"dipaco_{name}", help, labels, registry=self.registry)
+
+        def gauge(name: str, help: str, *labels: str) -> Gauge:
+            return Gauge(f"dipaco_{name}", help, labels, registry=self.registry)
+
+        gauge("info", "1; which version of the software it is", "software").labels(SOFTWARE).set(1)
+        self._tokens = counter("tokens", "tokens trained since the process began")
+        self._inner_steps = counter("inner_steps", "inner steps since the process began")
+        share = "seconds in inner steps; the rate of this counter is their share of the time"
+        self._inner_seconds = counter("inner_seconds", share)
+        self._loss = gauge("loss", "training loss of the last inner step, in nats")
+        self._loss.set(math.nan)
+        self._outer_steps = counter("outer_steps", "outer steps taken", "level")
+        self._steps_missed = counter(
+            "rounds_without_step", "outer rounds that brought no step", "level"
+        )
+        self._step_seconds = counter(
+            "outer_step_seconds", "seconds from boundaries to steps", "level"
+        )
+        self._step_peers = gauge("outer_step_peers", "peers in the last step", "level")
+        self._adoptions = counter("adoptions", "states of others taken over", "level")
+        self._moves = counter("moves", "moves to another path")
+
+        reads: tuple[tuple[str, str, Callable[[], float]], ...] = (
+            (
+                "tokens_per_second",
+                "speed of training at present",
+                lambda: self._status.tokens_per_s,
+            ),
+            (
+                "validation_loss",
+                "held-out loss of the path, in nats",
+                lambda: self._status.validation_loss,
+            ),
+            ("round", "the present round; with fixed steps that of this peer", self._round),
+            ("path", "the path in training; -1 without one", self._path),
+            ("waiting", "1 while the peer waits for something", self._waiting),
+            (
+                "states_held",
+                "module states that the peer can serve",
+                lambda: self._count_states(),
+            ),
+            (
+                "peers_seen",
+                "peers in its newest view, which is a part of the swarm",
+                self._peers_seen,
+            ),
+        )
+        for name, help, read in reads:
+            gauge(name, help).set_function(read)
+        state = gauge("state", "1 for the state that the peer is in", "state")
+        for one in get_args(ClaimState):
+            state.labels(one).set_function(partial(self._is_in, one))
+        reachable = gauge("reachable", "1 for the way in which others call it", "how")
+        for how in get_args(Reachability):
+            reachable.labels(how).set_function(partial(self._is_reached, how))
+        self.registry.register(_Moved(uplink))
 
     def follow(
         self,
@@ -89,111 +115,93 @@ class PeerMetrics(Collector):
         count_states: Callable[[], int],
     ) -> None:
         """Read gauges from this run's parts from now on."""
-        with self._lock:
-            self._run, self._swarm, self._status = run, swarm, status
-            self._count_states = count_states
-            # From 0 on: of a series that begins with its first event, `increase` misses that one.
-            for level in {level_of(module) for module in run.grid.modules()}:
-                for metric in PEER_METRICS:
-                    if metric.kind == "counter" and metric.label:
-                        name = metric.name.removeprefix("dipaco_").removesuffix("_total")
-                        self._add(name, 0.0, level)
+        self._run, self._swarm, self._status = run, swarm, status
+        self._count_states = count_states
+        # From 0 on: of a series that begins with its first event, `increase` misses that one.
+        for level in {level_of(module) for module in run.grid.modules()}:
+            self._outer_steps.labels(level)
+            self._steps_missed.labels(level)
+            self._step_seconds.labels(level)
+            self._adoptions.labels(level)
 
-    def serve(self, settings: NodeSettings, say: Callable[[str], None]) -> None:
-        """Answer at `/metrics` until the process ends, if it is asked for. Raises
+    def serve(self, where: str | None, say: Callable[[str], None]) -> None:
+        """Answer at `/metrics` until the process ends, if it is asked for (`--metrics`). Raises
         ConfigurationError.
 
         Called once the other processes are forked, so that they don't share the socket; again in a
         successor, which changes nothing.
         """
-        host, port = settings.metrics_host, settings.metrics_port
-        if port is None or self._is_served:
+        if where is None or self._is_served:
             return
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
+        host, port = host_and_port("--metrics", where)
         try:
-            server, _ = start_http_server(port, host, registry=registry)
+            server, _ = start_http_server(port, host, registry=self.registry)
         except OSError as error:
             raise ConfigurationError(
-                f"--metrics-port {port}: cannot listen at {host} ({error.strerror or error}); "
-                "give another port, or 0 for any"
+                f"--metrics {where}: cannot listen at {host} ({error.strerror or error}); give "
+                "another port, or 0 for any"
             ) from None
         self._is_served = True
         say(f"metrics for Prometheus at http://{host}:{server.server_port}/metrics")
 
-    # -- events
-
     def on_event(self, kind: str, values: Mapping[str, Any]) -> None:
         """Count an event. A listener of `EventLog`."""
-        with self._lock:
-            if kind == "inner":
-                self._add("tokens", values["tokens"])
-                self._add("inner_steps", 1)
-                self._add("inner_seconds", values["seconds"])
-                self._values["dipaco_loss"] = {"": values["loss"]}
-            elif kind == "outer_step":
-                level = level_of(values["module"])
-                self._add("outer_steps", 1, level)
-                self._add("outer_step_seconds", values["seconds_after_boundary"], level)
-                self._values.setdefault("dipaco_outer_step_peers", {})[level] = values["rows"]
-            elif kind == "carry_on":
-                self._add("rounds_without_step", 1, level_of(values["module"]))
-            elif kind == "adopt":
-                self._add("adoptions", 1, level_of(values["module"]))
-            elif kind == "move":
-                self._add("moves", 1)
+        if kind == "inner":
+            self._tokens.inc(values["tokens"])
+            self._inner_steps.inc()
+            self._inner_seconds.inc(values["seconds"])
+            self._loss.set(values["loss"])
+        elif kind == "outer_step":
+            level = level_of(values["module"])
+            self._outer_steps.labels(level).inc()
+            self._step_seconds.labels(level).inc(values["seconds_after_boundary"])
+            self._step_peers.labels(level).set(values["rows"])
+        elif kind == "carry_on":
+            self._steps_missed.labels(level_of(values["module"])).inc()
+        elif kind == "adopt":
+            self._adoptions.labels(level_of(values["module"])).inc()
+        elif kind == "move":
+            self._moves.inc()
 
-    def _add(self, name: str, count: float, label: str = "") -> None:
-        sums = self._values.setdefault(f"dipaco_{name}_total", {})
-        sums[label] = sums.get(label, 0.0) + count
+    # -- what is read when it is asked for
 
-    # -- what is asked for
+    def _is_in(self, state: str) -> bool:
+        return self._status.claim.state == state
 
-    def collect(self) -> Iterable[Family]:
-        """Return all metrics. On the threads of Prometheus' server."""
-        with self._lock:
-            counted = {name: dict(found) for name, found in self._values.items()}
-            run, swarm, status = self._run, self._swarm, self._status
-            count_states = self._count_states
-        others = {
-            "dipaco_sent_bytes_total": {"": float(self._uplink.sent_bytes)},
-            "dipaco_received_bytes_total": {"": float(self._uplink.received_bytes)},
-            "dipaco_states_held": {"": float(count_states())},
-        }
-        values = {**counted, **_gauges(run, swarm, status), **others}
-        return [_family(metric, values.get(metric.name)) for metric in PEER_METRICS]
+    def _is_reached(self, how: str) -> bool:
+        return self._status.reachable == how
 
+    def _path(self) -> int:
+        path = self._status.claim.path
+        return -1 if path is None else path
 
-def _family(metric: Metric, values: Mapping[str, float] | None) -> Family:
-    if metric.label:
-        return metric.family(values or {})
-    if metric.kind == "counter":
-        return metric.family((values or {}).get("", 0.0))
-    return metric.family((values or {}).get("", math.nan))
+    def _waiting(self) -> bool:
+        return bool(self._status.waiting_for)
 
+    def _round(self) -> int:
+        run = self._run
+        if run is None or run.schedule.fixed_steps:
+            return self._status.round_index
+        return max(0, run.schedule.round_at(run.clock.now()))
 
-def _gauges(
-    run: JoinedRun | None, swarm: SeenSwarm | None, status: PeerStatus
-) -> dict[str, Mapping[str, float]]:
-    """Return what is read when it is asked for."""
-    claim = status.claim
-    plain = {
-        "tokens_per_second": status.tokens_per_s,
-        "validation_loss": status.validation_loss,
-        "round": float(status.round_index),
-        "path": -1.0 if claim.path is None else float(claim.path),
-        "waiting": float(bool(status.waiting_for)),
-    }
-    if run is not None and not run.schedule.fixed_steps:
-        plain["round"] = max(0, run.schedule.round_at(run.clock.now()))
-    if swarm is not None:
+    def _peers_seen(self) -> int:
         try:
-            plain["peers_seen"] = len(swarm.view.present)
+            return len(self._swarm.view.present) if self._swarm is not None else 0
         except DipacoError:
-            plain["peers_seen"] = 0
-    return {
-        **{f"dipaco_{name}": {"": float(value)} for name, value in plain.items()},
-        "dipaco_info": {SOFTWARE: 1.0},
-        "dipaco_state": {claim.state: 1.0},
-        "dipaco_reachable": {status.reachable: 1.0},
-    }
+            return 0
+
+
+class _Moved(Collector):
+    """What the uplink has counted."""
+
+    def __init__(self, uplink: Uplink) -> None:
+        self._uplink = uplink
+
+    def collect(self) -> Iterable[CounterMetricFamily]:
+        what = "bytes of contributions, states and blobs"
+        yield CounterMetricFamily(
+            "dipaco_sent_bytes", f"{what} sent", value=self._uplink.sent_bytes
+        )
+        yield CounterMetricFamily(
+            "dipaco_received_bytes", f"{what} received", value=self._uplink.received_bytes
+        )

@@ -147,8 +147,8 @@ def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
     if found:
         raise AddressError(
             f"the identity {identity.path} is in use by another machine, at {found[0]}: two "
-            f"machines that are one peer do the same work. Delete {identity.path} here, which "
-            f"makes a new one, or give another with --identity-path"
+            f"machines that are one peer do the same work. Delete {identity.path} here: the next "
+            f"start makes a new one"
         )
 
 
