@@ -189,7 +189,7 @@ def opened_by_peft(demo: Demo, base: Path, adapters: Path) -> str:
         router = Router(base)
         # In fp32, as dipaco-generate computes: in bf16 the likeliest token is often another one.
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        model = PeftModel.from_pretrained(model, router.adapter_of(prompt))
+        model = PeftModel.from_pretrained(model, router.folder_of(prompt))
         tokenizer = AutoTokenizer.from_pretrained(base)
         # In training a begin token stood in front of every text.
         tokens = [router.begin, *tokenizer.encode(prompt, add_special_tokens=False)]

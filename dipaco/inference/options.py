@@ -26,12 +26,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceSettings(ComputeSettings, RunSettings):
-    """Where the model comes from, and where it runs."""
+class SourceOptions(RunSettings):
+    """Where the model comes from."""
 
     group = "where the model is"
 
-    device: Annotated[str, Option("auto, cpu, cuda or cuda:N", "D")] = "cpu"
     initial_peers: Annotated[
         tuple[str, ...],
         Option("addresses of any peers of a live swarm", "ADDR", check=check_given_peer),
@@ -57,13 +56,6 @@ class InferenceSettings(ComputeSettings, RunSettings):
         False
     )
 
-    def prepare_process(self) -> torch.device:
-        """Set threads and return the device. Raises ConfigurationError."""
-        from dipaco.modules.device import choose_device, prepare_process
-
-        prepare_process(self.threads)
-        return choose_device(self.device)[0]
-
     def open_source(self, *, follow: bool = False) -> StateSource:
         """Open the source of states, perhaps to `follow` what becomes of it. Raises
         ConfigurationError, and what reading it raises."""
@@ -82,6 +74,20 @@ class InferenceSettings(ComputeSettings, RunSettings):
     def _context(self) -> int | None:
         """Return the tokens that a context is to have; None for those of a training sequence."""
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceSettings(SourceOptions, ComputeSettings):
+    """Where the model comes from, and where it computes."""
+
+    device: Annotated[str, Option("auto, cpu, cuda or cuda:N", "D")] = "cpu"
+
+    def prepare_process(self) -> torch.device:
+        """Set threads and return the device. Raises ConfigurationError."""
+        from dipaco.modules.device import choose_device, prepare_process
+
+        prepare_process(self.threads)
+        return choose_device(self.device)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@ such a one."""
 
 import io
 import json
+import runpy
 
 import pytest
 import torch
@@ -153,14 +154,11 @@ def test_an_exported_path_is_a_base_again(trained, tmp_path):
             assert torch.equal(expected[name], value)
 
 
-def test_the_router_of_an_export_sees_the_tokens_of_the_run(trained, tmp_path, monkeypatch):
+def test_the_router_of_an_export_sees_the_tokens_of_the_run(trained, tmp_path):
     out = tmp_path / "out"
     arguments = ["--state-dir", str(trained / "trained"), "--all"]
     assert export_command.main([*arguments, "--out", str(out)]) == 0
-    program = (out / "router" / "README.md").read_text().split("```python\n")[1].split("```")[0]
-    monkeypatch.chdir(out)
-    names = {}
-    exec(program, names)
+    router = runpy.run_path(str(out / "router" / "route.py"))["Router"]()
     texts = ["12 34 56 78 90 11", "the ship and sea a wind the ship", "if x: if x: if x:"]
     expected = route_texts(DiskSource(trained / "trained").document_router(CPU), texts).tolist()
-    assert [names["path_of"](text) for text in texts] == expected
+    assert [router.path_of(text) for text in texts] == expected

@@ -14,8 +14,8 @@ from dipaco.bootstrap.import_base import ImportedBase, number_pieces
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_command
+from dipaco.inference.export.exporter import Exporter
 from dipaco.inference.export.form import ExportForm
-from dipaco.inference.export.path_exporter import Exporter
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer

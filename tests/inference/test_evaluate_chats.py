@@ -58,9 +58,8 @@ def test_held_out_chats_are_scored(tmp_path, capsys):
     assert not told.out.startswith(message)
     exported = ["--state-dir", str(tmp_path / "out"), "--allow-genesis", "--all"]
     assert export_command.main([*exported, "--out", str(tmp_path / "exported")]) == 0
-    said = (tmp_path / "exported/router/README.md").read_text()
-    assert "A chat is routed by the first turn of the user alone" in said
     card = (tmp_path / "exported/README.md").read_text()
+    assert "A chat is routed by the first turn of the user alone" in card
     # As in training: the words of the template stand around what the user says.
     assert "apply_chat_template" in card
     assert 'tokenizer("The city lies"' not in card

@@ -53,6 +53,7 @@ def write_adapter_gguf(
         writer.close()
 
 
-def adapter_modelfile(gguf_name: str, base_gguf: str) -> str:
-    """Return a Modelfile for `ollama create` that puts the adapter on the base's file."""
-    return f"FROM ./{base_gguf}\nADAPTER ./{gguf_name}\n"
+def adapter_modelfile(gguf_name: str) -> str:
+    """Return a Modelfile for `ollama create` that puts the adapter on `base.gguf`, which the user
+    puts beside it."""
+    return f"FROM ./base.gguf\nADAPTER ./{gguf_name}\n"

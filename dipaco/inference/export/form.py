@@ -1,36 +1,64 @@
-"""The form in which an export stores its paths."""
+"""The form of an export: which tools read it, and how it stores numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
+from dipaco.base.errors import ConfigurationError
+from dipaco.protocol.plan import RunPlan
+
+Format = Literal["transformers", "peft", "gguf"]
+DType = Literal["float32", "bfloat16", "float16", "q8_0"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ExportForm:
     """How every path of an export is stored."""
 
-    dtype: torch.dtype = torch.float32
-    """The type of the parameters. With `gguf` it is the one that is nearest in size."""
-    gguf: str | None = None
-    """One of `GGUF_TYPES`: a path is one file for llama.cpp, whose matrices are of this type."""
-    adapters_alone: bool = False
-    """Without the base that they belong to, which is merged with them otherwise."""
-    exact_tokenizer: bool = True
-    """Off leaves `tokenizer.json` out, for a tokenizer that cannot be written with its ids."""
-
-    @property
-    def dtype_name(self) -> str:
-        """What people call the type of the parameters."""
-        return name_of(self.dtype)
-
-    @property
-    def stored(self) -> str:
-        """What people call the way in which matrices are stored."""
-        return self.gguf or self.dtype_name
+    format: Format = "transformers"
+    dtype: DType = "float32"
+    """Type of the matrices. Vectors of a GGUF are fp32."""
+    is_adapter: bool = False
+    """Whether paths are written without the base that they belong to."""
+    base: str | None = None
+    """What files and cards call the base of a run with adapters."""
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return what people call a type."""
-    return str(dtype).removeprefix("torch.")
+def form_for(
+    plan: RunPlan,
+    format: Format | None = None,
+    dtype: DType | None = None,
+    base: str | None = None,
+) -> ExportForm:
+    """Return the form that is asked for, None standing for what suits the run.
+
+    Raises ConfigurationError if the run does not have this form, or the form not this type.
+    """
+    adapters = plan.model.adapters
+    if format is None:
+        format = "transformers" if adapters is None else "peft"
+    if format == "peft" and adapters is None:
+        raise ConfigurationError(
+            f"run '{plan.name}' has no adapters, which --format peft is for; give --format "
+            f"transformers"
+        )
+    if dtype is None:
+        # A merged path is stored as its base is: bf16 or fp32.
+        is_half = format == "transformers" and adapters and adapters.base_format != "float32"
+        dtype = "bfloat16" if is_half else "float32"
+    check_dtype(format, dtype)
+    if base is None and plan.base_source is not None:
+        base = plan.base_source.name
+    is_adapter = adapters is not None and format != "transformers"
+    return ExportForm(format, dtype, is_adapter, base)
+
+
+def check_dtype(format: Format | None, dtype: DType | None) -> None:
+    """Raise ConfigurationError if files of a format cannot store this type."""
+    fits = ("float32", "float16", "q8_0" if format == "gguf" else "bfloat16")
+    if dtype not in (*fits, None):
+        raise ConfigurationError(
+            f"--format {format or 'transformers'} cannot be stored as {dtype}; give --dtype "
+            f"{', '.join(fits[:2])} or {fits[2]}"
+        )

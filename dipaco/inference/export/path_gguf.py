@@ -55,7 +55,7 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
     """
     gguf_library()
     if (lack := lack_of_llama_cpp(model)) is not None:
-        raise ConfigurationError(f"{lack}; use --format llama")
+        raise ConfigurationError(f"{lack}; use --format transformers")
     if tokenizer is None:
         return
     if is_json(tokenizer):
@@ -64,7 +64,8 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
     proto = sentencepiece_format.ModelProto.FromString(tokenizer)
     if proto.trainer_spec.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM):
         raise ConfigurationError(
-            "the tokenizer is neither BPE nor unigram, and GGUF has no other; use --format llama"
+            "the tokenizer is neither BPE nor unigram, and GGUF has no other; use --format "
+            "transformers"
         )
 
 
@@ -303,7 +304,7 @@ def _cut_name(tokenizer: Mapping[str, Any]) -> str:
         shown = json.dumps(cut, ensure_ascii=False)
         raise ConfigurationError(
             f"llama.cpp has no tokenizer that cuts a text as this one does ({shown[:200]}); use "
-            f"--format llama"
+            f"--format transformers"
         )
     return found
 

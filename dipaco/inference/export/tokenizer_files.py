@@ -7,8 +7,8 @@ look as in the run, it stays.
 A SentencePiece model is written as one. The plain conversion of `transformers` changes ids: it adds
 a space in front, parses `<s>` where a text has it, and takes U+2581 for a space. Here a space stays
 a space, so U+2581 is spelled in bytes as in `dipaco.routing.tokens.tokenizer`, and every text has
-the same ids in both. Both algorithms, BPE and unigram, can be written; what a foreign model may do
-besides is refused by name.
+the same ids in both. Both algorithms, BPE and unigram, can be written; a foreign model that does
+more than that is left as it is, and the reason is told (`lack_of_transformers`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from sentencepiece import sentencepiece_model_pb2
 
-from dipaco.base.errors import ConfigurationError
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.tokenizer import is_json
@@ -40,13 +39,11 @@ _Trainer = sentencepiece_format.TrainerSpec
 _NEVER_CHOSEN = -1000.0
 
 
-def tokenizer_files(
-    tokenizer: bytes, context: int, exact: bool, *, as_in_run: bool = False
-) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: bytes, context: int, *, as_in_run: bool = False) -> dict[str, bytes]:
     """Return the tokenizer's files of a checkpoint, by name. `tokenizer` is the blob of the run.
 
-    `as_in_run`: with the special tokens that the run added, and with its begin token before a text.
-    Raises ConfigurationError as `tokenizer_json` does, unless `exact` is off.
+    Of a SentencePiece model that `lack_of_transformers`, the model alone. `as_in_run`: with the
+    special tokens that the run added, and with its begin token before a text.
     """
     if is_json(tokenizer):
         pieces = json_pieces(tokenizer)
@@ -57,7 +54,7 @@ def tokenizer_files(
         }
         return {name: json_bytes(value) for name, value in content.items()}
     files = {TOKENIZER_FILE: tokenizer}
-    if exact:
+    if lack_of_transformers(tokenizer) is None:
         files[TOKENIZER_JSON] = json_bytes(tokenizer_json(tokenizer))
         files[TOKENIZER_SETTINGS] = json_bytes(tokenizer_config(tokenizer, context))
     return files
@@ -76,32 +73,26 @@ def file_rows(tokenizer: bytes, rows: int, *, as_in_run: bool = False) -> torch.
     return of_run if as_in_run else of_run[: pieces.origin.rows]
 
 
-def special_numbers(tokenizer: bytes, *, as_in_run: bool = False) -> dict[str, Any]:
+def special_numbers(tokenizer: bytes) -> dict[str, Any]:
     """Return what `config.json` says of begin, end and padding in the exported tokenizer."""
-    if not is_json(tokenizer):
-        begin, end, pad = BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
-    elif as_in_run:
-        _, begin, end, pad = json_pieces(tokenizer).special
-    else:
+    if is_json(tokenizer):
         return json_pieces(tokenizer).origin.numbers.model_dump(mode="json")
-    return {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": pad}
+    return {"bos_token_id": BEGIN_TOKEN, "eos_token_id": END_TOKEN, "pad_token_id": PAD_TOKEN}
 
 
-def generation_settings(tokenizer: bytes, *, as_in_run: bool = False) -> dict[str, Any]:
+def generation_settings(tokenizer: bytes) -> dict[str, Any]:
     """Return the content of `generation_config.json`: that of the base, or as `dipaco-generate`."""
-    if is_json(tokenizer) and not as_in_run:
+    if is_json(tokenizer):
         origin = json_pieces(tokenizer).origin
         found = origin.generation or origin.numbers
         return found.model_dump(mode="json", exclude_none=True)
-    special = special_numbers(tokenizer, as_in_run=as_in_run)
-    unknown = json_pieces(tokenizer).special[0] if is_json(tokenizer) else UNKNOWN_TOKEN
     return {
-        **special,
+        **special_numbers(tokenizer),
         "do_sample": True,
         "temperature": 0.8,
         "top_k": 50,
         # As in dipaco-generate: pieces that are never part of a text are never chosen.
-        "suppress_tokens": [unknown, special["bos_token_id"], special["pad_token_id"]],
+        "suppress_tokens": [UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN],
     }
 
 
@@ -116,9 +107,10 @@ def begins_texts(content: Mapping[str, Any]) -> bool:
 class TextHabits:
     """How the tokenizer of an exported path treats a text, as the model card says it."""
 
-    begin: int | None
-    """The number of the token that stood in front of a text in training, if the user has to put it
-    there: the tokenizer does not."""
+    begin: int
+    """The number, in the files, of the token that stood in front of a text in training."""
+    puts_begin: bool
+    """Whether the tokenizer puts it there by itself."""
     names_are_text: bool
     """Whether names of special tokens in a text are text, as in training."""
 
@@ -126,13 +118,15 @@ class TextHabits:
 def text_habits(tokenizer: bytes) -> TextHabits:
     """Return what the tokenizer of an exported path does; `tokenizer` is the blob of the run."""
     if not is_json(tokenizer):
-        return TextHabits(begin=None, names_are_text=True)
+        return TextHabits(begin=BEGIN_TOKEN, puts_begin=True, names_are_text=True)
     pieces = json_pieces(tokenizer)
     begin, end = (pieces.special[place] for place in (BEGIN_TOKEN, END_TOKEN))
-    # A begin that the run added behind the last row has the row of the end.
-    given = begin if begin < pieces.origin.rows else end
-    puts_it = begins_texts(pieces.own_tokenizer())
-    return TextHabits(None if puts_it else given, names_are_text=pieces.splits_special)
+    return TextHabits(
+        # A begin that the run added behind the last row has the row of the end.
+        begin=begin if begin < pieces.origin.rows else end,
+        puts_begin=begins_texts(pieces.own_tokenizer()),
+        names_are_text=pieces.splits_special,
+    )
 
 
 def _json_settings(pieces: JsonPieces, names: Sequence[str | None], context: int) -> dict[str, Any]:
@@ -158,13 +152,9 @@ def json_pieces(tokenizer: bytes) -> JsonPieces:
 
 
 def tokenizer_json(model: bytes) -> dict[str, Any]:
-    """Return the content of `tokenizer.json` for a SentencePiece model.
-
-    `model` is the blob `tokenizer` of a run. Raises ConfigurationError for a model with settings
-    that cannot be written exactly.
-    """
+    """Return the content of `tokenizer.json` for a SentencePiece model, the blob `tokenizer` of a
+    run, which must not `lack_of_transformers`."""
     proto = sentencepiece_format.ModelProto.FromString(model)
-    _check_settings(proto)
     pieces = [piece.piece.replace(_SPACE_MARK, " ") for piece in proto.pieces]
     kind = proto.trainer_spec.model_type
     body = _bpe(proto, pieces) if kind == _Trainer.BPE else _unigram(proto, pieces)
@@ -217,8 +207,12 @@ def tokenizer_config(model: bytes, context: int) -> dict[str, Any]:
     }
 
 
-def _check_settings(proto: Any) -> None:
-    """Refuse what a SentencePiece model can do and the files written here cannot."""
+def lack_of_transformers(tokenizer: bytes) -> str | None:
+    """Return why the run's tokenizer cannot be written with its ids for transformers, if so: what
+    a SentencePiece model does and the files written here cannot."""
+    if is_json(tokenizer):
+        return None
+    proto = sentencepiece_format.ModelProto.FromString(tokenizer)
     normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
     reasons = {
         f"its normalisation is '{normalizer.name}', not 'identity'": bool(
@@ -231,12 +225,7 @@ def _check_settings(proto: Any) -> None:
         "it is neither BPE nor unigram": trainer.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM),
         "it has unused pieces": any(piece.type == _Piece.UNUSED for piece in proto.pieces),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise ConfigurationError(
-                f"the tokenizer cannot be written for transformers with the same ids: {reason}; "
-                f"--tokenizer sentencepiece writes tokenizer.model alone"
-            )
+    return next((reason for reason, applies in reasons.items() if applies), None)
 
 
 def _added_tokens(proto: Any, pieces: list[str]) -> Iterator[dict[str, Any]]:

@@ -2,18 +2,19 @@
 
 import json
 import runpy
-from pathlib import Path
 
 import gguf
 import numpy as np
+import peft
 import pytest
 import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.inference import evaluate_command, export_command, generate_command
-from dipaco.inference.export.adapter_peft import Rounding, RoundingMeter, written_rank
-from dipaco.inference.export.standalone_router import begin_row, linear_router
+from dipaco.inference.export.adapter_peft import written_rank
+from dipaco.inference.export.rounding import Rounding, RoundingMeter
+from dipaco.inference.export.router_files import begin_row, linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.routers.discriminative import DiscriminativeRouter
@@ -23,7 +24,7 @@ from dipaco.routing.routers.router import Prefixes
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from support.programs.service import run_with_adapters
 from support.runs.routed_texts import route_texts
-from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import tiny_documents
 
 TEXT = "The city lies by the river."
 
@@ -41,48 +42,37 @@ def folder(tmp_path_factory):
 
 
 @torch.no_grad()
-def ours(folder, path):
-    """Return the base's ids of a text, and a path's logits after each in the base's order."""
+def check_logits(folder, path, model):
+    """Compare the logits after each token of a text with the run's, in the base's order."""
     source = DiskSource(folder / "out")
     pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
     tokens = [1, *pieces.encode([TEXT], 1)[0]]
     order = torch.from_numpy(pieces.file_order(source.plan.model.vocabulary_size))
     logits = assemble_path(source, path)(torch.tensor([tokens]))[0]
-    in_file = torch.empty_like(logits)
-    in_file[:, order] = logits
+    expected = torch.empty_like(logits)
+    expected[:, order] = logits
     ids = order[tokens]
     ids[0] = begin_row(source.plan)
-    return ids[None], in_file
+    found = model.float().eval()(ids[None]).logits[0]
+    torch.testing.assert_close(found, expected[:, : found.shape[1]], atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def theirs(model, ids):
-    return torch.as_tensor(model.float().eval()(ids).logits)[0]
-
-
-def test_a_folder_for_peft_puts_the_path_on_the_unchanged_base(folder, tmp_path):
+def test_a_folder_for_peft_puts_the_path_on_the_unchanged_base(folder, tmp_path, capsys):
     out = tmp_path / "path-2"
     assert run("--state-dir", folder / "out", "--path", 2, "--out", out) == 0
+    assert "no repository" not in capsys.readouterr().err
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == 8  # of rank 3, with zeros
     assert config["base_model_name_or_path"] == "OWNER/tiny"
-    assert len(config["target_modules"]) == 7
-    tensors = safetensors.torch.load_file(out / "adapter_model.safetensors")
-    model = AutoModelForCausalLM.from_pretrained(folder / "base").float()
-    front, seen = "base_model.model.", 0
-    for name, parameter in model.named_parameters():
-        a = tensors.get(f"{front}{name.removesuffix('.weight')}.lora_A.weight")
-        if a is not None:
-            b = tensors[f"{front}{name.removesuffix('.weight')}.lora_B.weight"]
-            parameter.data += b @ a
-            seen += 2
-    assert seen == len(tensors)
-    ids, expected = ours(folder, 2)
-    found = theirs(model, ids)
-    rows = found.shape[1]
-    torch.testing.assert_close(found, expected[:, :rows], atol=1e-4, rtol=1e-4)
-    assert "PeftModel.from_pretrained" in (out / "README.md").read_text()
-    assert "base_model: OWNER/tiny" in (out / "README.md").read_text()
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    model = peft.PeftModel.from_pretrained(base, out)
+    assert len(safetensors.torch.load_file(out / "adapter_model.safetensors")) == 14 * base.config.num_hidden_layers
+    check_logits(folder, 2, model)
+    card = (out / "README.md").read_text()
+    assert "PeftModel.from_pretrained" in card
+    assert "base_model: OWNER/tiny" in card
+    assert run("--state-dir", folder / "out", "--path", 2, "--out", out, "--base-model", "tiny") == 0
+    assert "call their base 'tiny', which is no repository of the Hub" in capsys.readouterr().err
 
 
 def test_a_file_for_llama_cpp_has_rows_where_the_base_has_them(folder, tmp_path):
@@ -111,22 +101,13 @@ def test_a_file_for_llama_cpp_has_rows_where_the_base_has_them(folder, tmp_path)
         np.testing.assert_allclose(found[:2], expected[rows], atol=1e-6)
 
 
-def test_merged_it_is_a_plain_checkpoint(folder, tmp_path):
+def test_merged_it_is_a_plain_checkpoint_that_its_card_describes(folder, tmp_path):
     out = tmp_path / "merged"
-    arguments = ["--state-dir", folder / "out", "--path", 3, "--format", "llama", "--out", out]
+    arguments = ["--state-dir", folder / "out", "--path", 3, "--format", "transformers", "--out", out]
     assert run(*arguments) == 0
-    ids, expected = ours(folder, 3)
-    found = theirs(AutoModelForCausalLM.from_pretrained(out), ids)
-    rows = found.shape[1]
-    torch.testing.assert_close(found, expected[:, :rows], atol=1e-4, rtol=1e-4)
-    assert "merged into the base" in (out / "README.md").read_text()
-
-
-def test_the_card_of_a_merged_path_describes_the_whole_model_and_its_tokenizer(folder, tmp_path):
-    out = tmp_path / "merged"
-    arguments = ["--state-dir", folder / "out", "--path", 3, "--format", "llama", "--out", out]
-    assert run(*arguments) == 0
+    check_logits(folder, 3, AutoModelForCausalLM.from_pretrained(out))
     card = (out / "README.md").read_text()
+    assert "merged into the base" in card
     numbers = sum(t.numel() for t in safetensors.torch.load_file(out / "model.safetensors").values())
     assert f"model of {numbers:,} parameters" in card
     # As SmolLM2's, this tokenizer puts nothing in front of a text, and reads names of tokens.
@@ -150,32 +131,18 @@ def test_what_rounding_loses_is_measured():
     assert same.rounding() == Rounding(1.0, 0.0)
 
 
-def test_a_base_that_others_will_not_find_is_said(folder, tmp_path, capsys):
-    arguments = ["--state-dir", folder / "out", "--path", 2, "--out", tmp_path / "path-2"]
-    assert run(*arguments) == 0
-    assert "no repository" not in capsys.readouterr().err
-    assert run(*arguments, "--base-model", "tiny") == 0
-    assert "call their base 'tiny', which is no repository of the Hub" in capsys.readouterr().err
-
-
-def test_everything_with_a_router_that_needs_no_dipaco(folder, tmp_path, capsys):
+def test_everything_with_a_router_that_needs_no_dipaco(folder, tmp_path):
     out, base = tmp_path / "all", folder / "base"
     arguments = ["--state-dir", folder / "out", "--all", "--out", out, "--base-model", base]
     assert run(*arguments) == 0
-    assert "--exclude" not in capsys.readouterr().err  # There is no modules/.
-    for path in range(4):
-        assert (out / f"paths/{path:05d}/adapter_model.safetensors").is_file()
     assert not (out / "router" / "base").exists()
-    assert not (out / "modules").exists()
-    program = (out / "router" / "route.py").read_text()
-    assert "dipaco" not in program.replace("dipaco.json", "")
     router = runpy.run_path(str(out / "router" / "route.py"))["Router"]()
     source = DiskSource(folder / "out")
     texts = [*tiny_documents(4, 5, 7), TEXT, "def f(x): <|im_end|>"]
     expected = route_texts(source.document_router(torch.device("cpu")), texts).tolist()
     assert [router.path_of(text) for text in texts] == expected
     assert len(set(expected)) > 1
-    chosen = router.adapter_of(texts[0])
+    chosen = router.folder_of(texts[0])
     assert (chosen / "adapter_config.json").is_file()
     # Given again, nothing is written again.
     before = (chosen / "adapter_model.safetensors").stat().st_mtime_ns
@@ -200,18 +167,8 @@ def test_routers_of_every_kind_that_sees_features_are_affine(kind):
     assert len(set(expected)) > 4
 
 
-def test_a_run_without_adapters_has_none_to_export(tmp_path, capsys):
-    make_tiny_run(tmp_path / "run")
-    arguments = ["--state-dir", tmp_path / "run", "--path", 0, "--allow-genesis"]
-    assert run(*arguments, "--format", "peft", "--out", tmp_path / "out") == 3
-    assert "run 'tiny' has no adapters" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_ranks_are_those_that_vllm_takes():
-    assert [written_rank(rank) for rank in (1, 2, 8, 12, 16, 200, 513)] == [
-        1, 8, 8, 16, 16, 256, 513,
-    ]  # fmt: skip
+    assert [written_rank(rank) for rank in (1, 2, 8, 12, 16, 200, 513)] == [1, 8, 8, 16, 16, 256, 513]
 
 
 def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(folder, tmp_path, capsys):
@@ -226,18 +183,3 @@ def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(folder
         asked = [*where, TEXT, "--max-tokens", "4", "--temperature", "0", *more]
         assert generate_command.main(asked) == 0
         assert capsys.readouterr().out.startswith(TEXT)
-
-
-def test_a_link_to_a_folder_is_filled_where_it_leads(folder, tmp_path):
-    (tmp_path / "large-disk").mkdir()
-    (tmp_path / "path-0").symlink_to("large-disk")
-    assert run("--state-dir", folder / "out", "--path", 0, "--out", tmp_path / "path-0") == 0
-    assert (tmp_path / "large-disk" / "adapter_model.safetensors").is_file()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["large-disk", "path-0"]
-
-
-def test_the_present_folder_is_not_replaced(folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert run("--state-dir", folder / "out", "--path", 0, "--out", ".") == 3
-    assert "is the present folder, and cannot be replaced" in capsys.readouterr().err
-    assert Path.cwd() == tmp_path

@@ -132,7 +132,7 @@ def test_a_path_is_exported(tmp_path):
         "temperature": 0.8, "top_k": 50, "top_p": 1, "repeat_penalty": 1, "num_ctx": 32
     }  # fmt: skip
     assert "library_name: gguf" in (out / "README.md").read_text()
-    assert json.loads((out / "dipaco.json").read_text())["gguf"] == "q8_0"
+    assert json.loads((out / "dipaco.json").read_text())["form"]["dtype"] == "q8_0"
     file = tmp_path / "new" / "one.gguf"
     for _ in range(2):  # also in place of an earlier one
         assert export_command.main([*arguments, "--path", "1", "--out", str(file)]) == 0
@@ -142,7 +142,7 @@ def test_a_path_is_exported(tmp_path):
     assert (tmp_path / "all" / "paths" / "00003" / gguf_name("tiny", 3, "q8_0")).is_file()
     card = (tmp_path / "all" / "README.md").read_text()
     assert f"llama-completion -m paths/00000/{gguf_name('tiny', 0, 'q8_0')} -no-cnv" in card
-    assert "cd paths/00000 && ollama create tiny-path-0-q8_0 -f Modelfile" in card
+    assert "ollama create tiny-path-0-q8_0 -f paths/00000/Modelfile" in card
     assert (tmp_path / "all" / "router" / "base" / "model.safetensors").is_file()
     arguments[-1] = "bfloat16"
     assert export_command.main([*arguments, "--path", "1", "--out", str(out)]) == 3

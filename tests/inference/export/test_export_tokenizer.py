@@ -5,18 +5,20 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentencepiece import SentencePieceTrainer
 from transformers import AutoTokenizer
 
-from dipaco.base.errors import ConfigurationError
-from dipaco.inference.export.path_exporter import checkpoint_files
-from dipaco.inference.export.tokenizer_files import tokenizer_config, tokenizer_json
+from dipaco.inference.export.tokenizer_files import (
+    lack_of_transformers,
+    tokenizer_config,
+    tokenizer_files,
+    tokenizer_json,
+)
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
-from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import tiny_documents
 
 CORPUS = Path(__file__).parents[3] / "examples" / "tiny" / "data"
 
@@ -144,11 +146,7 @@ def test_symbols_of_several_characters_are_cut_out(tmp_path):
         ({"normalization_rule_name": "nfkc"}, "normalisation is 'nfkc'"),
     ],
 )
-def test_what_cannot_be_written_exactly_is_refused(tmp_path, options, reason):
+def test_what_cannot_be_written_exactly_is_left_as_it_is(tmp_path, options, reason):
     model = trained_elsewhere(tmp_path, **options)
-    with pytest.raises(ConfigurationError, match=reason):
-        tokenizer_json(model)
-    config = make_tiny_run(tmp_path / "run").plan().model
-    files = checkpoint_files(config, model, torch.float32, exact_tokenizer=False)
-    assert files["tokenizer.model"] == model
-    assert "tokenizer.json" not in files
+    assert reason in lack_of_transformers(model)
+    assert tokenizer_files(model, context=64) == {"tokenizer.model": model}
