@@ -57,9 +57,9 @@ from dipaco.simulator.swarm.carrying import Carrying
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
+from dipaco.simulator.swarm.machine_store import Store
 from dipaco.simulator.swarm.network import Link
 from dipaco.simulator.swarm.scenario import small_plan
-from dipaco.simulator.swarm.store import Store
 from dipaco.simulator.swarm.world import START_S, Content, File, World
 
 ROUND_S, GRID, GRID_MODULES = 300.0, (2, 2), 4
@@ -360,7 +360,7 @@ class Soak:
         machine = SoakMachine(self.world, self.world.name(), link, step_s=step_s, trains=trains)
         machine.open_disk()
         for path in range(self.world.grid.path_count):
-            machine.have_shard(path)
+            machine.store.shards.add(path)
         return machine
 
     def _live(self, machine: SoakMachine) -> None:

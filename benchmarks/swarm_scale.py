@@ -66,7 +66,7 @@ class Swarm:
             )
             boot = Machine(world, f"boot{number}", link, trains=False)
             for path in range(world.grid.path_count):
-                boot.have_shard(path)
+                boot.store.shards.add(path)
             engine.after(0.0, boot.start)
         for _ in range(options.members):
             engine.after(engine.between(1.0, options.round_s), self._be_born)
@@ -126,7 +126,7 @@ class Swarm:
         if options.verbose:
             print(
                 f"round {self.rounds_done}: {len(self.watch.last_rounds)} paths, "
-                f"{engine.happened:,} callbacks, {time.perf_counter() - BEGIN_S:.0f} s, "
+                f"{time.perf_counter() - BEGIN_S:.0f} s, "
                 f"{_memory_mb():.0f} MB, {dict(self.watch.figures)}",
                 file=sys.stderr,
                 flush=True,

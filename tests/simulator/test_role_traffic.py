@@ -68,7 +68,7 @@ def _live(grid, peers, closed, seed):
     fast = Link(latency_s=0.02, jitter_s=0.005, uplink_bytes_s=1.25e8, downlink_bytes_s=1.25e8)
     node = _Counted(world, "boot0", fast, trains=False)
     for path in range(world.grid.path_count):
-        node.have_shard(path)
+        node.store.shards.add(path)
     node.start()
     kinds[BOOTSTRAP_NODE].append(node)
     for number in range(peers):

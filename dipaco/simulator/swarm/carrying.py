@@ -1,15 +1,15 @@
 """What a machine does for its member, and for the machines that call it.
 
-What takes time is answered later by an event. All bytes come over the simulated network, from
-machines that really hold them.
+Work that takes time is a generator: what it yields is waited for, and what came of that is sent
+in. Its outcome is an event. All bytes come over the simulated network, from machines that really
+hold them.
 
 What is simplified: nothing is signed, as nobody can sign for another; a file is whole or not there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from dipaco.protocol.chain import Head, Row, Step
@@ -23,6 +23,9 @@ from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 
 # `machine.Machine`, which stands on this file.
 Machine = Any
+Wait = Callable[[Callable[[Any], None]], None]
+"""Begins something, and is given what to call with the answer."""
+Work = Generator[Wait, Any, None]
 ASK_LIMIT_S, RETRY_S = 3.0, 2.0
 # How long a name in a locator is on the wire.
 NAME_BYTES = 33
@@ -34,7 +37,6 @@ class Carrying:
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self._world, self._network = machine, machine.world, machine.world.network
-        self._call = partial(self._network.call, machine.peer)
         self._between = self._world.engine.between
         self._coming: set[str] = set()
         """States on their way."""
@@ -48,9 +50,11 @@ class Carrying:
         """Carry an action out, or begin to."""
         handler = self._handlers.get(type(action))
         assert handler is not None, f"nobody carries out {action}"
-        handler(action)
+        work = handler(action)
+        if work is not None:
+            self._go(work)
 
-    def _table(self) -> Mapping[type[actions.Action], Callable[[Any], None]]:
+    def _table(self) -> Mapping[type[actions.Action], Callable[[Any], Work | None]]:
         """Return what carries out which action; as in a real shell, one without is an error."""
         return {
             actions.Say: self._say,
@@ -80,11 +84,30 @@ class Carrying:
             actions.SaveAll: self._save_all,
         }
 
+    def _go(self, work: Work) -> None:
+        """Let work go on, from one wait to the next."""
+
+        def hear(answer: Any) -> None:
+            try:
+                wait = work.send(answer)
+            except StopIteration:
+                return
+            wait(hear)
+
+        hear(None)
+
+    def _sleep(self, seconds: float) -> Wait:
+        return lambda hear: self._machine.later(seconds, hear, None)
+
+    def _ask_peer(self, peer: str, verb: str, content: Any, **how: Any) -> Wait:
+        """Call a peer; the answer is None when it gives none."""
+        return lambda hear: self._network.call(self._machine.peer, peer, verb, content, hear, **how)
+
     def _answer(self, delay_s: float, event: events.Event) -> None:
         self._machine.later(delay_s, self._machine.deliver, event)
 
-    def _wrong(self, what: str) -> None:
-        self._world.watch.wrong(self._machine, what)
+    def _wrong(self, what: str, invariant: str = "contract") -> None:
+        self._world.watch.wrong(self._machine, what, invariant)
 
     # -- the swarm
 
@@ -143,30 +166,31 @@ class Carrying:
             keep = said.keep and steps == said.steps
             self._machine.deliver(events.Told(sender, said.module, rows, steps, keep))
 
-    def _ask(self, action: actions.Ask) -> None:
-        def done(answer: Any) -> None:
-            if answer is None:
-                self._machine.deliver(events.Failed(action, "it does not answer"))
-                return
-            steps, rows, has_more, held, trains = answer
-            rows, found = self._plausible(rows, steps)
-            has_more = has_more and len(found) == len(steps)
-            self._machine.deliver(
-                events.Answered(action.peer, action.module, found, rows, has_more, held, trains)
-            )
-
+    def _ask(self, action: actions.Ask) -> Work:
         content, size_bytes = (action.module, action.locator), NAME_BYTES * len(action.locator)
-        self._call(action.peer, "ask", content, done, size_bytes=size_bytes, limit_s=ASK_LIMIT_S)
+        answer = yield self._ask_peer(
+            action.peer, "ask", content, size_bytes=size_bytes, limit_s=ASK_LIMIT_S
+        )
+        if answer is None:
+            self._machine.deliver(events.Failed(action, "it does not answer"))
+            return
+        steps, rows, has_more, held, trains = answer
+        rows, found = self._plausible(rows, steps)
+        has_more = has_more and len(found) == len(steps)
+        self._machine.deliver(
+            events.Answered(action.peer, action.module, found, rows, has_more, held, trains)
+        )
 
     def _put(self, action: actions.Put) -> None:
-        left = list(action.peers)
-
-        def next_one(is_taken: Any) -> None:
-            if not is_taken and left:
-                self._call(left.pop(0), "put", action.row, next_one, size_bytes=FILE_BYTES)
-
+        left = iter(action.peers)
         for _ in range(action.copies):
-            next_one(False)
+            self._go(self._put_once(left, action.row))
+
+    def _put_once(self, left: Iterable[str], row: Row) -> Work:
+        """Have one more peer take the file; `left` is shared by all that are to."""
+        for peer in left:
+            if (yield self._ask_peer(peer, "put", row, size_bytes=FILE_BYTES)):
+                return
 
     def _gather(self, action: actions.Gather) -> None:
         """Fetch files, for a round at most: the peer of a row may not have its file yet."""
@@ -178,26 +202,22 @@ class Carrying:
                 self._sources[row.name].update(dict.fromkeys(action.others))
             else:
                 self._sources[row.name] = dict.fromkeys((row.peer, *action.others))
-                self._get(row, until_s, RETRY_S)
+                self._go(self._get(row, until_s))
 
-    def _get(self, row: Row, until_s: float, wait_s: float) -> None:
-        machine, module, file = self._machine, row.module, row.file
-
-        def done(answer: Any) -> None:
+    def _get(self, row: Row, until_s: float) -> Work:
+        wait_s = RETRY_S
+        while row.file not in self._machine.store.files:
+            answer = yield from self._first(self._sources[row.name], "get", row.file)
             # It may have been put here meanwhile.
-            if answer is not None or file in machine.store.files:
-                self._came(row)
-            elif self._world.now_s < until_s:
-                machine.later(wait_s, self._get, row, until_s, 2 * wait_s)
-            else:
-                count = len(self._sources.pop(row.name))
-                reason = f"none of {count} peers gave it"
-                machine.deliver(events.Failed(actions.Gather(module, (row,)), reason))
-
-        if file in machine.store.files:
-            done(file)
-        else:
-            self._try_each(self._sources[row.name], "get", file, done)
+            if answer is not None or row.file in self._machine.store.files:
+                break
+            if self._world.now_s >= until_s:
+                reason = f"none of {len(self._sources.pop(row.name))} peers gave it"
+                self._machine.deliver(events.Failed(actions.Gather(row.module, (row,)), reason))
+                return
+            yield self._sleep(wait_s)
+            wait_s *= 2
+        self._came(row)
 
     def _came(self, row: Row) -> None:
         """A file is here: check it, and tell the member."""
@@ -212,59 +232,52 @@ class Carrying:
         self._gathered.add(row.name)
         machine.deliver(events.Gathered(module, row))
 
-    def _try_each(
-        self, peers: Iterable[str], verb: str, content: Any, done: Callable[[Any], None]
-    ) -> None:
-        """Ask one after the other until one gives; `done` with what it gave, or with None."""
+    def _first(self, peers: Iterable[str], verb: str, content: Any) -> Generator[Wait, Any, Any]:
+        """Ask one after the other until one gives; returns what it gave, or None."""
         left = [peer for peer in dict.fromkeys(peers) if peer != self._machine.peer]
+        if not left:
+            yield self._sleep(0.1)
+        while left:
+            answer = yield self.fetch(left, verb, content)
+            if answer is not None:
+                return answer
+        return None
 
-        def next_one(answer: Any) -> None:
-            if answer is not None or not left:
-                done(answer)
-            else:
-                self.fetch(left, verb, content, next_one)
-
-        if left:
-            next_one(None)
-        else:
-            self._machine.later(0.1, done, None)
-
-    def fetch(self, left: list[str], verb: str, content: Any, done: Callable[[Any], None]) -> None:
+    def fetch(self, left: list[str], verb: str, content: Any) -> Wait:
         """Take one of the peers that are left, and ask it."""
-        self._call(left.pop(0), verb, content, done)
+        return self._ask_peer(left.pop(0), verb, content)
 
     def _serve(self, action: actions.Serve) -> None:
         store = self._machine.store
         if not store.serve(action.module, action.step, action.steps):
-            self._wrong(f"serves a chain of {action.module} that stands on nothing here")
+            self._wrong(
+                "contract", f"serves a chain of {action.module} that stands on nothing here"
+            )
         elif action.steps:
             store.prune(action.module, action.steps[-1].round_index)
 
     # -- a path
 
-    def _fetch_path(self, action: actions.FetchPath) -> None:
-        path, shards = action.path, self._machine.store.shards
-
-        def done(answer: Any) -> None:
-            if answer is None:
-                reason = f"could not fetch the shard of path {path}"
-                self._machine.deliver(events.Failed(action, reason))
-                return
-            self._machine.have_shard(path)
-            self._machine.deliver(events.PathReady(path))
-
-        if path in shards:
-            self._answer(self._between(0.05, 0.5), events.PathReady(path))
+    def _fetch_path(self, action: actions.FetchPath) -> Work:
+        path, machine = action.path, self._machine
+        is_here = path in machine.store.shards
+        if is_here:
+            yield self._sleep(self._between(0.05, 0.5))
         elif self._world.engine.chance(self._network.conditions.path_fails):
-            self._machine.later(self._between(1.0, STALL_S), done, None)
+            yield self._sleep(self._between(1.0, STALL_S))
         else:
-            self._try_each(self._holders_of_shard(path), "shard", path, done)
+            is_here = yield from self._first(self._holders_of_shard(path), "shard", path)
+        if is_here:
+            machine.store.shards.add(path)
+            machine.deliver(events.PathReady(path))
+        else:
+            reason = f"could not fetch the shard of path {path}"
+            machine.deliver(events.Failed(action, reason))
 
     def _holders_of_shard(self, path: int) -> list[str]:
-        had = self._world.shard_holders.get(path, {}).values()
         holders = [
             machine.peer
-            for machine in sorted(had, key=lambda machine: machine.number)
+            for machine in self._world.machines.values()
             if machine is not self._machine and path in machine.store.shards
         ]
         self._world.engine.random.shuffle(holders)
@@ -298,7 +311,7 @@ class Carrying:
     def _begun(self, action: actions.Begun) -> None:
         self._machine.round_index = action.round_index
 
-    def _publish(self, action: actions.Publish) -> None:
+    def _publish(self, action: actions.Publish) -> Work:
         machine, module, path = self._machine, action.module, self._machine.path
         work = machine.works.get(module)
         if work is None or path is None or work.anchor != action.parent:
@@ -310,60 +323,53 @@ class Carrying:
             self._answer(delay_s, events.Failed(action, "nothing was trained"))
             return
         row = machine.contribute(action, path, work)
-        machine.later(delay_s, self._published, row)
-
-    def _published(self, row: Row) -> None:
-        self._machine.store.files.add(row.file)
+        yield self._sleep(delay_s)
+        machine.store.files.add(row.file)
         self._gathered.add(row.name)
-        self._world.watch.published(self._machine, row)
-        self._machine.deliver(events.Published(row.module, row))
+        self._world.watch.published(machine, row)
+        machine.deliver(events.Published(module, row))
 
     # -- states
 
-    def _compute(self, action: actions.Compute) -> None:
-        machine, store, last = self._machine, self._machine.store, action.steps[-1]
+    def _compute(self, action: actions.Compute) -> Work:
+        machine, store, module = self._machine, self._machine.store, action.module
         chain = [action.base.step, *(step.name for step in action.steps)]
         if chain[:-1] != [step.parent for step in action.steps]:
-            self._wrong(f"computes steps of {action.module} that do not follow each other")
+            self._wrong(f"computes steps of {module} that do not follow each other")
             return
         rows = [row for step in action.steps for row in step.rows]
-        files = [row.file for row in rows]
         if not self._gathered.issuperset(row.name for row in rows):
-            self._wrong(f"computes a step of {action.module} without its files")
-        base = store.find(action.module, action.base.step)
+            self._wrong(f"computes a step of {module} without its files", "files")
+        base = store.find(module, action.base.step)
         if base is None and action.base.version == 0:
             base = self._world.head(action.base.step)
-        if base is None or not self._is_as_named(action, base):
+        states = [] if base is None else self._states_after(base, action.steps)
+        if len(states) <= len(action.steps):
             reason = "the base is not here, or another state comes out than rows name"
-        elif not all(file in store.files for file in files):
+        elif not all(row.file in store.files for row in rows):
             reason = "a file has expired"
         else:
-            self.take((), action.steps)
-            delay_s = self._between(0.05, 0.4) * len(action.steps)
-            before = base
-            for step in action.steps[:-1]:
-                before = machine.seen_digest(self._world.head_after(step.name, before))
-            made = self._world.head_after(last.name, before)
-            machine.later(delay_s, self._computed, made, before)
+            yield self._sleep(self._between(0.05, 0.4) * len(action.steps))
+            made = states[-1]
+            store.at_hand[made.step], store.computed_from[made.step] = made, states[-2]
+            machine.deliver(events.StateHere(module, made))
             return
         self._answer(0.1, events.Failed(action, reason))
 
-    def _is_as_named(self, action: actions.Compute, base: Head) -> bool:
-        """Tell whether every step stands on the state that comes out of the one before it."""
-        for step in action.steps:
-            if step.state != base.digest:
-                return False
+    def _states_after(self, base: Head, steps: tuple[Step, ...]) -> list[Head]:
+        """Return a state and those that come out of steps on top of it, as far as each step stands
+        on the state before it."""
+        states = [base]
+        for step in steps:
+            if step.state != states[-1].digest:
+                break
             self.take((), (step,))
-            base = self._machine.seen_digest(self._world.head_after(step.name, base))
-        return True
+            after = self._world.head_after(step.name, states[-1])
+            states.append(self._machine.seen_digest(after))
+        return states
 
-    def _computed(self, head: Head, before: Head) -> None:
-        made, store = self._machine.seen_digest(head), self._machine.store
-        store.at_hand[head.step], store.computed_from[head.step] = made, before
-        self._machine.deliver(events.StateHere(made.module, made))
-
-    def _fetch_state(self, action: actions.FetchState) -> None:
-        wanted, store = action.head, self._machine.store
+    def _fetch_state(self, action: actions.FetchState) -> Work:
+        machine, wanted, store = self._machine, action.head, self._machine.store
         found = store.find(wanted.module, wanted.step)
         if wanted.version == 0:
             found = self._world.head(self._world.book.genesis(wanted.module))
@@ -375,17 +381,14 @@ class Carrying:
         if place in self._coming:
             return
         self._coming.add(place)
-
-        def done(answer: Any) -> None:
-            self._coming.discard(place)
-            if answer is None:
-                reason = f"none of {len(action.holders)} holders could serve it"
-                self._machine.deliver(events.Failed(action, reason))
-                return
-            store.at_hand[answer.step] = answer
-            self._machine.deliver(events.StateHere(wanted.module, answer))
-
-        self._try_each(action.holders, "state", wanted, done)
+        found = yield from self._first(action.holders, "state", wanted)
+        self._coming.discard(place)
+        if found is None:
+            reason = f"none of {len(action.holders)} holders could serve it"
+            machine.deliver(events.Failed(action, reason))
+            return
+        store.at_hand[found.step] = found
+        machine.deliver(events.StateHere(wanted.module, found))
 
     def _check(self, action: actions.Check) -> None:
         machine, world = self._machine, self._world
@@ -403,7 +406,7 @@ class Carrying:
         machine, head = self._machine, action.head
         work, found = machine.works.get(head.module), machine.store.find(head.module, head.step)
         if found is None or found.digest != head.digest:
-            self._wrong(f"adopts a state of {head.module} that is not at hand")
+            self._wrong(f"adopts a state of {head.module} that is not at hand", "files")
             return
         machine.store.hold(head, save=True)
         self._world.watch.holds(machine, head)

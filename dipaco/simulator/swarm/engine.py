@@ -18,8 +18,6 @@ class Engine:
     def __init__(self, seed: int, start_s: float) -> None:
         self.random = Random(seed)
         self.now_s = start_s
-        self.happened = 0
-        """Callbacks so far."""
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0
 
@@ -37,7 +35,6 @@ class Engine:
         queue = self._queue
         while queue and queue[0][0] <= until_s:
             self.now_s, _, what, arguments = heapq.heappop(queue)
-            self.happened += 1
             what(*arguments)
         self.now_s = max(self.now_s, until_s)
 

@@ -86,7 +86,7 @@ def _place_machines(world: World, drawn: Scenario, machine_of: MachineOf) -> Non
         for path in range(world.grid.path_count):
             # Blobs have copies: the first peers of a run have all of them.
             if machine.number < 2 or random.random() < 0.4:
-                machine.have_shard(path)
+                machine.store.shards.add(path)
 
 
 def _make_trainer(world: World, drawn: Scenario, peer: str, machine_of: MachineOf) -> Machine:

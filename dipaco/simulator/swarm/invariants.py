@@ -24,8 +24,8 @@ from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.member.actions import Adopt
 
 from .machine import Machine
+from .token_accounts import Accounts
 from .trace import shown
-from .work import Accounts
 from .world import START_S, World
 
 INVARIANTS = ("agreement", "digest", "files", "contract", "liveness", "copies")
@@ -134,11 +134,10 @@ class Invariants:
         self.accounts.close(machine, module, why)
         self._training.pop((machine.peer, module), None)
 
-    def wrong(self, machine: Machine, what: str) -> None:
+    def wrong(self, machine: Machine, what: str, invariant: str = "contract") -> None:
         """A member did what it may not, or raised."""
         if machine.is_honest:
-            kind = "files" if "files" in what or "not at hand" in what else "contract"
-            self.violated(kind, f"{machine.peer}: {what}")
+            self.violated(invariant, f"{machine.peer}: {what}")
 
     # -- samples
 

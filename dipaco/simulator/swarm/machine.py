@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
 from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Tell, Wait
 from dipaco.protocol.member.events import (
@@ -36,10 +36,9 @@ from dipaco.protocol.records import ProgressEntry, refresh_period_s
 from dipaco.protocol.view import claimed_tokens
 
 from .carrying import Carrying
+from .machine_store import Store
 from .network import Link
 from .publishing import Publishing
-from .store import Store
-from .trace import name_of
 from .world import FILE_BYTES, Content, World
 
 # Of a round: the longest stretch of inner steps that is taken as one.
@@ -170,11 +169,6 @@ class Machine:
         """Return a state as this machine computes it."""
         return head
 
-    def have_shard(self, path: int) -> None:
-        """Note that the shard of a path lies on the disk."""
-        self.store.shards.add(path)
-        self.world.shard_holders.setdefault(path, {})[self.peer] = self
-
     # -- life
 
     def start(self) -> None:
@@ -194,10 +188,9 @@ class Machine:
         self.later(self.world.engine.between(0.1, 1.0), self._refresh)
 
     def _make_member(self) -> Member:
-        steps, held = list[Step](), tuple(self.store.held.values())
-        for head in held:
-            book = self.store.book(head.module)
-            steps += book.steps_between(book.genesis(head.module), head.step)
+        book, held = self.world.book, tuple(self.store.held.values())
+        chains = (book.steps_between(book.genesis(head.module), head.step) for head in held)
+        steps = [step for chain in chains for step in chain]
         settings = MemberSettings(self.peer, trains=self.trains)
         return Member(settings, self.world.plan, self.world.grid, steps=steps, held=held)
 
@@ -271,7 +264,7 @@ class Machine:
             actions = self.member.handle(event, self.believed_s)
         except Exception:
             last = traceback.format_exc().strip().splitlines()
-            what = f"handling {name_of(event)} raised: {' | '.join(last[-5:])}"
+            what = f"handling {type(event).__name__} raised: {' | '.join(last[-5:])}"
             world.watch.wrong(self, what)
             return []
         for action in actions:
@@ -291,7 +284,7 @@ class Machine:
             return
         answers = [a for a in actions if isinstance(a, TakeStep | Wait | Left)]
         if len(answers) != 1:
-            found = ", ".join(name_of(answer) for answer in answers) or "nothing"
+            found = ", ".join(type(answer).__name__ for answer in answers) or "nothing"
             self.world.watch.wrong(self, f"a turn was answered with {found}")
         elif isinstance(answers[0], Left):
             self._stop()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields, is_dataclass
-from functools import cache
 from typing import Any
 
 from dipaco.protocol.chain import Head, Row, Step
@@ -12,17 +10,7 @@ from dipaco.protocol.view import SwarmView
 
 SHORT = 8
 # Of these there are too many, and they say little.
-QUIET = frozenset({"turn", "stepped", "wait", "take_step"})
-
-
-def name_of(what: object) -> str:
-    """Return what an event or an action is called: `take_step` for a `TakeStep`."""
-    return _in_lower_case(type(what).__name__)
-
-
-@cache
-def _in_lower_case(name: str) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+QUIET = frozenset({"Turn", "Stepped", "Wait", "TakeStep"})
 
 
 def shown(what: Any) -> str:
@@ -41,7 +29,7 @@ def shown(what: Any) -> str:
     if is_dataclass(what) and not isinstance(what, type):
         named = ((item.name, getattr(what, item.name)) for item in fields(what))
         parts = [f"{name}={shown(value)}" for name, value in named if value]
-        return f"{name_of(what)} {' '.join(parts)}".rstrip()
+        return f"{type(what).__name__} {' '.join(parts)}".rstrip()
     if isinstance(what, dict):
         return "{" + ", ".join(f"{shown(k)}: {shown(v)}" for k, v in what.items()) + "}"
     if isinstance(what, tuple | list):

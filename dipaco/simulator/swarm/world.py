@@ -17,10 +17,10 @@ from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.plan import RunPlan
 
-from .directory import SimulatedDirectory
 from .engine import Engine
 from .network import Network
-from .trace import QUIET, name_of, shown
+from .simulated_directory import SimulatedDirectory
+from .trace import QUIET, shown
 
 # `machine.Machine` and `invariants.Invariants`, which stand on this file.
 Machine = Any
@@ -54,8 +54,6 @@ class World:
     """What every machine heard, decided and did, a line each; None: nothing is kept."""
     machines: dict[str, Machine] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
-    shard_holders: dict[int, dict[str, Machine]] = field(default_factory=dict)
-    """Peers that have had the shard of a path; one may have lost its disk since."""
     revoked: set[str] = field(default_factory=set)
     """Identities whose rows do not count."""
 
@@ -83,7 +81,7 @@ class World:
 
     def say(self, peer: str, kind: str, what: Any) -> None:
         """Write a line of the log: who, in which direction, and what."""
-        if self.log is not None and name_of(what) not in QUIET:
+        if self.log is not None and type(what).__name__ not in QUIET:
             time_s = self.now_s - START_S
             self.log.append(f"{time_s:9.2f} {peer:>6} {kind:<5} {shown(what)}")
 

@@ -15,21 +15,24 @@ class SlottedCarrying(Carrying):
         super().__init__(machine)
         self._running, self._waiting = Counter(), []
 
-    def fetch(self, left, verb, content, done):
+    def fetch(self, left, verb, content):
         """Take one of the peers that are left, of a file one that has room first."""
         if verb != "get":
-            super().fetch(left, verb, content, done)
-            return
+            return super().fetch(left, verb, content)
         source = next(filter(self._has_room, left), left[0])
         left.remove(source)
+        download = super().fetch([source], verb, content)
 
-        def ended(answer):
-            self._running[source] -= 1
+        def wait(hear):
+            def ended(answer):
+                self._running[source] -= 1
+                self._go_on()
+                hear(answer)
+
+            self._waiting.append((source, lambda: download(ended)))
             self._go_on()
-            done(answer)
 
-        self._waiting.append((source, lambda: super(SlottedCarrying, self).fetch([source], verb, content, ended)))
-        self._go_on()
+        return wait
 
     def _has_room(self, source):
         return self._running.total() < AT_ONCE and self._running[source] < FROM_ONE

@@ -1,6 +1,7 @@
 """What one machine has: chains, rows, files and states, and what of it a restart finds.
 
-As the content store and the chain store of a real peer (`dipaco.peer.exchange`) do it.
+A state is a name here, and every step is in the world's book, so nothing of a real peer's stores is
+left but which names are where.
 """
 
 from __future__ import annotations
@@ -8,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import ChainBook
 
 from .world import World
 
@@ -21,7 +21,8 @@ class Store:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._books: dict[str, ChainBook] = {}
+        self._was_served: set[str] = set()
+        """Steps that the member has handed over, in any life."""
         self.shards: set[int] = set()
         self.disk: dict[str, list[Head]] = {}
         """States of each module, the newest last."""
@@ -42,20 +43,16 @@ class Store:
 
     # -- chains and rows
 
-    def book(self, module: str) -> ChainBook:
-        """Return what was ever served of a module."""
-        found = self._books.get(module)
-        if found is None:
-            found = self._books[module] = ChainBook(self._world.run_id, (module,))
-        return found
-
     def serve(self, module: str, step: str, steps: Iterable[Step]) -> bool:
         """Answer with the chain to a step; returns whether its steps stand on what was served."""
-        book = self.book(module)
-        is_known = all(book.add(new) for new in steps) and step in book
-        if is_known:
+        known = self._was_served
+        known.add(self._world.book.genesis(module))
+        for new in steps:
+            if new.parent in known:
+                known.add(new.name)
+        if step in known:
             self.served[module] = step
-        return is_known
+        return step in known
 
     def add_rows(self, rows: Iterable[Row]) -> None:
         """Take rows in; those of the last rounds are kept."""
@@ -71,7 +68,7 @@ class Store:
         self, module: str, locator: tuple[str, ...]
     ) -> tuple[tuple[Step, ...], tuple[Row, ...], bool, Head | None]:
         """Return steps behind a locator, rows, whether there are more steps, and what is held."""
-        book = self.book(module)
+        book = self._world.book
         name = self.served.get(module, book.genesis(module))
         steps, has_more = book.after(locator, name, STEPS_IN_ANSWER)
         return steps, tuple(self._rows.get(module, {}).values()), has_more, self.held.get(module)
