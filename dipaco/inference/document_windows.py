@@ -126,10 +126,8 @@ def collect_windows(
                 short += len(chunk) - len(chosen)
                 if not chosen:
                     continue
-                seen = [
-                    item.tokens if item.beginning is None else item.beginning for item in chosen
-                ]
-                found = router.nearest_paths(seen, ranked, [item.label for item in chosen])
+                seen, given = [item.seen for item in chosen], [item.label for item in chosen]
+                found = router.nearest_paths(seen, ranked, given)
                 paths.extend(found.reshape(-1).tolist())
                 for item in chosen:
                     windows = scoring_windows(item.tokens, length, prefix_tokens)

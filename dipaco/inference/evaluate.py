@@ -8,12 +8,11 @@ so is rerouting every W tokens (section 2.4.3).
 
 from __future__ import annotations
 
-import logging
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import safetensors
@@ -21,7 +20,6 @@ import safetensors.torch
 import torch
 
 from dipaco.base.errors import CorpusError, IntegrityError
-from dipaco.base.progress import each
 from dipaco.modules.transformer import PathModel
 from dipaco.routing.documents.corpus import Document
 from dipaco.training.scoring import LossSum
@@ -32,66 +30,47 @@ from .rerouter import Rerouter, rerouted_nats
 from .sources import StateSource, assemble_path
 from .token_losses import nats_of_paths, row_losses
 
-logger = logging.getLogger(__name__)
-
 # Documents of one path with one label.
 GroupKey = tuple[int, str | None]
-# Rows that are mixed at once.
+# What may score documents, in the order in which it is shown:
+SCORERS: Final = {
+    "routed": "the path of each document",
+    "chosen": "that of its best paths to which what is read before the first scored token costs "
+    "least",
+    "mixed": "its best paths, mixed",
+    "rerouted": "the paths that a rerouter chooses, again and again",
+    "base": "the model that the run began with",
+    "baseline": "a dense model of the run's shape",
+}
+# Rows whose losses are in memory at once.
 _ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Some documents and how the models do on them."""
+    """Some documents, and the loss of each scorer on them, by its name in `SCORERS`."""
 
     documents: int
-    routed: LossSum
-    mixed: LossSum | None = None
-    """By the best paths of each document, mixed."""
-    chosen: LossSum | None = None
-    """By the one of those paths to which what is read before the first scored token costs least."""
-    rerouted: LossSum | None = None
-    """By the paths that a rerouter chooses, again and again."""
-    base: LossSum | None = None
-    baseline: LossSum | None = None
+    losses: Mapping[str, LossSum]
 
     @staticmethod
     def total(parts: Iterable[Evaluated]) -> Evaluated:
-        """Add up."""
+        """Add up parts, at least one, that have the same scorers."""
         parts = tuple(parts)
-        return Evaluated(
-            documents=sum(part.documents for part in parts),
-            routed=LossSum.total(part.routed for part in parts),
-            mixed=_total(part.mixed for part in parts),
-            chosen=_total(part.chosen for part in parts),
-            rerouted=_total(part.rerouted for part in parts),
-            base=_total(part.base for part in parts),
-            baseline=_total(part.baseline for part in parts),
-        )
+        losses = {
+            name: LossSum.total(part.losses[name] for part in parts) for name in parts[0].losses
+        }
+        return Evaluated(sum(part.documents for part in parts), losses)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as plain values."""
-        values = {
-            "perplexity": self.routed.perplexity,
-            "tokens": self.routed.tokens,
+        others = [name for name in SCORERS if name in self.losses and name != "routed"]
+        return {
+            "perplexity": self.losses["routed"].perplexity,
+            "tokens": self.losses["routed"].tokens,
             "documents": self.documents,
+            **{f"{name}_perplexity": self.losses[name].perplexity for name in others},
         }
-        if self.mixed is not None:
-            values["mixed_perplexity"] = self.mixed.perplexity
-        if self.chosen is not None:
-            values["chosen_perplexity"] = self.chosen.perplexity
-        if self.rerouted is not None:
-            values["rerouted_perplexity"] = self.rerouted.perplexity
-        if self.base is not None:
-            values["base_perplexity"] = self.base.perplexity
-        if self.baseline is not None:
-            values["baseline_perplexity"] = self.baseline.perplexity
-        return values
-
-
-def _total(losses: Iterable[LossSum | None]) -> LossSum | None:
-    present = [one for one in losses if one is not None]
-    return LossSum.total(present) if present else None
 
 
 @dataclass(frozen=True)
@@ -174,27 +153,20 @@ def evaluate(
         progress("routing the documents")
         ranked = mix if rerouting is None else source.grid.path_count
         windows = _routed(source, documents, Path(temporary), ranked, device)
-        references: dict[str, np.ndarray] = {}
-        if mix > 1 or rerouting is not None:
-            file = Path(temporary) / "nats.f32"
-            references, missing = _losses_of_several_paths(
-                source, windows, mix, rerouting, file, device, progress
-            )
-            own = references.pop("routed")
-        else:
-            own, missing = _losses_of_routed_paths(source, windows, device, progress)
+        file = Path(temporary) / "nats.f32"
+        losses, missing = _losses_of_paths(source, windows, mix, rerouting, file, device, progress)
         chosen = ~np.isin(windows.paths, missing)
         if not chosen.any():
-            assemble_path(source, missing[0])
+            assemble_path(source, missing[0])  # raises, saying what to do
         if base:
             progress("scoring the base model")
-            references["base"] = document_nll(source.base_model(device), windows, chosen)
+            losses["base"] = document_nll(source.base_model(device), windows, chosen)
         if baseline is not None:
             progress("scoring the baseline")
-            references["baseline"] = document_nll(baseline.to(device), windows, chosen)
+            losses["baseline"] = document_nll(baseline.to(device), windows, chosen)
         return EvaluationReport(
             run_id=source.plan.run_id,
-            groups=_groups(windows, chosen, own, references),
+            groups=_groups(windows, chosen, losses),
             missing_paths=missing,
             unscored_documents=int((~chosen).sum()),
             short_documents=windows.short_documents,
@@ -225,28 +197,7 @@ def _routed(
     return windows
 
 
-def _losses_of_routed_paths(
-    source: StateSource,
-    windows: DocumentWindows,
-    device: torch.device,
-    progress: Callable[[str], None],
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return the loss of each document by its path, fp64 [N], and the paths without a state."""
-    own = np.zeros(len(windows))
-    model: PathModel | None = None
-    missing: list[int] = []
-    paths = np.unique(windows.paths).tolist()
-    for path in each(paths, progress, lambda path: f"scoring path {path}"):
-        if source.missing_modules(path):
-            missing.append(path)
-        else:
-            model = assemble_path(source, path, model=model, device=device)
-            own += document_nll(model, windows, windows.paths == path)
-        source.forget(path)
-    return own, tuple(missing)
-
-
-def _losses_of_several_paths(
+def _losses_of_paths(
     source: StateSource,
     windows: DocumentWindows,
     mix: int,
@@ -255,28 +206,20 @@ def _losses_of_several_paths(
     device: torch.device,
     progress: Callable[[str], None],
 ) -> tuple[dict[str, np.ndarray], tuple[int, ...]]:
-    """Return the loss of each document, fp64 [N], by its path (`routed`), by its `mix` best paths
-    mixed (`mixed`), by the one of them to which what is read before the first scored token costs
-    least (`chosen`) and by the paths that a rerouter chooses (`rerouted`); and the paths without a
-    state.
-
-    What each path says of each token lies in `file`. Where another than the first has no state, the
-    first stands for it.
-    """
-    ranked = windows.ranked
-    missing = [path for path in np.unique(ranked).tolist() if source.missing_modules(path)]
-    ranked = np.where(np.isin(ranked, missing), ranked[:, :1], ranked)
-    paths = ranked[windows.row_documents]
-    nats = nats_of_paths(source, windows, paths, file, device, progress)
-    columns = _cheapest_columns(nats[:mix], windows)[windows.row_documents]
+    """Return the loss of each document, fp64 [N], by each scorer that consists of paths, and which
+    of the routed paths have no state. What each path says of each token lies in `file`."""
+    paths = windows.ranked[windows.row_documents]
+    nats, missing = nats_of_paths(source, windows, paths, file, device, progress)
+    paths = np.where(np.isin(paths, missing), paths[:, :1], paths)
+    columns = _cheapest_columns(nats[:mix], windows)[windows.row_documents] if mix > 1 else None
     totals: dict[str, np.ndarray] = {}
     for start in range(0, len(paths), _ROWS_AT_ONCE):
         batch = np.arange(start, min(start + _ROWS_AT_ONCE, len(paths)))
         found = nats[:, batch]
         told = {"routed": found[0]}
-        if mix > 1:
-            told["mixed"] = mixed_losses(torch.from_numpy(found[:mix])).numpy()
+        if columns is not None:
             told["chosen"] = found[columns[batch], np.arange(len(batch))]
+            told["mixed"] = mixed_losses(torch.from_numpy(found[:mix])).numpy()
         if rerouting is not None:
             told["rerouted"] = rerouted_nats(
                 rerouting.rerouter, windows, found, paths[batch], batch, rerouting.window
@@ -321,10 +264,7 @@ def _add_up(
 
 
 def _groups(
-    windows: DocumentWindows,
-    chosen: np.ndarray,
-    own: np.ndarray,
-    references: Mapping[str, np.ndarray],
+    windows: DocumentWindows, chosen: np.ndarray, losses: Mapping[str, np.ndarray]
 ) -> dict[GroupKey, Evaluated]:
     """Add up the documents of each path and label, ordered by path, then by label."""
     names = windows.label_names
@@ -337,15 +277,9 @@ def _groups(
     for key in np.unique(keys[chosen]).tolist():
         members = keys == key
         tokens = int(windows.document_tokens[members].sum())
-
-        def loss(nll: np.ndarray, members: np.ndarray = members, tokens: int = tokens) -> LossSum:
-            return LossSum(float(nll[members].sum()), tokens)
-
-        groups[key // len(ranks), by_rank[key % len(ranks)]] = Evaluated(
-            documents=int(members.sum()),
-            routed=loss(own),
-            **{name: loss(nll) for name, nll in references.items()},
-        )
+        sums = {name: LossSum(float(nll[members].sum()), tokens) for name, nll in losses.items()}
+        path, rank = divmod(key, len(ranks))
+        groups[path, by_rank[rank]] = Evaluated(int(members.sum()), sums)
     return groups
 
 

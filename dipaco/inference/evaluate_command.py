@@ -24,6 +24,7 @@ from dipaco.base.settings import Option
 from .options import CorpusSettings, InferenceSettings, check_paths
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
     from rich.table import Table
 
@@ -105,7 +106,7 @@ def run(settings: EvaluationSettings) -> int:
         settings.check_labels(source.plan)
         check_paths("--mix", settings.mix, source)
         if settings.fit_rerouter is not None:
-            return _fit(settings, source, settings.fit_rerouter, progress)
+            return _fit(settings, source, settings.fit_rerouter, device, progress)
         baseline = None
         if settings.baseline:
             baseline = load_baseline(settings.baseline, source.path_model(device))
@@ -131,7 +132,11 @@ def run(settings: EvaluationSettings) -> int:
 
 
 def _fit(
-    settings: EvaluationSettings, source: StateSource, file: Path, progress: Callable[[str], None]
+    settings: EvaluationSettings,
+    source: StateSource,
+    file: Path,
+    device: torch.device,
+    progress: Callable[[str], None],
 ) -> int:
     """Fit a rerouter to the documents and write it."""
     from dipaco.base.files import atomic_write
@@ -144,7 +149,7 @@ def _fit(
         source,
         iterate_documents(settings.corpus(), "train"),
         steps=settings.fit_steps,
-        device=settings.prepare_process(),
+        device=device,
         progress=progress,
     )
     atomic_write(file, rerouter_bytes(rerouter, source.plan))
@@ -177,37 +182,29 @@ def _documents(count: int) -> str:
     return f"{count} document{'s' * (count != 1)}"
 
 
+# What a column of a scorer is called.
+_HEADINGS = {"routed": "perplexity", "base": "base model"}
+
+
 def _table(what: str, parts: dict[str, Evaluated], overall: Evaluated) -> Table:
     from rich import box
     from rich.table import Column, Table
     from rich.text import Text
 
-    headings = [what, "perplexity", "documents", "tokens"]
-    if overall.baseline is not None:
-        headings.insert(2, "baseline")
-    if overall.base is not None:
-        headings.insert(2, "base model")
-    if overall.rerouted is not None:
-        headings.insert(2, "rerouted")
-    if overall.mixed is not None:
-        headings[2:2] = ["chosen", "mixed"]
+    from .evaluate import SCORERS
+
+    scorers = [name for name in SCORERS if name in overall.losses]
+    headings = [_HEADINGS.get(name, name) for name in scorers]
     # All eight columns fit into the 80 characters of a terminal.
-    columns = (Column(heading, overflow="fold") for heading in headings)
+    columns = (Column(text, overflow="fold") for text in (what, *headings, "documents", "tokens"))
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=0)
     table.columns[0].no_wrap = True
     for name, part in [*parts.items(), ("all", overall)]:
         if part is overall:
             table.add_section()
-        models = (
-            part.routed,
-            part.chosen,
-            part.mixed,
-            part.rerouted,
-            part.base,
-            part.baseline,
-        )
-        cells = [_perplexity(losses.perplexity) for losses in models if losses is not None]
-        table.add_row(Text(printable(name)), *cells, str(part.documents), str(part.routed.tokens))
+        cells = [_perplexity(part.losses[scorer].perplexity) for scorer in scorers]
+        tokens = part.losses["routed"].tokens
+        table.add_row(Text(printable(name)), *cells, str(part.documents), str(tokens))
     return table
 
 

@@ -68,7 +68,7 @@ def fit_to_documents(
             router, tokenised(router, documents), source.plan, Path(temporary)
         )
         del router
-        nats = nats_of_paths(
+        nats, _ = nats_of_paths(
             source,
             windows,
             np.tile(paths, (len(windows.rows), 1)),

@@ -19,8 +19,8 @@ from .decoding.mixing import decoder_of
 from .sampling import Sampling
 from .sources import StateSource, assemble_path
 
-# A character has at most four bytes; more pending tokens than that are no character.
-_MAX_PENDING_TOKENS = 4
+# An unfinished character has at most three bytes, each of which may be decoded as one of these.
+_MAX_BROKEN = 3
 _NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 _BROKEN_CHARACTER = "\ufffd"
 
@@ -129,28 +129,25 @@ class TextOfTokens:
         """Tokens that all end within a character."""
         self._given = 0
         """Characters of these that were returned."""
-        self._waiting = 0
-        """How many tokens the unfinished character at the end has so far."""
 
     def add(self, token: int) -> str:
         """Return the text that is complete with this token, often of several tokens or of none."""
         self._pending.append(token)
-        self._waiting += 1
         text = self._tokenizer.decode(self._pending)
         whole = len(text.rstrip(_BROKEN_CHARACTER))
-        is_broken = whole <= self._given and self._waiting >= _MAX_PENDING_TOKENS
-        if whole == len(text) or is_broken:
+        if whole == len(text):
             return self.rest()
-        piece = text[self._given : whole]
-        if piece:
-            self._given, self._waiting = whole, 1
+        # Bytes that no further one can complete are broken for good.
+        settled = max(whole, len(text) - _MAX_BROKEN)
+        piece = text[self._given : settled]
+        self._given = max(self._given, settled)
         return piece
 
     def rest(self) -> str:
         """Return what is held back, however incomplete."""
         text = self._tokenizer.decode(self._pending)[self._given :] if self._pending else ""
         self._pending.clear()
-        self._given = self._waiting = 0
+        self._given = 0
         return text
 
 

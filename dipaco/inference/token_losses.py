@@ -31,27 +31,34 @@ def nats_of_paths(
     file: Path,
     device: torch.device,
     progress: Callable[[str], None],
-) -> np.ndarray:
+) -> tuple[np.ndarray, list[int]]:
     """Return what every target of every row costs by `paths` [R, K] of its own, fp32
-    [K, R, L - 1], a memory map of `file`.
+    [K, R, L - 1], a memory map of `file`; and the paths that have no state.
 
-    One path is in memory at a time. A path without a state costs 0, and so does what is behind a
-    row's end. Raises StorageError when the disk is full.
+    One path is in memory at a time. What is behind a row's end costs 0. For a path without a state
+    the first one of the row stands, which costs 0 if it has none itself. Raises StorageError when
+    the disk is full.
     """
     rows, length = documents.rows.shape
+    missing: list[int] = []
     with storage_errors(file.parent):
         nats = np.memmap(file, np.float32, "w+", shape=(paths.shape[1], rows, length - 1))
         model: PathModel | None = None
-        used = [p for p in np.unique(paths).tolist() if not source.missing_modules(p)]
+        used = np.unique(paths).tolist()
         for path in each(used, progress, lambda path: f"scoring path {path}"):
-            model = assemble_path(source, path, model=model, device=device)
-            own = np.flatnonzero((paths == path).any(1))
-            for batch, losses in row_losses(model, documents, own):
-                for column in range(paths.shape[1]):
-                    chosen = paths[batch, column] == path
-                    nats[column, batch[chosen], : losses.shape[1]] = losses[chosen]
+            if source.missing_modules(path):
+                missing.append(path)
+            else:
+                model = assemble_path(source, path, model=model, device=device)
+                own = np.flatnonzero((paths == path).any(1))
+                for batch, losses in row_losses(model, documents, own):
+                    for column in range(paths.shape[1]):
+                        chosen = paths[batch, column] == path
+                        nats[column, batch[chosen], : losses.shape[1]] = losses[chosen]
             source.forget(path)
-    return nats
+        for row, column in np.argwhere(np.isin(paths, missing)):
+            nats[column, row] = nats[0, row]
+    return nats, missing
 
 
 def row_losses(

@@ -99,9 +99,9 @@ def test_paths_and_labels_divide_the_documents(trained):
     assert list(report.labels()) == [f"language {index}" for index in range(4)]
     for parts in (report.paths(), report.labels()):
         assert sum(part.documents for part in parts.values()) == 16
-        assert sum(part.routed.tokens for part in parts.values()) == report.overall.routed.tokens
-        total = sum(part.routed.nll for part in parts.values())
-        assert total == pytest.approx(report.overall.routed.nll, rel=1e-12)
+        assert sum(part.losses["routed"].tokens for part in parts.values()) == report.overall.losses["routed"].tokens
+        total = sum(part.losses["routed"].nll for part in parts.values())
+        assert total == pytest.approx(report.overall.losses["routed"].nll, rel=1e-12)
 
 
 def test_short_documents_are_counted_but_not_scored(trained):
@@ -122,8 +122,7 @@ def test_a_path_without_a_state_is_reported_and_left_out(damaged):
     assert report.unscored_documents == int((paths == 2).sum())
     assert report.unscored_documents + report.overall.documents == 16
     assert 2 not in report.paths()
-    assert report.overall.base is not None
-    assert report.overall.base.tokens == report.overall.routed.tokens
+    assert report.overall.losses["base"].tokens == report.overall.losses["routed"].tokens
 
 
 def test_a_path_without_a_state_can_be_taken_from_the_genesis(damaged):
@@ -187,7 +186,7 @@ def mixed_documents(count, seed):
 def test_labels_are_printed_as_they_are():
     """Square brackets are markup to rich, and `all` is the name of the last row."""
     names = ("[red]x[/y]", "all", "a\nb")
-    groups = {(0, name): Evaluated(number, LossSum(1, 1)) for number, name in enumerate(names)}
+    groups = {(0, name): Evaluated(number, {"routed": LossSum(1, 1)}) for number, name in enumerate(names)}
     console = Console(file=io.StringIO(), width=100)
     evaluate_command.show(EvaluationReport("run", groups, (), 0, 0), console)
     rows = [line.rsplit(maxsplit=3) for line in console.file.getvalue().splitlines()]
@@ -198,7 +197,7 @@ def test_labels_are_printed_as_they_are():
 
 def test_headings_of_all_columns_fit_into_eighty_characters():
     loss = LossSum(1, 1)
-    part = Evaluated(1, loss, base=loss, baseline=loss, chosen=loss, mixed=loss)
+    part = Evaluated(1, dict.fromkeys(("routed", "base", "baseline", "chosen", "mixed"), loss))
     console = Console(file=io.StringIO(), width=80)
     evaluate_command.show(EvaluationReport("run", {(0, "textbook_en"): part}, (), 0, 0), console)
     lines = [line.split() for line in console.file.getvalue().splitlines()]
@@ -214,11 +213,10 @@ def test_rerouting_helps_where_documents_change(trained, rerouter):
     found = {}
     for window in (8, 10_000):
         report = evaluate(source, documents, device=CPU, base=False, rerouting=Rerouting(loaded, window)).overall
-        assert report.routed.nll == pytest.approx(plain.routed.nll, rel=1e-6)
-        assert report.rerouted is not None
-        assert report.rerouted.tokens == plain.routed.tokens
-        found[window] = report.rerouted.nll
-    assert found[8] < 0.97 * plain.routed.nll
+        assert report.losses["routed"].nll == pytest.approx(plain.losses["routed"].nll, rel=1e-6)
+        assert report.losses["rerouted"].tokens == plain.losses["routed"].tokens
+        found[window] = report.losses["rerouted"].nll
+    assert found[8] < 0.97 * plain.losses["routed"].nll
     assert found[8] < found[10_000]
 
 
@@ -227,12 +225,10 @@ def test_rerouting_leaves_out_paths_without_a_state(damaged, rerouter):
     rerouting = Rerouting(read_rerouter(rerouter, source.plan), 4)
     report = evaluate(source, held_out(), device=CPU, rerouting=rerouting, mix=2)
     assert report.missing_paths == (2,)
-    assert report.overall.rerouted is not None
     # A path that is not there would cost nothing.
-    assert report.overall.rerouted.nll > 0.9 * report.overall.routed.nll
+    assert report.overall.losses["rerouted"].nll > 0.9 * report.overall.losses["routed"].nll
     alone = evaluate(source, held_out(), device=CPU, mix=2)
-    assert report.overall.mixed == alone.overall.mixed
-    assert report.overall.chosen == alone.overall.chosen
+    assert all(report.overall.losses[name] == alone.overall.losses[name] for name in ("mixed", "chosen"))
 
 
 def test_a_swarm_gives_the_same_as_a_directory(trained, tmp_path):
@@ -286,7 +282,7 @@ def test_paths_are_mixed(trained, damaged, tmp_path):
     source, documents = DiskSource(trained[0]), held_out()
     report = evaluate(source, documents, device=CPU, mix=4, base=False)
     plain = evaluate(source, documents, device=CPU, base=False)
-    assert report.overall.routed.nll == pytest.approx(plain.overall.routed.nll, rel=1e-6)
+    assert report.overall.losses["routed"].nll == pytest.approx(plain.overall.losses["routed"].nll, rel=1e-6)
     router = source.document_router(CPU)
     length, prefix = source.plan.model.sequence_length, source.plan.routing.prefix_tokens
     nll = 0.0
@@ -300,13 +296,13 @@ def test_paths_are_mixed(trained, damaged, tmp_path):
         losses = [-found.gather(2, targets)[..., 0] for found in logprobs]
         mixed = mixed_losses(torch.stack(losses))[:, prefix - 1 :]
         nll += float(mixed[rows[:, prefix:] != PAD_TOKEN].sum())
-    assert report.overall.mixed is not None
-    assert report.overall.mixed.nll == pytest.approx(nll, rel=1e-5)
+    assert report.overall.losses["mixed"].nll == pytest.approx(nll, rel=1e-5)
     # Where only the first of the two can be had, it speaks alone.
     broken = DiskSource(damaged("L0.E1"))
     alone = evaluate(broken, documents, device=CPU, mix=4, base=False)
     assert alone.unscored_documents > 0
-    assert alone.overall.mixed is not None
+    # A path that is not there would cost nothing.
+    assert alone.overall.losses["mixed"].nll > 0.9 * alone.overall.losses["routed"].nll
 
 
 def test_the_prefix_chooses_among_the_best_paths(trained, monkeypatch):
@@ -316,9 +312,8 @@ def test_the_prefix_chooses_among_the_best_paths(trained, monkeypatch):
     ranked = DocumentRouter.nearest_paths
     monkeypatch.setattr(DocumentRouter, "nearest_paths", lambda *asked: ranked(*asked)[:, ::-1])
     found = evaluate(source, documents, device=CPU, mix=4, base=False).overall
-    assert found.chosen is not None
-    assert found.chosen.nll == pytest.approx(right.routed.nll, rel=1e-6)
-    assert found.routed.nll > 1.05 * right.routed.nll
+    assert found.losses["chosen"].nll == pytest.approx(right.losses["routed"].nll, rel=1e-6)
+    assert found.losses["routed"].nll > 1.05 * right.losses["routed"].nll
 
 
 def test_the_command_reroutes(trained, rerouter, tmp_path, capsys):

@@ -35,17 +35,37 @@ _NORMAL, _UNUSED, _BYTE = 1, 5, 6
 _UNKNOWN_PENALTY = 10.0
 _ROWS_OF_Q8 = 32
 _OLLAMA_CONTEXT = 4096
-# How the text is cut before BPE, and what llama.cpp calls that. `%d` is what is done with digits.
-_CUT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%d| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_CUTS: dict[tuple[str, ...], str] = {
-    ("Split " + _CUT.replace("%d", r"\p{N}"), "ByteLevel"): "qwen2",
-    ("Split " + _CUT.replace("%d", r"\p{N}{1,3}"), "ByteLevel"): "llama-bpe",
-    ("Digits", "ByteLevel regex"): "smollm",
-    ("ByteLevel regex",): "gpt-2",
+# Settings of the parts that cut a text before BPE, as they are where a file does not say.
+_CUT_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
+    "Split": {"pattern": None, "behavior": None, "invert": False},
+    "Digits": {"individual_digits": False},
+    "ByteLevel": {"add_prefix_space": True, "use_regex": True},
 }
+_Cut = list[dict[str, Any]]
+
+
+def _split_and_bytes(digits: str) -> _Cut:
+    """Return how Llama 3 and Qwen cut a text; they differ in what is done with digits."""
+    pattern = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%d| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+        r"\s*[\r\n]+|\s+(?!\S)|\s+"
+    ).replace("%d", digits)
+    return [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+    ]
+
+
+_BYTES: Final = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+# What llama.cpp calls a way of cutting. With that of Llama 3 a piece that is a word is taken
+# whatever merges make of it (`ignore_merges`), with the others it is not.
+_CUTS: Final[dict[str, _Cut]] = {
+    "qwen2": _split_and_bytes(r"\p{N}"),
+    "llama-bpe": _split_and_bytes(r"\p{N}{1,3}"),
+    "smollm": [{"type": "Digits", "individual_digits": True}, _BYTES],
+    "gpt-2": [_BYTES],
+}
+_IGNORES_MERGES: Final = "llama-bpe"
 
 
 def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
@@ -298,9 +318,12 @@ def _cut_name(tokenizer: Mapping[str, Any]) -> str:
     """Return what llama.cpp calls the way in which this tokenizer cuts a text."""
     part = tokenizer.get("pre_tokenizer") or {}
     parts = part.get("pretokenizers", [part]) if part.get("type") == "Sequence" else [part]
-    cut = tuple(_cut_of(part) for part in parts)
-    found = _CUTS.get(cut)
-    if tokenizer["model"]["type"] != "BPE" or found is None:
+    cut = [_cut_of(part) for part in parts]
+    found = next((name for name, known in _CUTS.items() if known == cut), None)
+    model = tokenizer["model"]
+    ignores_merges = bool(model.get("ignore_merges"))
+    is_known = model["type"] == "BPE" and ignores_merges == (found == _IGNORES_MERGES)
+    if found is None or not is_known:
         shown = json.dumps(cut, ensure_ascii=False)
         raise ConfigurationError(
             f"llama.cpp has no tokenizer that cuts a text as this one does ({shown[:200]}); use "
@@ -309,10 +332,7 @@ def _cut_name(tokenizer: Mapping[str, Any]) -> str:
     return found
 
 
-def _cut_of(part: Mapping[str, Any]) -> str:
+def _cut_of(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part with all settings that change how it cuts a text."""
     kind = str(part.get("type"))
-    if kind == "Split":
-        return f"Split {(part.get('pattern') or {}).get('Regex')}"
-    if kind == "ByteLevel":
-        return "ByteLevel regex" if part.get("use_regex", True) else "ByteLevel"
-    return kind
+    return {"type": kind} | {k: part.get(k, v) for k, v in _CUT_DEFAULTS.get(kind, {}).items()}

@@ -18,7 +18,7 @@ from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
 
-CUTS = {"llama": "llama-bpe", "smollm2": "smollm", "qwen3": "llama-bpe"}
+CUTS = {"llama": "llama-bpe", "smollm2": "smollm", "qwen3": "qwen2"}
 
 
 def read(file):
@@ -148,14 +148,28 @@ def test_a_path_is_exported(tmp_path):
     assert export_command.main([*arguments, "--path", "1", "--out", str(out)]) == 3
 
 
-def test_what_llama_cpp_cannot_do_is_refused(tmp_path):
+def test_a_model_that_llama_cpp_cannot_compute_is_refused():
     with pytest.raises(ConfigurationError, match="no biases for the family qwen3"):
         check_gguf(ModelConfig(family="qwen3", attention_bias=True), b"")
-    make_foreign_base(tmp_path / "base", "llama")
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "setting"),
+    [
+        ("llama", 0, {"pattern": {"Regex": r"\w+|\W"}}),
+        ("llama", 0, {"behavior": "MergedWithPrevious"}),
+        ("smollm2", 0, {"individual_digits": False}),
+        ("llama", None, {"ignore_merges": False}),
+        ("qwen3", None, {"ignore_merges": True}),
+    ],
+)
+def test_a_tokenizer_that_cuts_otherwise_than_llama_cpp_is_refused(family, part, setting, tmp_path):
+    make_foreign_base(tmp_path / "base", family)
     data = ImportedBase(tmp_path / "base").tokenizer
-    assert data is not None
+    check_gguf(ModelConfig(), data)
     content = json.loads(data)
-    content["tokenizer"]["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\w+|\W"
+    parts = content["tokenizer"]["pre_tokenizer"]["pretokenizers"]
+    (content["tokenizer"]["model"] if part is None else parts[part]).update(setting)
     with pytest.raises(ConfigurationError, match=r"no tokenizer that cuts a text as this one does"):
         check_gguf(ModelConfig(), json.dumps(content).encode())
 

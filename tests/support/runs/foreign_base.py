@@ -45,7 +45,8 @@ def foreign_tokenizer(family):
     if family == "smollm2":
         parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     else:
-        parts = [pre_tokenizers.Split(Regex(_SPLIT), "isolated"), bytes_as_letters]
+        split = _SPLIT.replace("{1,3}", "") if family.startswith("qwen") else _SPLIT
+        parts = [pre_tokenizers.Split(Regex(split), "isolated"), bytes_as_letters]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
     tokenizer.decoder = decoders.ByteLevel()
     if family.startswith("qwen"):
