@@ -52,7 +52,7 @@ from dipaco.modules.device import autocast_for, training_format
 from dipaco.modules.layout import layout_of
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows
-from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from dipaco.simulator.simulated_peers import SimulatedPeer, SimulatorSettings
 from dipaco.training.scoring import row_losses, scoring_at_once
 
 CPU = torch.device("cpu")

@@ -36,7 +36,7 @@ from support.runs.tiny_run import make_tiny_run
 from dipaco.modules.contributions import CODECS
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator.reference import ReferenceSwarm
-from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from dipaco.simulator.simulated_peers import SimulatedPeer, SimulatorSettings
 
 BASE = "float32"
 MAX_MORE = {"int4": 0.001, "int2": 0.001, "sign": 0.003}

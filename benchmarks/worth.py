@@ -38,7 +38,7 @@ from parts.changed_run import ChangedRun, LossyReference, read_changes
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import layout_of
-from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from dipaco.simulator.simulated_peers import SimulatedPeer, SimulatorSettings
 
 Figures = dict[str, Any]
 AMOUNTS = ("tokens", "bytes")

@@ -19,8 +19,8 @@ from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
 from dipaco.protocol.outer_row import OuterRow
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator.report import RoundNotes
-from dipaco.simulator.settings import SimulatedPeer
+from dipaco.simulator.round_report import RoundNotes
+from dipaco.simulator.simulated_peers import SimulatedPeer
 from dipaco.training.trainer import PathTrainer, Snapshot
 
 from .changed_run import LossyReference

@@ -42,9 +42,14 @@ from dipaco.modules.state import ModuleState
 from dipaco.protocol.outer_row import OuterRow
 from dipaco.routing.run_folder import RunFolder
 
-from .report import Reporter, RoundNotes, RoundReport
-from .settings import SimulatedPeer, SimulatorSettings, checked_peers
-from .setup import first_states, new_trainers
+from .round_report import Reporter, RoundNotes, RoundReport
+from .simulated_peers import (
+    SimulatedPeer,
+    SimulatorSettings,
+    checked_peers,
+    first_states,
+    new_trainers,
+)
 
 
 class ReferenceSwarm:

@@ -19,20 +19,18 @@ from dipaco.modules.device import choose_device, prepare_process
 from dipaco.modules.state import ModuleState
 from dipaco.routing.run_folder import RunFolder, link_run
 
-from .dense import DenseResult, train_dense
-from .record import RoundRecord
+from .dense_baseline import DenseResult, train_dense
 from .reference import ReferenceSwarm
-from .report import RoundReport
-from .saved import resumed_simulation, save_simulation, simulation_file
-from .settings import CommandSettings, SimulatedPeer, SimulatorSettings
+from .round_record import RoundRecord
+from .round_report import RoundReport
+from .saved_simulation import resumed_simulation, save_simulation, simulation_file
+from .simulate_settings import SimulateSettings
+from .simulated_peers import SimulatedPeer, SimulatorSettings
 
 logger = logging.getLogger(__name__)
 
-# Steps of the dense baseline between two lines, at least, and lines in all, about.
-_DENSE_LINE_STEPS, _DENSE_LINES = 10, 20
 
-
-def run(settings: CommandSettings) -> int:
+def run(settings: SimulateSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     _check_output(settings)
     record = RoundRecord(settings.log_json, settings.plot, goes_on=settings.resume)
@@ -69,7 +67,7 @@ def run(settings: CommandSettings) -> int:
 
 
 def open_swarm(
-    settings: CommandSettings, source: RunFolder, output: RunFolder | None
+    settings: SimulateSettings, source: RunFolder, output: RunFolder | None
 ) -> ReferenceSwarm:
     """Make the swarm, from the genesis or, with --resume, from the last round that was saved."""
 
@@ -91,7 +89,7 @@ def open_swarm(
         if simulation_file(output).exists():
             return resumed_simulation(output, begin)
         logger.warning("no round has been saved in %s: starting from the genesis", output.path)
-    return begin(settings.first_round, {})
+    return begin(0, {})
 
 
 def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
@@ -107,7 +105,7 @@ def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
     return tuple(peers)
 
 
-def _check_output(settings: CommandSettings) -> None:
+def _check_output(settings: SimulateSettings) -> None:
     if settings.out is None or settings.resume or not settings.rounds:
         return
     if simulation_file(RunFolder(settings.out)).exists():
@@ -118,7 +116,7 @@ def _check_output(settings: CommandSettings) -> None:
 
 
 def _run_dense(
-    settings: CommandSettings,
+    settings: SimulateSettings,
     source: RunFolder,
     output: RunFolder | None,
     printer: RoundPrinter | None,
@@ -217,18 +215,9 @@ class RoundPrinter:
 
     def dense_step(self, steps: int) -> Callable[[int, float], None]:
         """Return a callback that prints a line now and then while the dense baseline trains."""
-        every = max(_DENSE_LINE_STEPS, steps // _DENSE_LINES)
-        stage = StageProgress("dense", self._console.print)
+        stage = StageProgress("dense baseline", self._console.print)
         stage.update(0, steps)
-
-        def show(step: int, loss: float) -> None:
-            if (step + 1) % every == 0:
-                left = stage.estimate(step + 1, steps)
-                self._console.print(
-                    f"dense step {step + 1} of {steps}   train loss {loss:.4f}{left}"
-                )
-
-        return show
+        return lambda step, loss: stage.update(step + 1, steps, f"(train loss {loss:.4f})")
 
     def dense(self, result: DenseResult, file: Path | None) -> None:
         """Print how the dense baseline does."""

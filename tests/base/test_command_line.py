@@ -309,8 +309,8 @@ def test_the_end_of_a_command_does_not_look_through_all_objects():
     program = (
         "import atexit, gc\n"
         "atexit.register(lambda: print(gc.get_freeze_count() > 0))\n"
-        "from dipaco.simulator import cli\n"
-        "cli.main(['no-such-run'])"
+        "from dipaco.simulator import simulate_command\n"
+        "simulate_command.main(['no-such-run'])"
     )
     words = [sys.executable, "-c", program]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)

@@ -13,7 +13,7 @@ from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator import cli as simulate
+from dipaco.simulator import simulate_command as simulate
 from dipaco.training.scoring import LossSum, sum_losses
 from support.runs.prepared_run import write_run
 from support.runs.routed_texts import route_texts

@@ -18,7 +18,7 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_command
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
 from support.runs.prepared_run import CPU, on_cpu, write_run
 from support.runs.routed_texts import route_texts

@@ -19,7 +19,7 @@ from dipaco.inference.export.form import ExportForm
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.prepared_run import on_cpu, write_run
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 

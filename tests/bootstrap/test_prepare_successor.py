@@ -23,7 +23,7 @@ from dipaco.modules.layout import layout_of
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.manifest import load_or_create_operator_key, verify_manifest
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator import cli as simulate
+from dipaco.simulator import simulate_command as simulate
 from dipaco.training.scoring import sum_losses
 from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 

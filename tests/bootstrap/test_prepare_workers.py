@@ -12,7 +12,7 @@ from dipaco.bootstrap.preparing import token_stage
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.preparing.workers import Workers, open_workers
-from dipaco.simulator import cli as simulate
+from dipaco.simulator import simulate_command as simulate
 from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
 
 INNER = "[inner]\nbatch_sequences = 4\n"

@@ -16,7 +16,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import AdaptersConfig
 from dipaco.protocol.grid import Grid
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 

@@ -23,7 +23,7 @@ from dipaco.routing.documents.corpus import Document
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from dipaco.training.scoring import LossSum
 from support.runs.routed_texts import route_texts
 from support.runs.tiny_run import make_tiny_run, tiny_documents
@@ -82,8 +82,8 @@ def test_the_perplexity_is_the_one_that_the_simulator_reported(trained):
     out, lines = trained
     baseline = load_baseline(out / "dense.safetensors", DiskSource(out).path_model(CPU))
     report = evaluate(DiskSource(out), held_out(), device=CPU, baseline=baseline).as_dict()
-    assert report["perplexity"] == pytest.approx(lines[2]["validation"]["perplexity"], rel=1e-6)
-    assert report["tokens"] == lines[2]["validation"]["tokens"]
+    assert report["perplexity"] == pytest.approx(lines[2]["perplexity"], rel=1e-6)
+    assert report["tokens"] == lines[2]["validation_tokens"]
     assert report["documents"] == 16
     assert report["baseline_perplexity"] == pytest.approx(lines[3]["dense"]["perplexity"], rel=1e-6)
     assert report["base_perplexity"] > 200
@@ -267,7 +267,7 @@ def test_the_command_prints_one_json_object(trained, tmp_path, capsys):
     baseline = ["--baseline", str(out / "dense.safetensors")]
     assert evaluate_command.main([*arguments, *baseline, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["perplexity"] == pytest.approx(lines[2]["validation"]["perplexity"], rel=1e-6)
+    assert report["perplexity"] == pytest.approx(lines[2]["perplexity"], rel=1e-6)
     assert set(report["labels"]) == {f"language {index}" for index in range(4)}
     assert report["run"] == DiskSource(out).plan.run_id
     assert evaluate_command.main([*arguments, *baseline, "--limit-documents", "4"]) == 0

@@ -16,7 +16,7 @@ from dipaco.routing.documents.chats import read_chat
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, routed_tokens
 from dipaco.routing.tokens.token_files import scoring_windows
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from dipaco.training.scoring import sum_losses
 from support.runs.chat_runs import chat_rows, write_chats
 from support.runs.chat_templates import CHATML

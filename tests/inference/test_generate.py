@@ -16,7 +16,7 @@ from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.transformer import token_losses
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.tiny_run import TINY_VOCABULARY, make_tiny_run, tiny_documents
 
 GREEDY = Sampling(temperature=0, max_tokens=20)

@@ -20,9 +20,9 @@ from dipaco.protocol.config import InnerConfig
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator.dense import MixedBatches, baseline_inner, score_dense, train_dense
+from dipaco.simulator.dense_baseline import MixedBatches, baseline_inner, score_dense, train_dense
 from dipaco.simulator.reference import ReferenceSwarm
-from dipaco.simulator.settings import SimulatedPeer, SimulatorSettings
+from dipaco.simulator.simulated_peers import SimulatedPeer, SimulatorSettings
 from dipaco.training.inner import InnerLoop, learning_rate_at
 from dipaco.training.scoring import LossSum, sum_losses
 from support.runs.tiny_run import TINY_PREFIX_TOKENS, make_tiny_run

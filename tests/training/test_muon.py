@@ -14,7 +14,7 @@ from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import InnerConfig, ModelConfig, parse_config
 from dipaco.routing.run_folder import link_run
 from dipaco.simulator.reference import ReferenceSwarm
-from dipaco.simulator.saved import resumed_simulation, save_simulation
+from dipaco.simulator.saved_simulation import resumed_simulation, save_simulation
 from dipaco.training.dense import SavedTraining
 from dipaco.training.inner import InnerLoop
 from dipaco.training.muon import Muon, is_for_muon, orthogonal

@@ -21,7 +21,7 @@ from dipaco.inference.export.exporter import Exporter
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.model_card import model_card
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import make_foreign_base
 from support.runs.routed_texts import route_texts
 from support.runs.tiny_run import make_tiny_run, tiny_documents

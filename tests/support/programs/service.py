@@ -3,7 +3,7 @@
 import time
 
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.simulator import cli as simulator_cli
+from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run
 

@@ -2,9 +2,9 @@
 
 import json
 
-from dipaco.simulator import cli
+from dipaco.simulator import simulate_command
 
 
 def simulate(capsys, *arguments):
-    assert cli.main([*map(str, arguments), "--json", "--threads", "1"]) == 0
+    assert simulate_command.main([*map(str, arguments), "--json", "--threads", "1"]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from dipaco.simulator.record import RoundRecord
-from dipaco.simulator.report import RoundReport
+from dipaco.simulator.round_record import RoundRecord
+from dipaco.simulator.round_report import RoundReport
 from support.programs.power_cut import CUTS, cut
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 
-from .report import RoundReport
+from .round_report import RoundReport
 
 
 class RoundRecord:

@@ -23,7 +23,7 @@ from dipaco.routing.tokens.token_files import even_sample
 from dipaco.training.scoring import LossSum, sum_losses
 from dipaco.training.trainer import PathTrainer
 
-from .settings import SimulatedPeer, SimulatorSettings
+from .simulated_peers import SimulatedPeer, SimulatorSettings
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class RoundReport:
             "tokens": self.tokens,
             "train_loss": self.train_loss,
             "perplexity": self.validation.perplexity,
+            "validation_tokens": self.validation.tokens,
             "bytes": self.bytes,
             "digests": dict(self.digests),
             "versions": dict(self.versions),
@@ -85,10 +86,6 @@ class RoundReport:
                 }
                 for path in self.paths
             ],
-            "validation": {
-                "perplexity": self.validation.perplexity,
-                "tokens": self.validation.tokens,
-            },
             "seconds": round(self.seconds, 3),
         }
 

@@ -11,10 +11,10 @@ import sys
 
 from dipaco.base.command_line import Command
 
-from .settings import CommandSettings
+from .simulate_settings import SimulateSettings
 
 
-def run(settings: CommandSettings) -> int:
+def run(settings: SimulateSettings) -> int:
     """Simulate."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from .simulate import run
@@ -24,7 +24,7 @@ def run(settings: CommandSettings) -> int:
 
 COMMAND = Command(
     "dipaco-simulate",
-    CommandSettings,
+    SimulateSettings,
     run,
     description="Train a prepared run in one process, with the arithmetic of the swarm.",
     epilog="A swarm in the fixed-steps mode has the same digests, round by round.",
