@@ -44,7 +44,7 @@ MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SMALL)),
     "llama-3": (LlamaForCausalLM, LlamaConfig(**SMALL, head_dim=12, rope_parameters=LLAMA3)),
     "llama-linear": (LlamaForCausalLM, LlamaConfig(**SMALL, rope_parameters=LINEAR)),
-    "llama-biases": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)),
+    "llama-biases": (LlamaForCausalLM, LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-2)),
     "smollm2": (LlamaForCausalLM, LlamaConfig(**SMALL, tie_word_embeddings=True, rope_theta=130_000.0)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)),

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dipaco.inference import evaluate_command, export_command, generate_command
+from dipaco.inference import export_command
 from dipaco.inference.export.adapter_peft import written_rank
 from dipaco.inference.export.rounding import Rounding, RoundingMeter
 from dipaco.inference.export.router_files import begin_row, linear_router
@@ -169,17 +169,3 @@ def test_routers_of_every_kind_that_sees_features_are_affine(kind):
 
 def test_ranks_are_those_that_vllm_takes():
     assert [written_rank(rank) for rank in (1, 2, 8, 12, 16, 200, 513)] == [1, 8, 8, 16, 16, 256, 513]
-
-
-def test_evaluation_and_generation_take_adapters_as_they_take_whole_paths(folder, tmp_path, capsys):
-    data = tmp_path / "held-out.jsonl"
-    lines = [json.dumps({"text": text}) for text in tiny_documents(4, 3, 11)]
-    data.write_text("\n".join(lines), encoding="utf-8")
-    where = ["--state-dir", str(folder / "out")]
-    assert evaluate_command.main([*where, "--data", str(data), "--mix", "2", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["perplexity"] < report["base_perplexity"]
-    for more in (["--choose", "3"], ["--mix", "2"], ["--path", "1"]):
-        asked = [*where, TEXT, "--max-tokens", "4", "--temperature", "0", *more]
-        assert generate_command.main(asked) == 0
-        assert capsys.readouterr().out.startswith(TEXT)
