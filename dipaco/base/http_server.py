@@ -31,10 +31,10 @@ REQUEST_LIMIT_S = 30.0
 MAX_WAITING = 256
 
 
-def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
+def listen(host: str, port: int, flags: str = "--host and --port") -> socket.socket:
     """Return a listening socket. Raises AddressError when the address cannot be had.
 
-    `flag` is how the command is told its port.
+    `flags` are how the command is told where to listen.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -42,7 +42,7 @@ def listen(host: str, port: int, flag: str = "--port") -> socket.socket:
     except OSError as error:
         raise AddressError(
             f"cannot listen on {host} port {port}: {error.strerror or error}; choose others with "
-            f"--host and {flag} (0 is any free one)"
+            f"{flags} (port 0 is any free one)"
         ) from None
     return found
 

@@ -132,20 +132,23 @@ def _named(names: Sequence[str]) -> str:
     return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
 
 
-def _together(found: Sequence[Problem], what: str, remedy: str) -> tuple[Problem, ...]:
+def _together(
+    found: Sequence[Problem], what: str, remedy: str, names: Sequence[str] = ()
+) -> tuple[Problem, ...]:
     """Make one problem of many that are alike; `found` begins with the worst.
 
-    In `what`, "{count}" and "{names}" stand for how many they are and for a few of them.
+    In `what`, "{count}" and "{names}" stand for how many `names` there are (by default the
+    subjects), and for a few of them.
     """
     if len(found) <= MAX_ALIKE:
         return tuple(found)
     subjects = tuple(dict.fromkeys(name for problem in found for name in problem.subjects))
     began = [problem.since_round for problem in found if problem.since_round is not None]
-    named = [short_peer(name) if len(name) > 20 else name for name in subjects]
+    named = [short_peer(name) if len(name) > 20 else name for name in names or subjects]
     return (
         Problem(
             kind=found[0].kind,
-            what=what.format(count=len(subjects), names=_named(named)),
+            what=what.format(count=len(named), names=_named(named)),
             remedy=remedy,
             since_round=min(began) if began else None,
             subjects=subjects,
@@ -204,49 +207,65 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
 
 
 def _parted(swarm: _Swarm) -> tuple[Problem, ...]:
-    """Find trainers that hold different states: on two chains, for rounds an old one, or a wrong
-    one."""
-    forked, behind, broken = [], [], []
+    """Find trainers that hold different states of a module: on two chains, for rounds an old one,
+    or a wrong one. What is wrong with a machine shows in all of its modules, and is told once."""
+    forked: list[Problem] = []
+    wrong: dict[str, list[Head]] = {}
+    late: dict[str, list[Head]] = {}
     for module in swarm.grid.modules():
         held = _held_by_trainers(swarm, module)
         newest = min(held.values(), key=lambda head: head.rank, default=None)
         if newest is None:
             continue
-        heads = set(held.values())
-        at_once = {head for head in heads if head.version == newest.version}
-        if len({head.step for head in at_once}) > 1:
-            sides = sorted({head.step[:8] for head in at_once})
-            what = f"{module} is forked: its trainers hold {_named(sides)}"
-            forked.append(_of_peers("forked", what, module, newest.round_index))
+        at_once = {head for head in held.values() if head.version == newest.version}
+        if len(sides := {head.step[:8] for head in at_once}) > 1:
+            what = f"{module} is forked: its trainers hold {_named(sorted(sides))}"
+            forked.append(Problem("forked", what, _REACH, newest.round_index, (module,)))
         elif len(at_once) > 1:
             agreed = swarm.view.agreed_head(module, newest.step)
-            wrong = sorted(p for p, head in held.items() if head in at_once and head != agreed)
-            names = _named([short_peer(peer) for peer in wrong])
-            what = f"{names} computed another {module} than most; that machine may be broken,"
-            broken.append(_of_peers("broken", what, module, newest.round_index))
-        late = [peer for peer, head in held.items() if _is_behind(swarm, peer, head, newest)]
-        if late:
-            names = _named([short_peer(peer) for peer in sorted(late)])
-            what = f"{len(late)} of {len(held)} trainers of {module} hold an older state ({names})"
-            oldest = min(held[peer].round_index for peer in late)
-            behind.append(_of_peers("behind", what, module, oldest))
-    many = "the trainers of {count} modules hold different states ({names}), the first of them"
-    return tuple(
-        problem
-        for found in (broken, forked, behind)
-        for problem in _together(found, many, _REMEDIES["forked"])
+            for peer, head in held.items():
+                if head in at_once and head != agreed:
+                    wrong.setdefault(peer, []).append(head)
+        for peer, head in held.items():
+            if _is_behind(swarm, peer, head, newest):
+                late.setdefault(peer, []).append(head)
+    return (
+        *_of_machines(
+            "broken",
+            wrong,
+            "computed another state than most of {modules}; that machine may be broken,",
+            "{count} machines computed other states than most ({names}), the first of them",
+            "check memory and processor there",
+        ),
+        *_together(
+            forked,
+            "the trainers of {count} modules hold different states ({names}), the first of them",
+            _REACH,
+        ),
+        *_of_machines(
+            "behind",
+            late,
+            "holds an older state of {modules},",
+            "{count} peers hold older states ({names}), the first of them",
+            "check the network and the load there",
+        ),
     )
 
 
-_REMEDIES = {
-    "forked": "if it lasts two rounds, check that these peers reach each other",
-    "behind": "check the network and the load of these peers",
-    "broken": "check memory and processor there",
-}
+_REACH = "if it lasts two rounds, check that these peers reach each other"
 
 
-def _of_peers(kind: ProblemKind, what: str, module: str, since_round: int) -> Problem:
-    return Problem(kind, what, _REMEDIES[kind], since_round, (module,))
+def _of_machines(
+    kind: ProblemKind, held: Mapping[str, Sequence[Head]], one: str, many: str, remedy: str
+) -> tuple[Problem, ...]:
+    """Return a problem for each machine, or one for many; `held` is what each of them holds."""
+    found = []
+    for peer, heads in sorted(held.items(), key=lambda entry: (-len(entry[1]), entry[0])):
+        modules = tuple(head.module for head in heads)
+        since_round = min(head.round_index for head in heads)
+        what = f"{short_peer(peer)} {one.format(modules=_named(modules))}"
+        found.append(Problem(kind, what, remedy, since_round, (peer, *modules)))
+    return _together(found, many, remedy, sorted(held))
 
 
 def _held_by_trainers(swarm: _Swarm, module: str) -> dict[str, Head]:
@@ -279,25 +298,25 @@ def forked_modules(found: Sequence[Problem]) -> frozenset[str]:
 
 def _copies(swarm: _Swarm) -> tuple[Problem, ...]:
     """Find trained modules that too few peers hold, once there was time to copy them."""
-    wanted = swarm.plan.rounds.copies
     found = [
         (count, Problem("copies", what, remedy, None, (module,)))
-        for module, count, what, remedy in _few_copies(swarm, wanted)
+        for module, count, what, remedy in _few_copies(swarm)
     ]
     found.sort(key=lambda entry: entry[0])
     return _together(
         [problem for _, problem in found],
-        f"{{count}} modules have fewer than {wanted} copies ({{names}}), "
-        f"the least {found[0][0] if found else 0}",
+        f"{{count}} modules have few copies ({{names}}), the least {found[0][0] if found else 0}",
         found[0][1].remedy if found else "",
     )
 
 
-def _few_copies(swarm: _Swarm, wanted: int) -> Iterator[tuple[str, int, str, str]]:
+def _few_copies(swarm: _Swarm) -> Iterator[tuple[str, int, str, str]]:
     able = sum(
         record.state != "leaving" and record.reachable != "outgoing"
         for record in swarm.view.peers.values()
     )
+    # Where there are fewer machines, more copies cannot be had; but a single one is a danger.
+    wanted = min(swarm.plan.rounds.copies, max(2, able))
     patience = COPYING_ROUNDS + swarm.late_rounds
     for module, held in swarm.view.holdings.items():
         newest = swarm.view.heaviest(module)
@@ -318,8 +337,7 @@ def _few_copies(swarm: _Swarm, wanted: int) -> Iterator[tuple[str, int, str, str
         what = f"{module} has {len(holders)} {copies} of {wanted}"
         remedy = "see whether other peers can be called, or start another bootstrap node"
         if able < wanted:
-            peers = "1 peer" if able == 1 else f"{able} peers"
-            remedy = f"{peers} can keep copies: start another one or a bootstrap node"
+            remedy = "no other peer can keep copies: start one, or a bootstrap node"
         yield module, len(holders), what, remedy
 
 

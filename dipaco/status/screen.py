@@ -22,7 +22,12 @@ from dipaco.base.output import is_unread
 from .problems import path_name, short_peer
 
 # What records say, for people.
-REACHABLE = {"outgoing": "outgoing only"}
+WORDS = {
+    "unserved": "nobody",
+    "direct": "yes",
+    "outgoing": "no",
+    "unknown": "not known yet",
+}
 # A table's title, its column names, the rules around these, and the line that counts what is left.
 LINES_AROUND_ROWS = 6
 
@@ -88,13 +93,16 @@ def head_of(status: dict[str, Any]) -> Text:
 
 
 def problem_lines(status: dict[str, Any]) -> list[Text]:
-    """Return a line for each problem, the worst first, or one that says that there is none."""
+    """Return a line for each problem, the worst first, or one that says that all is well."""
     successor = status["successor"]
     if status["finished"]:
         line = f"finished, continued as run {successor['name']}: --run {successor['id']}"
         return [Text(line, style="green")]
     if status["healthy"]:
-        return [Text("healthy", style="green")]
+        paths, training = status["paths"], sum(p["state"] == "training" for p in status["peers"])
+        trained = sum(path["state"] != "unserved" for path in paths)
+        peers = "1 peer trains" if training == 1 else f"{training:,} peers train"
+        return [Text(f"all is well: {peers} {trained} of {len(paths)} paths", style="green")]
     return [Text(f"problem: {problem['text']}", style="red") for problem in status["problems"]]
 
 
@@ -133,7 +141,7 @@ def tables_of(status: dict[str, Any]) -> tuple[Rows, ...]:
         ),
         Rows(
             "peers",
-            ("peer", "path", "state", "tokens/s", "device", "software", "reachable"),
+            ("peer", "path", "state", "tokens/s", "device", "software", "can be called"),
             tuple(_peer_row(peer) for peer in status["peers"]),
             tuple(peer["peer_id"] in troubled for peer in status["peers"]),
         ),
@@ -149,7 +157,7 @@ def _path_row(path: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(path["path"]),
         " ".join(path["modules"]),
-        path["state"],
+        WORDS.get(path["state"], path["state"]),
         " ".join(short_peer(peer) for peer in path["peers"]) or "-",
         _round(path["last_round"]),
         f"{path['tokens_per_s']:,.0f}",
@@ -177,7 +185,7 @@ def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
         f"{peer['tokens_per_s']:,.0f}",
         peer["device"],
         peer["software"],
-        REACHABLE.get(peer["reachable"], peer["reachable"]),
+        WORDS.get(peer["reachable"], peer["reachable"]),
     )
 
 

@@ -12,12 +12,15 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError, RunSelectionError
+from dipaco.base.host_and_port import host_and_port
 from dipaco.base.output import is_unread
+from dipaco.base.running import say
 from dipaco.base.settings import Option, RunSettings
 from dipaco.dht.addresses import PROXY_NAME, check_given_peer
 
@@ -42,32 +45,24 @@ class StatusSettings(RunSettings):
     ]
     watch: Annotated[bool, Option("show it again every few seconds")] = False
     json: Annotated[bool, Option("print one JSON object in place of tables")] = False
-    serve: Annotated[
-        int | None,
-        Option("serve a page at this TCP port; 0 is any free one", "PORT", least=0, most=65535),
-    ] = None
-    host: Annotated[
-        str, Option("address that --serve listens on; 0.0.0.0 lets everybody in", "ADDR")
-    ] = "127.0.0.1"
-    proxy_names: Annotated[tuple[str, ...], PROXY_NAME] = ()
-    history: Annotated[
-        Path | None,
-        Option(
-            "where --serve keeps its curves (default: ~/.local/state/dipaco/history.sqlite)",
-            "FILE",
-        ),
-    ] = None
-    ledger: Annotated[
-        bool, Option("show who trained how many tokens; with --serve, on the page too")
-    ] = False
+    ledger: Annotated[bool, Option("show who trained how many tokens")] = False
     earlier: Annotated[
         tuple[str, ...],
         Option(
-            "--ledger also counts the runs that this one continues: the cache folder of a peer, or "
-            "folders of runs",
+            "the ledger also counts the runs that this one continues: the cache folder of a peer, "
+            "or folders of runs",
             "DIR",
         ),
     ] = ()
+    serve: Annotated[
+        str | None,
+        Option(
+            "serve a page there; a PORT alone is for this machine only, and 0 is any free one",
+            "[HOST:]PORT",
+            check=partial(host_and_port, "--serve"),
+        ),
+    ] = None
+    proxy_names: Annotated[tuple[str, ...], PROXY_NAME] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,11 +70,9 @@ class StatusSettings(RunSettings):
             raise ConfigurationError("--serve has its own page; give it without --watch and --json")
         if self.proxy_names and self.serve is None:
             raise ConfigurationError("--proxy-name is for --serve; give --serve PORT too")
-        if self.history is not None and self.serve is None:
-            raise ConfigurationError("--history is for --serve; give --serve PORT too")
         if self.ledger and self.watch:
             raise ConfigurationError("--ledger reads all chains; give it without --watch")
-        if self.earlier and not self.ledger:
+        if self.earlier and not self.ledger and self.serve is None:
             raise ConfigurationError("--earlier is for --ledger; give --ledger too")
 
     def open_port(self) -> socket.socket | None:
@@ -99,12 +92,15 @@ class StatusSettings(RunSettings):
             ) from None
         from dipaco.base.http_server import listen
 
-        return listen(self.host, self.serve, "--serve")
+        return listen(*host_and_port("--serve", self.serve), "--serve")
 
 
 def run(settings: StatusSettings) -> int:
     """Join as a reader, look, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
+    if sys.stderr.isatty():
+        # Importing what reads it takes seconds, and reading it some more.
+        say(f"reading the swarm through {settings.initial_peers[0]} ...")
     if settings.ledger and listening is None:
         return _show_ledger(settings)
     from dipaco.dht.addresses import split_operator
@@ -123,7 +119,16 @@ def run(settings: StatusSettings) -> int:
             reader = RunReader(dht, identity, manifest)
             if listening is None:
                 return _show(reader, settings)
-            return _serve(reader, settings, manifest, listening)
+            from .ledger_report import read_ledger
+            from .page import serve_swarm
+
+            return serve_swarm(
+                reader.read,
+                lambda run: read_ledger(settings.initial_peers, run, settings.earlier),
+                manifest.plan,
+                listening,
+                settings.proxy_names,
+            )
         finally:
             dht.shutdown()
 
@@ -134,25 +139,6 @@ def _show_ledger(settings: StatusSettings) -> int:
     ledger = read_ledger(settings.initial_peers, settings.run, settings.earlier)
     print(json.dumps(ledger, indent=2)) if settings.json else print_ledger(ledger)
     return 0
-
-
-def _serve(
-    reader: RunReader, settings: StatusSettings, manifest: SignedManifest, listening: socket.socket
-) -> int:
-    from .ledger_report import read_ledger
-    from .page_server import serve_swarm
-
-    def ledger_of(run: str) -> dict[str, Any]:
-        return read_ledger(settings.initial_peers, run, settings.earlier)
-
-    return serve_swarm(
-        reader.read,
-        manifest.plan,
-        listening,
-        settings.history,
-        settings.proxy_names,
-        ledger_of if settings.ledger else None,
-    )
 
 
 def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:

@@ -63,15 +63,16 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know():
         others=3,
         sent_bytes=123_456_789,
     )
-    assert all(len(line) <= 80 for line in lines)
+    # Two columns are left for what a terminal shows of Ctrl+C.
+    assert all(len(line) <= 78 for line in lines)
     text = text_of(lines)
     for part in (
-        "trains path 1 of 0 to 3, 12,346 tokens/s, on NVIDIA GeForce RTX 4090 Laptop GPU",
+        "trains path 1 (the run has 4), 12,346 tokens/s, on NVIDIA GeForce RTX 4090 Laptop GPU",
         "3 others are here; they cannot call this machine: it calls them",
         "3,000 tokens since",
         "2,000 of them are in the model",
         "5.432; - on texts that it does not train on",
-        "work is put together in",
+        "the peers combine their work in",
         "sent 123 MB, received 0 bytes",
         "to stop: Ctrl+C, nothing is lost; to pause: dipaco-peer pause --cache-dir /data/dipaco",
     ):
@@ -102,6 +103,10 @@ def test_the_panel_of_a_peer_that_waits_or_rests():
     text = text_of(lines_of(PeerStatus(Activity("paused", None, reason=reason))))
     for part in (f"paused: {reason}", "nobody else is here", "to continue: dipaco-peer resume"):
         assert part in text, text
+    # What that command cannot end it is not offered for.
+    text = text_of(lines_of(PeerStatus(Activity("paused", None, reason="outside of --hours 22-7, until 22:00"))))
+    assert "dipaco-peer" not in text
+    assert "to stop: Ctrl+C" in text
 
 
 def test_lines_are_for_people():
@@ -109,10 +114,12 @@ def test_lines_are_for_people():
     display = Display(Console(file=output, width=200))
     taken = {"module": "L0.E0", "round": 3, "version": 4, "rows": 1, "expected": 1}
     display.on_event("outer_step", {**taken, "own_tokens": 9, "digest": "d" * 64})
+    display.on_event("outer_step", {**taken, "module": "L0.E1", "rows": 2, "own_tokens": 9})
     display.on_event(*step(123_456))
     display.on_event("leaving", {})
     text = output.getvalue()
     assert "L0.E0 is now version 4, with the work of 1 of 1 peer\n" in text
+    assert "L0.E1 is now version 4, with the work of 2 peers\n" in text
     assert "left: you trained 123,456 tokens; the same command continues" in text
 
 

@@ -2,11 +2,12 @@
 
 import io
 import itertools
+import json
 from contextlib import contextmanager
 
 import pytest
 
-from dipaco.status.page_endpoints import StatusService
+from dipaco.status.page import Answer, application
 from support.programs.browser import PHONE, is_wider_than_screen, served, visited
 from support.swarms.shown_swarm import FORKED, NAME, ROUND, WAITING, content_of, finished, in_trouble, then, well
 from support.swarms.swarm_views import peer_name
@@ -26,7 +27,7 @@ def page_of(browser, content, words="", **options):
     """Serve the content and visit it; ready when the curves are there. `words` are its address."""
     from playwright.sync_api import expect
 
-    with served(StatusService(content).application()) as address, visited(browser, address + words, **options) as page:
+    with served(application(content)) as address, visited(browser, address + words, **options) as page:
         expect(page.locator(".chart")).to_have_count(4)
         yield page
 
@@ -62,7 +63,7 @@ def test_a_swarm_that_is_well(browser, with_ledger):
     from playwright.sync_api import expect
 
     with page_of(browser, content_of(well(), with_ledger=with_ledger)) as page:
-        expect(page.locator("#verdict")).to_have_text("healthy")
+        expect(page.locator("#verdict")).to_have_text("all is well")
         expect(page.locator("#name")).to_have_text(NAME)
         expect(page.locator("#paths .cell:not(.name)")).to_have_count(16)
         expect(page.locator("#modules .cell")).to_have_count(8)
@@ -94,6 +95,38 @@ def test_the_grid_tells_which_path_waits(browser):
         expect(page.locator("#detail")).to_contain_text("nobody trains it")
 
 
+def test_the_legend_of_losses_has_their_digits(browser):
+    from playwright.sync_api import expect
+
+    status = well()
+    for place, path in enumerate(status["paths"]):
+        path["validation_loss"] = 2.614 + place / 100
+    nothing = {**status, "paths": [{**path, "validation_loss": None} for path in status["paths"]]}
+    for shown, said in ((status, "held-out loss: 2.61 to 2.76"), (nothing, "held-out loss: none yet")):
+        with page_of(browser, content_of(shown)) as page:
+            page.get_by_role("button", name="Loss", exact=True).click()
+            expect(page.locator("#paths-legend")).to_contain_text(said)
+
+
+def test_details_that_are_open_follow_the_swarm(browser):
+    """Also those that stand in the address before anything has been read."""
+    from playwright.sync_api import expect
+
+    content, first = content_of(well(ROUND - 1)), content_of(well(ROUND - 1)).newest
+    content.newest = Answer.of({**json.loads(first.body), "status": None})
+    with served(application(content)) as address, visited(browser, address + "#path/3") as page:
+        expect(page.locator("#verdict")).to_contain_text("waiting for the first reading")
+        expect(page.locator("#detail")).to_be_hidden()
+        content.newest = first
+        expect(page.locator("#detail")).to_contain_text(f"the present one is {ROUND - 1}")
+        page.keyboard.press("Tab")
+        expect(page.get_by_role("button", name="Close")).to_be_focused()
+        content.newest = content_of(well(ROUND)).newest
+        page.evaluate(LOOK)
+        expect(page.locator("#detail")).to_contain_text(f"the present one is {ROUND}")
+        expect(page.get_by_role("button", name="Close")).to_be_focused()
+
+
 def test_a_new_round_moves_the_curves(browser):
     from playwright.sync_api import expect
 
@@ -123,9 +156,8 @@ def test_hostile_names_do_nothing(browser):
             peer[said] = HOSTILE
         peer["addresses"] = [HOSTILE]
     content = content_of(status)
-    content.put_ledger(
-        {"peers": [{"peer_id": peer_name(3), "name": HOSTILE, "tokens": 5}], "teams": [{"team": HOSTILE, "tokens": 5}]}
-    )
+    credits = [{"peer_id": peer_name(3), "name": HOSTILE, "tokens": 5}]
+    content.ledger = Answer.of({"peers": credits, "teams": [{"team": HOSTILE, "tokens": 5}], "counted_at_s": 1.0})
     with page_of(browser, content) as page:
         expect(page.locator("#name")).to_have_text(HOSTILE)
         page.locator("#list summary").click()
@@ -266,11 +298,11 @@ def test_under_a_sub_path_behind_a_proxy(browser, slash):
     from playwright.sync_api import expect
 
     with (
-        served(StatusService(content_of(well())).application()) as address,
+        served(application(content_of(well()))) as address,
         behind_proxy(address, "/our/swarm") as proxied,
         visited(browser, proxied + slash) as page,
     ):
-        expect(page.locator("#verdict")).to_have_text("healthy")
+        expect(page.locator("#verdict")).to_have_text("all is well")
         expect(page.locator(".chart svg")).to_have_count(4)
         expect(page.locator("#ledger")).to_be_visible()
 
@@ -288,7 +320,7 @@ def test_a_finished_run_leads_to_its_successor(browser):
         page.evaluate(LOOK)
         expect(page.locator("#name")).to_have_text(f"{NAME}-2")
         expect(page.locator("#about")).to_contain_text(f"continues {NAME}, which is finished")
-        expect(page.locator("#verdict")).to_have_text("healthy")
+        expect(page.locator("#verdict")).to_have_text("all is well")
         # Another run in the same tab continues nothing.
         other = content_of(well())
         content.series, content.newest = other.series, other.newest
@@ -302,7 +334,7 @@ def test_a_page_that_lost_its_service_says_so_and_goes_on(browser):
 
     content = content_of(well(ROUND - 1))
     with (
-        served(StatusService(content).application()) as address,
+        served(application(content)) as address,
         visited(browser, address, expected=("ERR_INTERNET_DISCONNECTED",)) as page,
     ):
         expect(page.locator(".chart svg")).to_have_count(4)
@@ -311,7 +343,7 @@ def test_a_page_that_lost_its_service_says_so_and_goes_on(browser):
         expect(page.locator("#notice")).to_contain_text("offline")
         expect(page.locator("#paths .cell:not(.name)")).to_have_count(16)
         page.context.set_offline(False)
-        content.fail("nobody answers")
+        content.newest = Answer.of({**json.loads(content.newest.body), "error": "nobody answers"})
         page.evaluate(LOOK)
         expect(page.locator("#notice")).to_contain_text("nobody answers")
         content.newest = content_of(well(ROUND)).newest

@@ -11,9 +11,8 @@ from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.base.http_server import listen
 from dipaco.protocol.ledger import Credit, exported
 from dipaco.status import status_command
-from dipaco.status.curves import History
-from dipaco.status.page_endpoints import PAGE, PageContent, StatusService
-from dipaco.status.page_server import Repeated, Sampler, interval_s, serve_swarm
+from dipaco.status.curves import Curves
+from dipaco.status.page import PAGE, SwarmPage, application, interval_s, repeated, serve_swarm
 from support.swarms.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
 from support.swarms.swarm_views import plan_of
 
@@ -30,16 +29,30 @@ def statuses():
     return [*found, status_at(records)]
 
 
+def page_of(*outcomes, ledgers=()):
+    """Return a page whose readings bring these, one after the other."""
+
+    def given(outcomes):
+        outcomes = iter(outcomes)
+
+        def read(*_):
+            found = next(outcomes)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        return read
+
+    return SwarmPage(given(outcomes), Curves(None), 15.0, given(ledgers))
+
+
 @pytest.fixture(scope="module")
 def client(statuses):
-    history, content = History(None), PageContent(15.0)
-    for status in statuses:
-        history.write(status)
-    content.put(statuses[-1])
-    content.put_series(history.series(statuses[-1]["run"]["id"]))
-    with TestClient(StatusService(content).application()) as client:
+    page = page_of(*statuses)
+    for _ in statuses:
+        page.look()
+    with TestClient(application(page)) as client:
         yield client
-    history.close()
 
 
 def test_the_newest_status(client, statuses):
@@ -94,22 +107,17 @@ def test_a_hostile_name_stays_a_string(client):
 def test_who_contributed_is_shown(statuses):
     """The ledger is that of the run that is shown; one that cannot be read changes nothing."""
     run = statuses[0]["run"]["id"]
-    ledgers = {run: exported(run, {"ann": Credit("ann", tokens=700)}, None)}
-
-    def read_ledger(run):
-        if run not in ledgers:
-            raise NetworkError("nobody answers")
-        return ledgers.pop(run)
-
-    content = PageContent(15.0)
-    sampler = Sampler(lambda: statuses[0], History(None), content, read_ledger)
-    with TestClient(StatusService(content).application()) as client:
-        sampler.sample_ledger("another")
+    ledger = exported(run, {"ann": Credit("ann", tokens=700)}, None)
+    page = page_of(statuses[0], ledgers=(NetworkError("nobody answers"), ledger, KeyError("x")))
+    with TestClient(application(page)) as client:
+        page.count(run)
         assert client.get("/api/ledger").status_code == 404
-        sampler.sample()
+        page.look()
         for _ in range(2):
-            sampler.sample_ledger("another")
-            assert client.get("/api/ledger").json()["tokens"] == 700
+            page.count(run)
+            found = client.get("/api/ledger").json()
+            assert found.pop("counted_at_s") <= time.time()
+            assert found == ledger
 
 
 def test_metrics_of_the_newest_status(client):
@@ -119,68 +127,55 @@ def test_metrics_of_the_newest_status(client):
 
 
 def test_before_the_first_reading_there_is_nothing():
-    with TestClient(StatusService(PageContent(15.0)).application()) as client:
+    with TestClient(application(page_of())) as client:
         assert client.get("/metrics").status_code == 503
         assert client.get("/api/status").json()["status"] is None
         assert client.get("/api/series").json()["time_s"] == []
 
 
-def test_only_the_sampler_reads_the_swarm(statuses):
-    """Pages never make a reading; one that fails is said, and the next one is shown again."""
+def test_visitors_never_make_a_reading(statuses):
+    """One that fails is said, and the next one is shown again."""
     outcomes = [statuses[0], NetworkError("nobody answers"), KeyError("x"), statuses[1]]
-    reads = 0
-
-    def read():
-        nonlocal reads
-        found = outcomes[reads]
-        reads += 1
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    history, content = History(None), PageContent(5.0)
-    sampler = Sampler(read, history, content)
-    with TestClient(StatusService(content).application()) as client:
+    page, said = page_of(*outcomes), []
+    with TestClient(application(page)) as client:
         assert client.get("/api/status").json()["status"] is None
-        assert reads == 0
-        said = []
         for _ in outcomes:
-            sampler.sample()
+            page.look()
             for _ in range(5):
                 found = client.get("/api/status").json()
             said.append((found["error"], found["status"]["round"]))
+        # What is old can be told from what is new.
+        assert f"dipaco_swarm_read_timestamp_seconds {statuses[1]['time_s']}" in client.get("/metrics").text
+        assert len(client.get("/api/series").json()["time_s"]) == 2
     assert said == [(None, 4), ("nobody answers", 4), ("reading the swarm failed: KeyError", 4), (None, 5)]
-    assert reads == 4
-    assert len(history.series(statuses[0]["run"]["id"])["time_s"]) == 2
 
 
 def test_the_page_follows_a_run_into_its_successor(statuses):
     first, then = statuses[0], {**statuses[1], "run": {**statuses[1]["run"], "id": "b" * 64}}
-    history, content = History(None), PageContent(5.0)
-    reads = iter((first, then))
-    sampler = Sampler(lambda: next(reads), history, content)
-    with TestClient(StatusService(content).application()) as client:
+    page = page_of(first, then)
+    with TestClient(application(page)) as client:
         for status in (first, then):
-            sampler.sample()
+            page.look()
             assert client.get("/api/status").json()["status"]["run"] == status["run"]
             assert client.get("/api/series").json()["time_s"] == [status["time_s"]]
 
 
-def test_a_full_disk_hides_no_status(statuses, tmp_path):
-    history, content = History(tmp_path / "kept.sqlite"), PageContent(5.0)
-    history._file.execute("DROP TABLE figures")
-    Sampler(lambda: statuses[0], history, content).sample()
-    newest = json.loads(content.newest.body)
+def test_a_full_disk_hides_no_status(statuses):
+    curves = Curves(None)
+    curves._rows.execute("DROP TABLE figures")
+    page = SwarmPage(lambda: statuses[0], curves, 5.0)
+    page.look()
+    newest = json.loads(page.newest.body)
     assert newest["status"] == statuses[0]
-    assert "--history" in newest["error"]
+    assert "cannot be kept" in newest["error"]
 
 
 def test_what_is_repeated_ends_when_it_is_told_to():
     was_done = threading.Event()
-    with Repeated(was_done.set, 3600.0) as repeated:
+    with repeated(was_done.set, 3600.0) as thread:
         assert was_done.wait(60)
-    repeated.thread.join(60)
-    assert not repeated.thread.is_alive()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -199,7 +194,7 @@ def served(monkeypatch):
             found["page"] = client.get("/").text
         listening.close()
 
-    monkeypatch.setattr("dipaco.status.page_server.serve_until_told", serve)
+    monkeypatch.setattr("dipaco.status.page.serve_until_told", serve)
     return found
 
 
@@ -207,9 +202,10 @@ def test_a_running_swarm_is_served_and_kept(tmp_path, served, statuses):
     plan = big_records(4, **ABOUT).plan
     file = tmp_path / "new" / "kept.sqlite"
     listening = listen("127.0.0.1", 0, "--serve")
-    assert serve_swarm(lambda: statuses[0], plan, listening, file) == 0
+    ledger = exported(plan.run_id, {}, None)
+    assert serve_swarm(lambda: statuses[0], lambda run: ledger, plan, listening, file=file) == 0
     assert served["status"] == statuses[0]
-    assert History(file).series(plan.run_id)["time_s"] == [statuses[0]["time_s"]]
+    assert Curves(file).series(plan.run_id)["time_s"] == [statuses[0]["time_s"]]
 
 
 def test_how_often_a_swarm_is_read():
@@ -220,21 +216,20 @@ def test_how_often_a_swarm_is_read():
 def test_answers_about_a_large_swarm_are_bounded():
     status = status_at(spoiled_records())
     assert (len(status["paths"]), len(status["peers"])) == (256, 500)
-    content = PageContent(60.0)
-    content.put(status)
-    assert len(content.newest.body) < 500_000
-    assert len(content.newest.packed) < 120_000
-    assert json.loads(content.newest.body)["status"] == status
+    page = page_of(status)
+    page.look()
+    assert len(page.newest.body) < 500_000
+    assert len(page.newest.packed) < 120_000
+    assert json.loads(page.newest.body)["status"] == status
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({"serve": 8090, "watch": True}, "--serve has its own page"),
-        ({"history": "x.sqlite"}, "--history is for --serve"),
+        ({"serve": "8090", "watch": True}, "--serve has its own page"),
         ({"earlier": ("x",)}, "--earlier is for --ledger"),
         ({"ledger": True, "watch": True}, "--ledger reads all chains"),
-        ({"serve": 70000}, "--serve 70000 must be 0 to 65535"),
+        ({"serve": "70000"}, "--serve '70000' is no port; for example --serve 8090"),
     ],
 )
 def test_flags_that_do_not_go_together(words, message):
@@ -244,6 +239,6 @@ def test_flags_that_do_not_go_together(words, message):
 
 def test_without_the_server_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
-    settings = status_command.StatusSettings(initial_peers=(ADDRESS,), serve=0)
+    settings = status_command.StatusSettings(initial_peers=(ADDRESS,), serve="0")
     with pytest.raises(ConfigurationError, match=r"install it with pip install 'dipaco\[serve\]'"):
         settings.open_port()

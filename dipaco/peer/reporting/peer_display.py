@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -20,6 +20,7 @@ from dipaco.base.errors import DipacoError, printable
 from dipaco.base.progress import shown_bytes
 from dipaco.peer.keeping.credit import own_tokens
 from dipaco.peer.node.node import Node
+from dipaco.peer.owner.pauses import BY_COMMAND
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.peer_settings import default_cache_folder
 from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
@@ -180,9 +181,11 @@ def _successor_line(v: Mapping[str, Any]) -> str | None:
 
 
 def _outer_step_line(v: Mapping[str, Any]) -> str:
+    rows, awaited = v["rows"], v["expected"]
+    # Work of peers that nobody awaited may be in it too.
+    work = _peers(rows) if rows > awaited else f"{rows} of {_peers(awaited)}"
     return (
-        f"round {v['round']}: {v['module']} is now version {v['version']}, with the work of "
-        f"{v['rows']} of {_peers(v['expected'])}"
+        f"round {v['round']}: {v['module']} is now version {v['version']}, with the work of {work}"
     )
 
 
@@ -241,7 +244,7 @@ class LivePanel:
         self._run, self._swarm, self._status, self._given = run, swarm, status, given
         self._uplink, self._cache_folder = uplink, cache_folder
 
-    def __rich__(self) -> Panel:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         status = self._status
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(no_wrap=True, style="dim")
@@ -262,7 +265,9 @@ class LivePanel:
         rows.add_row("line", moved)
         rows.add_row("keys", Text(self._keys_text()))
         title = Text(f"dipaco: run {self._run.plan.name}")
-        return Panel(rows, title=title, title_align="left")
+        # A terminal echoes Ctrl+C as two characters: in a full line they would begin another one,
+        # and rich would leave a line of the panel behind.
+        yield Panel(rows, title=title, title_align="left", width=options.max_width - 2)
 
     def _now_text(self) -> str:
         status, claim = self._status, self._status.claim
@@ -270,7 +275,7 @@ class LivePanel:
             return f"paused: {claim.reason}"
         if claim.path is None:
             return claim.state
-        which = f"path {claim.path} of 0 to {self._run.grid.path_count - 1}"
+        which = f"path {claim.path} (the run has {self._run.grid.path_count})"
         if claim.state != "training":
             return f"{claim.state} {which}"
         speed = "" if status.waiting_for else f", {status.tokens_per_s:,.0f} tokens/s"
@@ -299,14 +304,16 @@ class LivePanel:
             return f"{status.round_index}, of {schedule.fixed_steps} steps"
         levels = schedule.grid.levels_in_time_order()
         upcoming = min(schedule.boundary(schedule.passed(lv, now) + 1, lv).time_s for lv in levels)
-        return f"{schedule.round_at(now)}; work is put together in {upcoming - now:.0f} s"
+        return f"{schedule.round_at(now)}; the peers combine their work in {upcoming - now:.0f} s"
 
     def _keys_text(self) -> str:
         folder = self._cache_folder
         where = "" if folder == default_cache_folder() else f" --cache-dir {folder}"
-        if self._status.claim.state == "paused":
+        claim = self._status.claim
+        if claim.state == "paused" and claim.reason == BY_COMMAND:
             return f"to continue: dipaco-peer resume{where}; to stop: Ctrl+C"
-        return f"to stop: Ctrl+C, nothing is lost; to pause: dipaco-peer pause{where}"
+        stop = "to stop: Ctrl+C, nothing is lost"
+        return stop if claim.state == "paused" else f"{stop}; to pause: dipaco-peer pause{where}"
 
 
 def _loss(value: float) -> str:

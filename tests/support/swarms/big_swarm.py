@@ -80,8 +80,9 @@ def spoiled_records(round_index=30, **about):
     return records
 
 
-def status_at(records, operator="0" * 16):
-    """Return the status of the records."""
-    manifest = SignedManifest(records.plan, operator, b"")
+def status_at(records, successor=None):
+    """Return the status of the records; `successor` is the plan of the run that continues theirs."""
+    manifest = SignedManifest(records.plan, "0" * 16, b"")
+    then = successor and SignedManifest(successor, "0" * 16, b"")
     gate = Gate(records.plan.run_id, bytes(32))
-    return status_of(records.view(), manifest, records.grid, gate=gate)
+    return status_of(records.view(), manifest, records.grid, successor=then, gate=gate)

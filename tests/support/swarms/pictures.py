@@ -8,7 +8,7 @@ import io
 import sys
 from pathlib import Path
 
-from dipaco.status.page_endpoints import StatusService
+from dipaco.status.page import application
 from support.programs.browser import PHONE, NoBrowserError, chromium, served, visited
 
 from .shown_swarm import NOW_S, content_of, finished, in_trouble, well
@@ -24,7 +24,7 @@ def take(browser, name, status, **options):
 
     content = content_of(status, with_ledger=False)
     with (
-        served(StatusService(content).application()) as address,
+        served(application(content)) as address,
         visited(browser, address, timezone_id="UTC", now_s=NOW_S, **options) as page,
     ):
         expect(page.locator(".chart svg")).to_have_count(4)

@@ -3,12 +3,9 @@ finished. The pictures of docs/status.md are of it."""
 
 import functools
 
-from dipaco.protocol.admission import Gate
 from dipaco.protocol.ledger import Credit, exported
-from dipaco.protocol.manifest import SignedManifest
-from dipaco.status.curves import History
-from dipaco.status.page_endpoints import PageContent
-from dipaco.status.summary import status_of
+from dipaco.status.curves import Curves
+from dipaco.status.page import SwarmPage
 
 from .big_swarm import big_records, fork, neglect, status_at
 
@@ -54,14 +51,7 @@ def finished():
     records.claims.clear()
     records.peers.clear()
     plan = records.plan
-    successor = plan.model_copy(update={"name": f"{NAME}-2", "start_s": NOW_S})
-    return status_of(
-        records.view(),
-        SignedManifest(plan, "0" * 16, b""),
-        records.grid,
-        successor=SignedManifest(successor, "0" * 16, b""),
-        gate=Gate(plan.run_id, bytes(32)),
-    )
+    return status_at(records, plan.model_copy(update={"name": f"{NAME}-2", "start_s": NOW_S}))
 
 
 def then(status):
@@ -87,13 +77,11 @@ def _earlier(round_index):
 
 def content_of(status, *, with_ledger=True):
     """Return what the page shows, with the rounds before the status in its curves."""
-    content, history = PageContent(5.0), History(None)
+    curves = Curves(None)
     for round_index in range(1, status["round"]):
-        history.write({**_earlier(round_index), "run": status["run"]})
-    history.write(status)
+        curves.write({**_earlier(round_index), "run": status["run"]})
+    page = SwarmPage(lambda: status, curves, 5.0, ledger_of)
     if with_ledger:
-        content.put_ledger(ledger_of(status["run"]["id"]))
-    content.put(status)
-    content.put_series(history.series(status["run"]["id"]))
-    history.close()
-    return content
+        page.count(status["run"]["id"])
+    page.look()
+    return page
