@@ -409,7 +409,7 @@ def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain():
     head = member.head(step)
     module.handle(e.StateHere(MODULE, head))
     assert member.take(a.Check) == []
-    assert module.ready == head
+    assert module.head == head
 
 
 def test_a_peer_that_leaves_hands_over_what_it_alone_holds():

@@ -142,8 +142,8 @@ def test_who_begins_with_another_state_than_rows_name_fetches_theirs():
     for fetch in member.take(a.FetchState):
         module.handle(e.StateHere(MODULE, replace(fetch.head, digest=name(fetch.head.step))))
     module.handle(e.StateHere(MODULE, replace(member.head(first), digest=name("another"))))
-    assert module.ready is not None
-    assert module.ready.digest == name("another")
+    assert module.head is not None
+    assert module.head.digest == name("another")
     rows = [member.row(p, parent=first.name, round_index=1, file=name(f"{p} 1")) for p in "ABC"]
     member.gathered(*rows)
     module.hear_steps([Step.of(rows)], "A")
@@ -212,5 +212,5 @@ def test_a_state_to_begin_with_that_comes_twice_is_not_forgotten():
     member.module.consider()
     for _ in range(2):
         member.module.handle(e.StateHere(MODULE, head))
-    assert member.module.ready == head
+    assert member.module.head == head
     assert member.take(a.Forget) == []

@@ -315,7 +315,9 @@ class OuterSteps:
             self._tell(action, state)
         else:
             self._events.emit("kept", module=head.module, version=head.version, digest=head.digest)
-        self._submit(self._saving, lambda: node.held.save(state))
+        # A genesis can be made of the base model again.
+        keep = node.held.save if head.version else node.held.lay_down
+        self._submit(self._saving, partial(keep, state))
 
     def _tell(self, action: a.Adopt, state: ModuleState) -> None:
         """Write to the log what was adopted: the step that ends a round, or what others made."""
@@ -368,13 +370,8 @@ class OuterSteps:
         self._announce()
 
     def hold(self, heads: tuple[Head, ...]) -> dict[str, ModuleState]:
-        """Serve what a path begins with, and return it by module. Raises KeyError."""
-        held = self._node.held
-        states = {head.module: held.hold(head) for head in heads}
-        for head in heads:
-            if head.version == 0:  # Others lie in files: a genesis was made of the base model.
-                self._submit(self._saving, partial(held.lay_down, states[head.module]))
-        return states
+        """Return what a path begins with, by module. Raises KeyError."""
+        return {head.module: self._node.held.hold(head) for head in heads}
 
     # -- workers
 

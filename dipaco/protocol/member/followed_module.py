@@ -80,7 +80,8 @@ class FollowedModule:
         self._sure_s = math.inf
         """Until then other mailboxes are waited for before a late proposal of this round."""
         self._tellers: dict[str, dict[str, None]] = {}
-        self._wanted_s = 0.0
+        self._wanted_s: float | None = None
+        """Since when a state to begin with is wanted; None: it is not."""
 
     # -- what others read of it
 
@@ -115,14 +116,9 @@ class FollowedModule:
         return self.chain.link
 
     @property
-    def ready(self) -> Head | None:
-        """The state that a path would begin with."""
-        return self._taking.ready
-
-    @property
     def is_wanted(self) -> bool:
         """Whether a state is wanted to begin with."""
-        return self._taking.is_wanted
+        return self._wanted_s is not None
 
     @property
     def is_fetching(self) -> bool:
@@ -378,8 +374,7 @@ class FollowedModule:
             if is_new and not is_old and step.parent == self.stand:
                 self._hear_rows_of_next(step)
         self.last_told_s = self.known.now_s
-        ready = self.ready.step if self.ready is not None else ""
-        if self.chain.trim({name for name in (self._taking.target, ready) if name}):
+        if self.chain.trim({self._taking.target} - {""}):
             self._forget_gone()
         self.consider()
 
@@ -430,21 +425,18 @@ class FollowedModule:
             is_on_top = target.version > 0 and self.chain.book.stands_on(best.name, target.name)
             if best.rank >= target.rank or is_on_top:
                 return
-            if not self.is_wanted and not self._proposing.is_time(best):
+            if self.head is not None and not self._proposing.is_time(best):
                 return
             taking.give_up()
-        current = self.ready if self.is_wanted else self.head
-        if current is not None and best.rank >= self.chain.book.link(current.step).rank:
-            return
-        if self.is_wanted:
-            if self._unanswered and not self._is_late:
-                return  # Holders that were asked for the chain may still answer.
-        elif not self._proposing.is_time(best):
-            return
-        elif self.role is Role.MAILBOX:
-            self._know(best)
-            return
-        taking.begin(best)
+        if self.role is Role.MAILBOX:
+            if best.rank < self.link.rank and self._proposing.is_time(best):
+                self._know(best)
+        elif self.head is None:
+            # Holders that were asked for the chain may still answer.
+            if not self.is_wanted or not self._unanswered or self._is_late:
+                taking.begin(best)
+        elif best.rank < self.link.rank and self._proposing.is_time(best):
+            taking.begin(best)
 
     def _heaviest(self) -> Link:
         """Return the heaviest chain without what is known not to be had: a step with a file that
@@ -476,8 +468,7 @@ class FollowedModule:
             self._forget_gone()
 
     def _on_taken(self, head: Head) -> None:
-        if not self.is_wanted:
-            self._stand_on(head)
+        self._stand_on(head)
         self.consider()
 
     def _stand_on(self, head: Head) -> None:
@@ -554,9 +545,10 @@ class FollowedModule:
     # -- roles
 
     def want(self) -> None:
-        """Get a state to begin with; what is held is as good as the chain that it is of."""
-        taking, known = self._taking, self.known
-        taking.is_wanted, taking.ready, self._wanted_s = True, self.head, known.now_s
+        """Hold a state that a path can begin with; holders are asked for their chains first."""
+        known, self._wanted_s = self.known, self.known.now_s
+        if self.role is Role.MAILBOX:
+            self.round.role = Role.KEEPER
         held = sorted(
             known.view.holdings.get(self.module, ()),
             key=lambda h: (h.head.rank, not known.is_callable(h.peer_id), h.peer_id),
@@ -568,43 +560,37 @@ class FollowedModule:
     @property
     def is_settled(self) -> bool:
         """Whether a state to begin with is here, and none of a heavier chain may still come."""
-        if self.ready is None or (self._unanswered and not self._is_late):
+        if self.head is None or (self._unanswered and not self._is_late):
             return False
-        waited_s = self.known.now_s - self._wanted_s
+        waited_s = self.known.now_s - (self._wanted_s or 0.0)
         known = self.chain.book.heaviest(self.module, self.chain.refused | self.chain.doubted)
-        if self.ready.version == 0 < known.version:
+        if self.head.version == 0 < known.version:
             return waited_s >= GENESIS_GATHERS * self.known.gather_s
         return self._taking.stage is Stage.IDLE or waited_s >= self.known.gather_s
 
     @property
     def _is_late(self) -> bool:
         """Whether holders that were asked for the chain had long enough."""
-        return self.known.now_s - self._wanted_s >= ANSWER_LIMIT_S
+        return self.known.now_s - (self._wanted_s or 0.0) >= ANSWER_LIMIT_S
 
     def follow(self, role: Role) -> None:
-        """Train the module from `ready` on, or keep it, or only know it."""
-        taking, chain = self._taking, self.chain
-        self.round.role, taking.is_wanted = role, False
-        if role is Role.TRAINER and taking.ready is not None:
-            if taking.ready.step != chain.stand:
-                chain.before = chain.head
-            chain.serve(taking.ready.step)
-            chain.head, chain.stand = taking.ready, taking.ready.step
+        """Train the module from the state that is held on, or keep it, or only know it."""
+        self.round.role, self._wanted_s = role, None
         if role is Role.MAILBOX:
-            chain.head = chain.before = None
-        taking.ready, self.round.is_open = None, False
-        taking.give_up()
+            self.chain.head = self.chain.before = None
+        self.round.is_open = False
+        self._taking.give_up()
 
     def stop_wanting(self) -> None:
-        """No path begins with it: be what this peer was before."""
-        if self.is_wanted and self.role is not Role.TRAINER:
-            self.follow(Role.KEEPER if self.head is not None else Role.MAILBOX)
-        self._taking.is_wanted = False
+        """No path begins with it: what is held stays, as a copy for others."""
+        self._wanted_s = None
+        if self.head is None:
+            self.follow(Role.MAILBOX)
 
     def keep(self) -> None:
         """Hold a copy from now on."""
-        if self.head is None and self.role is Role.MAILBOX:
-            self.round.role, self._taking.is_wanted = Role.KEEPER, False
+        if self.role is Role.MAILBOX:
+            self.round.role = Role.KEEPER
             self._taking.begin(self.chain.heaviest())
 
     def restore(self, head: Head, steps: Collection[Step]) -> None:

@@ -186,7 +186,7 @@ class Joining:
     def _start(self, path: int) -> None:
         """Train from what is here."""
         modules = [self._module(module) for module in self._modules]
-        heads = tuple(followed.ready for followed in modules if followed.ready is not None)
+        heads = tuple(followed.head for followed in modules if followed.head is not None)
         self._known.path = path
         self._known.do(StartPath(path, heads))
         for followed in modules:

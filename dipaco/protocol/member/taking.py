@@ -93,10 +93,6 @@ class Taking:
         self._gather, self._sources, self._on_taken = gather, sources, on_taken
         self._plan: _Plan | None = None
         self.stage = Stage.IDLE
-        self.ready: Head | None = None
-        """Of a path that is about to begin: the state that it would begin with."""
-        self.is_wanted = False
-        """States are collected in `ready`, and not stood on."""
 
     @property
     def target(self) -> str:
@@ -143,7 +139,7 @@ class Taking:
     def _plan_from_here(self, target: Link) -> _Plan | None:
         """Plan from a state that is held and from which a few steps lead to the target."""
         chain, book = self._chain, self._chain.book
-        for base in (self.ready or chain.head, chain.before):
+        for base in (chain.head, chain.before):
             if base is None or not 0 < target.version - base.version <= MAX_REPLAY:
                 continue
             if not book.stands_on(target.name, base.step):
@@ -266,8 +262,7 @@ class Taking:
         """A state was fetched or computed."""
         plan, head = self._plan, event.head
         if plan is None or head.step not in (plan.base.step, plan.target):
-            if self.ready is None or head.step != self.ready.step:
-                self._known.do(Forget(head.module, head.step))
+            self._known.do(Forget(head.module, head.step))
         elif head.step == plan.base.step and self.stage is Stage.GETTING:
             if plan.base.digest in ("", head.digest):
                 plan.base, plan.is_base_here = head, True
@@ -303,10 +298,6 @@ class Taking:
 
     def _taken(self, head: Head) -> None:
         self._drop_plan()
-        if self.is_wanted:
-            if self.ready is not None and self.ready.step != head.step:
-                self._known.do(Forget(head.module, self.ready.step))
-            self.ready = head
         self._on_taken(head)
 
     # -- -> IDLE
