@@ -114,7 +114,7 @@ class SwarmReader:
     def chain(self, module: str) -> tuple[Step, ...]:
         """Return the steps of the heaviest chain of a module that anybody serves, oldest first."""
         book = self._winning.chains(module, self.view())
-        return book.steps_between(book.genesis(module), book.heaviest(module).name)
+        return book.steps_between(book.genesis(module), book.tips(module)[0].name)
 
     def winning_state(self, module: str) -> ModuleState | None:
         """Fetch the state of a module whose chain is the heaviest; None when there is none yet.

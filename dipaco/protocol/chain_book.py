@@ -9,11 +9,10 @@ own. The caller checks the rows of a step before it adds the step.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .chain import Head, Step, genesis_name
+from .chain import Head, Row, Step, genesis_name
 
 # Steps whose contributors say who matters now.
 RECENT_STEPS = 3
@@ -21,8 +20,9 @@ RECENT_STEPS = 3
 MAX_REPLAY = 3
 # Names in a locator: the newest ten, then at doubled distances, and the genesis.
 DENSE_NAMES = 10
-# Steps of a module that are known beside what is kept; beyond, only the heaviest tips stay.
-MAX_SIDE_STEPS, KEPT_TIPS = 1024, 8
+# Of the branches that a peer tells of so many stay, the heaviest; an honest one tells of one or
+# two. Of a step so many tellers are remembered.
+BRANCHES_OF_A_TELLER, TELLERS = 8, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class ChainBook:
     """Steps of any number of modules of one run, each behind its parent."""
 
     def __init__(self, run_id: str, modules: Iterable[str]) -> None:
-        self._links: dict[str, Link] = {}
-        self._tips: dict[str, set[str]] = {}
-        self._genesis: dict[str, str] = {}
-        self._side_steps = dict.fromkeys(modules, 0)
-        """Added since branches were forgotten last."""
-        for module in self._side_steps:
-            name = genesis_name(run_id, module)
-            self._genesis[module] = name
-            self._links[name] = Link(module, name, None, "", 0, 0, -1)
-            self._tips[module] = {name}
+        self._genesis = {module: genesis_name(run_id, module) for module in modules}
+        self._links = {
+            name: Link(module, name, None, "", 0, 0, -1) for module, name in self._genesis.items()
+        }
+        self._tips = {module: {name} for module, name in self._genesis.items()}
+        self._children: dict[str, set[str]] = {}
+        self._tellers: dict[str, list[str]] = {}
+        """Others who told of a step."""
+        self.edition = 0
+        """Counts up when a step is added or forgotten."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._links
@@ -86,68 +86,86 @@ class ChainBook:
         """Return a step that was added, or a genesis. Raises KeyError."""
         return self._links[name]
 
-    def add(self, step: Step) -> bool:
+    def add(self, step: Step, teller: str = "", used: Collection[str] = ()) -> bool:
         """Add a step; returns whether its parent is known, so that it could be.
+
+        :param teller: the peer that told of it; empty for this peer itself
+        :param used: steps that stay even where the teller has too many branches
 
         Raises ValueError when it cannot follow its parent: another module, or no later round.
         """
-        if step.name in self._links:
-            return True
-        parent = self._links.get(step.parent)
-        if parent is None:
-            return False
+        if step.name not in self._links:
+            parent = self._links.get(step.parent)
+            if parent is None:
+                return False
+            self._link(step, parent)
+        if teller:
+            self.note_teller(step.name, teller)
+            self._bound_branches(step.module, teller, used)
+        return True
+
+    def _link(self, step: Step, parent: Link) -> None:
         if parent.module != step.module:
             raise ValueError(f"a step of {step.module} on top of one of {parent.module}")
         if step.round_index <= parent.round_index:
             raise ValueError(f"round {step.round_index} on top of round {parent.round_index}")
+        version, weight = parent.version + 1, parent.weight + len(step.rows)
         self._links[step.name] = Link(
-            step.module,
-            step.name,
-            step,
-            step.parent,
-            parent.version + 1,
-            parent.weight + len(step.rows),
-            step.round_index,
+            step.module, step.name, step, step.parent, version, weight, step.round_index
         )
-        self._side_steps[step.module] += 1
-        tips = self._tips[step.module]
-        tips.discard(step.parent)
-        tips.add(step.name)
-        return True
+        self._children.setdefault(step.parent, set()).add(step.name)
+        self._tips[step.module].discard(step.parent)
+        self._tips[step.module].add(step.name)
+        self.edition += 1
 
-    def heaviest(
-        self, module: str, without: Collection[str] = (), absent: Collection[str] = ()
-    ) -> Link:
-        """Return the head that wins over all others of a module.
+    def note_teller(self, name: str, teller: str) -> None:
+        """Note that a peer told of a step that is here, and so may have what belongs to it."""
+        tellers = self._tellers.setdefault(name, [])
+        if len(tellers) < TELLERS and teller not in tellers:
+            tellers.append(teller)
 
-        Steps in `without` do not count, nor what stands on them. Steps in `absent` cannot be had:
-        one is no head, but what others have built on it may be.
-        """
-        known = [self._links[name].version for name in without if name in self._links]
-        oldest = min(known, default=math.inf)
-        return min(
-            (self._newest_of(tip, without, oldest, absent) for tip in self._tips[module]),
-            key=lambda link: link.rank,
-        )
+    def tellers(self, name: str) -> tuple[str, ...]:
+        """Return others who told of a step."""
+        return tuple(self._tellers.get(name, ()))
+
+    def _bound_branches(self, module: str, teller: str, used: Collection[str]) -> None:
+        """Let a branch stay only as long as it is among the heaviest of one who told of it: what
+        somebody invents displaces nothing that others told of."""
+        while True:
+            tips = [tip for tip in self._tips[module] if teller in self._tellers.get(tip, ())]
+            told = [self._links[tip] for tip in tips]
+            if len(told) <= BRANCHES_OF_A_TELLER:
+                return
+            lightest = max(told, key=lambda link: (link.name not in used, link.rank))
+            tellers = self._tellers[lightest.name]
+            tellers.remove(teller)
+            if not tellers and lightest.name not in used:
+                self._forget(lightest.name)
+
+    def _forget(self, name: str) -> None:
+        """Forget a step on which none stands any more."""
+        link = self._links.pop(name)
+        parent, tips = link.parent, self._tips[link.module]
+        self._tellers.pop(name, None)
+        tips.discard(name)
+        self._children[parent].discard(name)
+        if not self._children[parent]:
+            del self._children[parent]
+            tips.add(parent)
+        self.edition += 1
 
     def tips(self, module: str) -> list[Link]:
         """Return the newest step of each chain of a module, that of the heaviest first."""
         return sorted((self._links[tip] for tip in self._tips[module]), key=lambda link: link.rank)
 
-    def _newest_of(
-        self, tip: str, without: Collection[str], oldest: float, absent: Collection[str]
-    ) -> Link:
-        """Return the newest link of the chain to `tip` that may be a head. `oldest` is the least
-        version of those in `without`."""
-        found = self._links[tip]
-        for link in self.back_from(tip):
-            if link.version < oldest:
-                break
-            if link.name in without:
-                found = self._links[link.parent] if link.step is not None else link
-        while found.name in absent and found.step is not None:
-            found = self._links[found.parent]
-        return found
+    def on_top_of(self, name: str) -> list[Link]:
+        """Return the steps that stand on one, in the order of their names."""
+        return [self._links[child] for child in sorted(self._children.get(name, ()))]
+
+    def with_row(self, row: Row) -> list[Link]:
+        """Return the steps that a row is in."""
+        links = [link for link in self._links.values() if link.round_index == row.round_index]
+        return [link for link in links if link.step and row in link.step.rows]
 
     def back_from(self, name: str) -> Iterator[Link]:
         """Yield the chain that ends in a step, the newest first, down to the genesis or as far as
@@ -265,38 +283,16 @@ class ChainBook:
         steps = self.steps_between(before.name, name)
         return Vouched(before, steps[0].state if before.step is not None else "", steps)
 
-    def prune(self, module: str, keep: str, depth: int) -> None:
-        """Forget the branches of a module that parted from the chain to `keep` more than `depth`
-        steps ago: nobody has gone on from there."""
-        self._side_steps[module] = 0
-        floor = self._links[keep].version - depth
+    def prune(self, keep: str, depth: int) -> None:
+        """Forget the branches that parted from the chain to `keep` more than `depth` steps ago:
+        nobody has gone on from there."""
+        floor, tips = self._links[keep].version - depth, self._tips[self._links[keep].module]
         chain = {link.name for link in self.back_from(keep)}
-        dead, alive = set[str](), set[str]()
-        for tip in sorted(self._tips[module] - {keep}):
-            branch: list[str] = []
-            for link in self.back_from(tip):
-                if link.name in chain:
-                    is_old = link.version < floor and bool(branch)
-                    (dead if is_old else alive).update(branch)
-                    break
-                branch.append(link.name)
-        for name in dead - alive:
-            del self._links[name]
-        self._tips[module] -= dead
-        if not self._tips[module]:
-            self._tips[module] = {keep}
-
-    def trim(self, module: str, kept: Collection[str]) -> bool:
-        """Where very many steps of a module were added, forget all branches but the heaviest and
-        the chains to `kept`: what others invent stays bounded. Returns whether it was so."""
-        if self._side_steps[module] <= MAX_SIDE_STEPS:
-            return False
-        heaviest = sorted(self._tips[module], key=lambda tip: self._links[tip].rank)[:KEPT_TIPS]
-        alive = {link.name for name in (*kept, *heaviest) for link in self.back_from(name)}
-        for name in [n for n, link in self._links.items() if link.module == module]:
-            if name not in alive:
-                del self._links[name]
-        self._tips[module] = alive - {self._links[name].parent for name in alive}
-        # What is left may be one long chain, which is wanted.
-        self._side_steps[module] = MAX_SIDE_STEPS // 2
-        return True
+        for tip in sorted(tips - chain):
+            back = self.back_from(tip)
+            branch = list(itertools.takewhile(lambda link: link.name not in chain, back))
+            parted = self._links[branch[-1].parent]
+            if parted.version < floor:
+                for link in branch:
+                    if link.name not in self._children:
+                        self._forget(link.name)

@@ -3,14 +3,12 @@
 import dataclasses
 import hashlib
 import itertools
-import random
 
 import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dipaco.protocol import chain_book
 from dipaco.protocol.chain import (
     MARK_BYTES,
     MAX_ROWS,
@@ -24,7 +22,7 @@ from dipaco.protocol.chain import (
     unpack_step,
     verify_row,
 )
-from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.chain_book import BRANCHES_OF_A_TELLER, ChainBook
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.record_errors import MAX_COUNT, RecordError
 from support.runs.make_plan import make_plan
@@ -239,34 +237,6 @@ def test_a_step_follows_its_parent_in_a_later_round():
         empty.add(Step.of([row(0, 5, second.name, module=OTHER)]))
 
 
-def test_more_rows_win_over_more_steps_and_then_the_smaller_name():
-    long, short = chain(3, 0), chain(1, 1, 2, 3, 4)
-    made = book(*long, *short)
-    assert made.heaviest(MODULE).name == short[-1].name
-    assert made.heaviest(OTHER).name == genesis_name(RUN, OTHER)
-    one = step(5, on=long[-1])
-    assert made.add(one)
-    assert made.heaviest(MODULE).name == min(one.name, short[-1].name)
-    # What was refused does not count, nor what stands on it.
-    assert made.heaviest(MODULE, {short[0].name, one.name}).name == long[-1].name
-    assert made.heaviest(MODULE, {short[0].name, long[1].name, one.name}).name == long[0].name
-    assert made.heaviest(MODULE, {short[0].name, long[0].name}).name == GENESIS
-
-
-def test_the_winner_does_not_depend_on_the_order_in_which_steps_came():
-    trunk = chain(2, 0, 1)
-    steps = [*trunk, *chain(2, 0, on=trunk[0]), *chain(3, 2, on=trunk[1]), *chain(2, 3, 4)]
-    winners = set()
-    for seed in range(20):
-        waiting = list(steps)
-        random.Random(seed).shuffle(waiting)
-        made = book()
-        while waiting:
-            waiting = [one for one in waiting if not made.add(one)]
-        winners.add(made.heaviest(MODULE).name)
-    assert len(winners) == 1
-
-
 def test_where_two_chains_parted():
     trunk = chain(3, 0)
     left, right = chain(2, 1, on=trunk[-1]), chain(4, 2, on=trunk[-1])
@@ -328,44 +298,34 @@ def test_branches_that_nobody_went_on_from_are_forgotten():
     trunk = chain(8, 0)
     old, young = chain(2, 1, on=trunk[1]), chain(1, 1, on=trunk[4])
     made = book(*trunk, *old, *chain(1, 2, on=old[0]), *young)
-    made.prune(MODULE, trunk[-1].name, 3)
+    made.prune(trunk[-1].name, 3)
     assert [one.name in made for one in (*trunk, *young)] == [True] * 9
     assert not any(one.name in made for one in old)
-    assert made.heaviest(MODULE).name == trunk[-1].name
+    assert made.tips(MODULE)[0].name == trunk[-1].name
     # They may come again.
     assert all(made.add(one) for one in old)
 
 
-class Names(set[str]):
-    """Counts how often all names in it are looked at."""
-
-    looks = 0
-
-    def __iter__(self):
-        self.looks += 1
-        return super().__iter__()
-
-
-def test_steps_that_are_passed_over_are_looked_at_once_however_many_branches_there_are():
-    """Somebody can tell a thousand steps that are refused."""
-    trunk = chain(3, 0)
-    refused = [step(number, on=trunk[-1]) for number in range(1, 40)]
-    made, names = book(*trunk, *refused), Names(one.name for one in refused)
-    assert made.heaviest(MODULE, names).name == trunk[-1].name
-    assert names.looks == 1
+def test_what_one_peer_invents_displaces_nothing_that_others_told_of():
+    """Of the branches of each teller the heaviest stay, and what is used here."""
+    used, told = chain(2, 0), chain(2, 7)
+    made = book(*used)
+    for one in told:
+        made.add(one, peer(3))
+    for number in range(100):
+        heavy = step(*range(1, 2 + number % 5), round_index=number)
+        made.add(heavy, peer(4), {used[-1].name})
+        made.add(step(9, on=told[-1], round_index=10 + number), peer(4))
+        assert len(made.tips(MODULE)) <= 2 + BRANCHES_OF_A_TELLER
+    assert all(one.name in made for one in (*used, *told))
+    assert made.tips(OTHER)[0].version == 0
 
 
-def test_of_what_strangers_invent_the_heaviest_stays_and_what_is_kept(monkeypatch):
-    monkeypatch.setattr(chain_book, "MAX_SIDE_STEPS", 10)
-    monkeypatch.setattr(chain_book, "KEPT_TIPS", 2)
-    kept, long = chain(2, 0), chain(3, 7, 8, 9)
-    invented = [step(*range(1, number + 2), round_index=0) for number in range(5)]
-    made = book(*kept, *invented, *long)
-    assert not made.trim(MODULE, {kept[-1].name})
-    made.add(step(6))
-    assert made.trim(MODULE, {kept[-1].name})
-    assert [one.name in made for one in invented] == [False] * 4 + [True]
-    assert all(one.name in made for one in (*kept, *long))
-    assert made.heaviest(MODULE).name == long[-1].name
-    assert made.heaviest(MODULE, {invented[-1].name, long[0].name}).name == kept[-1].name
-    assert made.heaviest(OTHER).version == 0
+def test_a_branch_stays_that_is_told_again_by_another():
+    made, one = book(), step(1, round_index=3)
+    made.add(one, peer(4))
+    made.add(one, peer(3))
+    for number in range(100):
+        made.add(step(1, 2, round_index=number), peer(4))
+    assert one.name in made
+    assert set(made.tellers(one.name)) <= {peer(3), peer(4)}

@@ -10,7 +10,7 @@ from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.copies import Copies
 from dipaco.protocol.member.knowledge import mailbox_order
-from dipaco.protocol.member.proposing import Role
+from dipaco.protocol.member.situation import Role
 from dipaco.protocol.records import Holding
 from support.runs.trainer import (
     BOUNDARY_S,
@@ -137,7 +137,7 @@ def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round():
     first = Step.of([member.row(peer) for peer in "ABC"])
     member.chain.book.add(first)
     member.stand_on(first)
-    module.round.is_open = False
+    module.situation.round.is_open = False
     member.known.view = view_of("AB")
 
     def row(peer):
@@ -165,7 +165,7 @@ def test_the_heavier_chain_wins_and_then_the_smaller_name():
     for step in (light, heavy, also):
         member.module.hear_steps([step], first)
         member.gathered(*step.rows)
-    assert member.chain.heaviest().name == min(heavy.name, also.name)
+    assert member.chain.best().name == min(heavy.name, also.name)
 
 
 def test_of_a_peer_one_row_counts_in_a_round():
@@ -191,7 +191,7 @@ def test_a_file_that_is_no_contribution_is_in_no_step():
     member.refuse(first)
     member.wait(GATHER_S)
     assert member.take(a.Compute) == []
-    assert member.chain.heaviest().name == member.chain.book.genesis(MODULE)
+    assert member.chain.best().name == member.chain.book.genesis(MODULE)
 
 
 def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody():
@@ -230,18 +230,18 @@ def test_who_kept_a_file_back_is_waited_for_once():
     silent = Step.of([member.row(peer) for peer in "ABCD"])
     member.module.hear_steps([silent], first)
     member.gathered(*[row for row in silent.rows if row.peer != first])
-    assert member.chain.heaviest().name == silent.name
+    assert member.chain.best().name == silent.name
     for _ in range(9):
         member.wait(GATHER_S / 4)
-    without = member.chain.heaviest()
+    without = member.chain.best()
     assert without.step is not None
     assert without.step.peers == set("ABCD") - {first}, "what it makes itself of the other rows"
     again = Step.of([member.row(peer) for peer in "ABC"])
     assert first in again.peers
     member.module.hear_steps([again], first)
-    assert member.chain.heaviest() == without
+    assert member.chain.best() == without
     member.gathered(member.row(first))
-    assert member.chain.heaviest().name == silent.name
+    assert member.chain.best().name == silent.name
 
 
 def test_slow_files_are_no_reason_to_step_without_most_others():
@@ -305,7 +305,7 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss):
     (check,) = member.take(a.Check)
     module.handle(e.Checked(MODULE, check.step, 2.0, loss))
     assert member.take(a.Adopt) == []
-    assert member.chain.heaviest().name == module.stand == mine.name
+    assert member.chain.best().name == module.stand == mine.name
     # It is believed when most of those who counted at the fork have gone on with it.
     others = sorted(set("ABC") - {second})
     joined = Step.of([member.row(p, parent=foreign.name, round_index=2) for p in others])
@@ -315,7 +315,7 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss):
     module.handle(e.StateHere(MODULE, member.head(joined)))
     module.handle(e.Checked(MODULE, joined.name, 2.0, 9.0))
     assert [adopt.head.step for adopt in member.take(a.Adopt)] == [joined.name]
-    assert member.chain.heaviest().name == joined.name
+    assert member.chain.best().name == joined.name
 
 
 @pytest.mark.parametrize(("peers", "is_taken"), [("ABC", True), ("AB", True), ("BC", False)])
@@ -400,6 +400,7 @@ def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain():
     member.chain.book.add(own)
     member.stand_on(own)
     module.want()
+    member.known.now_s += DURATION_S + GATHER_S
     step = Step.of([member.row(peer, parent=own.name, round_index=1) for peer in "BC"])
     module.hear_steps([step], "B")
     for ask in member.take(a.Ask):

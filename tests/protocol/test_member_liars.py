@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-from dipaco.protocol import chain_book
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
-from dipaco.protocol.member.proposing import Role
+from dipaco.protocol.member.situation import Role
 from dipaco.protocol.records import Holding
 from support.runs.trainer import (
     BOUNDARY_S,
@@ -90,16 +89,15 @@ def test_branches_that_one_peer_invents_are_forgotten():
     assert [compute.steps for compute in member.take(a.Compute)][-1] == (step,)
 
 
-def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_forgotten(monkeypatch):
-    monkeypatch.setattr(chain_book, "MAX_SIDE_STEPS", 32)
+def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_forgotten():
     member = Trainer("A", "ABC")
     chain = member.chain
     for number in range(300):
         step = Step.of([member.row("B", tokens=number + 1)])
         member.module.hear_steps([step], "B")
-        for note in (chain.doubt, chain.refuse, chain.leave):
+        for note in (chain.notes.doubt, chain.notes.refuse, chain.notes.leave):
             note(step.name)
-    assert max(map(len, (chain.doubted, chain.refused, chain.absent))) < 50
+    assert max(map(len, (chain.notes.doubted, chain.notes.refused, chain.notes.absent))) < 50
 
 
 def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round():
@@ -161,7 +159,7 @@ def test_it_is_remembered_of_so_many_peers_that_they_were_asked():
         row = member.row(f"{number}", parent=name(f"invented {number}"))
         member.module.hear_rows([row], row.peer)
         member.module.handle(e.Failed(a.Ask(row.peer, MODULE, ()), "it is silent"))
-    assert len(member.module._asked_s) < 1500
+    assert len(member.module._asking._asked_s) < 1500
 
 
 def test_who_tells_a_step_of_its_own_row_alone_shuts_nobody_out():
@@ -223,4 +221,4 @@ def test_a_copy_that_was_behind_for_long_hears_of_the_present_round():
     known.now_s = BOUNDARY_S + 20 * DURATION_S
     module.hear_rows(rows, "")
     assert [set(gather.rows) for gather in member.take(a.Gather)] == [set(rows)]
-    assert module.round.index == 20
+    assert module.situation.round.index == 20

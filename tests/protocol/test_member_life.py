@@ -345,6 +345,7 @@ def test_a_genesis_is_begun_with_only_after_a_chain_was_waited_for():
 def test_a_newcomer_fetches_the_state_that_rows_name_and_computes_the_steps_on_top():
     life = Life(pinned=0)
     life.silent, life.others = {a.Ask, a.Gather}, {"B": 0, "C": None}
+    life.now_s += 4 * DURATION_S
     steps = chain_on(life.step, 6, 7, 8, 9)
     wrong = replace(head_of(steps), digest=name("of C's choice"))
     life.holdings = [Holding("C", wrong)]
@@ -370,6 +371,7 @@ def test_a_copy_of_a_chain_that_has_hardly_begun_is_computed_and_nobody_is_belie
 def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top_of_it():
     life = Life(pinned=0)
     life.silent, life.others = {a.Ask, a.FetchState}, {"B": 0}
+    life.now_s += 4 * DURATION_S
     life.live(3.0)
     steps = chain_on(life.step, 6, 7, 8, 9)
     life.tell(e.Answered("B", MODULE, tuple(steps[:4])))

@@ -60,7 +60,7 @@ class WinningStates:
 
     def _read_chain(self, book: ChainBook, module: str, peer: str) -> None:
         """Ask one peer for its chain, page by page. What it tells beside that is not taken in."""
-        locator = book.locator(book.heaviest(module).name)
+        locator = book.locator(book.tips(module)[0].name)
         before = ""
         for _ in range(MAX_PAGES):
             answer = self._node.exchange.ask(peer, module, locator)
@@ -70,7 +70,7 @@ class WinningStates:
                 if before and step.parent != before:
                     return
                 try:
-                    if not book.add(step):
+                    if not book.add(step, peer):
                         return
                 except ValueError:
                     return

@@ -17,7 +17,7 @@ from dipaco.protocol.records import refresh_period_s
 from .actions import Drop, Tell
 from .followed_module import FollowedModule
 from .knowledge import Knowledge
-from .proposing import Role
+from .situation import Role
 
 # A peer that was asked and does not announce a copy is passed over for so many refresh periods.
 ASKED_PERIODS = 3

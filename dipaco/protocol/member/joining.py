@@ -19,7 +19,7 @@ from .actions import FetchPath, Say, StartPath, Wait, Warn
 from .followed_module import FollowedModule
 from .knowledge import Knowledge
 from .path_choice import PathChoice
-from .proposing import Role
+from .situation import Role
 
 MAX_LOOKS = 5
 # How long newcomers wait before the second look: not equally long, or they would collide again.

@@ -27,8 +27,8 @@ from .followed_module import FollowedModule
 from .joining import Joining
 from .knowledge import Knowledge, MemberSettings
 from .path_choice import PathChoice
-from .proposing import Role
 from .rounds import Rounds
+from .situation import Role
 
 # Of a leave: until when others fetch a last contribution, and until when all is done (promise 10).
 LAST_ROUND_BUDGET_S, LEAVE_BUDGET_S = 3.0, 6.0
@@ -169,7 +169,7 @@ class Member:
         self._copies.on_view()
         longest_s = SILENT_ROUNDS * self.known.schedule.duration_s
         for module, followed in list(self.modules.items()):
-            is_idle = followed.role is Role.MAILBOX and not followed.is_wanted
+            is_idle = followed.role is Role.MAILBOX
             if is_idle and self.known.now_s - followed.last_told_s > longest_s:
                 del self.modules[module]
 

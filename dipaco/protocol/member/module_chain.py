@@ -1,24 +1,15 @@
-"""What a peer knows of the chain of one module: where it stands, and what it does not take.
-
-Of all steps that can be had the heaviest chain wins (design 4.4, chain). A step is passed over
-
-    refused   for good, with what stands on it: a file in it is no contribution, or it names another
-              state than the one that was computed here
-    doubted   with what stands on it, until most of those who counted are in it: held-out documents
-              say that its state is much worse
-    absent    alone, until it can be had: nobody gives its files, or the state before it. What
-              others have built on it may still be taken
-"""
+"""What a peer knows of the chain of one module, and where it stands in it (design 4.4, chain)."""
 
 from __future__ import annotations
 
 import math
 
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.chain_book import ChainBook, Link
 
 from .actions import Serve
 from .knowledge import Knowledge
+from .next_step import Candidates, Notes, candidates
 from .quorums import is_majority
 
 # Branches that parted so many steps ago are forgotten, and not looked at.
@@ -26,37 +17,48 @@ REMEMBERED_STEPS = 64
 
 
 class ModuleChain:
-    """Steps, heads, and what is passed over."""
+    """Steps, what was noted of them, and the state that is held."""
 
     def __init__(self, known: Knowledge, module: str) -> None:
         self._known, self.module = known, module
-        self.book = ChainBook(known.plan.run_id, [module])
+        self.level = known.grid.level_of(module)
+        self.book = ChainBook(known.plan.run_id, (module,))
+        self.notes = Notes()
         self.stand = self.book.genesis(module)
         """Name of the step that this peer stands on; of a mailbox the heaviest that it knows."""
         self.head: Head | None = None
-        """The state that is held; None of a mailbox."""
+        """The state that is held; None of a mailbox, and before the first one is here."""
         self.before: Head | None = None
         """The state that was held before, which is on the disk."""
         self._recent = "", frozenset[str]()
         """The step that this peer stands on, and who contributed to the last steps up to it."""
-        self.refused: set[str] = set()
-        self.doubted: set[str] = set()
-        self.absent: dict[str, float] = {}
-        """Until when; infinite: until its files come."""
+        self._candidates = Candidates((), -math.inf)
+        self._candidates_of = (-1, -1, math.inf)
+        """Editions of book and notes, and the time, that they were worked out of."""
 
     @property
     def link(self) -> Link:
         """The step that this peer stands on."""
         return self.book.link(self.stand)
 
-    def heaviest(self) -> Link:
-        """Return the heaviest chain of what can be had and is not refused."""
-        now_s, module = self._known.now_s, self.module
-        absent = {name for name, until_s in self.absent.items() if until_s > now_s}
-        best = self.book.heaviest(module, self.refused, absent)
-        if self.doubted and not self.is_of_most(best.name):
-            best = self.book.heaviest(module, self.refused | self.doubted, absent)
-        return best
+    def best(self) -> Link:
+        """Return the heaviest head that may be taken."""
+        now_s, (book, notes, then_s) = self._known.now_s, self._candidates_of
+        is_new = (book, notes) != (self.book.edition, self.notes.edition)
+        if is_new or not then_s <= now_s < self._candidates.until_s:
+            self._candidates = self._find(self.notes)
+            self._candidates_of = self.book.edition, self.notes.edition, now_s
+        return self._candidates.heads[0]
+
+    def _find(self, notes: Notes) -> Candidates:
+        now_s = self._known.now_s
+        return candidates(self.module, self.book, notes, now_s, self._boundary_s)
+
+    def _boundary_s(self, round_index: int) -> float:
+        schedule = self._known.schedule
+        if schedule.fixed_steps:
+            return -math.inf
+        return schedule.boundary(round_index, self.level).time_s
 
     def recent(self, step: str | None = None) -> frozenset[str]:
         """Return who contributed to the last steps up to one, by itself the own."""
@@ -96,26 +98,39 @@ class ModuleChain:
         held = {head.step: head.digest for head in (self.head, self.before) if head is not None}
         return step is not None and held.get(link.parent, step.state) != step.state
 
-    # -- what is passed over
+    def near(self) -> list[Link]:
+        """Return the steps that might be taken next: on top of the own one, or beside it and
+        heavier."""
+        beside = self.book.on_top_of(self.link.parent) if self.link.parent else []
+        heavier = [link for link in beside if link.rank < self.link.rank]
+        return [*self.book.on_top_of(self.stand), *heavier]
 
-    def refuse(self, step: str) -> None:
-        """Never take a step, nor what stands on it."""
-        self.refused.add(step)
+    @property
+    def is_of_genesis(self) -> bool:
+        """Whether no step is known that might be taken, now or once it can be had."""
+        anyway = Notes(self.notes.refused, self.notes.doubted)
+        return self._find(anyway).heads[0].version == 0
 
-    def doubt(self, step: str) -> None:
-        """Take a step only once most are in it."""
-        self.doubted.add(step)
+    # -- what is noted
 
-    def leave(self, step: str, until_s: float = math.inf) -> None:
-        """Pass over a step that cannot be had."""
-        self.absent[step] = until_s
+    def refuse_file(self, row: Row) -> None:
+        """A file is no contribution: refuse the steps that its row is in."""
+        for link in self.book.with_row(row):
+            self.notes.refuse(link.name)
 
     def files_came(self, here: set[str]) -> None:
         """Count steps again that only lacked files which are here now."""
-        for name in list(self.absent):
+        for name in list(self.notes.absent):
             step = self.book.link(name).step if name in self.book else None
             if step is None or all(row.name in here for row in step.rows):
-                del self.absent[name]
+                self.notes.can_be_had(name)
+
+    def see_doubts(self) -> None:
+        """Doubt what is on the chain of most no more."""
+        for tip in self.book.tips(self.module) if self.notes.doubted else ():
+            doubted = [n for n in self.notes.doubted if self.book.stands_on(tip.name, n)]
+            if doubted and self.is_of_most(tip.name):
+                self.notes.believe(doubted)
 
     # -- moving along
 
@@ -130,23 +145,10 @@ class ModuleChain:
         if head.step != self.stand:
             self.before = self.head
         self.head, self.stand = head, head.step
-        self.doubted = {n for n in self.doubted if not self.book.stands_on(head.step, n)}
+        self.notes.believe([n for n in self.notes.doubted if self.book.stands_on(head.step, n)])
         self.prune()
 
     def prune(self) -> None:
         """Forget what parted long ago, and what was noted of it."""
-        self.book.prune(self.module, self.stand, REMEMBERED_STEPS)
-        self.forget_gone()
-
-    def trim(self, used: set[str]) -> bool:
-        """Forget what others invent beyond a bound; `used` stays. Returns whether it was so."""
-        is_trimmed = self.book.trim(self.module, {self.stand, *used})
-        if is_trimmed:
-            self.forget_gone()
-        return is_trimmed
-
-    def forget_gone(self) -> None:
-        """Forget what was noted of steps that are not in the book any more."""
-        self.refused = {name for name in self.refused if name in self.book}
-        self.doubted = {name for name in self.doubted if name in self.book}
-        self.absent = {name: s for name, s in self.absent.items() if name in self.book}
+        self.book.prune(self.stand, REMEMBERED_STEPS)
+        self.notes.forget_gone(self.book)

@@ -21,20 +21,20 @@ anybody's word: the last step of a chain is always computed here, from its files
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import MAX_REPLAY, Link
-from dipaco.protocol.round_rows import RoundRows
 
 from .actions import Check, Compute, FetchState, Forget, Warn
+from .asking import Asking
 from .events import Checked, StateHere
-from .knowledge import Knowledge
-from .module_chain import ModuleChain
-from .proposing import Proposing
+from .gathering import Gathering
+from .group import Group
 from .quorums import is_majority
+from .situation import Situation
 
 # A state that makes the held-out loss worse by more nats than this is not believed.
 MUCH_WORSE_NATS = 0.5
@@ -73,24 +73,19 @@ class _Plan:
 
 
 class Taking:
-    """One step at a time of one module. `on_taken` hears of a state that is to be stood on.
-
-    `gather` has files fetched, `sources` names peers that may have a state.
-    """
+    """One step at a time of one module. `on_taken` hears of a state that is to be stood on."""
 
     def __init__(
         self,
-        known: Knowledge,
-        chain: ModuleChain,
-        rows: RoundRows,
-        proposing: Proposing,
-        *,
-        gather: Callable[[Iterable[Row], str], None],
-        sources: Callable[[Link], tuple[str, ...]],
+        situation: Situation,
+        group: Group,
+        asking: Asking,
+        gathering: Gathering,
         on_taken: Callable[[Head], None],
     ) -> None:
-        self._known, self._chain, self._rows, self._proposing = known, chain, rows, proposing
-        self._gather, self._sources, self._on_taken = gather, sources, on_taken
+        self._known, self._chain, self._rows = situation.known, situation.chain, situation.rows
+        self._group, self._asking, self._gathering = group, asking, gathering
+        self._on_taken = on_taken
         self._plan: _Plan | None = None
         self.stage = Stage.IDLE
 
@@ -146,7 +141,7 @@ class Taking:
                 continue
             steps = book.steps_between(base.step, target.name)
             plan = self._plan_of(target, base, steps)
-            can_be_had = not any(step.name in chain.absent for step in steps[:-1])
+            can_be_had = not any(step.name in chain.notes.absent for step in steps[:-1])
             if can_be_had and steps[0].state == base.digest and not self._is_costly(plan):
                 return plan
         return None
@@ -175,16 +170,12 @@ class Taking:
         return plan
 
     def _enter(self, plan: _Plan) -> None:
-        bad = next((s for s in plan.steps for r in s.rows if r.name in self._rows.refused), None)
-        if bad is not None:
-            self._refuse(bad.name, "a file in it is no contribution")
-            return
         self._plan, self.stage = plan, Stage.GETTING
         if not plan.is_base_here:
             base = self._chain.book.link(plan.base.step)
-            self._known.do(FetchState(plan.base, self._sources(base)))
+            self._known.do(FetchState(plan.base, self._asking.sources(base, plan.target)))
         if plan.missing:
-            self._gather(plan.missing.values(), plan.target)
+            self._gathering.gather_for(plan.missing.values(), plan.target, plan.target)
         self._compute_if_here()
 
     # -- GETTING -> COMPUTING
@@ -207,13 +198,13 @@ class Taking:
         self._known.do(Compute(self._chain.module, plan.base, plan.steps))
 
     def file_failed(self, row: Row, *, is_refused: bool) -> None:
-        """A file is no contribution, or nobody gave it."""
+        """A file is no contribution, and steps with it are refused; or nobody gave it."""
         plan = self._plan
         if plan is None or row.name not in plan.missing:
             return
         if is_refused:
-            step = next(s for s in plan.steps if any(r.name == row.name for r in s.rows))
-            self._refuse(step.name, "a file in it is no contribution")
+            self.give_up()
+            self._warn("a file in it is no contribution")
         else:
             self._failed(plan)
 
@@ -245,16 +236,17 @@ class Taking:
         rows = target.step.rows if target.step is not None else ()
         lacking = [row for row in rows if row.name in plan.missing]
         for row in lacking:
-            self._proposing.withheld(row.peer)
+            self._group.withheld(row.peer)
         if lacking:
-            self._chain.leave(target.name)
+            self._chain.notes.leave(target.name)
+            self._gathering.see_what_lacks_files()
         elif not plan.is_vouched:
             self._enter(self._plan_from_vouched(target))
         elif plan.way + 1 < len(self._chain.book.vouched(target.name)):
             self._enter(self._plan_from_vouched(target, plan.way + 1))
         else:
             rounds_s = ABSENT_ROUNDS * self._known.schedule.duration_s
-            self._chain.leave(target.name, self._known.now_s + rounds_s)
+            self._chain.notes.leave(target.name, self._known.now_s + rounds_s)
 
     # -- COMPUTING -> CHECKING
 
@@ -291,7 +283,7 @@ class Taking:
         is_worse = before is not None and after is not None and not after < before + MUCH_WORSE_NATS
         if is_worse and not self._chain.is_of_most(event.step):
             self.give_up()
-            self._chain.doubt(event.step)
+            self._chain.notes.doubt(event.step)
             self._warn(f"held-out loss {before:.3f}, with it {after:.3f}")
         else:
             self._taken(plan.head)
@@ -314,7 +306,7 @@ class Taking:
 
     def _refuse(self, step: str, reason: str) -> None:
         self.give_up()
-        self._chain.refuse(step)
+        self._chain.notes.refuse(step)
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:

@@ -10,7 +10,7 @@ from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.followed_module import FollowedModule
 from dipaco.protocol.member.knowledge import Knowledge, MemberSettings, mailbox_order
-from dipaco.protocol.member.proposing import Role
+from dipaco.protocol.member.situation import Role
 from dipaco.protocol.records import Claim, PeerRecord
 from dipaco.protocol.view import SwarmView
 
