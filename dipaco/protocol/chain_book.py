@@ -78,6 +78,9 @@ class ChainBook:
     def __contains__(self, name: str) -> bool:
         return name in self._links
 
+    def __len__(self) -> int:
+        return len(self._links)
+
     def genesis(self, module: str) -> str:
         """Return the name of a module's genesis. Raises KeyError for an unknown module."""
         return self._genesis[module]

@@ -18,6 +18,7 @@ from support.runs.trainer import (
     GATHER_S,
     GRACE_S,
     MODULE,
+    PLAN,
     Trainer,
     first_and_second,
     name,
@@ -476,3 +477,20 @@ def test_more_trainers_than_a_step_has_room_for_take_turns():
     (step,) = member.proposed()
     assert len(step.rows) == 64
     assert set(peers[64:]) <= step.peers
+
+
+def test_after_a_move_that_failed_each_step_is_computed_once_from_the_one_before():
+    member = Trainer("A", "ABC")
+    module = member.module
+    for index in range(4):
+        rows = [member.row(p, round_index=index, file=name(f"{p} {index}")) for p in "ABC"]
+        member.known.now_s = PLAN.start_s + (index + 1) * DURATION_S + GATHER_S
+        member.gathered(*rows)
+        module.hear_steps([Step.of(rows)], "B")
+        (compute,) = member.take(a.Compute)
+        assert (len(compute.steps), compute.base.version) == (1, index)
+        module.handle(e.StateHere(MODULE, member.head(compute.steps[-1])))
+        if index == 1:
+            module.want()
+            module.consider()
+            module.stop_wanting()

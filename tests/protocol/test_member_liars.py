@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -13,6 +15,7 @@ from support.runs.trainer import (
     GATHER_S,
     GRACE_S,
     MODULE,
+    PLAN,
     Trainer,
     first_and_second,
     name,
@@ -222,3 +225,83 @@ def test_a_copy_that_was_behind_for_long_hears_of_the_present_round():
     module.hear_rows(rows, "")
     assert [set(gather.rows) for gather in member.take(a.Gather)] == [set(rows)]
     assert module.situation.round.index == 20
+
+
+def live_round(member, index, *, liar):
+    """B and C make a step, which lacks D, who is awaited; D puts a step of a later round on it."""
+    module, known = member.module, member.known
+    known.now_s = PLAN.start_s + (index + 1) * DURATION_S
+    module.begin(index, known.now_s)
+    publish = member.take(a.Publish)
+    parent = module.stand
+    if publish:
+        module.handle(e.Published(MODULE, member.row("A", round_index=index, file=name(f"A {index}"))))
+    earlier = member.row("D", round_index=index, file=name(f"D {index}"))
+    module.hear_rows([earlier], "D")
+    member.gathered(earlier)
+    rows = [member.row(p, round_index=index, file=name(f"{p} {index}")) for p in "BC"]
+    member.gathered(*rows)
+    step = Step.of([*rows, member.row("A", round_index=index, file=name(f"A {index}"))])
+    module.hear_steps([step], "B")
+    if liar:
+        future = member.row("D", round_index=index + 2, parent=step.name, file=name(f"future {index}"))
+        module.hear_steps([Step.of([future])], "D")
+    for _ in range(60):
+        member.wait(1.0)
+        for compute in member.take(a.Compute):
+            module.handle(e.StateHere(MODULE, member.head(compute.steps[-1])))
+    return module.stand != parent
+
+
+@pytest.mark.parametrize("liar", [False, True])
+def test_a_step_of_a_round_to_come_hides_no_step_that_is_due(liar):
+    member = Trainer("A", "ABCD")
+    assert all(live_round(member, index, liar=liar) for index in range(6))
+    assert member.module.link.version == 6
+
+
+@pytest.mark.parametrize("liar", [False, True])
+def test_a_peer_that_slept_catches_up_although_a_step_of_a_round_to_come_is_on_top(liar):
+    member, parent, steps = Trainer("A", "ABCD"), "", []
+    for index in range(8):
+        on = {"parent": parent} if parent else {}
+        steps.append(Step.of([member.row(p, round_index=index, **on, file=name(f"{p} {index}")) for p in "BC"]))
+        parent = steps[-1].name
+    told = list(steps)
+    if liar:
+        told.append(Step.of([member.row("D", round_index=10, parent=parent)]))
+    member.known.now_s = PLAN.start_s + 8.6 * DURATION_S
+    member.module.hear_steps(told, "B")
+    for fetch in member.take(a.FetchState):
+        member.module.handle(e.StateHere(MODULE, replace(fetch.head, digest=name(fetch.head.step))))
+    member.gathered(*steps[-1].rows)
+    for compute in member.take(a.Compute):
+        member.module.handle(e.StateHere(MODULE, member.head(compute.steps[-1])))
+    assert member.module.stand == steps[-1].name
+
+
+def test_a_lone_trainer_makes_its_step_although_one_of_a_round_to_come_stands_where_it_does():
+    member = Trainer("A", "A")
+    for number in range(40):
+        member.module.hear_steps([Step.of([member.row("D", round_index=2, tokens=number + 1)])], "D")
+    member.publish()
+    member.wait(1.0)
+    member.wait(GATHER_S)
+    assert {step.peers for compute in member.take(a.Compute) for step in compute.steps} == {frozenset("A")}
+
+
+@pytest.mark.parametrize("last", ["of the same round", "on an unknown parent"])
+def test_steps_that_one_peer_invents_are_bounded_however_its_message_ends(last):
+    """Also where an honest step was taken meanwhile, which forgets branches of long ago alone."""
+    member = Trainer("A", "ABC")
+    module, book = member.module, member.chain.book
+    for number in range(500):
+        invented = [Step.of([member.row("B", tokens=4 * number + k + 1)]) for k in range(3)]
+        parent = invented[-1].name if last == "of the same round" else name("unknown")
+        bad = Step.of([member.row("B", parent=parent, tokens=1)])
+        module.hear_steps([*invented, bad], "B")
+        if number % 100 == 50:
+            honest = Step.of([member.row(p, round_index=module.link.round_index + 1) for p in "ABC"])
+            member.stand_on(honest)
+    assert len(book.tips(MODULE)) < 20
+    assert len(book) < 60
