@@ -25,7 +25,7 @@ def test_the_round_that_has_passed_ended_before_now_and_the_next_one_did_not(now
 
 
 def test_no_round_ends_before_the_run_starts():
-    rounds = Rounds(make_schedule())
+    rounds = Rounds.of(make_schedule())
     rounds.enter(955.0, 0)
     for now_s in (955.0, 990.0, 1000.0, 1003.3):
         assert rounds.due(now_s, 0.0) == []
@@ -34,7 +34,7 @@ def test_no_round_ends_before_the_run_starts():
 
 
 def test_by_the_clock_each_boundary_comes_once_and_missed_ones_do_not_come():
-    rounds = Rounds(make_schedule())
+    rounds = Rounds.of(make_schedule())
     rounds.enter(1000.5, 0)
     assert rounds.due(1002.9, 0.8) == [], "half a step is not as long"
     assert [b.level for b in rounds.due(1003.0, 0.8)] == ["L0"]
@@ -51,7 +51,7 @@ def test_by_the_clock_each_boundary_comes_once_and_missed_ones_do_not_come():
 
 
 def test_a_clock_that_was_ahead_and_is_put_back_loses_no_rounds_to_come():
-    rounds = Rounds(make_schedule())
+    rounds = Rounds.of(make_schedule())
     rounds.enter(1000.5, 0)
     assert rounds.due(1034.0, 0.0)
     rounds.due(1001.0, 0.0)
@@ -59,7 +59,7 @@ def test_a_clock_that_was_ahead_and_is_put_back_loses_no_rounds_to_come():
 
 
 def test_with_fixed_steps_the_next_steps_wait_for_the_outer_round():
-    rounds = Rounds(make_schedule(inner_steps=3))
+    rounds = Rounds.of(make_schedule(inner_steps=3))
     rounds.enter(1000.0, 0)
     assert not rounds.may_step(1000.0)
     rounds.open(1000.0)
@@ -79,9 +79,20 @@ def test_with_fixed_steps_the_next_steps_wait_for_the_outer_round():
 
 
 def test_the_first_counted_round_waits_for_the_others_for_one_duration():
-    rounds = Rounds(make_schedule(inner_steps=3))
+    rounds = Rounds.of(make_schedule(inner_steps=3))
     rounds.enter(1500.0, 0)
     assert not rounds.may_step(1509.0)
     assert rounds.may_step(1510.0)
     rounds.enter(1500.0, 4)
     assert rounds.may_step(1500.0)
+
+
+def test_no_boundary_but_the_next_comes_early_however_long_a_step_takes():
+    schedule = make_schedule()
+    rounds = Rounds.of(schedule)
+    rounds.enter(schedule.start_s, 0)
+    step_s = 5 * schedule.duration_s
+    for now in range(20):
+        now_s = schedule.start_s + now * step_s
+        for boundary in rounds.due(now_s, step_s):
+            assert boundary.time_s <= now_s + schedule.duration_s

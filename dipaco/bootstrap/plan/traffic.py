@@ -14,7 +14,7 @@ from typing import Any
 from dipaco.protocol.chain import MAX_ROWS
 from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.coverage import SAMPLED_AT_ONCE, bucket_count
-from dipaco.protocol.member.proposing import MAILBOXES
+from dipaco.protocol.member.group import MAILBOXES
 from dipaco.protocol.records import RENEWED_AFTER, record_life_s, refresh_period_s
 from dipaco.protocol.wire_sizes import (
     CALL_BYTES,

@@ -64,7 +64,7 @@ class Member:
     ) -> None:
         self.known = known = Knowledge(settings, plan, grid)
         self.modules: dict[str, FollowedModule] = {}
-        self.rounds = Rounds(known.schedule)
+        self.rounds = Rounds.of(known.schedule)
         self._choice = PathChoice(known)
         self._joining = Joining(known, self._choice, self._module)
         self._copies = Copies(known, self.modules)
@@ -78,6 +78,7 @@ class Member:
         self._rounds_on_path = 0
         self._thinks = False
         """Waits for a new view of the swarm, to see whether another path needs this peer more."""
+        self._is_told_slow = False
         self._has_successor = self._to_successor = self._hands_over = False
         self._error = ""
         self.rounds_done = 0
@@ -234,14 +235,15 @@ class Member:
             self._part()  # Now that no step is under way: what was trained is contributed at once.
             self._turn_parting()
             return
-        if self._thinks and known.schedule.fixed_steps:
+        if self._thinks and known.schedule.is_counted:
             # Counted rounds may be shorter than the time between two views.
             known.do(a.Wait("a new view of the swarm", 0.0))
             return
-        if known.schedule.fixed_steps and known.now_s < rounds.opens_s:
+        if known.schedule.is_counted and known.now_s < rounds.opens_s:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             if have == need:
                 rounds.open(known.now_s)
+        self._tell_if_slow(turn.step_s)
         for boundary in rounds.due(known.now_s, turn.step_s):
             for followed in self._trained():
                 if followed.level == boundary.level:
@@ -261,11 +263,24 @@ class Member:
         else:
             self._wait_to_step()
 
+    def _tell_if_slow(self, step_s: float) -> None:
+        schedule = self.known.schedule
+        if schedule.is_counted or self._is_told_slow or step_s <= schedule.duration_s / 2:
+            return
+        self._is_told_slow = True
+        self.known.do(
+            a.Warn(
+                f"an inner step takes {step_s:.0f} s here and a round {schedule.duration_s:.0f} s, "
+                "so much of this machine's work comes too late to count; end other programs, or "
+                "join a run with longer rounds"
+            )
+        )
+
     def _close_rounds(self) -> None:
         """Levels whose step is here are over, and with fixed steps those whose limit has passed."""
         now_s, schedule = self.known.now_s, self.known.schedule
         for followed in self._trained():
-            if schedule.fixed_steps and now_s > followed.boundary_s + schedule.duration_s:
+            if schedule.is_counted and now_s > followed.boundary_s + schedule.duration_s:
                 followed.carry_on("no step came within the limit")
             if not followed.is_open:
                 self.rounds.over(followed.level)
@@ -308,7 +323,7 @@ class Member:
 
     def _think_of_moving(self) -> None:
         """See whether another path needs this peer more, after a look at more of them."""
-        is_counted, choice = bool(self.known.schedule.fixed_steps), self._choice
+        is_counted, choice = self.known.schedule.is_counted, self._choice
         if choice.is_whole and not is_counted:
             self._move_if_better()
         elif is_counted or choice.is_worth_a_look(self._rounds_on_path):
@@ -325,7 +340,7 @@ class Member:
         """Contribute what was trained so far to the round that is under way, before it is gone."""
         self._phase, self._part_s = _Phase.PARTING, self.known.now_s
         self._thinks = False
-        if self.known.schedule.fixed_steps:
+        if self.known.schedule.is_counted:
             return
         longest_s = (1.0 - LEAST_SHARE) * self.known.schedule.duration_s
         for followed in self._trained():

@@ -56,7 +56,7 @@ class ModuleChain:
 
     def _boundary_s(self, round_index: int) -> float:
         schedule = self._known.schedule
-        if schedule.fixed_steps:
+        if schedule.is_counted:
             return -math.inf
         return schedule.boundary(round_index, self.level).time_s
 

@@ -48,7 +48,7 @@ class Proposing:
     def due_s(self, round_index: int) -> float:
         """Return G: from when on the step of a round is made, and taken, without all."""
         known, schedule, round_ = self._known, self._known.schedule, self._at.round
-        if not schedule.fixed_steps:
+        if not schedule.is_counted:
             return schedule.boundary(round_index, self._chain.level).time_s + known.gather_s
         if round_.is_open or self._at.role is not Role.TRAINER:
             return round_.boundary_s + known.gather_s + schedule.duration_s / 2
@@ -81,7 +81,7 @@ class Proposing:
         """Tell whether others may not see this peer's claim yet. Counted rounds wait for all."""
         claim = self._known.view.claims.get(self._known.me)
         is_new = claim is not None and self._known.view.rounds_held(claim) < 1
-        return is_new and not self._known.schedule.fixed_steps
+        return is_new and not self._known.schedule.is_counted
 
     # -- the rows
 
@@ -168,7 +168,7 @@ class Proposing:
         is_other_end = own.round_index == best.round_index and own.parent == best.parent
         is_late = known.now_s > due_s + LATE_GRACES * known.grace_s
         # A round in vain since then: those who would make it stand on the other step.
-        is_kept = is_late and not known.schedule.fixed_steps and not self._at.rounds_in_vain
+        is_kept = is_late and not known.schedule.is_counted and not self._at.rounds_in_vain
         return not (is_other_end and is_kept)
 
     def _of_no_use(self, best: Link) -> set[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dipaco.protocol.chain import Row
 
-from .actions import CarryOn, Discard, Publish, Put, Tell
+from .actions import CarryOn, Discard, Publish, Put, Tell, Warn
 from .events import Failed
 from .group import MAILBOXES, Group
 from .situation import Role, Round, Situation
@@ -25,7 +25,7 @@ class Publishing:
     def begin(self, round_index: int, boundary_s: float) -> None:
         """The boundary of a trainer came: contribute."""
         known, at = self._known, self._at
-        is_counted = bool(known.schedule.fixed_steps)
+        is_counted = known.schedule.is_counted
         if is_counted:
             round_index = at.link.round_index + 1
         elif known.now_s > boundary_s + known.gather_s:
@@ -33,6 +33,7 @@ class Publishing:
         # A counted round that brought no step comes again.
         self._make_round(round_index, boundary_s, is_again=is_counted)
         if round_index <= at.link.round_index or at.head is None:
+            self._tell_if_ahead(round_index)
             return  # Others' step of this round is here already.
         at.round.is_open = True
         own = self._rows.behind(round_index, at.chain.stand).get(known.me)
@@ -42,6 +43,17 @@ class Publishing:
         else:
             self._spread(own)
 
+    def _tell_if_ahead(self, round_index: int) -> None:
+        """Say so where the chain is of rounds to come: clocks were ahead when it was made."""
+        rounds = self._at.link.round_index - round_index
+        if not self._known.schedule.is_counted and rounds > 1:
+            self._known.do(
+                Warn(
+                    f"{self._at.module} stands on round {self._at.link.round_index} and this is "
+                    f"round {round_index}: a clock was ahead; steps go on in {rounds} rounds"
+                )
+            )
+
     def make_rounds_that_are_heard_of(self) -> None:
         """Begin the round that rows here are of, where this peer trains nothing and so has no
         boundaries: once it has come, or as soon as the last one is over; who leaves is early."""
@@ -50,7 +62,7 @@ class Publishing:
             return
         for index in self._rows.rounds_behind(at.chain.stand):
             is_next, boundary_s = index == at.link.round_index + 1, now_s
-            if not schedule.fixed_steps:
+            if not schedule.is_counted:
                 is_next = index > at.link.round_index
                 boundary_s = schedule.boundary(index, at.chain.level).time_s
             if is_next and (boundary_s <= now_s or at.link.round_index >= at.round.index):

@@ -1,13 +1,14 @@
 """Where a peer stands in the rounds: which boundaries are due, and whether it may take a step.
 
-By the clock a peer always may step, and a boundary is due when its time has come. With fixed steps
-a boundary is due when the steps before it are done; the next ones wait until that outer round has
-ended here. Bookkeeping only: no clock is read.
+There are two kinds. By the clock a peer always may step, and a boundary is due when its time has
+come. Counted (`inner_steps`), a boundary is due when the steps before it are done; the next ones
+wait until that outer round has ended here. Bookkeeping only: no clock is read.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from dipaco.protocol.config import RoundsConfig
@@ -33,7 +34,12 @@ class RoundSchedule:
         self.duration_s = rounds.duration_s
         """Seconds of a round; with fixed steps its limit."""
         self.fixed_steps = rounds.inner_steps
-        """Inner steps of a round in the fixed-steps mode, else 0."""
+        """Inner steps of a counted round; 0 by the clock."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether rounds are counted in inner steps, and do not follow the clock."""
+        return bool(self.fixed_steps)
 
     def round_at(self, now_s: float) -> int:
         """Return the round that `now_s` lies in by the clock; negative before the run starts."""
@@ -56,15 +62,12 @@ class RoundSchedule:
         return max(-1, found)
 
 
-class Rounds:
+class Rounds(ABC):
     """The round that a peer is in, and which levels of it have come and are over."""
 
     def __init__(self, schedule: RoundSchedule) -> None:
         self._schedule = schedule
-        grid, fixed_steps = schedule.grid, schedule.fixed_steps
-        self._levels = grid.levels_in_time_order()
-        self._steps = {level: grid.steps_before(level, fixed_steps) for level in self._levels}
-        """Fixed steps: how many of a round lie before the boundary of each level."""
+        self._levels = schedule.grid.levels_in_time_order()
         self.round_index = 0
         self.steps_in_round = 0
         """Inner steps that were taken in it."""
@@ -75,50 +78,33 @@ class Rounds:
         self._over: dict[str, int] = {}
         """By level, the last round that is over."""
 
+    @staticmethod
+    def of(schedule: RoundSchedule) -> Rounds:
+        """Return the rounds of a run, of the kind that it has."""
+        return CountedRounds(schedule) if schedule.is_counted else ClockRounds(schedule)
+
+    @abstractmethod
     def enter(self, now_s: float, round_index: int) -> None:
-        """Start to take part at `now_s`; with fixed steps in `round_index`."""
-        schedule = self._schedule
-        self.steps_in_round = 0
-        if schedule.fixed_steps:
-            first_s = schedule.duration_s if round_index == 0 else 0.0
-            self.opens_s = max(schedule.start_s, now_s) + first_s
-            self.round_index = round_index
-            self._came = dict.fromkeys(self._levels, round_index - 1)
-        else:
-            self._came = {level: schedule.passed(level, now_s) for level in self._levels}
-            self.round_index = min(self._came.values()) + 1
-        self._over = dict(self._came)
+        """Start to take part at `now_s`; where rounds are counted, in `round_index`."""
+
+    @abstractmethod
+    def due(self, now_s: float, step_s: float) -> list[Boundary]:
+        """Return the boundaries that have come, each once, earliest first.
+
+        :param step_s: what an inner step takes
+        """
+
+    @abstractmethod
+    def may_step(self, now_s: float) -> bool:
+        """Tell whether an inner step may be taken now."""
+
+    @abstractmethod
+    def next_round(self) -> None:
+        """Go on to the next round, or to the present one when rounds were missed."""
 
     def open(self, now_s: float) -> None:
         """Every path has a trainer: the first round begins, unless the run has not started."""
         self.opens_s = min(self.opens_s, max(now_s, self._schedule.start_s))
-
-    def due(self, now_s: float, step_s: float) -> list[Boundary]:
-        """Return the boundaries that have come, each once, earliest first.
-
-        By the clock, one that is nearer than half an inner step (`step_s`) counts as come. Those of
-        rounds that were slept through do not come.
-        """
-        schedule, found = self._schedule, []
-        if schedule.fixed_steps:
-            if now_s < self.opens_s:
-                return []
-            for level in self._levels:
-                is_new = self._came[level] < self.round_index
-                if is_new and self.steps_in_round >= self._steps[level] <= self._quota():
-                    self._came[level] = self.round_index
-                    found.append(Boundary(now_s, self.round_index, level))
-            return found
-        for level in self._levels:
-            passed = schedule.passed(level, now_s + 0.5 * step_s)
-            if passed < self._came[level] - 1:
-                # The clock was put back by rounds.
-                self._came[level] = self._over[level] = passed
-                self.round_index = min(self.round_index, passed + 1)
-            if passed > self._came[level]:
-                self._came[level] = passed
-                found.append(schedule.boundary(passed, level))
-        return sorted(found)
 
     def over(self, level: str) -> None:
         """Note that the outer round whose boundary came last has ended, with a step or without."""
@@ -129,12 +115,84 @@ class Rounds:
         is_over = min(self._over.values()) >= self.round_index
         return is_over and self.steps_in_round >= self._schedule.fixed_steps
 
-    def next_round(self) -> None:
-        """Go on to the next round, or to the present one when rounds were missed."""
+    def next_boundary(self, level: str) -> Boundary:
+        """Return the next boundary of a level by the clock."""
+        return self._schedule.boundary(self._came[level] + 1, level)
+
+    def take_early(self, boundary: Boundary) -> None:
+        """Let a boundary count as come; it does not come again."""
+        self._came[boundary.level] = boundary.round_index
+
+
+class ClockRounds(Rounds):
+    """Rounds that follow the clock."""
+
+    def enter(self, now_s: float, round_index: int) -> None:
+        """Start to take part at `now_s`."""
         self.steps_in_round = 0
-        self.round_index = max(self.round_index, *self._over.values()) + 1
-        if not self._schedule.fixed_steps:
-            self.round_index = min(self._came.values()) + 1
+        self._came = {level: self._schedule.passed(level, now_s) for level in self._levels}
+        self._over = dict(self._came)
+        self.round_index = min(self._came.values()) + 1
+
+    def due(self, now_s: float, step_s: float) -> list[Boundary]:
+        """Return the boundaries that have come, each once, earliest first.
+
+        The next one counts as come where it is nearer than half an inner step. Those of rounds that
+        were slept through do not come.
+        """
+        found, schedule = [], self._schedule
+        for level in self._levels:
+            next_at_most = schedule.passed(level, now_s) + 1
+            passed = min(next_at_most, schedule.passed(level, now_s + 0.5 * step_s))
+            if passed < self._came[level] - 1:
+                # The clock was put back by rounds.
+                self._came[level] = self._over[level] = passed
+                self.round_index = min(self.round_index, passed + 1)
+            if passed > self._came[level]:
+                self._came[level] = passed
+                found.append(schedule.boundary(passed, level))
+        return sorted(found)
+
+    def may_step(self, now_s: float) -> bool:
+        """Tell whether the run has started."""
+        return now_s >= self.opens_s
+
+    def next_round(self) -> None:
+        """Go on to the round whose boundaries come next."""
+        self.steps_in_round = 0
+        self.round_index = min(self._came.values()) + 1
+
+
+class CountedRounds(Rounds):
+    """Rounds of so many inner steps."""
+
+    def __init__(self, schedule: RoundSchedule) -> None:
+        super().__init__(schedule)
+        before = schedule.grid.steps_before
+        self._steps = {level: before(level, schedule.fixed_steps) for level in self._levels}
+        """How many steps of a round lie before the boundary of each level."""
+
+    def enter(self, now_s: float, round_index: int) -> None:
+        """Start to take part at `now_s`, in `round_index`."""
+        schedule = self._schedule
+        self.steps_in_round = 0
+        first_s = schedule.duration_s if round_index == 0 else 0.0
+        self.opens_s = max(schedule.start_s, now_s) + first_s
+        self.round_index = round_index
+        self._came = dict.fromkeys(self._levels, round_index - 1)
+        self._over = dict(self._came)
+
+    def due(self, now_s: float, step_s: float) -> list[Boundary]:
+        """Return the boundaries before which all steps are done, each once, in their order."""
+        found: list[Boundary] = []
+        if now_s < self.opens_s:
+            return found
+        for level in self._levels:
+            is_new = self._came[level] < self.round_index
+            if is_new and self.steps_in_round >= self._steps[level] <= self._quota():
+                self._came[level] = self.round_index
+                found.append(Boundary(now_s, self.round_index, level))
+        return found
 
     def _quota(self) -> int:
         """Return the steps of this round that may be done before the next gate."""
@@ -144,15 +202,10 @@ class Rounds:
         return self._schedule.fixed_steps
 
     def may_step(self, now_s: float) -> bool:
-        """Tell whether an inner step may be taken now."""
-        if now_s < self.opens_s:
-            return False
-        return not self._schedule.fixed_steps or self.steps_in_round < self._quota()
+        """Tell whether all have come, and a step is left before the next gate."""
+        return now_s >= self.opens_s and self.steps_in_round < self._quota()
 
-    def next_boundary(self, level: str) -> Boundary:
-        """Return the next boundary of a level by the clock."""
-        return self._schedule.boundary(self._came[level] + 1, level)
-
-    def take_early(self, boundary: Boundary) -> None:
-        """Let a boundary count as come; it does not come again."""
-        self._came[boundary.level] = boundary.round_index
+    def next_round(self) -> None:
+        """Go on to the next round, or to a later one that is over here already."""
+        self.steps_in_round = 0
+        self.round_index = max(self.round_index, *self._over.values()) + 1
