@@ -88,6 +88,12 @@ class AdmissionError(DipacoError):
     exit_code = 13
 
 
+class MachineError(DipacoError):
+    """This machine computes otherwise than the others: its memory, processor or libraries."""
+
+    exit_code = 14
+
+
 def printable(text: str) -> str:
     """Return what others have written as one line that commands no terminal: "?" stands for
     control characters, and for those that change the direction of what follows."""

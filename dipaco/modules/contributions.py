@@ -36,6 +36,9 @@ class Numbers(Protocol):
 CHUNK_VALUES = 4096
 # No honest scale is greater; the greatest code times it is far below what fp32 can hold.
 MAX_SCALE = 2.0**100
+# Its upper half as fp32; those of greater scales, of negative ones and of what is no number are
+# greater.
+_MAX_HALF = int(np.float32(MAX_SCALE).view(np.uint32)) >> 16
 # Values that are encoded at a time.
 _PIECE_VALUES = 2**18
 
@@ -71,7 +74,10 @@ class Codec(ABC):
             piece = flat[begin:end]
             padding = self._padded(end - begin) - (end - begin)
             blocks = torch.nn.functional.pad(piece, (0, padding)).view(-1, self.block_values)
-            scale = _upper_half(self._scales(blocks))
+            found = self._scales(blocks)
+            if padding:  # It has no part in the scale of the last block.
+                found[-1:] = self._scales(blocks[-1:, : self.block_values - padding])
+            scale = _upper_half(found)
             scales[self.blocks(begin) :][: len(scale)] = scale
             code = self._codes(blocks, _fp32_of(scale)).view(np.uint8).reshape(-1)
             codes[done : done + len(code)] = code
@@ -85,10 +91,12 @@ class Codec(ABC):
             raise IntegrityError(
                 f"a contribution of {values} values has {expected} bytes, not {len(data)}"
             )
-        scales = _fp32_of(np.frombuffer(data, "<u2", self.blocks(values)))
-        # Also false of what is not a number.
-        if not bool(((scales >= 0) & (scales <= MAX_SCALE)).all()):
+        halves = np.frombuffer(data, "<u2", self.blocks(values))
+        # Also false of what is not a number, and of a negative zero.
+        if not bool((halves <= _MAX_HALF).all()):
             raise IntegrityError("a contribution has a scale that no encoding gives")
+        if not halves.any():
+            raise IntegrityError("a contribution is empty: all its scales are 0")
 
     def decode(
         self, data: Data, values: int, begin: int = 0, end: int | None = None
@@ -132,14 +140,19 @@ class Float32(Codec):
         data = bytearray(4 * flat.numel())
         numbers = np.frombuffer(data, "<f4")
         for begin, end in pieces(flat.numel()):
-            numbers[begin:end] = flat[begin:end].numpy()
+            numbers[begin:end] = flat[begin:end].add(0.0).numpy()  # No negative zeros.
         return data
 
     def check(self, data: Data, values: int) -> None:
         if len(data) != 4 * values:
             raise IntegrityError(f"{values} values have {4 * values} bytes, not {len(data)}")
-        if not bool(np.isfinite(np.frombuffer(data, "<f4")).all()):
+        numbers = np.frombuffer(data, "<f4")
+        if not bool(np.isfinite(numbers).all()):
             raise IntegrityError("a contribution has numbers that are not finite")
+        if bool((np.signbit(numbers) & (numbers == 0)).any()):
+            raise IntegrityError("a contribution has a negative zero")
+        if not numbers.any():
+            raise IntegrityError("a contribution is empty: all its numbers are 0")
 
     def decode(
         self, data: Data, values: int, begin: int = 0, end: int | None = None

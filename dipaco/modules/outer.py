@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from dipaco.protocol.outer_row import OuterRow
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from . import trimmed_mean
+from .arithmetic import check_arithmetic
 from .contributions import (
     CHUNK_VALUES,
     CODECS,
@@ -34,13 +35,10 @@ from .device import all_finite, own_pages
 from .state import ModuleState, PathProgress
 from .trimmed_mean import fp32
 
-# What a row may count, as a multiple of the median row: machines differ. A trimmed mean expects
-# liars: a row that moves its path's schedule on does more harm than one that counts too little.
-MAX_LEAP, TRIMMED_LEAP = 16, 1
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
 MAX_OF_MEDIAN, MAX_OF_USUAL = 4, 2
-# Of two contributions none is shortened below this share of the norm of the module's parameters.
-LEAST_OF_PARAMETERS = 1 / 32
+# In a group of an even number one voice more is this share of the norm of the module's parameters.
+VOICE_OF_PARAMETERS = 1 / 32
 # Values that are combined at a time. Changes no bit.
 PIECE_VALUES = 64 * CHUNK_VALUES
 
@@ -66,38 +64,6 @@ def canonical_rows(rows: Iterable[OuterRow]) -> tuple[OuterRow, ...]:
     if len(set(owners)) != len(owners):
         raise ValueError("a peer contributes twice to one group")
     return tuple(sorted(given, key=lambda row: (row.path, row.peer)))
-
-
-@dataclass(frozen=True)
-class Usual:
-    """What a path usually contributes to a module, by its anchor: the same for all that hold it.
-
-    Nobody can check how many tokens another peer has trained, so what is said is measured by what
-    the module has seen. Of a genesis nothing is known.
-    """
-
-    tokens: Mapping[int, int] = field(default_factory=dict)
-    """For each path that contributed, its tokens in an outer step, on average over all steps."""
-
-    @classmethod
-    def of(cls, progress: Mapping[int, PathProgress], version: int) -> Usual:
-        """Return the usual tokens of a state with these counts after `version` outer steps."""
-        return cls({path: entry.tokens // max(1, version) for path, entry in progress.items()})
-
-
-def bounded_rows(
-    rows: Sequence[OuterRow], usual: Usual, leap: int = MAX_LEAP
-) -> tuple[OuterRow, ...]:
-    """Return the rows of a step, of which none counts more than is credible.
-
-    They are what weights and a state's counts are made of, and so where a path stands in its
-    schedule. A row counts up to `leap` times the median of all rows' tokens. One that is alone is
-    measured by the usual tokens of the path with the most, and by nothing behind a genesis.
-    """
-    most = max(usual.tokens.values(), default=0)
-    if len(rows) > 1 or not most:
-        most = _lower_median([row.tokens for row in rows])
-    return tuple(replace(row, tokens=min(row.tokens, leap * most)) for row in rows)
 
 
 def _lower_median(values: Sequence[T]) -> T:
@@ -140,9 +106,6 @@ def encode_in_place(gradient: OuterGradient, codec: Codec) -> bytearray:
     return data
 
 
-UNKNOWN = Usual()
-
-
 @dataclass(frozen=True)
 class OuterRule:
     """How the state after a step is computed from the files that its rows name.
@@ -179,7 +142,9 @@ class OuterRule:
         own = {"learning_rate": outer.private_learning_rate, "momentum": outer.private_momentum}
         return outer.model_copy(update=own)
 
-    def weights(self, rows: Sequence[OuterRow], usual: Usual = UNKNOWN) -> tuple[float, ...]:
+    def weights(
+        self, rows: Sequence[OuterRow], progress: Mapping[int, PathProgress] | None = None
+    ) -> tuple[float, ...]:
         """Return the weight of each row of a step; together they are 1.
 
         A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
@@ -189,19 +154,16 @@ class OuterRule:
         four fifths from one honest replica. Raises ValueError when a contributing path has no
         sequences.
         """
-        of_path: dict[int, list[int]] = {}
-        for row in rows:
-            of_path.setdefault(row.path, []).append(row.tokens)
+        usual = {path: entry.usual for path, entry in (progress or {}).items()}
+        of_path = _tokens_of_paths(rows)
         most = {
-            path: max(
-                MAX_OF_MEDIAN * _lower_median(tokens),
-                MAX_OF_USUAL * usual.tokens.get(path, 0),
-            )
+            path: max(MAX_OF_MEDIAN * _lower_median(tokens), MAX_OF_USUAL * usual.get(path, 0))
             for path, tokens in of_path.items()
         }
         counted = [min(row.tokens, most[row.path]) for row in rows]
         tokens_of_path = {
-            path: sum(min(row, most[path]) for row in tokens) for path, tokens in of_path.items()
+            path: sum_of_counts(min(row, most[path]) for row in tokens)
+            for path, tokens in of_path.items()
         }
         sizes = dict.fromkeys(tokens_of_path, 1)
         if self.shard_sequences is not None:
@@ -209,7 +171,7 @@ class OuterRule:
         empty = [path for path, size in sizes.items() if size <= 0]
         if empty:
             raise ValueError(f"path {empty[0]} contributes but its shard has no sequences")
-        total = sum(sizes.values())
+        total = sum_of_counts(sizes.values())
         return tuple(
             (sizes[row.path] / total) * (tokens / tokens_of_path[row.path])
             for row, tokens in zip(rows, counted, strict=True)
@@ -218,16 +180,14 @@ class OuterRule:
     def scales(self, norms: Sequence[float], parameters_norm: float = 0.0) -> tuple[float, ...]:
         """Return what each contribution of a step is multiplied by; 1 for at least half of them.
 
-        What is longer than the median is shortened to it: the lower one of the norms above 0. Of
-        two contributions neither can be told to be the wrong one, so a share of the norm of the
-        module's parameters is a third voice. Otherwise a contribution of next to nothing would
-        make nothing of the other's work.
+        What is longer than the median norm is shortened to it. In a group of an even number, a
+        share of the norm of the module's parameters has a voice too. So half of a group decides
+        nothing: with contributions of next to nothing it would make nothing of the others' work.
         """
-        above = [norm for norm in norms if norm > 0.0]
-        if not self.contributions.shorten or len(above) < 2:
+        if not self.contributions.shorten or len(norms) < 2:
             return (1.0,) * len(norms)
-        third = [LEAST_OF_PARAMETERS * parameters_norm] if len(above) == 2 else []
-        most = _lower_median([*above, *third])
+        more = [] if len(norms) % 2 else [VOICE_OF_PARAMETERS * parameters_norm]
+        most = _lower_median([*norms, *more])
         return tuple(1.0 if norm <= most else most / norm for norm in norms)
 
     def step(
@@ -243,14 +203,15 @@ class OuterRule:
         `rows` are those of the step in canonical order, `files` the checked contributions of these.
         The average is multiplied by the root of the number of contributing paths (section 2.7);
         replicas of a path count once. Given the module's `paths`, rows of other paths raise
-        ValueError. Raises `IntegrityError` when a number is not finite.
+        ValueError. Raises `IntegrityError` when a number is not finite, and `MachineError` where
+        this machine's arithmetic is not that of the others.
         """
-        leap = TRIMMED_LEAP if self._is_trimmed else MAX_LEAP
-        bounded = bounded_rows(canonical_rows(rows), Usual.of(state.progress, state.version), leap)
-        contributing = {row.path for row in bounded}
+        check_arithmetic()
+        rows = canonical_rows(rows)
+        contributing = {row.path for row in rows}
         if paths is not None and not contributing <= set(paths):
             raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
-        combine = self._combination(state, files, bounded)
+        combine = self._combination(state, files, rows)
         outer = self.outer_of(state.module)
         root = fp32(math.sqrt(len(contributing))) if outer.sqrt_paths_rescaling else None
         mu = fp32(outer.momentum)
@@ -274,7 +235,7 @@ class OuterRule:
             version=state.version + 1,
             parameters=parameters,
             momentum=momentum,
-            progress=advanced_progress(state.progress, bounded, round_index),
+            progress=advanced_progress(state.progress, rows, round_index),
             layout=state.layout,
         )
 
@@ -284,12 +245,12 @@ class OuterRule:
         """Return what gives the combined contributions from one value to another; the caller may
         change what it is given, until it asks for the next."""
         codec, values = self.codec, state.layout.size
-        weights = self.weights(rows, Usual.of(state.progress, state.version))
+        weights = self.weights(rows, state.progress)
         norms = [0.0] * len(files)
         if self.contributions.shorten and len(files) > 1:
             norms = [contribution_norm(codec, data, values) for data in files]
         parameters_norm = 0.0
-        if sum(norm > 0.0 for norm in norms) == 2:
+        if len(files) % 2 == 0:
             parameters_norm = exact_norm(lambda b, e: state.parameters[b:e], values)
         scales = self.scales(norms, parameters_norm)
         trims = self._is_trimmed and len(files) >= trimmed_mean.LEAST_VOTERS
@@ -300,7 +261,8 @@ class OuterRule:
             pieces = (codec.decode(data, values, begin, end) for data in files)
             if trims:
                 scaled = [p.mul_(fp32(s)) for p, s in zip(pieces, scales, strict=True)]
-                return trimmed_mean.of_paths(scaled, weights, paths, share).clone()
+                # Adding 0 leaves no negative zero: its sign would depend on a vector instruction.
+                return trimmed_mean.of_paths(scaled, weights, paths, share).add(0.0)
             total = sums[: end - begin].zero_()
             for piece, weight, scale in zip(pieces, weights, scales, strict=True):
                 total.add_(piece.mul_(fp32(weight * scale)))
@@ -316,10 +278,32 @@ class OuterRule:
 def advanced_progress(
     progress: Mapping[int, PathProgress], rows: Sequence[OuterRow], round_index: int
 ) -> dict[int, PathProgress]:
-    """Return a state's per-path counts with those of a step's rows added."""
+    """Return a state's per-path counts after a step with these rows.
+
+    A path's count is its place in the schedule. It grows by the lower median of what the path's
+    rows say, and at most by twice what is usual for it: nobody can check how many tokens another
+    peer has trained. A path that is new is measured by the path that usually grows most, and
+    behind a genesis by the lower median of all rows.
+    """
     advanced = dict(progress)
-    for row in rows:
-        before = advanced.get(row.path, PathProgress(0, round_index))
+    usual = max((entry.usual for entry in progress.values()), default=0)
+    first = usual or _lower_median([row.tokens for row in rows])
+    for path, tokens in _tokens_of_paths(rows).items():
+        before = progress.get(path, PathProgress(0, round_index, first))
+        grown = min(_lower_median(tokens), MAX_OF_USUAL * before.usual)
         last_round = max(before.last_round, round_index)
-        advanced[row.path] = PathProgress(before.tokens + row.tokens, last_round)
+        advanced[path] = PathProgress(before.tokens + grown, last_round, grown)
     return advanced
+
+
+def _tokens_of_paths(rows: Sequence[OuterRow]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for row in rows:
+        found.setdefault(row.path, []).append(row.tokens)
+    return found
+
+
+def sum_of_counts(counts: Iterable[int]) -> int:
+    """Return the sum of integers, which is exact. Sums of floats differ between Pythons: those of
+    consensus code are `math.fsum`."""
+    return sum(counts)

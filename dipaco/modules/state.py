@@ -36,17 +36,20 @@ from .canonical_file import (
 from .device import all_finite, own_pages
 from .layout import ModuleLayout
 
-STATE_FORMAT = "dipaco-state/1"
+STATE_FORMAT = "dipaco-state/2"
 # Of tokens and rounds: sums of two still fit into 64 bits.
 MAX_COUNT = 2**62
 
 
 @dataclass(frozen=True)
 class PathProgress:
-    """What one path has contributed to a module: tokens trained, and its last round."""
+    """What one path has contributed to a module."""
 
     tokens: int
+    """Its place in the schedule: what one of its peers trained, replicas counted once."""
     last_round: int
+    usual: int
+    """By how many tokens it grew in its last step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +167,7 @@ def max_state_bytes(layout: ModuleLayout, path_count: int) -> int:
     Called before a state is fetched, to bound the transfer.
     """
     greatest = MAX_COUNT
-    progress = {greatest + path: PathProgress(greatest, greatest) for path in range(path_count)}
+    progress = {greatest + path: PathProgress(*[greatest] * 3) for path in range(path_count)}
     header = _header("L0000000.E0000000", greatest, progress, layout)
     return 8 + len(header) + 8 * layout.size
 
@@ -217,7 +220,9 @@ def _header(
     module: str, version: int, progress: Mapping[int, PathProgress], layout: ModuleLayout
 ) -> bytes:
     """Return the one header that a state may have."""
-    table = {str(path): [entry.tokens, entry.last_round] for path, entry in progress.items()}
+    table = {
+        str(path): [entry.tokens, entry.last_round, entry.usual] for path, entry in progress.items()
+    }
     content = {"module": module, "version": version, "progress": table}
     shapes = list(zip(layout.names, layout.shapes, strict=True))
     parts = [
@@ -232,7 +237,7 @@ def _parse_header(header: bytes) -> StateSummary:
         content = parse_metadata(header, STATE_FORMAT, "state")
         module, version, table = content["module"], content["version"], content["progress"]
         progress = {
-            _count(int(path)): PathProgress(*(_count(number) for number in _pair(entry)))
+            _count(int(path)): PathProgress(*(_count(number) for number in _three(entry)))
             for path, entry in table.items()
         }
         if not isinstance(module, str):
@@ -240,9 +245,9 @@ def _parse_header(header: bytes) -> StateSummary:
         return StateSummary(module, _count(version), dict(sorted(progress.items())))
 
 
-def _pair(entry: Any) -> list[Any]:
-    if not isinstance(entry, list) or len(entry) != 2:
-        raise ValueError("progress is not a pair")
+def _three(entry: Any) -> list[Any]:
+    if not isinstance(entry, list) or len(entry) != 3:
+        raise ValueError("progress is not three numbers")
     return entry
 
 

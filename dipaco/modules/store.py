@@ -264,7 +264,11 @@ def _description(state: ModuleState) -> bytes:
         "digest": state.digest,
         "tokens": state.tokens,
         "progress": {
-            str(path): {"tokens": entry.tokens, "last_round": entry.last_round}
+            str(path): {
+                "tokens": entry.tokens,
+                "last_round": entry.last_round,
+                "usual": entry.usual,
+            }
             for path, entry in state.progress.items()
         },
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

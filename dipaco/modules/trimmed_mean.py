@@ -41,7 +41,7 @@ def of_paths(
         places = list(group)
         replicas = [contributions[place] for place in places]
         voters.append(trimmed_mean(replicas, [1.0] * len(places), share))
-        votes.append(sum(weights[place] for place in places))
+        votes.append(math.fsum(weights[place] for place in places))
     return trimmed_mean(voters, votes, share)
 
 
@@ -57,7 +57,7 @@ def weighted_mean(values: Sequence[torch.Tensor], weights: Sequence[float]) -> t
     """Return the weighted mean, in new memory unless there is one value."""
     if len(values) == 1:
         return values[0]
-    whole = sum(weights)
+    whole = math.fsum(weights)
     total = torch.zeros_like(values[0])
     for value, weight in zip(values, weights, strict=True):
         total.add_(value.mul(fp32(weight / whole)))

@@ -21,7 +21,7 @@ def state_of(version, module="L0.E0", value=None):
         version=version,
         parameters=torch.full((4,), float(version if value is None else value)),
         momentum=torch.zeros(4),
-        progress={1: PathProgress(100 * version, version)} if version else {},
+        progress={1: PathProgress(100 * version, version, 100)} if version else {},
         layout=LAYOUT,
     )
 
@@ -70,7 +70,7 @@ def test_files_for_people_and_for_serving(store):
     assert described["version"] == 2
     assert described["digest"] == state_of(2).digest
     assert described["tokens"] == 200
-    assert described["progress"] == {"1": {"tokens": 200, "last_round": 2}}
+    assert described["progress"] == {"1": {"tokens": 200, "last_round": 2, "usual": 100}}
     assert described["saved_at"].endswith("Z")
     assert store.find(state_of(2).digest) == path
     assert store.find("0" * 64) is None

@@ -48,12 +48,12 @@ def local(trainer, module=MODULE):
 
 def following(state, shift, tokens=0):
     """Return a next state, `shift` away, with so many more tokens of the path in it."""
-    before = state.progress.get(PATH, PathProgress(0, 0))
+    before = state.progress.get(PATH, PathProgress(0, 0, 1))
     return replace(
         state,
         version=state.version + 1,
         parameters=state.parameters + shift,
-        progress={PATH: PathProgress(before.tokens + tokens, 0)},
+        progress={PATH: PathProgress(before.tokens + tokens, 0, tokens)},
     )
 
 
