@@ -133,6 +133,16 @@ EXIT_CODES = (
         "ask the operator for one: `--invitation TEXT`",
     ),
     ExitCode(
+        errors.MachineError.exit_code,
+        "machine",
+        (
+            "this machine computes otherwise than the others: its memory or processor is damaged "
+            "or overclocked, or a library changes its arithmetic"
+        ),
+        "test the memory, undo overclocking; run dipaco in an environment of its own",
+        is_final=True,
+    ),
+    ExitCode(
         130,
         "",
         (

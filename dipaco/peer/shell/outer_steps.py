@@ -33,6 +33,7 @@ from dipaco.base.errors import (
     CorpusError,
     DipacoError,
     IntegrityError,
+    MachineError,
     StorageError,
 )
 from dipaco.base.repetition import Complaints
@@ -384,6 +385,9 @@ class OuterSteps:
         def run() -> None:
             try:
                 work()
+                return
+            except MachineError as error:
+                self._fail(error)
                 return
             except DipacoError as error:
                 reason = str(error)
