@@ -391,27 +391,59 @@ def test_a_state_that_takes_rounds_to_fetch_is_not_given_up_for_the_steps_on_top
 # -- what is taken
 
 
-@pytest.mark.parametrize("others", ["B", "BCD"])
-def test_another_state_than_was_computed_here_is_taken_from_most_alone(others):
-    """One machine that computes wrongly changes nobody's state; where most name another state than
-    this machine has, it is this one that is wrong."""
+def contradicted(others):
+    """Return a life that has computed a step, and hears another step that names another state than it has."""
     life = Life(pinned=0).begun()
     life.silent, life.others = {a.FetchState}, dict.fromkeys("BCD", 0)
     life.see()
     first = Step.of([row_of(p, life.step.parent, name(life.step.parent), 6) for p in "ABCD"])
     life.now_s += 2 * DURATION_S
-    life.tell(e.Told("B", MODULE, steps=(first,)))
-    for row in first.rows:
-        life.tell(e.Gathered(MODULE, row))
-    head = Head(MODULE, first.name, 1, 4, 6, name(first.name), 100)
-    life.tell(e.StateHere(MODULE, head))
-    assert life.member.modules[MODULE].head == head
-    second = Step.of([row_of(p, first.name, name("another"), 7) for p in others])
+    hear_step(life, first)
+    life.tell(e.StateHere(MODULE, head_of([first])))
+    assert life.member.modules[MODULE].head == head_of([first])
     life.now_s += DURATION_S
-    life.take(a.Warn)
-    life.tell(e.Told("B", MODULE, steps=(second,)))
-    for row in second.rows:
+    life.wanted = []
+    second = Step.of([row_of(p, first.name, name("another"), 7) for p in others])
+    hear_step(life, second)
+    return life, first, second
+
+
+def hear_step(life, step):
+    life.tell(e.Told("B", MODULE, steps=(step,)))
+    for row in step.rows:
         life.tell(e.Gathered(MODULE, row))
+
+
+@pytest.mark.parametrize("others", ["B", "BCD"])
+def test_nobody_takes_a_state_over_its_own_computation(others):
+    """Arithmetic is exact: it is computed once more, and with the same digest it stays."""
+    life, first, _ = contradicted(others)
+    (again,) = [compute for compute in life.wanted if isinstance(compute, a.Compute)]
+    assert (again.base.version, again.steps) == (0, (first,))
+    assert not life.has(a.FetchState)
+    life.tell(e.StateHere(MODULE, head_of([first])))
+    life.live(1.0)
     assert life.has(a.Warn)
-    fetched = [fetch.head.digest for fetch in life.take(a.FetchState)]
-    assert fetched == ([name("another")] if len(others) > 1 else [])
+    assert not life.has(a.FetchState)
+    assert life.member.modules[MODULE].head == head_of([first])
+
+
+def test_a_machine_that_erred_once_takes_what_it_computes_the_second_time():
+    life, first, _ = contradicted("BCD")
+    right = replace(head_of([first]), digest=name("another"))
+    life.tell(e.StateHere(MODULE, right))
+    assert [adopt.head for adopt in life.wanted if isinstance(adopt, a.Adopt)] == [right]
+    assert life.has(a.Warn)
+
+
+@pytest.mark.parametrize(("others", "ends"), [("B", False), ("BCD", True)])
+def test_a_peer_that_is_alone_with_its_state_for_three_rounds_says_so_and_ends(others, ends):
+    life, first, last = contradicted(others)
+    life.tell(e.StateHere(MODULE, head_of([first])))
+    for number in range(8, 11):
+        last = Step.of([row_of(p, last.name, name(last.name), number) for p in others])
+        life.live(DURATION_S, step_s=10.0)
+        hear_step(life, last)
+    life.live(DURATION_S, step_s=10.0)
+    left = life.take(a.Left)
+    assert [(end.is_machine, "memory" in end.error) for end in left] == ([(True, True)] if ends else [])

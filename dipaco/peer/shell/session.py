@@ -10,7 +10,7 @@ import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.base.errors import IntegrityError, MachineError, NetworkError
 from dipaco.modules.device import return_freed_memory, wait_for
 from dipaco.peer.keeping.path_files import OptimizerFiles, PathFiles
 from dipaco.peer.node.node import Node
@@ -98,7 +98,7 @@ class Session:
         finally:
             self._close()
         if left.error:
-            raise NetworkError(left.error)
+            raise MachineError(left.error) if left.is_machine else NetworkError(left.error)
         return self._successor
 
     @property

@@ -293,4 +293,6 @@ class Left(Action):
 
     to_successor: bool
     error: str = ""
-    """Why it could not begin, if that is why it left."""
+    """Why it could not begin, or go on, if that is why it left."""
+    is_machine: bool = False
+    """The error is one of this machine."""

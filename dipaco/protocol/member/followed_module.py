@@ -42,6 +42,8 @@ from .publishing import Publishing
 from .situation import Role, Situation
 from .taking import Stage, Taking
 
+# A peer whose state is another one than that of most others trains on for so many rounds.
+ALONE_ROUNDS = 3
 # A newcomer asks so many holders what their chain is, and waits so long.
 FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
 # A peer that waits for a state begins after G with the newest one that it can get. Where there is a
@@ -112,6 +114,17 @@ class FollowedModule:
     def is_fetching(self) -> bool:
         """Whether a state is on its way."""
         return self._taking.is_fetching
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether others, who outweigh this peer, have gone on for some rounds from another state
+        than was computed here."""
+        book, refused = self.chain.book, self._taking.contradicted
+        if refused not in book:
+            return False
+        last = book.link(refused).round_index + ALONE_ROUNDS - 1
+        tips = [tip for tip in book.tips(self.module) if book.stands_on(tip.name, refused)]
+        return any(tip.rank < self.link.rank and tip.round_index >= last for tip in tips)
 
     @property
     def last_step(self) -> tuple[Step, ...]:
@@ -278,7 +291,7 @@ class FollowedModule:
         self.chain.prune()
         self._gathering.see_what_lacks_files()
 
-    def _on_taken(self, head: Head) -> None:
+    def _on_taken(self, head: Head, state_before: Head | None) -> None:
         """Make a state the one that this peer stands on."""
         known, book, before, round_ = self.known, self.chain.book, self.stand, self.situation.round
         is_next = book.stands_on(head.step, before)
@@ -289,7 +302,7 @@ class FollowedModule:
         expected, step = len(self._group.awaited()), book.link(head.step).step
         known.do(a.Adopt(head, step, is_round, expected, is_own_in))
         self.chain.serve(head.step)
-        self.chain.take(head)
+        self.chain.take(head, state_before)
         self._gathering.see_what_lacks_files()
         self.consider()
 

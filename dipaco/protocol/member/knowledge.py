@@ -14,6 +14,9 @@ from dipaco.protocol.view import SwarmView
 from .actions import Action
 from .rounds import RoundSchedule
 
+# A peer that has moved is believed for so many rounds that it trained the path that it left.
+CLAIMED_ROUNDS = 2
+
 
 @dataclass(frozen=True)
 class MemberSettings:
@@ -50,6 +53,8 @@ class Knowledge:
         self._callable: dict[str, bool] = {}
         self._callable_others: list[str] | None = None
         self._trainers: dict[tuple[str, int | None], frozenset[str]] = {}
+        self._claimed_s: dict[tuple[str, int], float] = {}
+        """By peer and path: when a view showed such a claim last."""
         self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
         self.actions: list[Action] = []
 
@@ -66,6 +71,13 @@ class Knowledge:
     def view(self, view: SwarmView) -> None:
         self._view = view
         self._has_changed()
+        oldest_s = self.now_s - CLAIMED_ROUNDS * self.schedule.duration_s
+        self._claimed_s = {key: s for key, s in self._claimed_s.items() if s >= oldest_s}
+        self._claimed_s.update({(p, c.path): self.now_s for p, c in view.claims.items()})
+
+    def has_claimed(self, peer: str, path: int) -> bool:
+        """Tell whether a peer has claimed a path lately, so that its row for it may count."""
+        return peer == self.me or (peer, path) in self._claimed_s
 
     def unseen(self, module: str) -> frozenset[str]:
         """Return recent contributors that the view does not show, and that are there

@@ -80,7 +80,7 @@ class Member:
         """Waits for a new view of the swarm, to see whether another path needs this peer more."""
         self._is_told_slow = False
         self._has_successor = self._to_successor = self._hands_over = False
-        self._error = ""
+        self._error, self._is_machine = "", False
         self.rounds_done = 0
         """Rounds that ended here."""
         for head in held:
@@ -248,6 +248,7 @@ class Member:
             for followed in self._trained():
                 if followed.level == boundary.level:
                     followed.carry_on("no step came")
+                    rounds.over_before(boundary)
                     followed.begin(boundary.round_index, boundary.time_s)
         self._close_rounds()
         if rounds.has_ended():
@@ -313,8 +314,15 @@ class Member:
         self._rounds_on_path += 1
         self.rounds.next_round()
         known.do(a.EndRound(ended, self.rounds.round_index))
-        most = known.settings.max_rounds
-        if most and self.rounds_done >= most:
+        most, alone = known.settings.max_rounds, [s.module for s in self._trained() if s.is_alone]
+        if alone:
+            self._is_machine = True
+            self._error = (
+                f"this machine computes {', '.join(alone)} otherwise than most others, twice with "
+                f"the same result; test its memory, undo overclocking, and start again"
+            )
+            self._leave(to_successor=False)
+        elif most and self.rounds_done >= most:
             self._leave(to_successor=False)
         elif self._has_successor and known.settings.follows:
             self._leave(to_successor=True)
@@ -412,4 +420,4 @@ class Member:
             self.known.do(a.Wait("others to take over the newest states", left_s))
             return
         self._phase = _Phase.GONE
-        self.known.do(a.Left(self._to_successor, self._error))
+        self.known.do(a.Left(self._to_successor, self._error, self._is_machine))

@@ -30,6 +30,8 @@ class ModuleChain:
         """The state that is held; None of a mailbox, and before the first one is here."""
         self.before: Head | None = None
         """The state that was held before, which is on the disk."""
+        self.computed = {self.stand}
+        """Steps whose states this peer knows by its own computation, or as everybody does."""
         self._recent = "", frozenset[str]()
         """The step that this peer stands on, and who contributed to the last steps up to it."""
         self._candidates = Candidates((), -math.inf)
@@ -93,9 +95,10 @@ class ModuleChain:
         return stands_beside and link.step is not None and self._known.me in link.step.peers
 
     def contradicts(self, link: Link) -> bool:
-        """Tell whether a step names another state than the one that is, or was, held here."""
+        """Tell whether a step names another state than the one that was computed here."""
+        heads = [head for head in (self.head, self.before) if head is not None]
+        held = {head.step: head.digest for head in heads if head.step in self.computed}
         step = link.step
-        held = {head.step: head.digest for head in (self.head, self.before) if head is not None}
         return step is not None and held.get(link.parent, step.state) != step.state
 
     def near(self) -> list[Link]:
@@ -140,10 +143,10 @@ class ModuleChain:
         steps = self.book.steps_between(parted, step)
         self._known.do(Serve(self.module, step, steps))
 
-    def take(self, head: Head) -> None:
-        """Stand on a state."""
+    def take(self, head: Head, before: Head | None) -> None:
+        """Stand on a state; the one before it is on the disk."""
         if head.step != self.stand:
-            self.before = self.head
+            self.before = before
         self.head, self.stand = head, head.step
         self.notes.believe([n for n in self.notes.doubted if self.book.stands_on(head.step, n)])
         self.prune()
@@ -152,3 +155,5 @@ class ModuleChain:
         """Forget what parted long ago, and what was noted of it."""
         self.book.prune(self.stand, REMEMBERED_STEPS)
         self.notes.forget_gone(self.book)
+        held = {head.step for head in (self.head, self.before) if head is not None}
+        self.computed &= {*held, self.book.genesis(self.module)}

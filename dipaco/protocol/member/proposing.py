@@ -18,10 +18,11 @@ does not decide whose rows count.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from dipaco.protocol.chain import MAX_ROWS, Row, Step
-from dipaco.protocol.chain_book import Link
+from dipaco.protocol.chain_book import RECENT_STEPS, Link
 
 from .group import Group
 from .knowledge import mailbox_order
@@ -90,7 +91,17 @@ class Proposing:
         head, over = self._at.head, self._group.passed_over()
         state = head.digest if head is not None else ""
         rows = self._rows.standing(self._at.round.index, self._chain.stand, state)
-        return {peer: row for peer, row in rows.items() if peer not in over}
+        counting = {peer: row for peer, row in rows.items() if peer not in over}
+        return {peer: row for peer, row in counting.items() if self._is_claimed(row)}
+
+    def _is_claimed(self, row: Row) -> bool:
+        """Tell whether the signer of a row is known to train its path: what it says there moves the
+        schedule of the path."""
+        if self._known.has_claimed(row.peer, row.path):
+            return True
+        links = itertools.islice(self._chain.book.back_from(self._chain.stand), RECENT_STEPS)
+        before = [known for link in links if link.step is not None for known in link.step.rows]
+        return any((known.peer, known.path) == (row.peer, row.path) for known in before)
 
     def ready_rows(self) -> dict[str, Row]:
         """Return those of them whose files are here."""
@@ -172,12 +183,15 @@ class Proposing:
         return not (is_other_end and is_kept)
 
     def _of_no_use(self, best: Link) -> set[str]:
-        """Return whose rows of a step's round cannot be in it: they stand elsewhere, or are bad."""
+        """Return whose rows of a step's round cannot be in it: they stand elsewhere, are bad, or
+        are of a path that their signer does not claim."""
         step = best.step
         assert step is not None
         refused = self._rows.refused
         return {
             peer
             for peer, row in self._rows.of_round(best.round_index).items()
-            if (row.parent, row.state) != (step.parent, step.state) or row.name in refused
+            if (row.parent, row.state) != (step.parent, step.state)
+            or row.name in refused
+            or not self._is_claimed(row)
         }

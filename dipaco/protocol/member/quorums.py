@@ -6,8 +6,8 @@ See design 4.3, gather, and design 4.4, chain. Pure.
     to propose a step                  more than half of the voters and of those who have told a row
                                        of the round, or two rounds that brought no step
     to overrule a held-out loss        more than half of the voters, and at least one
-    to overrule the digest that was    more than half of the voters, this peer counted in
-    computed here
+    to be alone with a digest          more than half of the voters, this peer counted in, name
+                                       another one
     to vouch for a state               more than half of those who contributed before
                                        (`ChainBook.vouched`)
 

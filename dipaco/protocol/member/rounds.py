@@ -110,6 +110,11 @@ class Rounds(ABC):
         """Note that the outer round whose boundary came last has ended, with a step or without."""
         self._over[level] = self._came[level]
 
+    def over_before(self, boundary: Boundary) -> None:
+        """Note that the outer round before a boundary has ended: it brought no step until now."""
+        before = boundary.round_index - 1
+        self._over[boundary.level] = max(self._over[boundary.level], before)
+
     def has_ended(self) -> bool:
         """Tell whether all levels of the round are over, and all its steps are done."""
         is_over = min(self._over.values()) >= self.round_index

@@ -14,6 +14,10 @@ See design 4.4, chain.
     CHECKING     it is much worse         IDLE; the step is doubted
                  otherwise                IDLE, and it is taken
 
+Nobody takes a state over its own computation. Arithmetic is exact, so where a step names another
+state than the one here, one of both is a fault or a lie: the own step is computed once more, and
+with the same digest the other step is refused.
+
 A step is computed from a state that is held here, if a few steps lead from there and their files
 are fewer bytes, or from one whose digest the rows of a step in the chain name. No state is taken on
 anybody's word: the last step of a chain is always computed here, from its files.
@@ -70,10 +74,13 @@ class _Plan:
     """Rows whose files are not here yet, by name."""
     head: Head | None = None
     """The state after the target, once it is here."""
+    is_repeated: bool = False
+    """The target is the step that this peer stands on, which is computed once more."""
 
 
 class Taking:
-    """One step at a time of one module. `on_taken` hears of a state that is to be stood on."""
+    """One step at a time of one module. `on_taken` hears of a state that is to be stood on, and of
+    the one before it if that is here."""
 
     def __init__(
         self,
@@ -81,13 +88,17 @@ class Taking:
         group: Group,
         asking: Asking,
         gathering: Gathering,
-        on_taken: Callable[[Head], None],
+        on_taken: Callable[[Head, Head | None], None],
     ) -> None:
         self._known, self._chain, self._rows = situation.known, situation.chain, situation.rows
         self._group, self._asking, self._gathering = group, asking, gathering
         self._on_taken = on_taken
         self._plan: _Plan | None = None
         self.stage = Stage.IDLE
+        self._sure_of = ""
+        """The step whose state was computed twice, or cannot be again."""
+        self.contradicted = ""
+        """The last step by most others that names another state than was computed here."""
 
     @property
     def target(self) -> str:
@@ -105,11 +116,11 @@ class Taking:
         """Take a step."""
         self.give_up()
         contradicting = self._contradicting(target)
-        if contradicting is not None and not self._is_wrong_here(contradicting):
+        if contradicting is None:
+            self._enter(self._plan_from_here(target) or self._plan_from_vouched(target))
+        elif contradicting.parent == self._sure_of or not self._repeat(contradicting.parent):
+            self._note_most(contradicting)
             self._refuse(contradicting.name, "it names another state than was computed here")
-            return
-        plan = None if contradicting else self._plan_from_here(target)
-        self._enter(plan or self._plan_from_vouched(target))
 
     def _contradicting(self, target: Link) -> Link | None:
         """Return the step of a chain that names another state than the one held here."""
@@ -122,14 +133,36 @@ class Taking:
                 return link
         return None
 
-    def _is_wrong_here(self, link: Link) -> bool:
-        """Tell whether most others name another state: then it is this machine that is wrong."""
+    def _note_most(self, link: Link) -> None:
         voters = self._chain.voters(link.parent) | {self._known.me}
-        if link.step is None or not is_majority(link.step.peers, voters):
+        if link.step is not None and is_majority(link.step.peers, voters):
+            self.contradicted = link.name
+
+    def _repeat(self, step: str) -> bool:
+        """Compute the own step once more, if that can be done; returns whether it is."""
+        head, before, link = self._chain.head, self._chain.before, self._chain.book.link(step)
+        if head is None or before is None or link.step is None:
             return False
-        what = f"{self._chain.module}: this machine computed another state than most others"
-        self._known.do(Warn(f"{what}; its memory or processor may be broken; takes theirs"))
+        if head.step != step or before.step != link.parent:
+            return False
+        plan = self._plan_of(link, before, (link.step,))
+        plan.is_repeated = True
+        self._enter(plan)
         return True
+
+    def _repeated(self, head: Head) -> None:
+        """The own step has been computed once more."""
+        self._drop_plan()
+        own = self._chain.head
+        if own is None or own.step != head.step:
+            self._known.do(Forget(head.module, head.step))
+        elif own.digest == head.digest:
+            self._sure_of = head.step
+            self._known.do(Forget(head.module, head.step))
+        else:
+            what = f"{self._chain.module}: a second computation gave another state"
+            self._known.do(Warn(f"{what}; the memory or processor of this machine may be broken"))
+            self._on_taken(head, self._chain.before)
 
     def _plan_from_here(self, target: Link) -> _Plan | None:
         """Plan from a state that is held and from which a few steps lead to the target."""
@@ -232,6 +265,9 @@ class Taking:
         """Try from a vouched state, if that needs other files; otherwise the step is absent, and
         a peer that kept a file of it back is passed over for a while."""
         self._drop_plan()
+        if plan.is_repeated:
+            self._sure_of = plan.target
+            return
         target = self._chain.book.link(plan.target)
         rows = target.step.rows if target.step is not None else ()
         lacking = [row for row in rows if row.name in plan.missing]
@@ -263,8 +299,13 @@ class Taking:
             self._state_after(plan, head)
 
     def _state_after(self, plan: _Plan, head: Head) -> None:
+        if plan.is_repeated:
+            self._repeated(head)
+            return
         plan.head = head
         chain = self._chain
+        if plan.steps:
+            chain.computed.add(head.step)
         is_fork = chain.head is not None and not chain.book.stands_on(head.step, chain.stand)
         if is_fork and not chain.is_of_own_round(head.step):
             self.stage = Stage.CHECKING
@@ -289,8 +330,10 @@ class Taking:
             self._taken(plan.head)
 
     def _taken(self, head: Head) -> None:
+        plan = self._plan
         self._drop_plan()
-        self._on_taken(head)
+        before = plan.base if plan is not None and len(plan.steps) == 1 else self._chain.head
+        self._on_taken(head, before)
 
     # -- -> IDLE
 

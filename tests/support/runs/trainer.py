@@ -74,7 +74,7 @@ class Trainer:
         """Stand on the last of some steps, of which each stands on the one before."""
         for step in steps:
             self.chain.book.add(step)
-            self.chain.take(self.head(step))
+            self.chain.take(self.head(step), self.chain.head)
 
     def take(self, kind):
         """Return what was wanted of this kind since the last time, and forget all."""
