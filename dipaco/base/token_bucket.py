@@ -17,6 +17,7 @@ from typing import Generic, TypeVar
 from .turns import OwnerT, Turns
 
 REMEMBERED_OWNERS = 4096
+LONGEST_TURN_S = 0.5
 ClassT = TypeVar("ClassT")
 
 
@@ -76,12 +77,13 @@ class Line(Generic[OwnerT]):
     async def pay(self, owner: OwnerT, count: float) -> None:
         """Wait for so much, and take it."""
         async with self._turns.turn(owner):
-            await asyncio.sleep(self.wait_s(count))
+            await asyncio.sleep(self._bucket.wait_s("", count))
             self.take(count)
 
-    def wait_s(self, count: float = 0.0) -> float:
-        """Return after how many seconds there would be so much, if nobody else waited."""
-        return self._bucket.wait_s("", count)
+    def may_wait_for(self, count: float) -> bool:
+        """Tell whether so much holds up others for a moment at most, or is there."""
+        is_short = count <= LONGEST_TURN_S * self._bucket.rate.per_s
+        return is_short or self._bucket.wait_s("", count) == 0.0
 
     def take(self, count: float) -> None:
         """Take so much, also if it is not there: those who wait then wait longer."""
@@ -100,7 +102,10 @@ class Rates(Generic[ClassT]):
 
 class Budget(Generic[ClassT]):
     """What peers may still use of one thing: each from its own bucket, and some classes together
-    besides, where those go first that have used least lately. Used on one event loop."""
+    besides, where those go first that have used least lately. Used on one event loop.
+
+    A user is a class and a name.
+    """
 
     def __init__(
         self, rates: Rates[ClassT], monotonic: Callable[[], float] = time.monotonic
@@ -111,27 +116,29 @@ class Budget(Generic[ClassT]):
             for one, rate in rates.together.items()
         }
 
-    async def pay(self, one: ClassT, owner: str, count: float, longest_s: float) -> None:
-        """Wait until somebody of a class may use so much.
+    async def pay(self, user: tuple[ClassT, str], count: float, longest_s: float) -> None:
+        """Wait until a user may use so much.
 
         Raises `TimeoutError` when that takes longer than `longest_s`. What an empty bucket refuses
         takes nothing: an owner that goes on asking would put off for ever when there is some again.
         """
-        own = self._each[one]
-        if own.wait_s(owner, count) > longest_s:
+        one, name = user
+        own, line = self._each[one], self._together.get(one)
+        if own.wait_s(name, count) > longest_s or (line and not line.may_wait_for(count)):
             raise TimeoutError("it asks for too much")
         async with asyncio.timeout(longest_s):
-            await asyncio.sleep(own.take(owner, count))
-            if one in self._together:
-                await self._together[one].pay(owner, count)
+            await asyncio.sleep(own.take(name, count))
+            if line is not None:
+                await line.pay(name, count)
 
-    def has_some(self, one: ClassT, owner: str) -> bool:
-        """Tell whether somebody of a class may use anything now."""
-        line = self._together.get(one)
-        return self._each[one].wait_s(owner) == 0.0 and (line is None or line.wait_s() == 0.0)
-
-    def take(self, one: ClassT, owner: str, count: float) -> None:
-        """Note that somebody has used so much, also if it is more than there was."""
-        self._each[one].take(owner, count)
+    def take(self, user: tuple[ClassT, str], count: float) -> None:
+        """Note that a user has used so much, also if it is more than there was."""
+        one, name = user
+        self._each[one].take(name, count)
         if one in self._together:
             self._together[one].take(count)
+
+    def debt_s(self, user: tuple[ClassT, str]) -> float:
+        """Return for how long a user would have to use nothing until its bucket is full."""
+        one, name = user
+        return self._each[one].debt_s(name)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 OwnerT = TypeVar("OwnerT", bound=Hashable)
+MAX_WAITING = 256
 
 
 @dataclass(eq=False)
@@ -39,17 +40,22 @@ class Turns(Generic[OwnerT]):
         self._waiting: list[_Waiting[OwnerT]] = []
 
     async def acquire(self, owner: OwnerT) -> None:
-        """Wait for a place."""
+        """Wait for a place. Raises `TimeoutError` when too many wait who go first."""
         waiting = _Waiting(owner, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._hand_out()
+        if len(self._waiting) > MAX_WAITING:
+            last = max(reversed(self._waiting), key=lambda one: self._rank(one.owner))
+            self._waiting.remove(last)
+            if not last.turn.done():
+                last.turn.set_exception(TimeoutError("too many wait"))
         try:
             await waiting.turn
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            else:
-                self.release(owner)
+            elif not waiting.turn.cancelled() and waiting.turn.exception() is None:
+                self.release(owner)  # it was handed out in the same moment
             raise
 
     def release(self, owner: OwnerT) -> None:

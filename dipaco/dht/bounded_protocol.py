@@ -19,19 +19,21 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
+import msgpack
 from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.record_keys import parse_subkey
+from dipaco.protocol.record_keys import MAX_SUBKEY_BYTES, parse_subkey
 
 from .company import Company, node_id_of, wants_to_be_asked
+from .metering import Context, MeteredHandlers, metering_of
 from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, KnownRun
 
 logger = logging.getLogger("dipaco.dht.bounded_protocol")
@@ -76,8 +78,9 @@ def install(given: Iterable[str] = ()) -> None:
     DHTProtocol.rpc_store = rpc_store
     DHTProtocol.rpc_find = rpc_find
     DHTProtocol.update_routing_table = update_routing_table
-    DHTProtocol.add_p2p_handlers = _with_quotas
+    DHTProtocol.add_p2p_handlers = _with_bounds
     MSGPackSerializer._decode_ext_types = decode_shallow
+    DictionaryDHTValue.unpackb = read_dictionary
 
 
 def decode_shallow(type_code: int, data: bytes) -> Any:
@@ -90,6 +93,24 @@ def decode_shallow(type_code: int, data: bytes) -> Any:
         return _decode(type_code, data)
     finally:
         _nested.depth = depth
+
+
+def read_dictionary(data: bytes) -> DictionaryDHTValue:
+    """Read a dictionary, in place of Hivemind's way: one that has more records than a node stores
+    under a key is refused before they are read. Raises ValueError."""
+    _, latest_s, entries = msgpack.unpackb(
+        data,
+        ext_hook=MSGPackSerializer._decode_ext_types,
+        raw=False,
+        max_array_len=KEY_RECORDS,
+        max_map_len=0,
+    )
+    found = DictionaryDHTValue()
+    with found.freeze():
+        for key, value, expiration_s in entries:
+            found.store(key, value, expiration_s)
+    found.latest_expiration_time = latest_s
+    return found
 
 
 async def serve_run(node: Any, run: KnownRun) -> None:
@@ -117,6 +138,7 @@ async def let_in(node: Any, gates: Sequence[Gate]) -> None:
 async def note_contributors(node: Any, peers: frozenset[str]) -> None:
     """Have places, and room for the records, of these before those of others."""
     storage = node.protocol.storage
+    node.protocol.company.contributors = peers
     if isinstance(storage, HeldRecords):
         storage.contributors = peers
         for gate in storage.gates:
@@ -149,10 +171,12 @@ async def _get_acquainted(node: Any) -> None:
         await node.find_nearest_nodes([node.protocol.node_id])
 
 
-async def _with_quotas(protocol: DHTProtocol, *arguments: Any, **options: Any) -> None:
-    """Take a storage with quotas before the first request can arrive. A client keeps its own."""
+async def _with_bounds(protocol: DHTProtocol, p2p: P2P, *arguments: Any, **options: Any) -> None:
+    """Take a storage with quotas, and have requests paid for, before the first one can arrive. A
+    client keeps its own storage, and is asked nothing."""
     protocol.storage = HeldRecords()
-    await _add_handlers(protocol, *arguments, **options)
+    protocol.metering = metering_of(p2p, protocol.company)
+    await _add_handlers(protocol, MeteredHandlers(p2p, protocol.metering), *arguments, **options)
 
 
 # -- what others want to be stored
@@ -163,6 +187,8 @@ async def rpc_store(
 ) -> dht_pb2.StoreResponse:
     """Store the records of a request that are valid and find room."""
     is_in, left = _greet(self, request, context), MAX_STORED
+    if len(request.keys) > MAX_STORED:
+        raise ValueError(f"at most {MAX_STORED} rows at once")
     response = dht_pb2.StoreResponse(store_ok=[], peer=self.node_info)
     fields = (request.keys, request.subkeys, request.values)
     rows = zip(*fields, request.expiration_time, request.in_cache, strict=True)
@@ -184,6 +210,8 @@ def _entries_of(
 ) -> list[tuple[Any, Any, Any]]:
     """Return the records in a row of a request: one, or those of a whole dictionary."""
     try:
+        if len(tag) > MAX_SUBKEY_BYTES + _FRAME_BYTES:
+            return []
         if tag != protocol.IS_DICTIONARY:
             return [(protocol.serializer.loads(tag), value, expiration_s)]
         dictionary = protocol.serializer.loads(value)
@@ -283,7 +311,7 @@ def _portions(values: Sequence[Any]) -> list[list[int]]:
 
 
 async def rpc_find(
-    self: DHTProtocol, request: dht_pb2.FindRequest, context: P2PContext
+    self: DHTProtocol, request: dht_pb2.FindRequest, context: Context
 ) -> dht_pb2.FindResponse:
     """Answer with what is stored here of some keys, and with the nodes that are nearest to them.
 
@@ -293,15 +321,18 @@ async def rpc_find(
     _greet(self, request, context)
     if len(request.keys) > MAX_FOUND:
         raise ValueError(f"at most {MAX_FOUND} keys at once")
-    if not self.company.may_be_answered(context.remote_id):
-        raise ValueError("it has been answered enough for now")
+    keys = list(dict.fromkeys(map(DHTID.from_bytes, request.keys)))
+    if len(keys) < len(request.keys):
+        raise ValueError("a key is asked for twice")
+    size = min(ANSWER_BYTES, sum(map(self.storage.size_of, keys)))
+    await self.metering.pay_for_answer(context.asker, size)
     response = dht_pb2.FindResponse(results=[], peer=self.node_info)
     room = ANSWER_BYTES
-    for number, key in enumerate(map(DHTID.from_bytes, request.keys)):
+    for number, key in enumerate(keys):
         found = self.storage.get(key)
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         if found is not None and isinstance(found.value, DictionaryDHTValue):
-            room -= cut(found.value, room // (len(request.keys) - number))
+            room -= cut(found.value, room // (len(keys) - number))
             result = dht_pb2.FindResult(
                 type=dht_pb2.FOUND_DICTIONARY,
                 value=self.serializer.dumps(found.value),
@@ -313,7 +344,6 @@ async def rpc_find(
             result.nearest_node_ids.append(node_id.to_bytes())
             result.nearest_peer_ids.append(peer_id.to_bytes())
         response.results.append(result)
-    self.company.note_answer(context.remote_id, response.ByteSize())
     return response
 
 

@@ -11,7 +11,7 @@ and hide who there is. So:
 * A node asks, believes, stores at and has in its table only nodes whose admission it has checked,
   and those whose addresses it was given. Names in an answer are asked for theirs first.
 * A node that does not know its run yet hears the given ones alone, and finds the manifest there.
-* A node that is neither is answered within what all such have together, and stores nothing but what
+* A node that is neither is answered as a stranger, see `metering.py`, and stores nothing but what
   certifies itself.
 """
 
@@ -25,9 +25,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 
-from dipaco.base.token_bucket import Budget
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.allowances import DHT_ANSWERS, Standing
 from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.record_errors import RecordError
 
@@ -60,7 +58,8 @@ class Company:
         self.is_client = False
         """It asks others not to ask it: they cannot call it."""
         self._strangers: OrderedDict[str, float] = OrderedDict()
-        self._answered = Budget(DHT_ANSWERS, monotonic)
+        self.contributors: frozenset[str] = frozenset()
+        """Peers whose work was found good lately."""
 
     # -- who is in
 
@@ -119,19 +118,6 @@ class Company:
         """Return what stands in this node's requests and answers."""
         own = b"" if self.is_client else node_id.to_bytes()
         return dht_pb2.NodeInfo(node_id=own + self.admission)
-
-    # -- what it answers
-
-    def may_be_answered(self, peer_id: PeerID) -> bool:
-        """Tell whether there is anything left of what a peer, or all strangers, may be answered."""
-        return self._answered.has_some(self._standing(peer_id), peer_id.to_base58())
-
-    def note_answer(self, peer_id: PeerID, size_bytes: int) -> None:
-        """Count an answer."""
-        self._answered.take(self._standing(peer_id), peer_id.to_base58(), size_bytes)
-
-    def _standing(self, peer_id: PeerID) -> Standing:
-        return Standing.ADMITTED if self.knows(peer_id) else Standing.STRANGER
 
 
 def wants_to_be_asked(said: bytes) -> bool:

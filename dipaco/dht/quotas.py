@@ -215,6 +215,11 @@ class HeldRecords:
         copy.latest_expiration_time = entry.dictionary.latest_expiration_time
         return ValueWithExpiration(copy, copy.latest_expiration_time)
 
+    def size_of(self, key: Any) -> int:
+        """Return how many bytes stand under a key."""
+        entry = self._keys.get(key)
+        return 0 if entry is None else entry.box.used_bytes
+
     def items(self) -> Iterator[tuple[Any, ValueWithExpiration[DictionaryDHTValue]]]:
         """Yield what is stored, by key; it is not to be changed."""
         self._expire()

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from dipaco.base.token_bucket import Rate, Rates
 
@@ -25,13 +27,40 @@ class Standing(IntEnum):
     """It has rows in the last steps."""
 
 
+class Asker(NamedTuple):
+    """Who pays for what is asked: a member for itself, a stranger for all at its address prefix.
+
+    Keys cost nothing, addresses do, so ids of strangers count for nothing.
+    """
+
+    standing: Standing
+    name: str
+    """A peer's id, or of a stranger its `origin_of`."""
+
+
+# Where somebody is of whom no address is known.
+NOWHERE = "nowhere"
+PREFIX_BITS = {4: 24, 6: 48}
+
+
+def origin_of(address: str) -> str:
+    """Return the prefix of an address such as /ip4/203.0.113.5/tcp/31337: 203.0.113.0/24."""
+    parts = address.split("/")
+    try:
+        host = ipaddress.ip_address(parts[2] if parts[1] in ("ip4", "ip6") else "")
+    except (IndexError, ValueError):
+        return NOWHERE
+    host = getattr(host, "ipv4_mapped", None) or host
+    return str(ipaddress.ip_network((host, PREFIX_BITS[host.version]), strict=False))
+
+
 @dataclass(frozen=True)
 class Bounds:
     """How many places there are, and how long one may be held."""
 
     total: int
     each: Mapping[Standing, int]
-    """For one peer."""
+    """For one asker."""
     together: Mapping[Standing, int]
     """For all of a standing."""
     grace_s: float
@@ -42,15 +71,15 @@ class Bounds:
 
 STRANGER, ADMITTED, CONTRIBUTOR = Standing.STRANGER, Standing.ADMITTED, Standing.CONTRIBUTOR
 
-# The bytes of what a peer asks on streams; each request costs some more.
+# The bytes of what a peer asks on streams; each request costs some more, also in the DHT.
 REQUEST_COST_BYTES = 512
 ASKED = Rates(
     each={
         CONTRIBUTOR: Rate(4 * MIB, 64 * KIB),
         ADMITTED: Rate(4 * MIB, 64 * KIB),
-        STRANGER: Rate(4 * MIB, 64 * KIB),
+        STRANGER: Rate(1 * MIB, 32 * KIB),
     },
-    together={STRANGER: Rate(4 * MIB, 64 * KIB)},
+    together={ADMITTED: Rate(64 * MIB, 1 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
 )
 # The bytes that a peer is sent on streams. A state of 400 MB takes less than a minute.
 SENT = Rates(
@@ -59,27 +88,37 @@ SENT = Rates(
         ADMITTED: Rate(512 * MIB, 16 * MIB),
         STRANGER: Rate(512 * MIB, 16 * MIB),
     },
-    together={STRANGER: Rate(512 * MIB, 16 * MIB)},
+    together={ADMITTED: Rate(4096 * MIB, 64 * MIB), STRANGER: Rate(512 * MIB, 16 * MIB)},
 )
-# The bytes that a node of the DHT answers.
-DHT_ANSWERS = Rates(
+# The bytes of what a node of the DHT is asked, and of answers up to 16 KiB. It is all that one has
+# to ask before one is admitted.
+DHT_SMALL = Rates(
     each={
         CONTRIBUTOR: Rate(32 * MIB, 2 * MIB),
         ADMITTED: Rate(32 * MIB, 2 * MIB),
-        STRANGER: Rate(4 * MIB, 256 * KIB),
+        STRANGER: Rate(2 * MIB, 64 * KIB),
     },
-    together={STRANGER: Rate(4 * MIB, 256 * KIB)},
+    together={ADMITTED: Rate(64 * MIB, 16 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
+)
+# The bytes of longer answers.
+DHT_LARGE = Rates(
+    each={
+        CONTRIBUTOR: Rate(32 * MIB, 2 * MIB),
+        ADMITTED: Rate(32 * MIB, 2 * MIB),
+        STRANGER: Rate(4 * MIB, 128 * KIB),
+    },
+    together={ADMITTED: Rate(64 * MIB, 16 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
 )
 # Streams that others have open here, and files that they are sent, at once.
 STREAMS = Bounds(
     total=256,
-    each={CONTRIBUTOR: 16, ADMITTED: 16, STRANGER: 4},
+    each={CONTRIBUTOR: 16, ADMITTED: 16, STRANGER: 16},
     together={STRANGER: 64},
     grace_s=5.0,
 )
 UPLOADS = Bounds(
     total=16,
-    each={CONTRIBUTOR: 4, ADMITTED: 4, STRANGER: 2},
+    each={CONTRIBUTOR: 4, ADMITTED: 4, STRANGER: 4},
     together={STRANGER: 6},
     grace_s=20.0,
 )

@@ -14,13 +14,14 @@ from hivemind.p2p import PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from dipaco.base.token_bucket import Budget, Rate, Rates
+from dipaco.base.token_bucket import Budget
 from dipaco.dht import bounded_protocol, quotas
 from dipaco.dht.company import Company
+from dipaco.dht.metering import Metering, Refused
 from dipaco.dht.quotas import KEY_BYTES, KEY_RECORDS, OTHER_MANIFESTS, QUOTAS, HeldRecords, KnownRun
 from dipaco.dht.record_validator import RecordValidator
 from dipaco.protocol.admission import AWAY_S, Gate
-from dipaco.protocol.allowances import ADMITTED, STRANGER
+from dipaco.protocol.allowances import ADMITTED, DHT_LARGE, STRANGER, Asker
 from dipaco.protocol.identity import PEER_ID_PREFIX, peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.manifest import operator_fingerprint, sign_manifest
@@ -249,6 +250,8 @@ class Node:
         self.routing_table = RoutingTable(DHTID.generate(), 20, 5)
         self.company = Company()
         self.company.open((RUN.gate,))
+        self.metering = Metering(self.company, None, None)
+        self.asker = Asker(ADMITTED, PeerID(FRIEND).to_base58())
 
     async def rpc_ping(self, *_):
         pass
@@ -265,7 +268,7 @@ class Node:
 
     def find(self, *keys):
         protocol = self
-        context = SimpleNamespace(remote_id=PeerID(FRIEND))
+        context = SimpleNamespace(remote_id=PeerID(FRIEND), asker=self.asker)
         request = dht_pb2.FindRequest(keys=[DHTID.generate(key).to_bytes() for key in keys])
         answer = asyncio.run(bounded_protocol.rpc_find(protocol, request, context))
         size = answer.ByteSize()
@@ -330,24 +333,40 @@ def test_who_is_not_in_stores_nothing_but_what_an_operator_signed():
     assert node.store(FRIEND, request_of(manifest)) == [True]
 
 
-def test_all_strangers_together_are_answered_so_much():
+def test_a_long_answer_is_paid_for_before_it_is_put_together():
     """One request of some bytes can ask for a megabyte."""
     node, late = Node(), time.time() + 60
-    value = MSGPackSerializer.dumps({"admission": bytes(10_000)}) + bytes(64)
-    for number in range(20):
+    node.asker = Asker(STRANGER, "10.0.0.0/24")
+    node.metering._large = Budget(DHT_LARGE, Clock())
+    value = MSGPackSerializer.dumps({"admission": bytes(24_500)}) + bytes(64)
+    for number in range(32):
         assert store(node.storage, "progress", "0", number, value=value, expires_s=late)
     key = record_key("progress", RUN_ID, "0")
-    assert len(node.find(key).popitem()[1].data) == 20
-    node.company.open((Gate(RUN_ID, bytes(32)),))
-    node.company._answered = Budget(
-        Rates({STRANGER: Rate(1e9, 1.0), ADMITTED: Rate(1e9, 1.0)}, {STRANGER: Rate(3e5, 1.0)})
-    )
-    assert len(node.find(key).popitem()[1].data) == 20
-    assert len(node.find(key).popitem()[1].data) == 20
-    with pytest.raises(ValueError, match="answered enough"):
+    # A stranger has 4 MiB at once, and each of these answers has 0.75 MiB.
+    assert [len(node.find(key).popitem()[1].data) for _ in range(5)] == [32] * 5
+    with pytest.raises(Refused, match="answered enough"):
         node.find(key)
-    node.company.open((RUN.gate,))
-    assert len(node.find(key).popitem()[1].data) == 20
+    assert node.find("another key") != {}, "short answers are had yet"
+    node.asker = Asker(ADMITTED, "a member")
+    assert len(node.find(key).popitem()[1].data) == 32
+
+
+def test_nobody_asks_for_a_key_twice_at_once():
+    node = Node()
+    with pytest.raises(ValueError, match="asked for twice"):
+        node.find("a key", "another", "a key")
+
+
+def test_a_request_has_so_many_rows_and_short_names():
+    node = Node()
+    row = claim_of(Ed25519PrivateKey.generate())
+    tag = MSGPackSerializer.dumps(bytes(300))
+    assert node.store(FRIEND, request_of(DHTRecord(row.key, tag, row.value, row.expiration_time))) == [False]
+    assert node.checked == 0
+    bare = DHTRecord(row.key, row.subkey, b"", row.expiration_time)
+    assert len(node.store(FRIEND, request_of(*[bare] * 2048))) == 2048
+    with pytest.raises(ValueError, match="at most 2048 rows"):
+        node.store(FRIEND, request_of(*[bare] * 2049))
 
 
 def test_one_record_that_is_refused_does_not_keep_out_the_others_with_it():

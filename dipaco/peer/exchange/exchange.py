@@ -37,7 +37,7 @@ from dipaco.peer.exchange.files.transfer import (
     no_progress,
     spread,
 )
-from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME, begin, call
+from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME, TurnedAway, begin, call
 from dipaco.peer.exchange.streams.loop_thread import LoopThread, run_blocking
 from dipaco.peer.exchange.streams.messages import (
     MAX_TOLD_ROWS,
@@ -161,7 +161,7 @@ class Exchange:
 
     def hello(self, peer: str, timeout_s: float = CALL_TIMEOUT_S) -> Hello:
         """Say hello. Raises `NetworkError`, or `ProtocolVersionError` for another version."""
-        saying = say_hello(self._transport, peer, self._responder.greeting, timeout_s)
+        saying = say_hello(self._transport, peer, self._me, timeout_s)
         hello = self._thread.call(saying, timeout_s + 1.0)
         hello.check_protocol(self._me)
         return hello
@@ -170,10 +170,9 @@ class Exchange:
         self, peers: Sequence[str], count: int, timeout_s: float
     ) -> dict[str, tuple[ClockSample, ...]]:
         """Measure the clocks of several peers at once; those that do not answer have none."""
-        greeting = self._responder.greeting
 
         async def measure() -> list[tuple[ClockSample, ...]]:
-            one = (clock_samples(self._transport, p, count, greeting, timeout_s) for p in peers)
+            one = (clock_samples(self._transport, p, count, self._me, timeout_s) for p in peers)
             return await asyncio.gather(*one)
 
         return dict(zip(peers, self._thread.call(measure(), timeout_s + 2.0), strict=True))
@@ -223,7 +222,7 @@ class Exchange:
                 await call(self._transport, peer, request, TellReply, TELL_TIMEOUT_S)
             self.on_called(peer, True)
         except (NetworkError, ProtocolVersionError) as error:
-            self.on_called(peer, False)
+            self.on_called(peer, isinstance(error, TurnedAway))
             logger.debug("%s was not told of %s: %s", peer, request.module, error)
 
     def ask(

@@ -15,11 +15,11 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from dipaco.base.errors import DipacoError, IntegrityError
+from dipaco.base.refusals import Refusals
 from dipaco.base.repetition import Complaints
 from dipaco.base.token_bucket import Budget
 from dipaco.peer.exchange.contact.hello import Greeting
@@ -28,9 +28,10 @@ from dipaco.peer.exchange.files.content import OpenContent, opened
 from dipaco.peer.exchange.files.contribution_files import PUT_PREFIX, ContributionFiles
 from dipaco.peer.exchange.streams.loop_thread import run_blocking
 from dipaco.peer.exchange.streams.messages import (
-    MAX_REQUEST_BYTES,
+    TURNED_AWAY,
     AskReply,
     AskRequest,
+    Beginning,
     CallBackRequest,
     GetReply,
     GetRequest,
@@ -45,7 +46,7 @@ from dipaco.peer.exchange.streams.messages import (
     TellRequest,
     decode_request,
     framed,
-    read_frame,
+    read_beginning,
 )
 from dipaco.peer.exchange.streams.places import Place, Places
 from dipaco.peer.exchange.streams.transport import Stream, Transport
@@ -55,6 +56,7 @@ from dipaco.protocol.allowances import (
     SENT,
     STREAMS,
     UPLOADS,
+    Asker,
     Standing,
 )
 from dipaco.protocol.chain import Row
@@ -67,7 +69,7 @@ logger = logging.getLogger("dipaco.peer.exchange.responder")
 REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
 RETRY_AFTER_S = 1.0
 READ_BYTES, CHUNK_BYTES = 2**20, 2**17
-# A request that would be answered later than this is not answered.
+# What would be sent later than this is not sent.
 LONGEST_WAIT_S = 60.0
 # A file that is put has to come at this rate at least.
 LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
@@ -84,39 +86,46 @@ class Responder:
         self.on_told: Callable[[Told], None] = lambda told: None
         """Hears what good rows and steps another peer tells. Returns at once."""
         self._calling = CallingBack()
-        self._streams, self._uploads = Places(STREAMS), Places(UPLOADS)
         self._asked, self._sent = Budget(ASKED), Budget(SENT)
+        self._streams = Places(STREAMS, self._asked.debt_s)
+        self._uploads = Places(UPLOADS, self._sent.debt_s)
+        self._refusals = Refusals()
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
-
-    @property
-    def greeting(self) -> Greeting:
-        """What this node says of itself."""
-        return self._me if self.run is None else replace(self._me, admission=self.run.admission)
 
     def serve(self, run: ServedRun) -> None:
         """Answer about this run from now on."""
-        self.run = run
+        self.run, self._transport.admission = run, run.admission
 
-    def _standing(self, peer: str) -> Standing:
-        if self.run is None or not self.run.check.is_in(peer):
-            return Standing.STRANGER
-        is_contributor = self.run.has_contributed(peer)
-        return Standing.CONTRIBUTOR if is_contributor else Standing.ADMITTED
+    def _asker(self, stream: Stream) -> Asker:
+        """Return who pays for what is asked on a stream."""
+        run = self.run
+        if run is None or not run.check.is_in(stream.peer):
+            return Asker(Standing.STRANGER, stream.origin)
+        is_contributor = run.has_contributed(stream.peer)
+        return Asker(Standing.CONTRIBUTOR if is_contributor else Standing.ADMITTED, stream.peer)
 
     async def handle(self, stream: Stream) -> None:
         """Answer one stream."""
-        standing = self._standing(stream.peer)
-        # What this peer tells and asks by itself comes first.
-        stream.rank = Standing.CONTRIBUTOR - standing
-        place = self._streams.take(stream.peer, standing, stream.abort)
+        place = self._streams.take(self._asker(stream), stream.abort)
         if place is None:
-            stream.abort()
+            await self._refuse(stream)
             return
         try:
-            data = await asyncio.wait_for(read_frame(stream, MAX_REQUEST_BYTES), REQUEST_TIMEOUT_S)
-            received_s = self.system_time()
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                beginning = await read_beginning(stream)
+                received_s = self.system_time()
+                place = self._known_by(beginning, place, stream)
+                cost = beginning.size_bytes + REQUEST_COST_BYTES
+                await self._pay(self._asked, place.asker, cost, REQUEST_TIMEOUT_S)
+                left = beginning.size_bytes - len(beginning.data)
+                if beginning.is_of_members and place.asker.standing is Standing.STRANGER:
+                    await _turn_away(stream, left)
+                    return
+                data = beginning.data + await stream.read_exactly(left)
             place.moved(len(data))
-            await self._pay(self._asked, stream.peer, len(data) + REQUEST_COST_BYTES)
+            self._refusals.answered(stream.peer)
+            # What this peer tells and asks by itself comes first.
+            stream.rank = Standing.CONTRIBUTOR - place.asker.standing
             await self._answer(stream, decode_request(data), received_s, place)
             await asyncio.wait_for(stream.read(1), CLOSE_TIMEOUT_S)
             stream.close()
@@ -124,6 +133,8 @@ class Responder:
             level = self._complaints.level(stream.peer)
             logger.log(level, "refused a message from %s: %s", stream.peer, error)
             stream.close()
+        except _Refused:
+            await self._refuse(stream)
         except (TimeoutError, OSError, EOFError, RuntimeError, DipacoError) as error:
             logger.debug("a stream of %s ended: %r", stream.peer, error)
             stream.abort()
@@ -133,27 +144,54 @@ class Responder:
         finally:
             self._streams.give_back(place)
 
-    async def _pay(self, budget: Budget[Standing], peer: str, count: int) -> None:
-        """Wait until a peer may have so much. Raises `TimeoutError` when that takes too long."""
-        await budget.pay(self._standing(peer), peer, count, LONGEST_WAIT_S)
+    def _known_by(self, beginning: Beginning, place: Place, stream: Stream) -> Place:
+        """Return the place of a request by the admission that it shows. Raises `_Refused`."""
+        if place.asker.standing is not Standing.STRANGER or self.run is None:
+            return place
+        if beginning.admission is None or not self.run.check.admit(
+            stream.peer, beginning.admission
+        ):
+            return place
+        self._streams.give_back(place)
+        found = self._streams.take(self._asker(stream), stream.abort)
+        if found is None:
+            raise _Refused
+        return found
+
+    async def _refuse(self, stream: Stream) -> None:
+        """Break a stream off, and the connection of a stranger that goes on opening others."""
+        stream.abort()
+        is_stranger = self._asker(stream).standing is Standing.STRANGER
+        if self._refusals.refused(stream.peer) and is_stranger:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._transport.disconnect(stream.peer), CLOSE_TIMEOUT_S)
+
+    async def _pay(
+        self, budget: Budget[Standing], asker: Asker, count: int, longest_s: float
+    ) -> None:
+        """Wait until somebody may have so much. Raises `_Refused` when that takes too long."""
+        try:
+            await budget.pay(asker, count, longest_s)
+        except TimeoutError:
+            raise _Refused from None
 
     async def _answer(
         self, stream: Stream, request: Request, received_s: float, place: Place
     ) -> None:
         match request:
             case HelloRequest():
-                await self._reply(stream, self._hello(stream.peer, request, received_s))
+                await self._reply(stream, place, self._hello(received_s))
             case CallBackRequest():
                 seen = (await self._transport.connected()).get(stream.peer, ())
                 answer = await self._calling.answer(stream.peer, request.addresses, seen)
-                await self._reply(stream, answer)
+                await self._reply(stream, place, answer)
             case TellRequest():
-                await self._reply(stream, TellReply())
+                await self._reply(stream, place, TellReply())
                 told = await run_blocking(self._told, stream.peer, request)
                 if told is not None:
                     self.on_told(told)
             case AskRequest():
-                await self._reply(stream, await run_blocking(self._asked_for, request))
+                await self._reply(stream, place, await run_blocking(self._asked_for, request))
             case GetRequest():
                 await self._get(stream, request, place)
             case PutRequest():
@@ -165,14 +203,12 @@ class Responder:
     def _asked_for(self, request: AskRequest) -> AskReply:
         return NO_ANSWER if self.run is None else self.run.answer(request)
 
-    async def _reply(self, stream: Stream, message: Message) -> None:
+    async def _reply(self, stream: Stream, place: Place, message: Message) -> None:
         data = framed(message)
-        await self._pay(self._sent, stream.peer, len(data))
+        await self._pay(self._sent, place.asker, len(data), LONGEST_WAIT_S)
         await stream.write(data, WRITE_TIMEOUT_S)
 
-    def _hello(self, peer: str, request: HelloRequest, received_s: float) -> HelloReply:
-        if request.admission is not None and self.run is not None:
-            self.run.check.admit(peer, request.admission)
+    def _hello(self, received_s: float) -> HelloReply:
         return HelloReply(
             protocol=self._me.protocol,
             software=self._me.software[:64],
@@ -186,19 +222,21 @@ class Responder:
     async def _get(self, stream: Stream, request: GetRequest, place: Place) -> None:
         upload = None
         if self._transport.uplink.serves:
-            upload = self._uploads.take(stream.peer, self._standing(stream.peer), stream.abort)
+            upload = self._uploads.take(place.asker, stream.abort)
         if upload is None:
-            await self._reply(stream, GetReply(status="busy", retry_after_s=RETRY_AFTER_S))
+            await self._reply(stream, place, GetReply(status="busy", retry_after_s=RETRY_AFTER_S))
             return
         try:
             async with opened(self.run, request.sha256.hex()) as content:
                 if content is None:
-                    await self._reply(stream, GetReply(status="absent"))
+                    await self._reply(stream, place, GetReply(status="absent"))
                 elif request.offset > content.size_bytes:
                     beyond = GetReply(status="beyond", total_bytes=content.size_bytes)
-                    await self._reply(stream, beyond)
+                    await self._reply(stream, place, beyond)
                 else:
-                    await self._reply(stream, GetReply(status="ok", total_bytes=content.size_bytes))
+                    await self._reply(
+                        stream, place, GetReply(status="ok", total_bytes=content.size_bytes)
+                    )
                     await self._send(content, request.offset, stream, (place, upload))
         finally:
             self._uploads.give_back(upload)
@@ -214,7 +252,7 @@ class Responder:
             for start in range(0, len(view), CHUNK_BYTES):
                 chunk = view[start : start + CHUNK_BYTES]
                 began_s = time.monotonic()
-                await self._pay(self._sent, stream.peer, len(chunk))
+                await self._pay(self._sent, places[0].asker, len(chunk), LONGEST_WAIT_S)
                 waited_s = time.monotonic() - began_s
                 waited_s += await stream.write(chunk, WRITE_TIMEOUT_S)
                 for place in places:
@@ -228,14 +266,14 @@ class Responder:
         run = self.run
         row = None if run is None else await run_blocking(run.row_to_store, stream.peer, request)
         if run is None or row is None or run.contributions is None:
-            await self._reply(stream, PutReply(status="refused"))
+            await self._reply(stream, place, PutReply(status="refused"))
             return
         try:
             status = await self._take_file(stream, run.contributions, row, place)
         finally:
             # The caller does not tell this peer of the row besides, and another may have the file.
             self.on_told(Told(stream.peer, row.module, (row,)))
-        await self._reply(stream, PutReply(status=status))
+        await self._reply(stream, place, PutReply(status=status))
 
     async def _take_file(
         self, stream: Stream, files: ContributionFiles, row: Row, place: Place
@@ -245,12 +283,26 @@ class Responder:
         if not files.promise(row):
             return "full"
         try:
-            await self._reply(stream, PutReply(status="send"))
+            await self._reply(stream, place, PutReply(status="send"))
             limit_s = PUT_GRACE_S + row.bytes / LEAST_PUT_BYTES_S
             is_stored = await asyncio.wait_for(_receive(stream, files, row, place), limit_s)
         finally:
             files.release(row)
         return "stored" if is_stored else "refused"
+
+
+class _Refused(Exception):
+    """Nothing is left of what somebody may ask for."""
+
+
+async def _turn_away(stream: Stream, left_bytes: int) -> None:
+    """Say no to a request whose other bytes are not looked at. The caller closes the stream."""
+    await stream.write(TURNED_AWAY, WRITE_TIMEOUT_S)
+    while data := await stream.read(CHUNK_BYTES):
+        left_bytes -= len(data)
+        if left_bytes < 0:
+            break
+    stream.close()
 
 
 async def _receive(stream: Stream, files: ContributionFiles, row: Row, place: Place) -> bool:

@@ -79,8 +79,6 @@ class ServedRun:
         """
         if request.run != self.run_id:
             return None
-        if peer in request.admissions:
-            self.check.admit(peer, request.admissions[peer])
         if not self.check.is_in(peer):
             logger.debug("%s tells of %s and is not admitted", peer, request.module)
             return None

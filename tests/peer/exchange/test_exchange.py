@@ -20,6 +20,7 @@ from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.streams.messages import (
     AskRequest,
     GetRequest,
+    HelloRequest,
     PutReply,
     PutRequest,
     decode,
@@ -271,11 +272,16 @@ def test_a_row_is_known_although_the_put_of_its_file_breaks_off(peers):
     wait_for(lambda: done.calls == [(row, "", False)])
 
 
-@pytest.mark.parametrize("is_in", [True, False])
-def test_a_put_for_a_module_that_the_run_lacks_is_refused(peers, is_in):
-    mailbox, other = peers(), peers(is_in=is_in)
+def put_request(node, row):
+    """Return a request to store a file, as the node that opens a stream for it makes it."""
+    admissions = {node.peer: admission(node.number)}
+    return PutRequest(run=RUN, row=pack_row(row), admissions=admissions, admission=admissions[node.peer])
+
+
+def test_a_put_for_a_module_that_the_run_lacks_is_refused(peers):
+    mailbox, other = peers(), peers()
     row = row_of(1, module="L9.E9", data=CONTENT)
-    request = PutRequest(run=RUN, row=pack_row(row), admissions={other.peer: admission(1)})
+    request = put_request(other, row)
 
     async def put():
         stream = await other.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
@@ -306,9 +312,7 @@ def test_a_put_of_the_same_file_for_another_row_keeps_nobody_s_out(peers):
 
     async def begin_to_put():
         stream = await insider.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)
-        admissions = {insider.peer: admission(2)}
-        request = PutRequest(run=RUN, row=pack_row(claimed), admissions=admissions)
-        await stream.write(framed(request), LIMIT_S)
+        await stream.write(framed(put_request(insider, claimed)), LIMIT_S)
         reply = decode(PutReply, await read_frame(stream, PutReply.max_bytes))
         assert reply.status == "send"
 
@@ -358,6 +362,20 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers):
     missing = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)
     wait_for(lambda: missing.calls)
     assert not missing.calls[0][2]
+
+
+def test_a_row_that_says_less_of_another_s_file_brings_no_blame_on_its_owner(peers):
+    """Attack: an insider's row names an honest peer's file with a byte less. Whoever asked the owner
+    for it found that it has too many bytes, and did not ask it for its own row in ten minutes."""
+    owner, insider, one = peers(), peers(), peers()
+    row = row_of(0, data=CONTENT)
+    owner.files.add(row, (row.mark, CONTENT))
+    shorter = row_of(1, file=row.file, bytes=row.bytes - 1)
+    said = gather(one, shorter, others=(owner.peer,), timeout_s=1.0)
+    wait_for(lambda: said.calls)
+    assert said.calls[0][1] != ""
+    done = gather(one, row)
+    wait_for(lambda: done.calls == [(row, "", False)])
 
 
 # -- hostile ones
@@ -441,8 +459,8 @@ def test_what_is_malformed_gets_no_answer_and_one_line(peers, caplog, body):
 def test_strangers_that_hold_streams_keep_nobody_out(peers, blobs, monkeypatch):
     monkeypatch.setattr(responder, "REQUEST_TIMEOUT_S", 3600.0)
     holder = peers(CONTENT)
-    crowd = [peers(is_in=False) for _ in range(20)]
-    member, newcomer = peers(knows=[holder]), peers(is_in=False)
+    crowd = [peers(is_in=False, net=number % 9) for number in range(20)]
+    member, newcomer = peers(knows=[holder]), peers(is_in=False, net=99)
 
     async def hold(node):
         for _ in range(8):
@@ -522,22 +540,83 @@ def hellos(node, holder, count):
     return answered
 
 
+def limited(each=1e9, together=1e9):
+    """Return what strangers may use at once, and next to nothing after it; members use what they like."""
+    plenty = Rate(1e9, 1e9)
+    return Rates(
+        {**dict.fromkeys(Standing, plenty), Standing.STRANGER: Rate(each, 0.01)},
+        {Standing.STRANGER: Rate(together, 0.01)},
+    )
+
+
+# A hello has some 50 bytes and costs 512 besides.
+THREE_HELLOS = 1750.0
+
+
 def test_all_strangers_together_ask_and_are_sent_so_much(peers, monkeypatch):
-    monkeypatch.setattr(responder, "LONGEST_WAIT_S", 0.1)
-    few, plenty = Rate(3 * 700.0, 0.01), Rate(1e9, 1e9)
-    monkeypatch.setattr(responder, "ASKED", Rates(dict.fromkeys(Standing, plenty), {Standing.STRANGER: few}))
+    monkeypatch.setattr(responder, "ASKED", limited(together=THREE_HELLOS))
     holder, member = peers(), peers()
     meet(member, holder)
-    # A hello has some 50 bytes and costs 512 besides.
-    assert [hellos(peers(is_in=False), holder, 1) for _ in range(5)] == [1, 1, 1, 0, 0]
+    assert [hellos(peers(is_in=False, net=n), holder, 1) for n in range(5)] == [1, 1, 1, 0, 0]
     assert hellos(member, holder, 5) == 5
-    monkeypatch.setattr(responder, "ASKED", Rates(dict.fromkeys(Standing, plenty), {}))
-    monkeypatch.setattr(responder, "SENT", Rates(dict.fromkeys(Standing, plenty), {Standing.STRANGER: few}))
+    monkeypatch.setattr(responder, "ASKED", limited())
+    monkeypatch.setattr(responder, "SENT", limited(together=THREE_HELLOS))
     other = peers()
     meet(member, other)
     # An answer has some hundred bytes.
-    assert 9 < sum(hellos(peers(is_in=False), other, 9) for _ in range(3)) < 27
+    assert 9 < sum(hellos(peers(is_in=False, net=n), other, 9) for n in range(3)) < 27
     assert hellos(member, other, 5) == 5
+
+
+def test_a_flood_from_one_network_keeps_nobody_out_who_comes_from_another(peers, monkeypatch):
+    """Attack: 130 kB/s of a stranger without a key took what all strangers had together."""
+    monkeypatch.setattr(responder, "ASKED", limited(each=THREE_HELLOS))
+    holder = peers()
+    # Keys cost nothing, so they count for nothing.
+    assert sum(hellos(peers(is_in=False, net=1), holder, 2) for _ in range(4)) == 3
+    assert hellos(peers(is_in=False, net=2), holder, 1) == 1
+    # Whoever shows its admission is a member before anything is charged, also in the same network.
+    assert hellos(peers(net=1), holder, 9) == 9
+
+
+def test_who_is_not_admitted_is_turned_away_by_its_first_bytes(peers, monkeypatch):
+    """Attack: a tell of 128 KiB was read and parsed before it was known that nobody would hear it."""
+    one, stranger, other = peers(), peers(is_in=False), peers()
+    read, called = [], []
+    decode = responder.decode_request
+
+    def note(data):
+        read.append(len(data))
+        return decode(data)
+
+    monkeypatch.setattr(responder, "decode_request", note)
+    stranger.exchange.on_called = one.exchange.on_called = lambda *call: called.append(call)
+    rows = [row_of(9, number) for number in range(100)]
+    stranger.exchange.tell([other.peer], MODULE, rows, keep=True)
+    # It was there: whoever does not know a peer's admission yet is not taken for gone.
+    wait_for(lambda: called == [(other.peer, True)])
+    assert read == []
+    assert not other.told
+    with pytest.raises(NetworkError, match="does not know this peer to be admitted"):
+        stranger.exchange.call_back(other.peer, ["/ip4/127.0.0.1/tcp/1"])
+    assert not stranger.exchange.put(other.peer, row_of(1, data=CONTENT), CONTENT, timeout_s=LIMIT_S)
+    one.exchange.tell([other.peer], MODULE, [row_of(0)])
+    wait_for(lambda: other.told)
+    assert other.exchange.uplink.received_bytes < 2**17
+
+
+def test_a_stranger_that_goes_on_asking_in_vain_is_disconnected(peers, monkeypatch):
+    monkeypatch.setattr(responder, "ASKED", limited(each=THREE_HELLOS))
+    holder, greedy, member = peers(), peers(is_in=False), peers()
+    meet(member, holder)
+    disconnected = holder.exchange._transport.disconnected
+    hello = framed(HelloRequest(protocol=8, software="x"))
+    for _ in range(3 + 32):
+        raw(greedy, holder, hello)
+    assert disconnected == []
+    raw(greedy, holder, hello)
+    wait_for(lambda: disconnected == [greedy.peer])
+    assert hellos(member, holder, 3) == 3
 
 
 def test_nothing_is_sent_when_the_owner_s_budget_is_used_up(peers, blobs):
@@ -555,7 +634,7 @@ def test_a_file_that_is_put_too_slowly_is_broken_off_and_keeps_no_room(peers, mo
     row = row_of(0, data=CONTENT)
     monkeypatch.setattr(responder, "PUT_GRACE_S", 0.3)
     monkeypatch.setattr(responder, "LEAST_PUT_BYTES_S", 2.0**30)
-    request = PutRequest(run=RUN, row=pack_row(row), admissions={owner.peer: admission(0)})
+    request = put_request(owner, row)
 
     async def begin_to_put():
         stream = await owner.exchange._transport.open_stream(mailbox.peer, PROTOCOL_NAME)

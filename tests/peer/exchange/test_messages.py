@@ -1,6 +1,8 @@
 """The exchange's messages: what is malformed is refused, and the hello never changes."""
 
+import asyncio
 import contextlib
+from typing import get_args
 
 import msgpack
 import pytest
@@ -65,15 +67,70 @@ def test_deep_nesting_and_size_are_refused():
     with pytest.raises(MessageError):
         messages.decode_request(b"\x91" * 4000)
     with pytest.raises(MessageError, match="at most"):
-        messages.decode_request(bytes(MAX_REQUEST_BYTES + 1))
+        messages.decode_request(msgpack.packb({**TELL, "more": bytes(MAX_REQUEST_BYTES)}))
     with pytest.raises(MessageError, match="at most 4096"):
         messages.decode_request(msgpack.packb({**GET, "more": bytes(5000)}))
 
 
+def beginning_of(data):
+    async def read():
+        reader = asyncio.StreamReader()
+        reader.feed_data(len(data).to_bytes(4, "big") + data)
+        reader.read_exactly = reader.readexactly
+        return await messages.read_beginning(reader)
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("request_class", get_args(messages.Request))
+def test_a_request_begins_with_its_kind_and_the_admission_of_who_asks(request_class):
+    fields = {
+        "hello": {"protocol": 8, "software": "x"},
+        "call_back": {"addresses": ()},
+        "tell": {**TELL, "rows": [bytes(60_000)]},
+        "ask": {"run": RUN, "module": "P17", "locator": [bytes(32)] * 64},
+        "get": GET,
+        "put": {"run": RUN, "row": [bytes(9000)], "admissions": {}},
+    }[request_class.model_fields["kind"].default]
+    for admission in (b"a" * 178, None):
+        asked = request_class(**{**fields, "admission": admission})
+        beginning = beginning_of(messages.encode(asked))
+        assert (beginning.kind, beginning.admission) == (asked.kind, admission)
+        assert len(beginning.data) < 512
+        assert beginning.is_of_members == (asked.kind in ("tell", "put", "call_back"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"software": "x", "protocol": 8, "kind": "hello"},
+        {b"kind": "get"},
+        {"kind": ["tell"]},
+        {"kind": "tell" * 1000},
+        {"admission": bytes(2000), "kind": "hello"},
+        {"kind": "hello", "more": bytes(5000)},
+    ],
+)
+def test_what_begins_otherwise_is_refused_by_its_first_bytes(fields):
+    with pytest.raises(MessageError):
+        beginning_of(msgpack.packb(fields))
+
+
+def test_a_request_is_of_the_kind_that_it_begins_with():
+    """Whoever is not heard with a tell does not tell by saying "kind" twice."""
+    hello = msgpack.packb({"kind": "hello", "protocol": 8, "software": "x"})
+    both = b"\x8a" + hello[1:] + msgpack.packb(TELL)[1:]
+    assert msgpack.unpackb(both)["kind"] == "tell"
+    with pytest.raises(MessageError, match="kind"):
+        messages.decode_request(both)
+
+
 def test_the_hello_is_the_same_in_every_version():
     """A frozen request and reply: peers of any version must be able to greet each other."""
-    request = msgpack.packb({"kind": "hello", "protocol": 1, "software": "dipaco/1", "admission": None})
-    assert messages.encode(HelloRequest(protocol=1, software="dipaco/1")) == request
+    request = {"kind": "hello", "protocol": 1, "software": "dipaco/1", "admission": None}
+    hello = HelloRequest(protocol=1, software="dipaco/1")
+    assert msgpack.unpackb(messages.encode(hello)) == request
+    assert messages.decode_request(msgpack.packb(request)) == hello
     reply = HelloReply(protocol=1, software="x", received_s=1.0, sent_s=2.0)
     assert msgpack.unpackb(messages.encode(reply)) == {
         "protocol": 1,

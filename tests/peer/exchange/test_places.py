@@ -1,7 +1,7 @@
 """Places: what one peer, and all strangers together, can hold of this one."""
 
 from dipaco.peer.exchange.streams.places import Places
-from dipaco.protocol.allowances import ADMITTED, CONTRIBUTOR, STRANGER, Bounds
+from dipaco.protocol.allowances import ADMITTED, CONTRIBUTOR, STRANGER, Asker, Bounds
 
 
 def bounds(total, each, together, each_stranger):
@@ -28,13 +28,13 @@ class TakenPlaces:
     """Places, and whose were taken away."""
 
     def __init__(self, of=bounds(8, 6, 4, 2)):
-        self.time, self.stopped = Time(), list[str]()
-        self.places = Places(of, self.time)
+        self.time, self.stopped, self.used = Time(), list[str](), {}
+        self.places = Places(of, lambda asker: self.used.get(asker.name, 0.0), self.time)
 
     def take(self, peer, *, is_stranger=False, is_contributor=False):
         standing = CONTRIBUTOR if is_contributor else ADMITTED
         standing = STRANGER if is_stranger else standing
-        return self.places.take(peer, standing, lambda: self.stopped.append(peer))
+        return self.places.take(Asker(standing, peer), lambda: self.stopped.append(peer))
 
 
 def test_one_peer_and_strangers_have_so_many_places():
@@ -100,3 +100,19 @@ def test_a_place_that_was_taken_away_is_given_back_without_harm():
         places.places.give_back(place)
     assert all(places.take("d") for _ in range(6))
     assert places.stopped == ["a"]
+
+
+def test_among_strangers_who_has_used_more_gives_way_after_a_while():
+    """Many prefixes, a place each, could else keep out whoever comes after them."""
+    taken = TakenPlaces()
+    for number in range(4):
+        taken.used[f"flood {number}"] = 5.0 + number
+        assert taken.take(f"flood {number}", is_stranger=True)
+    assert taken.take("new", is_stranger=True) is None
+    taken.time.s += 11.0
+    for place in taken.places._taken:
+        place.moved(10**9)  # none of them is slow
+    taken.used["greedy"] = 9.0
+    assert taken.take("greedy", is_stranger=True) is None
+    assert taken.take("new", is_stranger=True) is not None
+    assert len(taken.stopped) == 1

@@ -130,9 +130,10 @@ class Peers:
         self.folder, self.network = folder, MemoryNetwork()
         self.nodes = []
 
-    def __call__(self, *contents, is_in=True, uplink=None, knows=()):
+    def __call__(self, *contents, is_in=True, uplink=None, knows=(), net=0):
+        """`net`: which network it is seen to come from."""
         number = len(self.nodes)
-        transport = MemoryTransport(self.network, peer(number), uplink)
+        transport = MemoryTransport(self.network, peer(number), uplink, f"10.0.{net}.0/24")
         node = Node(transport, self.folder / str(number), number, is_in=is_in, held=Held(*contents))
         self.nodes.append(node)
         for other in knows:

@@ -6,6 +6,7 @@ import socket
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.streams.transport import Stream
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.allowances import NOWHERE
 
 
 class MemoryNetwork:
@@ -24,8 +25,10 @@ class MemoryNetwork:
 class MemoryTransport:
     """One peer's way into a `MemoryNetwork`."""
 
-    def __init__(self, network, peer_id, uplink=None):
-        self.network, self.peer_id = network, peer_id
+    def __init__(self, network, peer_id, uplink=None, origin="127.0.0.0/24"):
+        self.network, self.peer_id, self.origin = network, peer_id, origin
+        self.admission = None
+        self.disconnected = []
         self.uplink = uplink or Uplink()
         self.handlers = {}
         self.streams = []
@@ -48,16 +51,16 @@ class MemoryTransport:
         if node is None or protocol not in node.handlers:
             raise NetworkError(f"peer {peer}: connection refused")
         mine, theirs = socket.socketpair()
-        asyncio.run_coroutine_threadsafe(node.accept(self.peer_id, theirs, node.handlers[protocol]), node.loop)
+        asyncio.run_coroutine_threadsafe(node.accept(self, theirs, node.handlers[protocol]), node.loop)
         return await self._stream(peer, mine)
 
-    async def accept(self, peer, end, handler):
-        await handler(await self._stream(peer, end))
+    async def accept(self, other, end, handler):
+        await handler(await self._stream(other.peer_id, end, other.origin))
 
-    async def _stream(self, peer, end):
+    async def _stream(self, peer, end, origin=NOWHERE):
         end.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=end)
-        stream = Stream(peer, reader, writer, self.uplink)
+        stream = Stream(peer, reader, writer, self.uplink, origin)
         self.streams.append(stream)
         return stream
 
@@ -65,4 +68,4 @@ class MemoryTransport:
         return {peer: () for peer in self.network.nodes if peer != self.peer_id}
 
     async def disconnect(self, peer):
-        pass
+        self.disconnected.append(peer)

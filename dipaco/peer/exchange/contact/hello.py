@@ -25,7 +25,6 @@ class Greeting:
 
     software: str = SOFTWARE
     protocol: int = PROTOCOL_VERSION
-    admission: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Hello:
 
 async def say_hello(transport: Transport, peer: str, me: Greeting, timeout_s: float) -> Hello:
     """Say hello once. Raises as `call` does; the protocol version is not checked."""
-    request = HelloRequest(protocol=me.protocol, software=me.software[:64], admission=me.admission)
+    request = HelloRequest(protocol=me.protocol, software=me.software[:64])
     asked_s = time.time()
     reply = await call(transport, peer, request, HelloReply, timeout_s)
     sample = sample_of(asked_s, reply.received_s, reply.sent_s, time.time())

@@ -310,7 +310,8 @@ class _Download:
         except _Refused as refusal:
             holder.gone = holder.refused = True
             holder.reason = str(refusal)
-            self._refused.note(holder.source.name, self._sha256)
+            if refusal.is_proven:
+                self._refused.note(holder.source.name, self._sha256)
             logger.warning("%s: refused %s: %s", holder.source.name, self._sha256[:12], refusal)
         except Exception as error:
             self._note_failure(holder, error, self._partial.size_bytes - before)
@@ -343,8 +344,10 @@ class _Download:
             await self._disagree(holder, "it has fewer bytes than it sent before")
         if total_bytes > self._max_bytes:
             stream.close()
+            # How many it may have is what somebody else's row says.
             raise _Refused(
-                f"it announces {total_bytes} bytes, at most {self._max_bytes} are allowed"
+                f"it announces {total_bytes} bytes, at most {self._max_bytes} are allowed",
+                is_proven=False,
             )
         if total_bytes < offset:
             stream.close()
@@ -445,7 +448,11 @@ class _Download:
 
 
 class _Refused(Exception):
-    """The holder sent something that cannot be the content."""
+    """The holder sent something that cannot be the content, which is proven by its hash."""
+
+    def __init__(self, complaint: str, *, is_proven: bool = True) -> None:
+        super().__init__(complaint)
+        self.is_proven = is_proven
 
 
 class _TooSlow(Exception):

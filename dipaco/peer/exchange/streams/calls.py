@@ -25,13 +25,17 @@ RECONNECT_AFTER_S = 4.0
 """After so many seconds of resets, or half of a call's time, the connection is made anew."""
 
 
+class TurnedAway(NetworkError):
+    """The peer is there, and hears only whom it knows to be admitted."""
+
+
 async def call(
     transport: Transport, peer: str, request: Request, reply: type[ReplyT], timeout_s: float
 ) -> ReplyT:
     """Ask a peer and return its reply.
 
-    Raises `NetworkError` when it does not answer or answers nonsense, and `ProtocolVersionError`
-    when it is reached but knows no such service.
+    Raises `NetworkError` when it does not answer or answers nonsense, `TurnedAway` when it hears
+    members alone, and `ProtocolVersionError` when it is reached but knows no such service.
     """
     stream, answer = await begin(transport, peer, request, reply, timeout_s)
     stream.close()
@@ -45,6 +49,7 @@ async def begin(
 
     Raises as `call` does.
     """
+    request = request.model_copy(update={"admission": transport.admission})
     try:
         return await _unless_reset(transport, peer, request, reply, timeout_s)
     except MessageError as error:
@@ -97,7 +102,10 @@ async def _once(
     stream = await transport.open_stream(peer, PROTOCOL_NAME)
     try:
         await stream.write(framed(request), until_s - time.monotonic())
-        return stream, decode(reply, await read_frame(stream, reply.max_bytes))
+        data = await read_frame(stream, reply.max_bytes)
+        if not data:
+            raise TurnedAway(f"peer {peer} does not know this peer to be admitted")
+        return stream, decode(reply, data)
     except BaseException:
         stream.close()
         raise

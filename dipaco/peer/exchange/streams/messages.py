@@ -9,6 +9,7 @@ meaning of its fields.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import msgpack
@@ -52,14 +53,21 @@ class Message(BaseModel):
     max_bytes: ClassVar[int] = MAX_REPLY_BYTES
 
 
-class HelloRequest(Message):
+class Asking(Message):
+    """Base of every request. These two fields come first: by them it is decided whether the others
+    are read, and who pays for that."""
+
+    kind: str
+    admission: AdmissionBytes | None = None
+    """Of who asks. It need not wait until its records are read."""
+
+
+class HelloRequest(Asking):
     """Asks for a peer's version and its time."""
 
     kind: Literal["hello"] = "hello"
     protocol: int = Field(ge=0, le=2**31)
     software: str = Field(max_length=64)
-    admission: AdmissionBytes | None = None
-    """Of who asks: it need not wait until its records are read."""
 
 
 class HelloReply(Message):
@@ -72,7 +80,7 @@ class HelloReply(Message):
     run: RunId | None = None
 
 
-class CallBackRequest(Message):
+class CallBackRequest(Asking):
     """Please try to call me at these addresses."""
 
     kind: Literal["call_back"] = "call_back"
@@ -88,7 +96,7 @@ class CallBackReply(Message):
     """The caller comes from an address that not everybody can call."""
 
 
-class TellRequest(Message):
+class TellRequest(Asking):
     """These rows and steps are new. `unpack_row` and `unpack_step` read them."""
 
     kind: Literal["tell"] = "tell"
@@ -104,7 +112,7 @@ class TellReply(Message):
     """It has arrived."""
 
 
-class AskRequest(Message):
+class AskRequest(Asking):
     """Which steps come after the newest of these that you know, and which rows do you know?"""
 
     kind: Literal["ask"] = "ask"
@@ -127,7 +135,7 @@ class AskReply(Message):
     admissions: Admissions
 
 
-class GetRequest(Message):
+class GetRequest(Asking):
     """Send the content with this hash, from `offset` on."""
 
     kind: Literal["get"] = "get"
@@ -147,7 +155,7 @@ class GetReply(Message):
     retry_after_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
 
 
-class PutRequest(Message):
+class PutRequest(Asking):
     """Take this file of mine, which the row names; its bytes follow when the answer is "send"."""
 
     kind: Literal["put"] = "put"
@@ -169,6 +177,12 @@ _REQUESTS: dict[str, type[Request]] = {
 }
 # These carry rows; the others are short.
 _LONG = ("tell", "ask", "put")
+# What members alone are heard with.
+_OF_MEMBERS = ("tell", "put", "call_back")
+# The kind of a request and the admission stand in its first bytes.
+BEGINNING_BYTES = 64 + 2 * ADMISSION_BYTES
+# What is said to others with it instead of a reply.
+TURNED_AWAY = bytes(LENGTH_BYTES)
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -211,16 +225,64 @@ def decode(message_class: type[MessageT], data: bytes) -> MessageT:
     return _validate(message_class, _unpack(data, message_class.max_bytes))
 
 
+@dataclass(frozen=True)
+class Beginning:
+    """What the first bytes of a request say."""
+
+    size_bytes: int
+    """Of the whole request."""
+    data: bytes
+    """The first of them."""
+    kind: str
+    admission: bytes | None
+
+    @property
+    def is_of_members(self) -> bool:
+        """Whether members alone are heard with it."""
+        return self.kind in _OF_MEMBERS
+
+
+async def read_beginning(stream: Stream) -> Beginning:
+    """Read the length and the first bytes of a request.
+
+    Raises `MessageError` for one that is too long for its kind or begins with something else, and
+    `asyncio.IncompleteReadError` when the stream ends.
+    """
+    size = await _read_length(stream, MAX_REQUEST_BYTES)
+    data = await stream.read_exactly(min(size, BEGINNING_BYTES))
+    kind, admission = _introduction(data)
+    _check_size(kind, size)
+    return Beginning(size, data, kind, admission)
+
+
+def _introduction(data: bytes) -> tuple[str, bytes | None]:
+    """Return the kind and the admission that a request begins with."""
+    fields: dict[Any, Any] = {}
+    unpacker = msgpack.Unpacker(raw=False, max_array_len=0, max_map_len=_MAX_ENTRIES)
+    try:
+        unpacker.feed(data)
+        for _ in range(min(2, unpacker.read_map_header())):
+            key = unpacker.unpack()
+            fields[key] = unpacker.unpack()
+    except Exception as error:  # as in `_unpack`; also a key that cannot be one
+        if "kind" not in fields:
+            raise MessageError(f"not a request ({type(error).__name__})") from None
+    kind, admission = fields.get("kind"), fields.get("admission")
+    if not isinstance(kind, str) or kind not in _REQUESTS:
+        raise MessageError("not a kind of request")
+    return kind, admission if isinstance(admission, bytes) else None
+
+
 def decode_request(data: bytes) -> Request:
     """Read a request of any kind, or raise `MessageError`."""
-    values = _unpack(data, MAX_REQUEST_BYTES)
-    kind = values.get("kind")
-    found = _REQUESTS.get(kind) if isinstance(kind, str) else None
-    if found is None:
-        raise MessageError("not a kind of request")
-    if kind not in _LONG and len(data) > MAX_REPLY_BYTES:
-        raise MessageError(f"{len(data)} bytes, at most {MAX_REPLY_BYTES} are allowed")
-    return _validate(found, values)
+    kind, _ = _introduction(data[:BEGINNING_BYTES])
+    _check_size(kind, len(data))
+    return _validate(_REQUESTS[kind], _unpack(data, MAX_REQUEST_BYTES))
+
+
+def _check_size(kind: str, size_bytes: int) -> None:
+    if kind not in _LONG and size_bytes > MAX_REPLY_BYTES:
+        raise MessageError(f"{size_bytes} bytes, at most {MAX_REPLY_BYTES} are allowed")
 
 
 def framed(message: Message) -> bytes:
@@ -232,7 +294,11 @@ def framed(message: Message) -> bytes:
 async def read_frame(stream: Stream, max_bytes: int) -> bytes:
     """Read the bytes of a message. Raises `MessageError` for a longer one, before it is read, and
     `asyncio.IncompleteReadError` when the stream ends."""
+    return await stream.read_exactly(await _read_length(stream, max_bytes))
+
+
+async def _read_length(stream: Stream, max_bytes: int) -> int:
     size = int.from_bytes(await stream.read_exactly(LENGTH_BYTES), "big")
     if size > max_bytes:
         raise MessageError(f"{size} bytes, at most {max_bytes} are allowed")
-    return await stream.read_exactly(size)
+    return size

@@ -1,9 +1,10 @@
 """How many streams, and how many uploads, other peers have here at a time (design 4.10, wire).
 
-Anybody who can make keys can have many identities, so those who are not admitted share few places.
-When all places are taken, somebody gives way: who takes bytes too slowly, who has at least two
-places more than the asker, or who has a lower standing, down to a quarter of all places. That is no
-loss to a slow but honest peer: it goes on later where it was broken off.
+Anybody who can make keys can have many identities, so those who are not admitted share few places,
+and count by where they are. When all places are taken, somebody gives way: whoever takes bytes too
+slowly, whoever has at least two places more than the asker, and whoever has a lower standing, down
+to a quarter of all places. Among strangers also whoever has had a place for a while and has used
+more lately. That is no loss to a slow but honest peer: it goes on later where it was broken off.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dipaco.protocol.allowances import Bounds, Standing
+from dipaco.protocol.allowances import STRANGER, Asker, Bounds
 
 
 @dataclass(eq=False)
 class Place:
     """One place that is taken."""
 
-    peer: str
-    standing: Standing
+    asker: Asker
     began_s: float
     stop: Callable[[], None]
     """Breaks off what it is for, also while that waits for the other side."""
@@ -43,24 +43,30 @@ class Place:
 class Places:
     """Places, bounded in all, for each peer, and for strangers. Used on one event loop."""
 
-    def __init__(self, bounds: Bounds, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._bounds, self._monotonic = bounds, monotonic
+    def __init__(
+        self,
+        bounds: Bounds,
+        used: Callable[[Asker], float] = lambda asker: 0.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`used` returns how much somebody has used lately."""
+        self._bounds, self._used, self._monotonic = bounds, used, monotonic
         self._taken: list[Place] = []
 
-    def take(self, peer: str, standing: Standing, stop: Callable[[], None]) -> Place | None:
+    def take(self, asker: Asker, stop: Callable[[], None]) -> Place | None:
         """Return a place, if need be that of another; None when there is none."""
-        bounds = self._bounds
-        if sum(place.peer == peer for place in self._taken) >= bounds.each[standing]:
+        bounds, standing = self._bounds, asker.standing
+        if sum(place.asker == asker for place in self._taken) >= bounds.each[standing]:
             return None
-        equals = [place for place in self._taken if place.standing is standing]
+        equals = [place for place in self._taken if place.asker.standing is standing]
         crowd = None
         if len(equals) >= bounds.together.get(standing, bounds.total):
             crowd = equals
         elif len(self._taken) >= bounds.total:
             crowd = self._taken
-        if crowd is not None and not self._make_room(peer, standing, crowd):
+        if crowd is not None and not self._make_room(asker, crowd):
             return None
-        place = Place(peer, standing, self._monotonic(), stop)
+        place = Place(asker, self._monotonic(), stop)
         self._taken.append(place)
         return place
 
@@ -69,19 +75,25 @@ class Places:
         if place in self._taken:
             self._taken.remove(place)
 
-    def _make_room(self, peer: str, standing: Standing, crowd: list[Place]) -> bool:
+    def _make_room(self, asker: Asker, crowd: list[Place]) -> bool:
         """Take the place of whom it serves least of those in a crowd who have to give way."""
-        now_s, bounds = self._monotonic(), self._bounds
-        counts = Counter(place.peer for place in self._taken)
-        lower = [place for place in crowd if place.standing < standing]
+        now_s, bounds, standing = self._monotonic(), self._bounds, asker.standing
+        counts = Counter(place.asker for place in self._taken)
+        lower = [place for place in crowd if place.asker.standing < standing]
         has_claim = len(lower) > bounds.total // 4
+        used = self._used(asker)
 
         def gives_way(place: Place) -> bool:
             return (
                 place.is_slow(now_s, bounds.grace_s, bounds.wanted_rate_bytes_s)
-                or counts[place.peer] >= counts[peer] + 2
-                or (has_claim and place.standing < standing)
+                or counts[place.asker] >= counts[asker] + 2
+                or (has_claim and place.asker.standing < standing)
+                or (is_greedy(place) and now_s - place.began_s > bounds.grace_s)
             )
+
+        def is_greedy(place: Place) -> bool:
+            both = (standing, place.asker.standing)
+            return both == (STRANGER, STRANGER) and self._used(place.asker) > used
 
         able = [place for place in crowd if gives_way(place)]
         if not able:
@@ -89,9 +101,9 @@ class Places:
         victim = min(
             able,
             key=lambda place: (
-                place.standing,
+                place.asker.standing,
                 not place.is_slow(now_s, bounds.grace_s, bounds.wanted_rate_bytes_s),
-                -counts[place.peer],
+                -counts[place.asker],
                 place.moved_bytes / max(1e-9, now_s - place.began_s),
             ),
         )

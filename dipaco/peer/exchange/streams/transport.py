@@ -17,6 +17,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from dipaco.base.errors import NetworkError
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.peer.owner.uplink import Uplink
+from dipaco.protocol.allowances import NOWHERE, origin_of
 
 DAEMON_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 0.4
@@ -35,8 +36,11 @@ class Stream:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         uplink: Uplink,
+        origin: str = NOWHERE,
     ) -> None:
         self.peer = peer
+        self.origin = origin
+        """The prefix of the address that the other side is seen at, see `allowances.origin_of`."""
         self.rank = 0
         """The rank of what is sent on this stream. The `uplink` sends lower ranks first."""
         self._reader, self._writer, self._uplink = reader, writer, uplink
@@ -87,6 +91,8 @@ class Transport(Protocol):
 
     uplink: Uplink
     """Counts and limits what all streams send."""
+    admission: bytes | None
+    """This peer's own, which all its requests show."""
 
     @property
     def peer_id(self) -> str:
@@ -131,6 +137,7 @@ class HivemindTransport:
         """`p2p`: a p2pd of one's own without a DHT, already started, whose owner ends it."""
         self._dht, self._p2p = dht, p2p
         self.uplink = uplink or Uplink()
+        self.admission: bytes | None = None
         self._protocols: list[str] = []
 
     @property
@@ -174,7 +181,8 @@ class HivemindTransport:
         async def handle(
             info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
         ) -> None:
-            await handler(Stream(info.peer_id.to_base58(), reader, writer, self.uplink))
+            origin = origin_of(str(info.addr))
+            await handler(Stream(info.peer_id.to_base58(), reader, writer, self.uplink, origin))
 
         adding = self.p2p.add_binary_stream_handler(protocol, handle)
         try:
