@@ -37,7 +37,7 @@ prefix_tokens = 8
 
 @pytest.fixture(scope="module", params=["qwen3", "smollm2"])
 def trained(tmp_path_factory, request):
-    """The folder of the base, and of what one simulated round made of it."""
+    """The base, what one simulated round made of it, `trained`, and path 1 of that, `path`."""
     folder = tmp_path_factory.mktemp("foreign")
     make_foreign_base(folder / "base", request.param)
     file = write_run(folder, TOML)
@@ -46,6 +46,8 @@ def trained(tmp_path_factory, request):
     prepare(file, folder / "run", on_cpu())
     arguments = [str(folder / "run"), "--rounds", "1", "--steps-per-round", "2", "--json"]
     assert simulator_cli.main([*arguments, "--out", str(folder / "trained")]) == 0
+    arguments = ["--state-dir", str(folder / "trained"), "--path", "1"]
+    assert export_command.main([*arguments, "--out", str(folder / "path")]) == 0
     return folder
 
 
@@ -86,12 +88,10 @@ def test_a_plan_says_which_part_is_the_base_s(trained):
     assert "A path begins as the base 'base' and trains all of it: 0.0" in shown.getvalue()
 
 
-def test_a_path_goes_back_to_its_family(trained, tmp_path):
+def test_a_path_goes_back_to_its_family(trained):
     source = DiskSource(trained / "trained")
-    arguments = ["--state-dir", str(trained / "trained"), "--path", "1"]
-    assert export_command.main([*arguments, "--out", str(tmp_path / "path")]) == 0
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "path").eval()
-    auto = AutoTokenizer.from_pretrained(tmp_path / "path")
+    theirs = AutoModelForCausalLM.from_pretrained(trained / "path").eval()
+    auto = AutoTokenizer.from_pretrained(trained / "path")
     base = AutoTokenizer.from_pretrained(trained / "base")
     assert type(theirs) is type(AutoModelForCausalLM.from_pretrained(trained / "base"))
     ours = source.tokenizer()
@@ -112,9 +112,7 @@ def test_a_path_goes_back_to_its_family(trained, tmp_path):
     assert order[ours.encode_marked(rendered)].tolist() == auto(rendered).input_ids
 
 
-def test_what_a_base_says_of_itself_comes_back(trained, tmp_path):
-    arguments = ["--state-dir", str(trained / "trained"), "--path", "1", "--dtype", "float32"]
-    assert export_command.main([*arguments, "--out", str(tmp_path / "path")]) == 0
+def test_what_a_base_says_of_itself_comes_back(trained):
     for name, keys in {
         "config.json": (
             "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -127,18 +125,16 @@ def test_what_a_base_says_of_itself_comes_back(trained, tmp_path):
         "tokenizer_config.json": ("bos_token", "pad_token", "unk_token", "chat_template"),
         "tokenizer.json": ("model", "post_processor", "pre_tokenizer", "decoder", "normalizer"),
     }.items():  # fmt: skip
-        before, after = (json.loads((folder / name).read_text()) for folder in (trained / "base", tmp_path / "path"))
+        before, after = (json.loads((folder / name).read_text()) for folder in (trained / "base", trained / "path"))
         assert {k: after.get(k) for k in keys} == {k: before.get(k) for k in keys}, name
-    files = [folder / "tokenizer.json" for folder in (trained / "base", tmp_path / "path")]
+    files = [folder / "tokenizer.json" for folder in (trained / "base", trained / "path")]
     added = [json.loads(file.read_text())["added_tokens"] for file in files]
     names = [[token["content"] for token in tokens] for tokens in added]
     assert names[0] == names[1]
 
 
-def test_an_exported_path_is_a_base_again(trained, tmp_path):
-    arguments = ["--state-dir", str(trained / "trained"), "--path", "1"]
-    assert export_command.main([*arguments, "--out", str(tmp_path / "path")]) == 0
-    source, base = DiskSource(trained / "trained"), ImportedBase(tmp_path / "path")
+def test_an_exported_path_is_a_base_again(trained):
+    source, base = DiskSource(trained / "trained"), ImportedBase(trained / "path")
     tokenizer = source.blob(source.plan.blobs.tokenizer)
     assert base.tokenizer == tokenizer
     model = source.plan.model

@@ -21,10 +21,11 @@ from dipaco.inference.export.exporter import Exporter
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.model_card import model_card
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
+from dipaco.routing.routers.simple_routers import LabelRouter
 from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import make_foreign_base
 from support.runs.routed_texts import route_texts
-from support.runs.tiny_run import make_tiny_run, tiny_documents
+from support.runs.tiny_run import make_tiny_run, sign_tiny_run, tiny_documents
 from support.swarms.fake_reader import FakeReader
 
 CPU = torch.device("cpu")
@@ -214,6 +215,21 @@ def check_route(source, out):
     assert [router.path_of(text) for text in texts] == expected
     assert len(set(expected)) > 1
     assert router.folder_of(texts[0]) == out / "paths" / f"{expected[0]:05d}"
+
+
+def test_a_router_of_labels_is_a_table(tmp_path):
+    run_folder = make_tiny_run(tmp_path / "run")
+    plan = run_folder.plan()
+    router = LabelRouter(4, 0, {"law": 3, "code": 0})
+    blobs = plan.blobs.model_copy(update={"router": run_folder.blobs.add_bytes(router.to_bytes())})
+    routing = plan.routing.model_copy(update={"kind": "label"})
+    sign_tiny_run(run_folder, plan.model_copy(update={"blobs": blobs, "routing": routing}))
+    out = tmp_path / "out"
+    assert run("--state-dir", tmp_path / "run", "--allow-genesis", "--all", "--out", out) == 0
+    table = json.loads((out / "router" / "route.json").read_text())
+    assert table["labels"] == {"law": "paths/00003", "code": "paths/00000"}
+    assert {file.name for file in (out / "router").iterdir()} == {"route.json", "router.safetensors"}
+    assert "`router/route.json` names the folder of each label" in (out / "README.md").read_text()
 
 
 def test_newer_states_replace_older_ones(trained, tmp_path):
