@@ -1,7 +1,8 @@
-"""What a peer publishes of itself, and how it takes back what is not so any more. Pure.
+"""What a peer publishes of itself, and how it takes back what is true no more. Pure.
 
-Its own record stands in its bucket, another under each of its modules, how far its paths are in
-their buckets. A real peer writes them into the DHT, a simulated one into a simulated directory.
+Its own record stands in its bucket. There is another one under each of its modules, and how far its
+paths are stands in the buckets of the paths. A real peer writes these records into the DHT, a
+simulated one into a simulated directory.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ class Publication:
 class PublishedRecords:
     """The records of one peer, in one life of its process.
 
-    :param life_s: how long a record of what the peer does counts that is not renewed
+    :param life_s: how long a record counts that is not renewed, except one of progress
     """
 
     def __init__(self, grid: Grid, life_s: float) -> None:
         self._grid, self._life_s = grid, life_s
         self._buckets = bucket_count(grid.path_count)
         self._said: dict[tuple[str, str], PeerRecord | ModuleRecord] = {}
-        """What stands of this peer, by kind and item, but for its progress."""
+        """The records of this peer that stand, by kind and item, without those of progress."""
 
     def publish(
         self, record: PeerRecord, held: Iterable[Head], progress: Iterable[ProgressEntry]
     ) -> Iterator[Publication]:
-        """Yield all that the peer has to say now, also what stands there unchanged.
+        """Yield everything that the peer has to say now, including what it said before.
 
         :param held: the states that it can serve
         :param progress: how far the paths are that were trained here
@@ -65,7 +66,7 @@ class PublishedRecords:
         yield from self._progress(record.peer_id, progress)
 
     def goodbyes(self) -> Iterator[Publication]:
-        """Yield what a peer says that leaves. How far its paths are stays."""
+        """Yield what stands of a peer after it has left. How far its paths are stays as it is."""
         for (kind, item), record in self._said.items():
             yield Publication(kind, item, record.goodbye(), self._life_s)
 
@@ -79,7 +80,7 @@ class PublishedRecords:
         if record.path is not None and record.state in ("joining", "training"):
             modules.update(self._grid.modules_of_path(record.path))
         for module in sorted(modules):
-            # Its fields were checked with the peer's record, or come from a state that is held.
+            # These values were validated in the peer's record, or are of a state that is held.
             found = ModuleRecord.model_construct(
                 peer_id=record.peer_id,
                 module=module,
@@ -94,9 +95,9 @@ class PublishedRecords:
             yield ("modules", module), found
 
     def _taken_back(self, kind: str, item: str) -> Publication:
-        """Return what stands in place of a record that is not so any more.
+        """Return what takes the place of a record that is true no more.
 
-        A reader learns from it that this peer was not lost; what it only held is withdrawn.
+        A goodbye tells readers that this peer was not lost. A copy that it held is withdrawn.
         """
         record = self._said.pop((kind, item))
         gone: PeerRecord | ModuleRecord | None = None

@@ -1,8 +1,8 @@
 """The dense baseline: one path-sized model, or one adapter, trained on all shards together.
 
-What a swarm is measured against: the same base model, inner optimizer and batch size, but no
-routing, no modules and no outer steps. Its rate falls to the end, because one machine is better
-with that. Scored on the same held-out tokens.
+A swarm is measured against it. It has the same base model, inner optimizer and batch size, but no
+routing, no modules and no outer steps, and is scored on the same held-out tokens. Its learning rate
+falls to the end, because one machine does better with that.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class DenseResult:
     """fp32 on the CPU, by name."""
     steps: int
     train_loss: float | None
-    """Of the last inner step, nats a token."""
+    """Loss of the last inner step, in nats a token."""
     validation: LossSum
-    """On the held-out sequences of all paths."""
+    """Its loss on the held-out sequences of all paths."""
 
 
 def train_dense(
@@ -110,7 +110,7 @@ class MixedBatches:
         self._shards = [run.train_tokens(plan, path) for path in range(path_count)]
         self._ends = np.cumsum([len(shard) for shard in self._shards])
         self._plan = plan
-        # A stream of its own: no path has this number.
+        # No path has this number, so the batches are not those of any path.
         self._stream = path_count
 
     def batch(self, step: int) -> torch.Tensor:

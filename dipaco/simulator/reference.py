@@ -86,7 +86,7 @@ class ReferenceSwarm:
         self.states = first_states(run, states or {})
         """The anchors: the newest state of every module."""
         self.trainers = new_trainers(run, self.peers, self.states, self.settings)
-        """Of each peer."""
+        """The trainer of each peer."""
         self.next_round = first_round
         self.on_steps: Callable[[int], None] = lambda steps: None
         """Called with a number of inner steps that were done, for a progress bar."""

@@ -1,4 +1,4 @@
-"""What is kept of the rounds of a simulation: a file of lines, and a chart."""
+"""Keeps the rounds of a simulation: in a file, a line each, and in a chart."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .round_report import RoundReport
 class RoundRecord:
     """Writes rounds to `log` as they come, and draws them into `plot` at the end.
 
-    :param goes_on: with the rounds that `log` has already
+    :param goes_on: whether the rounds that `log` has already come before
 
-    Raises ConfigurationError where the library that draws is missing, before anything is trained.
+    Raises ConfigurationError if the library that draws is missing, before anything is trained.
     """
 
     def __init__(self, log: Path | None, plot: Path | None, *, goes_on: bool = False) -> None:
@@ -63,8 +63,7 @@ class RoundRecord:
 
 
 def _whole_rows(log: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the rounds of a log up to where it was cut off, when the power failed or it was
-    killed."""
+    """Yield the whole lines of a log. A power cut or a kill may have left a part of one."""
     for line in log.splitlines():
         try:
             yield json.loads(line)

@@ -28,15 +28,15 @@ from .simulated_peers import SimulatedPeer, SimulatorSettings
 
 @dataclass(frozen=True)
 class PathReport:
-    """One path after a round."""
+    """How one path does after a round."""
 
     path: int
     step: int
     """Inner steps of the path so far."""
     train_loss: float | None
-    """Mean over the round's inner steps, nats a token."""
+    """Mean loss of the round's inner steps, in nats a token."""
     validation: LossSum
-    """Its anchors on its held-out sequences."""
+    """Loss of its anchors on its held-out sequences."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class RoundReport:
     versions: Mapping[str, int]
     paths: tuple[PathReport, ...]
     tokens: int
-    """Trained in the round."""
+    """Tokens that were trained in the round."""
     bytes: int
-    """Of the contributions that the peers published in the round."""
+    """Bytes of the contributions that the peers published in the round."""
     seconds: float
 
     @property
     def train_loss(self) -> float | None:
-        """Mean over the paths, in nats a token; None when nothing was trained."""
+        """Mean of the paths' losses, in nats a token; None if nothing was trained."""
         losses = [path.train_loss for path in self.paths if path.train_loss is not None]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def validation(self) -> LossSum:
-        """All paths together, every token counting alike."""
+        """Loss of all paths together, in which every token counts alike."""
         return LossSum.total(path.validation for path in self.paths)
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,9 +96,9 @@ class RoundNotes:
 
     started_s: float = field(default_factory=time.monotonic)
     losses: dict[SimulatedPeer, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of each peer's inner steps, nats a token."""
+    """Losses of each peer's inner steps, in nats a token."""
     sent_bytes: int = 0
-    """Of the contributions that peers published."""
+    """Bytes of the contributions that peers published."""
 
 
 class Reporter:
@@ -118,7 +118,7 @@ class Reporter:
         states: Mapping[str, ModuleState],
         notes: RoundNotes,
     ) -> RoundReport:
-        """Report a round that has just ended; without any losses in `notes` there was none."""
+        """Report a round that has just ended, or the present states if `notes` has no losses."""
         steps = sum(map(len, notes.losses.values()))
         paths = []
         for path in sorted({peer.path for peer in trainers}):

@@ -66,7 +66,7 @@ def resumed_simulation(output: RunFolder, begin: Begin) -> ReferenceSwarm:
             for module in grid.modules()
         }
         next_round, kept = int(content["next_round"]), list(content["trainers"])
-    except Exception as error:  # pickle, zip and key errors alike
+    except Exception as error:  # Damage shows as errors of pickle, of zip, or of missing keys.
         raise IntegrityError(
             f"the simulation in {file} cannot be resumed ({_short(error)}); give another --out"
         ) from error

@@ -155,7 +155,7 @@ def _print_json_round(report: RoundReport) -> None:
 
 
 class RoundPrinter:
-    """Prints a simulation as it goes. Plain lines without a terminal."""
+    """Prints a simulation as it goes."""
 
     def __init__(self, swarm: ReferenceSwarm) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
@@ -180,7 +180,7 @@ class RoundPrinter:
         return show
 
     def round(self, report: RoundReport) -> None:
-        """Print one line."""
+        """Print the line of a round."""
         loss = report.train_loss
         parts = [
             "before" if loss is None else f"round {report.round_index}",

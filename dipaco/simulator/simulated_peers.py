@@ -16,7 +16,7 @@ from dipaco.training.trainer import PathTrainer
 
 @dataclass(frozen=True)
 class SimulatorSettings:
-    """How a simulation is carried out. Changes no result, except where a field says so."""
+    """How a simulation is carried out. It changes no result, except where a field says so."""
 
     device: torch.device | str = "cpu"
     """Where paths are trained and scored. Another type of device has other bits."""
@@ -25,13 +25,13 @@ class SimulatorSettings:
     validation_sequences: int | None = None
     """Held-out sequences to score per path after each round, at most; None is all, 0 none."""
     exact: bool = True
-    """Whether a CPU computes what peers of a run with fixed steps do. Otherwise as those of a run
-    by the clock: in bf16, if it is made for that."""
+    """Whether a CPU computes the same bits as peers of a run with fixed steps. Otherwise it does
+    what those of a run by the clock do: bf16, if it is made for that."""
 
 
 @dataclass(frozen=True)
 class SimulatedPeer:
-    """Peers and paths. Several peers on one path are its replicas, numbered from 0 (the lead)."""
+    """A peer and its path. Several peers on one path are its replicas, numbered from 0."""
 
     path: int
     replica: int = 0
@@ -49,7 +49,7 @@ def checked_peers(
 ) -> tuple[SimulatedPeer, ...]:
     """Return the peers in canonical order, by default one per path.
 
-    Raises ConfigurationError for peers that cannot be.
+    Raises ConfigurationError for peers that this run cannot have.
     """
     if peers is None:
         return tuple(SimulatedPeer(path) for path in range(path_count))
@@ -103,7 +103,7 @@ def new_trainers(
             device,
             new_model=lambda: run.path_model(plan, device),
             optimizer=settings.optimizer,
-            # PyTorch compiles once: trainers of one shape share what it made.
+            # PyTorch compiles once for all trainers of one shape.
             compile_model=device.type == "cuda",
             exact=settings.exact,
         )

@@ -1,10 +1,10 @@
 """What a machine does for its member, and for the machines that call it.
 
-Work that takes time is a generator: what it yields is waited for, and what came of that is sent
-in. Its outcome is an event. All bytes come over the simulated network, from machines that really
-hold them.
+Work that takes time is a generator. It yields what it waits for and is sent the answer; its outcome
+is an event. All bytes come over the simulated network, from machines that really hold them.
 
-What is simplified: nothing is signed, as nobody can sign for another; a file is whole or not there.
+Two things are simpler than in a real peer. Nothing is signed, because nobody can sign for another.
+A file is either whole or not there.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from .world import FILE_BYTES, SHARD_BYTES, SOUND_LOSS, STATE_BYTES
 # `machine.Machine`, which stands on this file.
 Machine = Any
 Wait = Callable[[Callable[[Any], None]], None]
-"""Begins something, and is given what to call with the answer."""
+"""Something to wait for: it is begun with the function that is to hear the answer."""
 Work = Generator[Wait, Any, None]
 ASK_LIMIT_S, RETRY_S = 3.0, 2.0
-# How long a name in a locator is on the wire.
+# Bytes of a name in a locator on the wire.
 NAME_BYTES = 33
 HOLDERS_OF_SHARD = 4
 
 
 class Carrying:
-    """Of one life of one machine."""
+    """Carries out the actions of one machine, in one of its lives."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine, self._world, self._network = machine, machine.world, machine.world.network
         self._between = self._world.engine.between
         self._coming: set[str] = set()
-        """States on their way."""
+        """States that are on their way."""
         self._sources: dict[str, dict[str, None]] = {}
-        """Files that are wanted, by row, with the peers that may have them."""
+        """By row whose file is wanted: the peers that may have the file."""
         self._gathered: set[str] = set()
-        """Rows whose files the member was told are here."""
+        """Rows of which the member was told that their files are here."""
         self._handlers = self._table()
 
     def do(self, action: actions.Action) -> None:
@@ -55,10 +55,11 @@ class Carrying:
             self._go(work)
 
     def _table(self) -> Mapping[type[actions.Action], Callable[[Any], Work | None]]:
-        """Return what carries out which action; as in a real shell, one without is an error."""
+        """Return what carries out each action. As in a real shell, an action without an entry is an
+        error."""
         return {
             actions.Say: self._say,
-            actions.Warn: lambda action: None,  # It is in the log.
+            actions.Warn: lambda action: None,  # The log has it.
             actions.Watch: self._watch,
             actions.Look: self._look,
             actions.Tell: self._tell,
@@ -69,7 +70,7 @@ class Carrying:
             actions.FetchPath: self._fetch_path,
             actions.StartPath: self._start_path,
             actions.Begun: self._begun,
-            actions.Move: lambda action: None,  # A return begins as any other start does.
+            actions.Move: lambda action: None,  # Coming back needs nothing that is kept.
             actions.Pause: self._pause,
             actions.Publish: self._publish,
             actions.Compute: self._compute,
@@ -85,7 +86,7 @@ class Carrying:
         }
 
     def _go(self, work: Work) -> None:
-        """Let work go on, from one wait to the next."""
+        """Run work from one wait to the next, to its end."""
 
         def hear(answer: Any) -> None:
             try:
@@ -100,7 +101,7 @@ class Carrying:
         return lambda hear: self._machine.later(seconds, hear, None)
 
     def _ask_peer(self, peer: str, verb: str, content: Any, **how: Any) -> Wait:
-        """Call a peer; the answer is None when it gives none."""
+        """Call a peer. The answer is None if none comes in time."""
         return lambda hear: self._network.call(self._machine.peer, peer, verb, content, hear, **how)
 
     def _answer(self, delay_s: float, event: events.Event) -> None:
@@ -136,7 +137,7 @@ class Carrying:
                 self._network.tell(self._machine.peer, peer, action, size_bytes)
 
     def take(self, rows: Iterable[Row], steps: Iterable[Step]) -> None:
-        """Keep rows, to tell others of them; all steps are noted that anybody knows."""
+        """Keep rows, which others may ask for, and put steps into the world's book."""
         self._machine.store.add_rows(rows)
         for step in steps:
             self._world.add(step)
@@ -144,7 +145,7 @@ class Carrying:
     def _plausible(
         self, rows: Iterable[Row], steps: Iterable[Step]
     ) -> tuple[tuple[Row, ...], tuple[Step, ...]]:
-        """Return what can be, and take it in: the shell checks what others say."""
+        """Check what others say, as a real shell does; keep and return what may be true."""
         plan, now_s = self._world.plan, self._machine.believed_s
         revoked = self._world.revoked
 
@@ -193,7 +194,7 @@ class Carrying:
                 return
 
     def _gather(self, action: actions.Gather) -> None:
-        """Fetch files, for a round at most: the peer of a row may not have its file yet."""
+        """Fetch files. Each is tried for a round, because its owner may not have it yet."""
         until_s = self._world.now_s + self._world.plan.rounds.duration_s
         for row in action.rows:
             if row.file in self._machine.store.files:
@@ -208,7 +209,7 @@ class Carrying:
         wait_s = RETRY_S
         while row.file not in self._machine.store.files:
             answer = yield from self._first(self._sources[row.name], "get", row.file)
-            # It may have been put here meanwhile.
+            # Its owner may have put it here meanwhile.
             if answer is not None or row.file in self._machine.store.files:
                 break
             if self._world.now_s >= until_s:
@@ -220,7 +221,7 @@ class Carrying:
         self._came(row)
 
     def _came(self, row: Row) -> None:
-        """A file is here: check it, and tell the member."""
+        """Check a file that has come, and tell the member."""
         machine, module, file = self._machine, row.module, row.file
         self._sources.pop(row.name, None)
         made = self._world.files[file]
@@ -233,7 +234,7 @@ class Carrying:
         machine.deliver(events.Gathered(module, row))
 
     def _first(self, peers: Iterable[str], verb: str, content: Any) -> Generator[Wait, Any, Any]:
-        """Ask one after the other until one gives; returns what it gave, or None."""
+        """Ask one peer after the other. Return the first answer, or None if there is none."""
         left = [peer for peer in dict.fromkeys(peers) if peer != self._machine.peer]
         if not left:
             yield self._sleep(0.1)
@@ -244,7 +245,7 @@ class Carrying:
         return None
 
     def fetch(self, left: list[str], verb: str, content: Any) -> Wait:
-        """Take one of the peers that are left, and ask it."""
+        """Take one of the peers that are left off the list, and ask it."""
         return self._ask_peer(left.pop(0), verb, content)
 
     def _serve(self, action: actions.Serve) -> None:
@@ -281,7 +282,7 @@ class Carrying:
             if machine is not self._machine and path in machine.store.shards
         ]
         self._world.engine.random.shuffle(holders)
-        # Those that can be called first: a real peer knows who can.
+        # Peers that can be called come first: a real peer knows who they are.
         links = self._network.links
         holders.sort(key=lambda peer: not links[peer].can_be_called)
         return holders[:HOLDERS_OF_SHARD]
@@ -326,7 +327,6 @@ class Carrying:
         yield self._sleep(delay_s)
         machine.store.files.add(row.file)
         self._gathered.add(row.name)
-        self._world.watch.published(machine, row)
         machine.deliver(events.Published(module, row))
 
     # -- states
@@ -357,8 +357,8 @@ class Carrying:
         self._answer(0.1, events.Failed(action, reason))
 
     def _states_after(self, base: Head, steps: tuple[Step, ...]) -> list[Head]:
-        """Return a state and those that come out of steps on top of it, as far as each step stands
-        on the state before it."""
+        """Return `base` and the state after each step, up to the first step whose rows name another
+        state than the one before it."""
         states = [base]
         for step in steps:
             if step.state != states[-1].digest:
@@ -411,8 +411,8 @@ class Carrying:
         machine.store.hold(head, save=True)
         self._world.watch.holds(machine, head)
         if work is not None:
-            before, work.anchor, work.base = work.anchor, head.step, work.snapshot
-            self._world.watch.adopted(machine, action, before)
+            work.anchor, work.base = head.step, work.snapshot
+            self._world.watch.adopted(machine, action)
         machine.publishing.publish()
 
     def _forget(self, action: actions.Forget) -> None:
@@ -471,7 +471,7 @@ class Carrying:
         return None, 0
 
     def _put_here(self, caller: str, row: Row) -> bool:
-        """Take the file of another peer in, and what its row says."""
+        """Take in the file of another peer, and its row."""
         store = self._machine.store
         rows, _ = self._plausible((row,), ())
         if rows and row.file not in store.files:

@@ -1,7 +1,7 @@
 """Virtual time: what happens next, in an order that depends on the seed alone.
 
-No thread, no clock of the machine, no set or hash order: two runs of one seed are the same event
-by event, on any machine.
+There are no threads, nothing reads the machine's clock, and nothing depends on the order of a set.
+So two runs of one seed are the same, event by event, on any machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Engine:
-    """The queue of what is to happen. Times are true seconds; what a member believes differs."""
+    """The queue of what is to happen. Its times are true; what a member believes may differ."""
 
     def __init__(self, seed: int, start_s: float) -> None:
         self.random = Random(seed)
@@ -22,7 +22,7 @@ class Engine:
         self._number = 0
 
     def at(self, time_s: float, what: Callable[..., object], *arguments: Any) -> None:
-        """Let something happen at a time; what is late already happens next."""
+        """Let something happen at a time. What is late already happens next."""
         self._number += 1
         heapq.heappush(self._queue, (max(time_s, self.now_s), self._number, what, arguments))
 

@@ -1,4 +1,4 @@
-"""What goes wrong in a history, and when: one method a fault."""
+"""What goes wrong in a history, and when. Each fault has a method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .network import Conditions
 from .scenario import Scenario
 from .world import START_S, World
 
-# Of a round: what an inner step of a slow machine takes at most. A slower one is of no use.
+# An inner step of a slow machine takes at most this share of a round; a slower one is of no use.
 SLOWEST_SHARE = 0.2
 
 
@@ -32,7 +32,7 @@ class Faults:
             getattr(self, f"_add_{fault}")()
 
     def end(self) -> None:
-        """End all faults; dead peers stay dead, and liars go on lying."""
+        """End all faults. Dead peers stay dead, and liars go on lying."""
         self._world.say("*", "!", "all faults end")
         self._network.heal()
         self._network.conditions = Conditions()
@@ -50,7 +50,7 @@ class Faults:
     # -- lines
 
     def _add_latency(self) -> None:
-        """Give everybody a bad line, some a slow machine, and make the DHT unreliable."""
+        """Give everybody a bad line and some a slow machine, and make the DHT unreliable."""
         engine, conditions = self._engine, self._network.conditions
         for machine in self._machines:
             link = machine.link
@@ -71,12 +71,12 @@ class Faults:
         self._network.conditions.loss = self._engine.between(0.0, 0.1)
 
     def _add_nat(self) -> None:
-        """Put two thirds of the trainers behind routers, but one."""
+        """Put two thirds of the trainers behind routers. The first one can always be called."""
         for machine in self._trainers()[1:]:
             machine.link.can_be_called = not self._engine.chance(2 / 3)
 
     def _add_all_nat(self) -> None:
-        """Put all trainers behind routers: two bootstrap nodes are left."""
+        """Put all trainers behind routers: only the two bootstrap nodes can be called."""
         for machine in self._trainers():
             machine.link.can_be_called = False
 
@@ -125,14 +125,14 @@ class Faults:
             engine.at(back_s, self._restart, machine, life_rounds)
 
     def _restart(self, machine: Machine, life_rounds: float) -> None:
-        if machine.is_alive:  # It takes its time to leave.
+        if machine.is_alive:  # It is still leaving.
             self._engine.after(5.0, self._restart, machine, life_rounds)
             return
         machine.start()
         self._live(machine, life_rounds)
 
     def _add_suspend(self) -> None:
-        """Let machines sleep, and their owners need them at times."""
+        """Let machines sleep, and let some pause because their owners need them."""
         engine = self._engine
         for _ in range(engine.random.randint(1, 2 * self._drawn.members)):
             machine = engine.random.choice(self._machines)
@@ -159,13 +159,13 @@ class Faults:
             self._at_some_time(self._step_clock, machine, seconds)
 
     def _step_clock(self, machine: Machine, seconds: float) -> None:
-        """Put a clock wrong; the peer measures it against its neighbours' within ten refreshes."""
+        """Set a clock wrong. Within ten refreshes the peer compares it with its neighbours'."""
         machine.step_clock(seconds)
         wrong_s = self._engine.between(0.5, 10.0) * machine.refresh_period_s
         self._engine.after(wrong_s, lambda: machine.step_clock(-machine.clock_error_s))
 
     def _add_dying(self) -> None:
-        """Let trainers die between telling of a step and giving their files."""
+        """Let trainers die after they told of a step, before they gave their files to anybody."""
         chance = self._engine.between(0.05, 0.3)
         for machine in self._trainers():
             machine.after_telling = partial(self._die_telling, machine, chance)  # type: ignore[method-assign]
@@ -181,6 +181,6 @@ class Faults:
             engine.after(away_s + 1.0, machine.start)
 
     def _add_hostile(self) -> None:
-        """The liars are there already: they took the places of some trainers."""
+        """Check that there are liars: the caller put them in the places of some trainers."""
         if all(machine.is_honest for machine in self._machines):
-            raise ValueError("liars are a fault of this history; give `run_history` their class")
+            raise ValueError("this profile has liars; give `run_history` their class")

@@ -14,14 +14,14 @@ from .network import Link
 from .scenario import Scenario, small_plan
 from .world import START_S, World
 
-# Rounds without faults in which all has to settle; it has begun to after so many.
+# Rounds without faults at the end, and how many of them it may take until all has settled.
 CALM_ROUNDS, SETTLED_ROUNDS = 6, 2
-# Inner steps that even a slow machine takes in a round.
+# Even a slow machine takes so many inner steps in a round.
 STEPS_IN_ROUND = 15
 
 MachineOf = Callable[[str], Callable[..., Machine]]
-"""What makes the machine of a peer: `boot0` and `boot1` are bootstrap nodes, `p0`, `p1` and so on
-train."""
+"""Returns what makes the machine of a peer, by its name: `boot0` and `boot1` are bootstrap nodes;
+`p0`, `p1` and so on train."""
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Result:
     scenario: Scenario
     violations: list[Violation]
     figures: Counter[str]
-    """See `invariants` and `work`."""
+    """See `invariants` and `token_accounts`."""
     world: World
-    """As it was in the end."""
+    """As it was at the end."""
 
 
 def run_history(
@@ -42,10 +42,10 @@ def run_history(
     *,
     log: list[str] | None = None,
 ) -> Result:
-    """Live through a history and its rest; `log` gets its lines.
+    """Live through a history and the calm after it; `log` gets its lines.
 
-    Insiders are subclasses of `Machine` that are not honest. Raises ValueError for a profile with
-    liars where nobody lies.
+    `machine_of` is how insiders come in: they are subclasses of `Machine` that are not honest.
+    Raises ValueError if the profile has liars and nobody lies.
     """
     round_s, end_s = drawn.duration_s, START_S + drawn.rounds * drawn.duration_s
     engine = Engine(drawn.seed, START_S - round_s / 2)
@@ -84,7 +84,7 @@ def _place_machines(world: World, drawn: Scenario, machine_of: MachineOf) -> Non
         engine.at(START_S + start_s, machine.start)
     for machine in world.machines.values():
         for path in range(world.grid.path_count):
-            # Blobs have copies: the first peers of a run have all of them.
+            # Shards have copies: the first peers of a run have all of them, others have some.
             if machine.number < 2 or random.random() < 0.4:
                 machine.store.shards.add(path)
 

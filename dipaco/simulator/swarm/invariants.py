@@ -1,16 +1,17 @@
-"""What has to hold in a history, and what is counted for rates.
+"""What has to hold in every history, and what is counted for rates.
 
-Has to hold in every one: `agreement` (at rest all honest trainers of a module stand on one step;
-where rounds are counted, on one chain), `digest` (at rest a state has the digest that its step
-has), `files` and `contract` (an anchor changes only by whole steps whose files were checked, or to
-a state that was fetched; a member answers every turn and never raises), `liveness` (in calm rounds
-every module that is trained steps in every round) and `copies` (at rest three hold the head where
-three can be reached).
+* agreement: at rest all honest trainers of a module stand on one step, or on one chain where rounds
+  are counted.
+* digest: at rest a state has the digest that its step has.
+* files, contract: an anchor changes only by whole steps whose files were checked, or to a state
+  that was fetched; a member answers every turn and never raises.
+* liveness: in calm rounds every module that is trained steps in every round.
+* copies: at rest three peers hold the head, where three can be reached.
 
-Counted: what became of the work (`work`), forked versions and those of them in which a step took
-the place of one whose rows it holds as well (*outbid*: no work is lost by it), adopted steps,
-samples of copies two rounds after a step, and messages, requests and bytes of an honest trainer in
-a round.
+These are counted: what became of the work (`token_accounts`); versions that forked, and those of
+them in which a step took the place of one whose rows it holds as well (*outbid*: no work is lost by
+it); rounds that ended with a step and without; copies two rounds after a step; messages, requests
+and bytes of the honest trainers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.chain import Head
 from dipaco.protocol.member.actions import Adopt
 
 from .machine import Machine
@@ -30,7 +31,7 @@ from .world import START_S, World
 
 INVARIANTS = ("agreement", "digest", "files", "contract", "liveness", "copies")
 COPIES, COPY_ROUNDS = 3, 2
-# Of a history, so many violations of each kind are written down.
+# So many violations of each kind are written down.
 MAX_NOTED = 5
 
 
@@ -44,7 +45,7 @@ class Violation:
 
 
 class Invariants:
-    """The watch of one world."""
+    """Watches one world."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -56,10 +57,9 @@ class Invariants:
         self._versions: dict[tuple[str, int], dict[str, None]] = {}
         """By module and version: the steps that honest peers have adopted."""
         self._taken_s: dict[str, float] = {}
-        """When a step was first adopted."""
-        self._published: set[tuple[str, str, int, str]] = set()
+        """By step: when it was first adopted."""
         self._training: dict[tuple[str, str], float] = {}
-        """Since when a peer trains a module."""
+        """By peer and module: since when it trains."""
         self._trained_s: dict[int, float] = {}
         """Of each path: when its work was last adopted."""
         self._greatest_wait_s = 0.0
@@ -69,7 +69,6 @@ class Invariants:
     def violated(self, invariant: str, what: str) -> None:
         """Write down that something did not hold."""
         world = self._world
-        self.figures[f"violated {invariant}"] += 1
         world.say("*", "!", f"VIOLATION of {invariant}: {what}")
         if sum(one.invariant == invariant for one in self.violations) < MAX_NOTED:
             self.violations.append(Violation(invariant, world.now_s - START_S, what))
@@ -77,17 +76,16 @@ class Invariants:
     # -- what happens
 
     def started(self, machine: Machine) -> None:
-        """A machine begins to train a path."""
+        """Note that a machine begins to train a path."""
         for module in machine.works:
             if self.accounts.open(machine, module):
                 self._training[machine.peer, module] = self._world.now_s
 
-    def adopted(self, machine: Machine, action: Adopt, before: str) -> None:
-        """A machine has another anchor of a module."""
+    def adopted(self, machine: Machine, action: Adopt) -> None:
+        """Note that a machine has another anchor of a module."""
         head, world = action.head, self._world
         if not machine.is_honest:
             return
-        self.figures["wrong digests"] += head.digest != world.head(head.step).digest
         of_version = self._versions.setdefault((head.module, head.version), {})
         if of_version and head.step not in of_version:
             steps = [world.book.link(step).step for step in (*of_version, head.step)]
@@ -100,55 +98,45 @@ class Invariants:
                 last = self.last_rounds.get(row.path, -1)
                 self.last_rounds[row.path] = max(last, row.round_index)
                 self._path_waited(row.path)
-        self.figures["adopted"] += 1
         self.figures["rounds with a step"] += action.is_round
-        if not world.book.stands_on(head.step, before):
-            self.figures["left a chain"] += 1
 
     def _path_waited(self, path: int) -> None:
-        """A path has waited until now for work of it to be adopted."""
+        """Note that work of a path is adopted now, for which it has waited."""
         now_s = max(START_S, self._world.now_s)
         waited_s = now_s - self._trained_s.get(path, START_S)
         self._greatest_wait_s = max(self._greatest_wait_s, waited_s)
         self._trained_s[path] = now_s
 
     def holds(self, machine: Machine, head: Head) -> None:
-        """A machine serves another state of a module."""
+        """Note that a machine serves another state of a module."""
         if machine.is_honest and self._world.is_forged(head):
             self.figures["forged"] += 1
             self._world.say(machine.peer, "!", f"holds a forged state of {shown(head)}")
 
     def carried_on(self, machine: Machine) -> None:
-        """A round of a module has ended without a step."""
+        """Note that a round of a module has ended without a step."""
         self.figures["rounds without a step"] += machine.is_honest
 
-    def published(self, machine: Machine, row: Row) -> None:
-        """A machine has made a contribution."""
-        place = row.peer, row.module, row.round_index, row.parent
-        if machine.is_honest and place in self._published:
-            self.figures["rows twice"] += 1
-        self._published.add(place)
-
     def ended(self, machine: Machine, module: str, why: str) -> None:
-        """A machine trains a module no more."""
+        """Note that a machine has stopped training a module."""
         self.accounts.close(machine, module, why)
         self._training.pop((machine.peer, module), None)
 
     def wrong(self, machine: Machine, what: str, invariant: str = "contract") -> None:
-        """A member did what it may not, or raised."""
+        """Note that a member did what it may not do, or raised."""
         if machine.is_honest:
             self.violated(invariant, f"{machine.peer}: {what}")
 
     # -- samples
 
     def _trainers(self, module: str) -> list[Machine]:
-        """Return the honest living machines that train a module."""
+        """Return the honest machines that run and train a module."""
         machines = self._world.machines
         found = [machines[peer] for peer, of in self._training if of == module]
         return [machine for machine in found if machine.is_honest and machine.is_alive]
 
     def sample(self) -> None:
-        """Count a round, every round: who takes part, and how many copies there are."""
+        """Count, every round, who takes part and how many copies there are."""
         world = self._world
         world.engine.after(self._round_s, self.sample)
         if world.now_s < START_S:
@@ -163,9 +151,9 @@ class Invariants:
                 self.figures["copies missing"] += bool(short)
 
     def _short_of_copies(self, module: str) -> str | None:
-        """Return what is missing of the copies of the step that was the head some rounds ago.
+        """Return which copies are missing of the step that was the head some rounds ago.
 
-        Empty for nothing, None where there need not be three.
+        The text is empty if none is; None where there need not be three.
         """
         world = self._world
         machines = world.machines.values()
@@ -201,7 +189,7 @@ class Invariants:
     # -- rest
 
     def check_rest(self, level: str, since_s: float) -> None:
-        """Check the modules of a level just before a boundary, the calm having begun at a time."""
+        """Check the modules of a level just before a boundary; the calm began at `since_s`."""
         world = self._world
         for module in world.grid.modules():
             if world.grid.level_of(module) == level:
@@ -209,7 +197,7 @@ class Invariants:
                 if trainers:
                     self._check_agreement(module, trainers)
                     self._check_liveness(module, since_s)
-                # Keepers have no documents: as many liars as trainers they follow as well.
+                # Keepers have no documents, so they follow liars that are as many as trainers.
                 liars = sum(of == module for _, of in self._training) - len(trainers)
                 short = self._short_of_copies(module)
                 if short and liars < max(1, len(trainers)):
@@ -250,24 +238,20 @@ class Invariants:
         figures.update(self.accounts.balance(finals))
         for path in range(world.grid.path_count):
             self._path_waited(path)
-        # In hundredths of a round: figures are counts.
+        # Figures are counts, so this one is in hundredths of a round.
         figures["greatest wait"] = round(100 * self._greatest_wait_s / self._round_s)
         figures["versions"] = len(self._versions)
         forks = [steps for steps in self._versions.values() if len(steps) > 1]
         figures["forked"], figures["outbid"] = len(forks), sum(map(self._is_outbid, forks))
         for machine in world.machines.values():
             if machine.is_honest and machine.trains:
-                traffic = machine.link.traffic
-                figures["tells"] += traffic.requests["tell"]
-                figures["views"] += traffic.requests["views"]
-                calls = sum(traffic.requests.values())
-                figures["requests"] += calls - traffic.requests["tell"] - traffic.requests["views"]
-                for verb in traffic.sent:
-                    if verb != "views":
-                        figures["bytes"] += traffic.sent[verb]
+                requests, sent = machine.link.traffic.requests, machine.link.traffic.sent
+                figures["tells"] += requests["tell"]
+                figures["requests"] += requests.total() - requests["tell"] - requests["views"]
+                figures["bytes"] += sent.total() - sent["views"]
 
     def _is_outbid(self, steps: Iterable[str]) -> bool:
-        """Tell whether of some steps each holds the rows of the lighter ones, and more."""
+        """Tell whether each of some steps has all rows of the lighter ones."""
         links = sorted((self._world.book.link(step) for step in steps), key=lambda link: link.rank)
         made = [link.step for link in reversed(links) if link.step is not None]
         return all(set(a.rows) < set(b.rows) for a, b in itertools.pairwise(made))

@@ -4,10 +4,10 @@ It asks the member what to do between two inner steps, tells it what happened, a
 it wants (`carrying`). It can crash at any event, sleep, restart with its old disk or an empty one,
 and its clock can be wrong.
 
-What is simplified: inner steps that nothing interrupts are taken as one, up to the next boundary
-or a share of a round. What happens meanwhile ends them with the real step that is under way. An
-action that concerns the model is done at once, where a real peer waits for the end of that step.
-A wait is asked again after a quarter of a second first, later after a whole one.
+Three things are simpler than in a real peer. Inner steps that nothing interrupts are taken as one
+stretch, up to the next boundary or a share of a round; an event ends the stretch with the step that
+is under way. An action that concerns the model is done at once, where a real peer waits for the end
+of that step. A member that waits is asked again after a quarter of a second, and later after one.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from .network import Link
 from .publishing import Publishing
 from .world import FILE_BYTES, Content, World
 
-# Of a round: the longest stretch of inner steps that is taken as one.
+# The longest stretch of inner steps, as a share of a round.
 STRETCH_SHARE = 1 / 4
-# Rounding may put a moment that has passed a little ahead.
+# Rounding may put a moment that has passed a little into the future.
 LEAST_WAIT_S = 0.25
-# Seconds off: with more a peer does not join (design 4.1, rounds).
+# A peer whose clock is further off does not join (design 4.1, rounds).
 RIGHT_CLOCK_S = 2.0
 
 
 @dataclass
 class Work:
-    """What a machine trains of one module: counts of its own tokens."""
+    """What a machine trains of one module. Numbers are counts of its own tokens."""
 
     anchor: str
-    """The step whose state it is."""
+    """The step whose state is the anchor."""
     base: int
-    """What came before is in the anchor, or lost."""
+    """Tokens before this count are in the anchor, or lost."""
     snapshot: int
-    """What came before is in the last contribution, or in the anchor, or lost."""
+    """Tokens before this count are in the last contribution, in the anchor, or lost."""
 
 
 @dataclass
 class _Stretch:
-    """Inner steps under way."""
+    """Inner steps that are under way."""
 
     begin_s: float
     steps: int
@@ -71,11 +71,11 @@ class _Stretch:
 
 
 class Machine:
-    """See the module's text. Everything that is not on disk is gone when `start` is called."""
+    """The machine of one peer. `start` begins a life with nothing but what lies on the disk."""
 
     is_honest = True
     content: Content = "good"
-    """What is in its files."""
+    """What its contributions are worth."""
     carries: ClassVar[type[Carrying]] = Carrying
     """What carries out its member's actions."""
 
@@ -97,26 +97,26 @@ class Machine:
         link.is_up = False
         self.store = Store(world)
         self.tokens = 0
-        """Ever trained here."""
+        """All that were ever trained here."""
         self.handled = 0
         """Events that its members have handled."""
         self.refresh_period_s = refresh_period_s(world.plan.rounds)
         self._forget()
 
     def _forget(self) -> None:
-        """Be as after a start: nothing in memory."""
+        """Have nothing in memory, as after a start."""
         world, count = self.world, bucket_count(self.world.grid.path_count)
         self.path: int | None = None
         self.round_index = 0
         self.works: dict[str, Work] = {}
         self.scope = scope_of((), (home_bucket(self.peer, None, count),), world.grid)
-        """What is read of the swarm."""
+        """What it reads of the swarm."""
         self.claim = Say("joining", None, 0.0, "", False)
         self.progress: dict[int, ProgressEntry] = {}
         self._waiting: Mapping[int, int] = {}
         """Paths that nobody claimed in the last view, and since which round."""
         self.answers: deque[Event] = deque()
-        """Of actions that are answered at once."""
+        """What actions had for an answer at once."""
         self.carrying = self.carries(self)
         self.publishing = Publishing(self)
         self._stretch: _Stretch | None = None
@@ -154,7 +154,7 @@ class Machine:
         self.works[module] = Work(anchor, self.tokens, self.tokens)
 
     def contribute(self, action: Publish, path: int, work: Work) -> Row:
-        """Make the file of what was trained of a module, and its row."""
+        """Make a contribution of what was trained of a module; returns its row."""
         module, round_index, parent = action.module, action.round_index, action.parent
         said = self.claimed(work.snapshot - work.base, round_index)
         state = action.state
@@ -162,7 +162,7 @@ class Machine:
         return self.world.make_file(row, work.base, work.snapshot, self.content)
 
     def claimed(self, tokens: int, round_index: int) -> int:
-        """Return how many of the trained tokens a row says."""
+        """Return how many of the trained tokens its row says."""
         return claimed_tokens(self.world.plan, tokens, round_index)
 
     def seen_digest(self, head: Head) -> Head:
@@ -172,7 +172,7 @@ class Machine:
     # -- life
 
     def start(self) -> None:
-        """Begin, with what lies on the disk, unless it runs."""
+        """Begin a life with what lies on the disk, unless the machine runs."""
         if self.link.is_up:
             return
         self.link.is_up, self.link.hangs = True, False
@@ -195,7 +195,7 @@ class Machine:
         return Member(settings, self.world.plan, self.world.grid, steps=steps, held=held)
 
     def crash(self, *, hangs: bool, empty_disk: bool) -> None:
-        """End without a word. `hangs`: callers find nobody who would refuse."""
+        """End without a word. If it `hangs`, callers are not even refused."""
         if not self.link.is_up:
             return
         self.world.say(self.peer, "!", "crashes" + (" and loses its disk" if empty_disk else ""))
@@ -205,7 +205,7 @@ class Machine:
             self.store = Store(self.world)
 
     def lose_all(self, why: str) -> None:
-        """Train no module any more."""
+        """Stop training; what no contribution has is lost."""
         for module in list(self.works):
             self.world.watch.ended(self, module, why)
         self.works, self.path = {}, None
@@ -221,7 +221,7 @@ class Machine:
         self.clock_error_s += seconds
 
     def ask_to_pause(self, *, pause: bool) -> None:
-        """Say that the machine is needed, or that it is not needed any more."""
+        """Say that the owner needs the machine, or needs it no more."""
         self.later(0.0, self.deliver, PauseWanted("needed" if pause else ""))
 
     def ask_to_leave(self) -> None:
@@ -229,7 +229,7 @@ class Machine:
         self.later(0.0, self.deliver, LeaveWanted())
 
     def _stop(self) -> None:
-        """The member has left."""
+        """End, because the member has left."""
         self.lose_all("leave")
         self.publishing.withdraw()
         self.link.is_up = False
@@ -250,7 +250,7 @@ class Machine:
             self.later(0.0, self._turn, self._turns)
 
     def _handle(self, event: Event) -> list[Action]:
-        """Let the member handle an event, and all that is answered at once."""
+        """Let the member handle an event, and then what its actions had for an answer at once."""
         actions = self._ask_member(event)
         while self.answers and self.link.is_up:
             self._ask_member(self.answers.popleft())
@@ -324,7 +324,7 @@ class Machine:
         return found
 
     def _look_meanwhile(self, stretch: _Stretch) -> None:
-        """Let the member hear of the next moment too, if it comes in the middle of a step."""
+        """Let the member hear of the next moment if it comes before the stretch ends."""
         wait_s = max(LEAST_WAIT_S, min(self._moments(self.believed_s)) - self.believed_s)
         end_s = stretch.begin_s + stretch.steps * self.step_s
         if not self.world.schedule.fixed_steps and self.world.now_s + wait_s < end_s:
@@ -336,7 +336,7 @@ class Machine:
             self._look_meanwhile(self._stretch)
 
     def _cut_short(self, stretch: _Stretch) -> None:
-        """Count the steps of a stretch that have ended; it ends with the one under way."""
+        """Count the steps of a stretch that have ended, and let it end with the step under way."""
         ended = min(int((self.world.now_s - stretch.begin_s) / self.step_s), stretch.steps - 1)
         self.tokens += ended * self.world.tokens_per_step
         stretch.begin_s += ended * self.step_s
@@ -367,7 +367,7 @@ class Machine:
         self.later(self.refresh_period_s * engine.between(0.95, 1.05), self._refresh)
 
     def read(self, is_answer: bool, further: tuple[int, ...] = ()) -> None:
-        """Read what the member watches, and `further` buckets, and tell it."""
+        """Read what the member watches, and `further` buckets, and tell the member."""
         scope = self.scope.with_buckets(further) if further else self.scope
         view = self.world.directory.read(self.peer, self.believed_s, scope)
         view = view.watched(self.world.plan, self.world.grid, self._waiting)
@@ -377,5 +377,5 @@ class Machine:
     # -- others
 
     def serve(self, caller: str, verb: str, content: Any) -> tuple[Any, int]:
-        """Answer a call; in the background, so an inner step does not keep it waiting."""
+        """Answer a call. An inner step keeps nobody waiting."""
         return self.carrying.serve(caller, verb, content)

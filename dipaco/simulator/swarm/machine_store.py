@@ -1,7 +1,7 @@
-"""What one machine has: chains, rows, files and states, and what of it a restart finds.
+"""What one machine has: chains, rows, files and states, and what a restart finds of them.
 
-A state is a name here, and every step is in the world's book, so nothing of a real peer's stores is
-left but which names are where.
+A state is only a name here, and the world's book has every step. So this says no more than which
+names are where, in memory and on the disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEPT_ROUNDS, STATES_ON_DISK = 3, 2
 
 
 class Store:
-    """Of one machine, as long as its disk lasts."""
+    """What one machine has, as long as its disk lasts."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -44,7 +44,7 @@ class Store:
     # -- chains and rows
 
     def serve(self, module: str, step: str, steps: Iterable[Step]) -> bool:
-        """Answer with the chain to a step; returns whether its steps stand on what was served."""
+        """Serve the chain to a step from now on; returns whether all of it was handed over."""
         known = self._was_served
         known.add(self._world.book.genesis(module))
         for new in steps:
@@ -89,13 +89,13 @@ class Store:
     # -- states
 
     def find(self, module: str, step: str) -> Head | None:
-        """Return a state that is here; of a genesis there always is one."""
+        """Return a state that is in memory or on the disk."""
         if step in self.at_hand:
             return self.at_hand[step]
         return self.served_state(module, step)
 
     def served_state(self, module: str, step: str) -> Head | None:
-        """Return a state that others are given: it is held, or lies on the disk."""
+        """Return a state that others may have: it is held, or lies on the disk."""
         held = self.held.get(module)
         if held is not None and held.step == step:
             return held
@@ -121,6 +121,6 @@ class Store:
         self.disk[head.module] = [*kept, head][-STATES_ON_DISK:]
 
     def drop(self, module: str) -> None:
-        """Serve and keep no state of a module."""
+        """Stop serving a module, and remove its states from the disk."""
         self.held.pop(module, None)
         self.disk.pop(module, None)

@@ -1,9 +1,9 @@
 """Messages and transfers between the machines: delay, loss, bandwidth, reachability, splits.
 
-What is simplified: a machine's latency is one number, and a pair's the sum of both. What is lost is
-gone; the caller notices after its limit. Transfers wait for one another at both ends (first come,
-first served); messages do not wait behind them. A machine that cannot be called only gets answers
-to its own calls. A split lets nothing through.
+Much is simpler than in a real network. A machine has one latency, and that of a pair is the sum.
+What is lost is gone, and the caller notices at its limit. Transfers wait for one another at both
+ends, first come, first served; messages do not wait behind them. A machine that cannot be called
+gets answers to its own calls alone. A split lets nothing through.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from dipaco.protocol.wire_sizes import CALL_BYTES
 
 from .engine import Engine
 
-# From here on bytes count for the time that they take.
+# Messages from this size on take the time that their bytes need.
 BULK_BYTES = 16_384
-# Size of an answer that never comes: a stream is opened, and nothing is sent.
+# The "size" of an answer that never comes: the stream is opened, and nothing is sent.
 NO_ANSWER = -1
-# The caller of a peer that says nothing gives up after so long.
+# After so long a caller gives up a peer that says nothing.
 STALL_S = 10.0
 
 
 Serve = Callable[[str, str, Any], tuple[Any, int]]
-"""What a machine does with a message: caller, verb and content; the answer, and its bytes."""
+"""Takes the caller, verb and content of a call; returns the answer and its size in bytes."""
 
 
 @dataclass
 class Conditions:
-    """What goes wrong everywhere alike, at the moment."""
+    """What goes wrong everywhere alike."""
 
     loss: float = 0.0
-    """Share of all messages that get lost."""
+    """Share of all messages that are lost."""
     write_s: tuple[float, float] = (0.05, 0.5)
-    """How long it takes until a record in the DHT can be read."""
+    """Least and greatest time until a record in the DHT can be read."""
     writes_lost: float = 0.0
-    """Share of the writes that get lost."""
+    """Share of the writes into the DHT that are lost."""
     records_missed: float = 0.0
     """Share of the records that a reader does not see."""
     look_s: tuple[float, float] = (0.2, 1.5)
-    """How long reading the swarm takes."""
+    """Least and greatest time that reading the swarm takes."""
     look_fails: float = 0.0
     path_fails: float = 0.0
     """Share of the shards that cannot be had at first."""
@@ -50,7 +50,7 @@ class Conditions:
 
 @dataclass
 class Traffic:
-    """What a peer has asked and moved, by verb; reading and writing the DHT counts as "views"."""
+    """What a peer has asked and moved, by verb. The DHT counts as the verb "views"."""
 
     requests: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
@@ -61,16 +61,15 @@ class Traffic:
 
 @dataclass
 class Link:
-    """How one machine hangs in the network."""
+    """The line of one machine, and whether the machine runs."""
 
     latency_s: float = 0.03
     jitter_s: float = 0.01
     uplink_bytes_s: float = 2e6
-    """Bytes a second."""
     downlink_bytes_s: float = 8e6
     can_be_called: bool = True
     is_up: bool = True
-    """Whether the process lives."""
+    """Whether the process runs."""
     hangs: bool = False
     """Whether the machine vanished without a word: calls to it are not even refused."""
     awake_s: float = 0.0
@@ -78,14 +77,14 @@ class Link:
     side: int = 0
     """In a split: the part of the network that it is in."""
     life: int = 0
-    """Counts restarts; what was under way before one is gone."""
+    """Counts restarts: what was under way before one is gone."""
     sends_free_s: float = 0.0
     receives_free_s: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
 
 
 class Network:
-    """Between all machines of a history."""
+    """The network between all machines of a history."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -93,7 +92,7 @@ class Network:
         self.hosts: dict[str, Serve] = {}
         self.conditions = Conditions()
         self.split = 0
-        """Number of the split that is on; 0 for none."""
+        """The number of the present split; 0 for none."""
         self._splits = 0
 
     def join(self, peer: str, link: Link, host: Serve) -> None:
@@ -137,7 +136,7 @@ class Network:
         what: Callable[..., object],
         *arguments: Any,
     ) -> float:
-        """Let the receiver do something; returns when it will have arrived, 0 when it is lost."""
+        """Let the receiver do something; returns when the message arrives, or 0 if it is lost."""
         engine, a, b = self.engine, self.links[sender], self.links[receiver]
         size_bytes, life = CALL_BYTES + size_bytes, b.life
         a.traffic.sent[verb] += size_bytes
@@ -180,7 +179,7 @@ class Network:
         limit_s: float = STALL_S,
         size_bytes: int = 0,
     ) -> None:
-        """Call a peer. `on_answer` gets the answer, or None when none has begun in the limit."""
+        """Call a peer. `on_answer` gets the answer, or None if none has begun within `limit_s`."""
         source = self.links[caller]
         source.traffic.requests[verb] += 1
         call = _Call(self, caller, callee, verb, source.life, limit_s, on_answer)
@@ -191,7 +190,7 @@ class Network:
         else:
             target = self.links.get(callee)
             if target is None or (not target.hangs and source.side == target.side):
-                call.limit_s = min(limit_s, 2 * source.latency_s + 0.05)  # Refused at once.
+                call.limit_s = min(limit_s, 2 * source.latency_s + 0.05)  # It is refused at once.
         self.engine.after(call.limit_s, self.run, caller, source.life, call.time_is_up)
 
 
@@ -220,7 +219,7 @@ class _Call:
                 )
 
     def finish(self, answer: Any) -> None:
-        """Tell the caller, once."""
+        """Give the caller its answer, once."""
         on_answer, self.on_answer = self.on_answer, None
         if on_answer is not None and self.network.links[self.caller].life == self.life:
             on_answer(answer)

@@ -32,12 +32,12 @@ class Publishing:
                 self._write(found)
 
     def withdraw(self) -> None:
-        """Leave, and say so in every record."""
+        """Say in every record that this peer leaves."""
         for found in self._records.goodbyes():
             self._write(found)
 
     def _record(self) -> PeerRecord:
-        """Return the peer's own record: unchecked, as peers have short names here."""
+        """Return the peer's own record. It is not validated: simulated peers have short names."""
         machine, schedule, claim = self._machine, self._world.schedule, self._machine.claim
         now_round = machine.round_index
         if not schedule.fixed_steps:

@@ -46,7 +46,7 @@ DURATION_OF_DYING_S = 20.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is drawn first."""
+    """The sizes and faults that are drawn before a history begins."""
 
     seed: int
     profile: str
@@ -63,7 +63,7 @@ class Scenario:
 def draw_scenario(
     seed: int, profile: str = "mixed", *, members: int | None = None, rounds: int | None = None
 ) -> Scenario:
-    """Return what a seed stands for; what is given is not drawn."""
+    """Return what a seed stands for, with the sizes that are given in place of drawn ones."""
     if profile not in PROFILES:
         raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got '{profile}'")
     random = Random(f"scenario {seed} {profile}")

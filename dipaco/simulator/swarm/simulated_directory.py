@@ -1,13 +1,12 @@
 """The DHT: records that arrive late, get lost, or are seen by some readers only, and expire.
 
-What is simplified: one store stands for all nodes. A record is visible some seconds after it was
-written; a write can be lost, and then the one before it stays until it expires; a reader misses
-each record with some probability. In a split each part sees what it has written and what was there
-before; afterwards everybody sees everything that has not expired. Records are signed and their
-peers admitted: what is not, no reader sees.
+One store stands for all nodes. A record can be read some seconds after it was written. A write can
+be lost; then the record before it stays until it expires. A reader misses each record with some
+probability. In a split each part sees what it has written and what was there before; afterwards
+everybody sees everything that has not expired. There are only records of admitted peers.
 
-What reading and writing costs is counted as in `dipaco.dht`: both visit `NODES_VISITED` nodes, and
-the `NODES_STORED` of them that store a key return all of it to a reader. A writer stores there.
+Costs are counted as in `dipaco.dht`: whoever reads or writes visits `NODES_VISITED` nodes, and
+`NODES_STORED` of them store the key and return all of it to a reader.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class _Key:
             if newest.expires_s < now_s:
                 gone.append(owner)
             elif not newest.split and newest.visible_s <= now_s:
-                # Nearly all are so: everybody sees the newest.
+                # This is the usual case: everybody sees the newest version.
                 if newest.record is not None:
                     found.append(newest.record)
                     if newest.expires_s < until_s:
@@ -102,7 +101,7 @@ class _Key:
                 if version.visible_s > now_s:
                     until_s = min(until_s, version.visible_s)
                 elif not version.split or version.split != split or version.side == side:
-                    # An expired version hides nothing: what it replaced is older still.
+                    # An expired version hides the older ones, which have expired too.
                     if version.expires_s >= now_s and version.record is not None:
                         found.append(version.record)
                         until_s = min(until_s, version.expires_s)
@@ -110,7 +109,7 @@ class _Key:
         for owner in gone:
             self.size_bytes -= self.owners.pop(owner)[-1].size_bytes
         self._seen = tuple(found)
-        # Before the first change everybody sees the same; in a split nobody knows.
+        # Until something changes everybody sees the same, except in a split.
         self._until_s = -1.0 if split else until_s - 1e-6
         return self._seen
 
@@ -123,7 +122,7 @@ class SimulatedDirectory:
         self._plan, self._grid = plan, grid
         self._keys: dict[str, _Key] = {}
         self.shows: dict[str, Collection[str]] = {}
-        """Readers that nodes which lie show the records of a few owners only."""
+        """Readers to whom lying nodes show the records of a few owners only."""
 
     def write(self, owner: str, key: str, record: Any, life_s: float) -> None:
         """Store a record under the owner's name; None withdraws it."""
@@ -149,7 +148,7 @@ class SimulatedDirectory:
         link.traffic.sent["views"] += stored_bytes
 
     def read(self, reader: str, believed_s: float, scope: Scope) -> SwarmView:
-        """Return what a peer sees of a scope; it believes it is `believed_s`."""
+        """Return what a peer sees of a scope, by whose clock it is `believed_s`."""
         link = self._network.links[reader]
 
         def all_under(kind: str) -> list[Any]:

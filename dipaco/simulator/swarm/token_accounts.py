@@ -1,9 +1,9 @@
-"""What became of the work: every token is numbered by its peer, and is in the winning chain or not.
+"""What became of the work. Every trained token has a number, so each can be looked for.
 
-Inner steps of a machine count its tokens up; a contribution to a module holds those from one count
-to another, and the winning chain of a module names contributions. What of the trained tokens is in
-none of them is *on top* of a living peer's anchor, or *gone* with a crash, a leave, a move or a
-pause before its next step, or else *lost*.
+Inner steps of a machine count its tokens up. A contribution to a module holds the tokens from one
+count to another, and the winning chain of the module names contributions. A token that is in none
+of them is *on top* of a living peer's anchor; or it is *gone* with a crash, a leave, a move or a
+pause before the next step; or else it is *lost*.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Spans = list[tuple[int, int]]
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Return spans in order, none of which overlap."""
+    """Return the same tokens as spans in order that do not overlap."""
     found: Spans = []
     for begin, end in sorted(spans):
         if begin >= end:
@@ -37,7 +37,7 @@ def length(spans: Sequence[tuple[int, int]]) -> int:
 
 
 def without(spans: Spans, others: Spans) -> Spans:
-    """Return what of some spans is not in others; both merged."""
+    """Return what is in some spans and not in others. Both are merged."""
     found: Spans = []
     for begin, end in spans:
         for low, high in others:
@@ -58,7 +58,8 @@ class Stay:
     begin: int
     end: int | None = None
     gone_from: int = 0
-    """Of one that ended: what came from here on was in no contribution that this peer knew in."""
+    """Once it has ended: tokens from this count on were in no contribution that this peer knew to
+    be in a step."""
     why: str = ""
 
 
@@ -115,7 +116,7 @@ class Accounts:
         return found
 
     def _say_lost(self, place: tuple[str, str], begin: int, end: int) -> None:
-        """Write into the log which contributions had what was lost."""
+        """Say in the log which contributions had the tokens that are lost."""
         files = self._world.files.values() if self._world.log is not None else ()
         rows = [
             f"r{file.row.round_index} on {file.row.parent[:8]}"

@@ -1,4 +1,4 @@
-"""How events, actions and what is in them look in the log of a history."""
+"""How events and actions look in the log of a history."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.view import SwarmView
 
 SHORT = 8
-# Of these there are too many, and they say little.
+# There are too many of these, and they say little.
 QUIET = frozenset({"Turn", "Stepped", "Wait", "TakeStep"})
 
 

@@ -1,8 +1,8 @@
-"""What all machines of a history share: the plan, the clock, and what really is in every file.
+"""What all machines of a history share: the plan, the clock, and what every file really holds.
 
-States are names: the digest of a state is the hash of the step that it comes out of, and its loss
-says only whether most of the rows in some step before it were poison. A forged state has another
-digest than what comes out of its step, and so has all that is computed from it.
+States are names: the digest of a state is a hash of its step's name, and its loss says only whether
+most rows of some step before it were poison. A forged state has another digest than what comes out
+of its step, and so has every state that is computed from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Machine = Any
 Invariants = Any
 START_S = 1000.0
 STATE_BYTES, FILE_BYTES, SHARD_BYTES = 2_000_000, 130_000, 4_000_000
-# Held-out losses: of sound states, of others, and of what is worse by less than a check notices.
+# Held-out losses. What is subtle is worse by less than a check notices.
 SOUND_LOSS, POISONED_LOSS, FORGED_LOSS, SUBTLE_LOSS = 3.0, 11.0, 7.0, 3.3
 
 Content = Literal["good", "poison", "subtle", "garbage"]
@@ -36,7 +36,7 @@ LOSSES: dict[Content, float] = {"good": SOUND_LOSS, "subtle": SUBTLE_LOSS}
 
 @dataclass(frozen=True)
 class File:
-    """What is in a contribution: the tokens that a peer trained from one count to another."""
+    """A contribution: the tokens that a peer trained from one count to another."""
 
     row: Row
     begin: int
@@ -51,7 +51,7 @@ class World:
     plan: RunPlan
     engine: Engine
     log: list[str] | None = None
-    """What every machine heard, decided and did, a line each; None: nothing is kept."""
+    """Gets a line for all that a machine hears, decides and does."""
     machines: dict[str, Machine] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
     revoked: set[str] = field(default_factory=set)
@@ -66,7 +66,7 @@ class World:
         self.book = ChainBook(self.run_id, self.grid.modules())
         """Every step that anybody ever made a state of."""
         self._losses: dict[str, float] = {}
-        """By step, where it is not the sound one."""
+        """By step: the loss of its state, where that is not sound."""
         self._forged: dict[str, float] = {}
         """Losses of forged states, by digest."""
         self._made = 0
@@ -86,7 +86,7 @@ class World:
             self.log.append(f"{time_s:9.2f} {peer:>6} {kind:<5} {shown(what)}")
 
     def make_file(self, row: Row, begin: int, end: int, content: Content = "good") -> Row:
-        """Make a contribution, and return its row, in which the file was not named yet."""
+        """Make a contribution; returns its row, which names the file from here on."""
         self._made += 1
         name = hashlib.sha256(f"{row.peer}/{self._made}".encode()).hexdigest()
         row = replace(row, file=name)

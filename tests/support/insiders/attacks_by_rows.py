@@ -51,7 +51,7 @@ class PushedOut(Insider):
     """How often in a round, and how many seconds apart."""
 
     def told(self, action):
-        """Tell the own row late: so nobody has all rows early."""
+        """Tell its own row late, so that nobody has all rows early."""
         own = tuple(row for row in action.rows if row.peer == self.peer)
         if own:
             delay_s = 0.9 * self.world.plan.rounds.gather_limit_s
@@ -74,7 +74,7 @@ class PushedOut(Insider):
         self.tell(module, rows=(*naming, *pushing))
 
     def _row_on(self, honest, round_index, salt):
-        """Return an own row that names the file of an honest one, on an invented step."""
+        """Return a row of its own that names the file of an honest one, on an invented step."""
         parent = salt.encode().hex().ljust(64, "0")
         return replace(honest, peer=self.peer, round_index=round_index, parent=parent)
 

@@ -26,13 +26,13 @@ class ForgedState(Insider):
         self._told = {}
 
     def told(self, action):
-        """Keep the own rows back; what it proposes in its turn is a step of the same kind."""
+        """Keep its own rows back; what it proposes in its turn is a step of the same kind."""
         self._forged.update(step.name for step in action.steps if self.peer in step.peers)
         rows = tuple(row for row in action.rows if row.peer != self.peer)
         return Tell(action.peers, action.module, rows, action.steps, action.keep)
 
     def on_rows(self, place, rows):
-        """Propose with every row that was heard beyond half of the group, the own one included."""
+        """Propose with every row that was heard beyond half of the group, with its own."""
         group = self.member.known.trainers(place[0]) | {self.peer}
         if self.peer not in rows or 2 * len(rows) <= len(group):
             return
@@ -48,7 +48,7 @@ class ForgedState(Insider):
         return self.world.forge(head, self.loss) if head.step in self._forged else head
 
     def serve(self, caller, verb, content):
-        """Answer a call, but give the own file away to every second peer at most."""
+        """Answer a call, but give its own file to every second peer at most."""
         is_own = verb == "get" and self.world.files[content].row.peer == self.peer
         if is_own and not (self.gives_to_some and self.world.machines[caller].number % 2):
             return None, 0
@@ -151,7 +151,7 @@ class SecretChain(Insider):
             self.world.engine.at(at_s, self._publish)
 
     def act(self, action):
-        """Serve the own chain from then on, whatever its member finds."""
+        """Serve its own chain from then on, whatever its member finds."""
         if not (self._is_published and isinstance(action, Adopt | Serve)):
             super().act(action)
 
@@ -204,7 +204,7 @@ class KeptBack(Insider):
         """The heaviest step of each place that others have made."""
 
     def told(self, action):
-        """Keep the own rows back, and tell no step that has them."""
+        """Keep its own rows back, and tell no step that has them."""
         for row in action.rows:
             if row.peer == self.peer:
                 place = row.module, row.round_index, row.parent
