@@ -92,9 +92,9 @@ nightly: lint types docs pythons
 	$(call tests,"slow or not slow")
 	mkdir -p $(NIGHTLY)
 	$(BIN)/python benchmarks/swarm_faults.py --seeds 2000 --profile all --jobs 2 --log $(NIGHTLY)/scan.jsonl
-	$(BIN)/python benchmarks/fuzz.py --folder $(NIGHTLY)/fuzz --record
+	$(PIP) 'atheris>=3'
 	$(BIN)/python benchmarks/fuzz.py --folder $(NIGHTLY)/fuzz
-	$(BIN)/python benchmarks/churn.py --calm --rounds 900 --peers 4 --out $(NIGHTLY)/soak
+	$(BIN)/python benchmarks/churn.py --scene calm --rounds 900 --peers 4 --out $(NIGHTLY)/soak
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,187 +1,160 @@
-"""Feed mutated traffic to every parser of bytes that come from outside, and count what breaks.
+"""Feed mutated inputs to every parser of bytes that come from outside, guided by coverage.
 
-    python benchmarks/fuzz.py --folder DIR --record            # a swarm of five peers makes samples
     python benchmarks/fuzz.py --folder DIR [--inputs 1000000] [--seed 0] [--target NAME] [--json]
 
-A parser may refuse an input with the errors that its callers expect. Anything else is a finding:
-another exception, more than a second of processor time, more than a gigabyte of memory, or the
-end of the process. Each parser runs in a process of its own, so that a crash in native code is
-seen; inputs with findings are kept in DIR/findings. Exit code 1 when there is one.
+Atheris (libFuzzer) mutates seeds that are made here, in bytes and in what msgpack or JSON says in
+them, and keeps what reaches new code in DIR/corpus, from which the next run goes on. A parser may
+refuse an input with the errors that its callers expect. Anything else is a finding: another
+exception, seconds of processor time, more than a gigabyte of memory, or the end of the process.
+Each parser runs in a process of its own, up to its first finding; the input is kept in
+DIR/findings. Exit code 1 when there is one. An input with a finding becomes a test.
+
+Needs Atheris, which has wheels for Linux and Python 3.11 to 3.13: pip install 'atheris>=3'
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import importlib.util
 import logging
-import mmap
-import multiprocessing
-import os
 import random
-import resource
+import re
+import subprocess
 import sys
 import time
-import traceback
-from collections import Counter
-from multiprocessing.connection import Connection
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from parts.common import HERE, Report, build_parser
-from parts.fuzz_targets import Target, targets_of
-from parts.mutations import MAX_BYTES, mutate
+from parts.common import Report, build_parser, one_thread
+from parts.mutations import mutate
 
-SLOW_S = 1.0
-MEMORY_BYTES = 2**30
-INPUTS = 1_000_000
-RECORD_PEERS = 4
-RECORD_ROUNDS = 4
+SLOW_S, MEMORY_MIB = 5, 1024
+RSS_MIB = 4096
+MAX_BYTES = 2**20
+START_S = 300.0
+# Of an input whose spelling is known, so often it is changed inside.
+INSIDE = 0.6
+
+
+def options() -> Namespace:
+    parser = build_parser(__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="corpus and findings")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="of all parsers together")
+    parser.add_argument("--seconds", type=int, default=0, help="for each parser at most (no limit)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--target", help="this parser alone")
+    parser.add_argument("--child", action="store_true", help="feed --target in this process")
+    return parser.parse_args()
+
+
+def feed_here(chosen: Namespace) -> None:
+    """Feed one parser in this process, which libFuzzer ends."""
+    import atheris
+
+    with atheris.instrument_imports(include=["dipaco"], enable_loader_override=False):
+        from parts.fuzz_targets import targets_of
+    target = targets_of(chosen.folder)[chosen.target]
+    logging.disable(logging.CRITICAL)
+
+    def read(data: bytes) -> None:
+        with contextlib.suppress(*target.refusals):
+            target.read(data)
+
+    def changed(data: bytes, max_bytes: int, seed: int) -> bytes:
+        rng = random.Random(seed)
+        if target.spelling != "bytes" and rng.random() < INSIDE:
+            inside = mutate(data, target.spelling, rng)
+            if inside is not None and len(inside) <= max_bytes:
+                return inside
+        return bytes(atheris.Mutate(data, max_bytes))
+
+    corpus = folder_of(chosen.folder, "corpus", chosen.target)
+    for number, seed in enumerate(target.seeds):
+        (corpus / f"seed-{number}").write_bytes(seed)
+    limits = {
+        "runs": chosen.inputs,
+        "max_total_time": chosen.seconds,
+        "seed": chosen.seed,
+        "timeout": SLOW_S,
+        "malloc_limit_mb": MEMORY_MIB,
+        "rss_limit_mb": RSS_MIB,
+        "max_len": min(MAX_BYTES, 4 * max(map(len, target.seeds))),
+        "artifact_prefix": f"{folder_of(chosen.folder, 'findings', chosen.target)}/",
+        "print_final_stats": 1,
+    }
+    flags = [f"-{name}={value}" for name, value in limits.items()]
+    atheris.Setup([sys.argv[0], str(corpus), *flags], read, custom_mutator=changed)
+    atheris.Fuzz()
+
+
+def folder_of(folder: Path, kind: str, target: str) -> Path:
+    """Return where the files of a target are."""
+    found = folder / kind / target.replace(" ", "-")
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def feed(chosen: Namespace, target: str, inputs: int) -> dict[str, Any]:
+    """Feed one parser in a process of its own; returns what came of it."""
+    findings = folder_of(chosen.folder, "findings", target)
+    known = set(findings.iterdir())
+    command = [
+        sys.executable, __file__, "--child", "--folder", str(chosen.folder), "--target", target,
+        "--inputs", str(inputs), "--seconds", str(chosen.seconds), "--seed", str(chosen.seed),
+    ]  # fmt: skip
+    began_s = time.monotonic()
+    done = subprocess.run(
+        command, env=one_thread(), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        errors="replace", check=False,
+    )  # fmt: skip
+    said = done.stderr + done.stdout
+    counted = re.search(r"stat::number_of_executed_units: +(\d+)", said)
+    new = sorted(set(findings.iterdir()) - known)
+    finding = None
+    if done.returncode or new:
+        error = re.search(r"Uncaught Python exception: ===\s+(.+)", said)
+        error = error or re.search(r"ERROR: (.+)", said)
+        told = error[1] if error else said[-500:]
+        finding = f"{told.strip()}: {new[0] if new else f'ended with {done.returncode}'}"
+    corpus = folder_of(chosen.folder, "corpus", target)
+    covered = re.findall(r"cov: (\d+)", said)
+    return {
+        "inputs": int(counted[1]) if counted else 0,
+        "corpus": len(list(corpus.iterdir())),
+        "covered": int(covered[-1]) if covered else 0,
+        "seconds": round(time.monotonic() - began_s, 1),
+        "finding": finding,
+    }
 
 
 def main() -> int:
-    """Record or feed; returns the exit code."""
-    parser = build_parser(__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="samples and findings")
-    parser.add_argument("--record", action="store_true", help="make samples with a real swarm")
-    parser.add_argument("--inputs", type=int, default=INPUTS, help="of all parsers together")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--target", help="this parser alone")
-    options = parser.parse_args()
-    if options.record:
-        record(options.folder)
-        return 0
-    if not (options.folder / "samples").is_dir():
-        parser.error(f"{options.folder} holds no samples; make them with --record")
-    targets = [t for t in targets_of(options.folder) if options.target in (None, t.name)]
-    if not targets:
-        parser.error(f"no parser is called {options.target}")
-    report = Report(
-        "inputs to the parsers of outside bytes",
-        ("parser", "samples", "inputs", "accepted", "refused", "findings", "us/input"),
-    )
-    each = -(-options.inputs // len(targets))
-    results = [feed(target, each, options.seed, options.folder) for target in targets]
-    for target, result in zip(targets, results, strict=True):
-        report.row(
-            target.name, len(target.samples), result["inputs"], result["accepted"],
-            result["refused"], len(result["findings"]), 1e6 * result["cpu_s"] / result["inputs"],
-        )  # fmt: skip
-        report.notes += [f"{target.name}: {finding}" for finding in result["findings"]]
-    report.figures = {
-        "inputs": sum(result["inputs"] for result in results),
-        "findings": sum(len(result["findings"]) for result in results),
-        "seed": options.seed,
-        "parsers": {t.name: r for t, r in zip(targets, results, strict=True)},
-    }
-    report.print(options.json)
-    return int(report.figures["findings"] > 0)
+    """Feed all parsers; returns the exit code."""
+    chosen = options()
+    if chosen.child:
+        feed_here(chosen)
+    if importlib.util.find_spec("atheris") is None:
+        print("Atheris is not here: pip install 'atheris>=3'", file=sys.stderr)
+        return 2
+    from parts.fuzz_targets import targets_of
 
-
-def record(folder: Path) -> None:
-    """Run a small swarm whose processes keep what reaches their parsers."""
-    # Members are started with the environment of this process as it is when this is imported.
-    os.environ["DIPACO_TAP"] = str((folder / "samples").resolve())
-    tap = str(HERE / "parts" / "tap")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (tap, os.environ.get("PYTHONPATH"))))
-    from support.runs.tiny_run import make_tiny_run
-    from support.swarms.swarm import Swarm
-
-    run = make_tiny_run(
-        folder / "run", private_blocks=(3,), block_count=4, inner_steps=2, duration_s=8.0,
-        start_s=time.time(),
-    )  # fmt: skip
-    with Swarm(folder, run) as swarm:
-        bootstrap = swarm.start_bootstrap()
-        peers = [swarm.start_peer(bootstrap) for _ in range(RECORD_PEERS)]
-        swarm.wait(peers, "training")
-        peers.append(swarm.start_peer(peers[0]))
-        swarm.wait(peers, "outer_step", lambda event: event["round"] >= RECORD_ROUNDS)
-    keep_files(folder, "states", "states/*/L0.E0/*")
-    keep_files(folder, "contributions", "contributions/L0.E0/*")
-
-
-def keep_files(folder: Path, name: str, pattern: str) -> None:
-    """Copy what the peers have on disk."""
-    for file in sorted(folder.glob(f"peer*-cache/**/{pattern}"))[:20]:
-        data = file.read_bytes()
-        target = folder / name / hashlib.sha256(data).hexdigest()[:16]
-        target.parent.mkdir(exist_ok=True)
-        target.write_bytes(data)
-
-
-def feed(target: Target, inputs: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Feed one parser in a forked process; what was fed last is seen also when that dies."""
-    last = mmap.mmap(-1, MAX_BYTES + 8)
-    here, there = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(
-        target=_feed, args=(target, inputs, seed, folder, last, there)
-    )
-    process.start()
-    there.close()
-    try:
-        result: dict[str, Any] = here.recv()
-    except EOFError:
-        process.join()
-        data = last[8 : 8 + int.from_bytes(last[:8], "little")]
-        finding = f"the process ended with {process.exitcode}: {_keep(folder, target, data)}"
-        result = {"inputs": 1, "accepted": 0, "refused": 0, "cpu_s": 0.0, "findings": [finding]}
-    process.join()
-    return result
-
-
-def _feed(
-    target: Target, inputs: int, seed: int, folder: Path, last: mmap.mmap, answer: Connection
-) -> None:
-    logging.disable(logging.CRITICAL)
-    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-    resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES,) * 2)
-    rng = random.Random(f"{seed}/{target.name}")
-    counts: Counter[str] = Counter()
-    findings: dict[str, str] = {}
-    began_s = time.process_time()
-    for number in range(inputs):
-        # The samples themselves come first: a parser that refuses them is not the one meant.
-        is_sample = number < len(target.samples)
-        data = target.samples[number] if is_sample else mutate(rng, target.samples, target.spelling)
-        last[: 8 + len(data)] = len(data).to_bytes(8, "little") + data
-        started_s = time.process_time()
-        what = _what_happens(target, data)
-        if time.process_time() - started_s > SLOW_S:
-            what = what if what.startswith("!") else f"! more than {SLOW_S:g} s"
-        if is_sample and what == "refused":
-            counts["samples refused"] += 1
-        counts[what[:1] if what.startswith("!") else what] += 1
-        if what.startswith("!") and what not in findings and len(findings) < 20:
-            findings[what] = f"{what[2:]}: {_keep(folder, target, data)}"
-    answer.send(
-        {
-            "inputs": inputs,
-            "accepted": counts["accepted"],
-            "refused": counts["refused"],
-            "samples_refused": counts["samples refused"],
-            "cpu_s": round(time.process_time() - began_s, 3),
-            "findings": list(findings.values()),
-        }
-    )
-
-
-def _what_happens(target: Target, data: bytes) -> str:
-    try:
-        if target.read(data) is False:
-            return "refused"
-    except target.refusals:
-        return "refused"
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        return f"! {type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}"
-    return "accepted"
-
-
-def _keep(folder: Path, target: Target, data: bytes) -> Path:
-    name = f"{target.name.replace(' ', '-')}-{hashlib.sha256(data).hexdigest()[:12]}"
-    file = folder / "findings" / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(data)
-    return file
+    chosen.folder.mkdir(parents=True, exist_ok=True)
+    targets = targets_of(chosen.folder)
+    for name, target in targets.items():
+        if not any(target.read(seed) is not False for seed in target.seeds):
+            raise SystemExit(f"{name} refuses its own seeds")
+    names = [name for name in targets if chosen.target in (None, name)]
+    if not names:
+        print(f"no parser is called {chosen.target}; of: {', '.join(targets)}", file=sys.stderr)
+        return 2
+    report, broken = Report("inputs to parsers", seed=chosen.seed), []
+    for name in names:
+        found = feed(chosen, name, -(-chosen.inputs // len(names)))
+        report.add(name, found)
+        if found["finding"]:
+            broken.append(f"{name}: {found['finding']}")
+        print(name, found, file=sys.stderr, flush=True)
+    return report.conclude(chosen, broken)
 
 
 if __name__ == "__main__":

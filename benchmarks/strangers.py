@@ -204,7 +204,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="keep what the nodes print in this folder")
     chosen = parser.parse_args()
     context = multiprocessing.get_context("fork")
-    report = Report("newcomers while strangers flood two nodes", ("what", "figure"))
+    report = Report(
+        "newcomers while strangers flood two nodes",
+        floods=chosen.floods,
+        newcomers=chosen.newcomers,
+    )
     took: list[float] = []
     broken: list[str] = []
     with scratch_folder() as scratch:
@@ -256,20 +260,16 @@ def main() -> int:
                 for one in floods:
                     one.join(10.0)
     cpu = [(b - a) / lasted_s for a, b in zip(before, after, strict=True)]
-    report.row("floods", chosen.floods)
-    report.row("newcomers that got in", f"{len(took)} of {chosen.newcomers}")
-    report.row("median seconds", statistics.median(took) if took else "-")
-    report.row("most seconds", max(took, default=0.0) or "-")
-    report.row("processor seconds of each node in a second", max(cpu))
-    report.figures = {
-        "floods": chosen.floods,
-        "newcomers": chosen.newcomers,
-        "got_in": len(took),
-        "median_s": round(statistics.median(took), 1) if took else None,
-        "most_s": round(max(took), 1) if took else None,
-        "node_cpu_share": round(max(cpu), 2),
-    }
-    return report.conclude(broken, chosen.json)
+    report.add(
+        "newcomers",
+        {
+            "got in": len(took),
+            "s, median": round(statistics.median(took), 1) if took else None,
+            "s, most": round(max(took), 1) if took else None,
+        },
+    )
+    report.add("nodes", {"processor seconds of each in a second": round(max(cpu), 2)})
+    return report.conclude(chosen, broken)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What a peer costs, and whether all is trained, in swarms of up to ten thousand peers.
 
-    python benchmarks/swarm_scale.py --members 10000 --paths 4096 --hours 1 --json
+    python benchmarks/swarm_scale.py --members 300 --grid 11x11 --hours 1 --rows cost-by-members
 
 The real decisions of every peer (`dipaco.protocol.member`) in the simulated network
 (`dipaco.simulator.swarm`), with Poisson churn: a peer lives ten rounds in the mean, then crashes or
@@ -15,9 +15,9 @@ import math
 import resource
 import sys
 import time
+from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from parts.common import Report, build_parser
 
@@ -34,18 +34,13 @@ MEMBERS_PER_BOOT = 600
 MAX_PAUSE_S, LEAVING_S = 30.0, 60.0
 RECORDS = ("written", "read")
 VERBS = ("views", "tell", "ask", "get", "put", "state", "shard")
-SHOWN = [
-    f"{what} {of}"
-    for what in ("requests", "kB sent", "kB received")
-    for of in ("mean", "p99", "max")
-]
 BEGIN_S = time.perf_counter()
 
 
 class Swarm:
     """A large swarm while it lasts."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Namespace) -> None:
         self._options = options
         self._engine = engine = Engine(options.seed, START_S - options.round_s)
         plan = small_plan(options.grid, duration_s=options.round_s)
@@ -156,32 +151,21 @@ def _spent(machine: Machine) -> Counter[str]:
     return found
 
 
-def _grid_of(paths: int) -> tuple[int, ...]:
-    """Return a grid of two levels, as square as can be."""
-    first = next(n for n in range(math.isqrt(paths), 0, -1) if paths % n == 0)
-    return (paths,) if first == 1 else (first, paths // first)
-
-
 def _memory_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _shares(values: Sequence[float]) -> dict[str, float]:
+def _shares(values: Sequence[float]) -> list[float]:
     """Return mean, 99th percentile and maximum."""
     ordered = sorted(values) or [0.0]
     place = min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)
-    mean = round(sum(ordered) / len(ordered), 1)
-    return {"mean": mean, "p99": ordered[place], "max": ordered[-1]}
+    return [round(sum(ordered) / len(ordered), 1), ordered[place], ordered[-1]]
 
 
-def main() -> int:
-    """Run the benchmark; returns the exit code."""
+def options() -> Namespace:
     parser = build_parser(__doc__)
     parser.add_argument("--members", type=int, default=20, help="peers that train (20)")
-    parser.add_argument("--paths", type=int, default=16, help="paths of the grid (16)")
-    parser.add_argument(
-        "--grid", help="modules of each level, such as 64x64, in place of --paths (square)"
-    )
+    parser.add_argument("--grid", default="4x4", help="modules of each level (4x4)")
     parser.add_argument("--hours", type=float, default=0.25, help="of simulated time (0.25)")
     parser.add_argument("--round-s", type=float, default=300.0, help="seconds of a round (300)")
     parser.add_argument(
@@ -191,69 +175,59 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=0.0, help="end after so long (never)")
     parser.add_argument("--verbose", action="store_true", help="a line each round, on stderr")
-    options = parser.parse_args()
-    options.grid = tuple(map(int, options.grid.split("x"))) if options.grid else None
-    options.paths = math.prod(options.grid) if options.grid else options.paths
-    options.grid = options.grid or _grid_of(options.paths)
+    chosen = parser.parse_args()
+    chosen.grid = tuple(map(int, chosen.grid.split("x")))
+    return chosen
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    chosen = options()
     # Nearly all that is made lives long: looking for circles in it again and again takes longest.
     gc.set_threshold(200_000, 50, 50)
-    swarm = Swarm(options)
+    swarm = Swarm(chosen)
     swarm.begin()
     is_whole = swarm.run()
-    _report(options, swarm, is_whole).print(options.json)
-    return 0
+    return _report(chosen, swarm, is_whole).conclude(chosen)
 
 
-def _report(options: Any, swarm: Swarm, is_whole: bool) -> Report:
+def _report(chosen: Namespace, swarm: Swarm, is_whole: bool) -> Report:
     seconds, watch, world = time.perf_counter() - BEGIN_S, swarm.watch, swarm.world
     watch.end()
-    figures = watch.figures
-    report = Report(
-        f"{options.members} peers, {options.paths} paths, {swarm.rounds_done} rounds",
-        ("per peer and round", *SHOWN),
-    )
-    costs = {name: _shares(values) for name, values in swarm.spent.items()}
-    for verb in ("all", *VERBS):
-        cells = [f"{n:.0f}" for n in costs.get(f"requests {verb}", {}).values()]
-        for kind in ("sent", "received"):
-            cells += [f"{n / 1000:.0f}" for n in costs.get(f"{kind} {verb}", {}).values()]
-        report.row(verb, *cells)
-    for kind in RECORDS:
-        cells = [f"{n:.0f}" for n in costs.get(f"records {kind}", {}).values()]
-        report.row(f"records {kind}", *cells, *[""] * (len(SHOWN) - len(cells)))
-    dwell = world.plan.rounds.dwell_rounds
-    lately = sum(last >= swarm.rounds_done - dwell - 1 for last in watch.last_rounds.values())
+    figures, paths = watch.figures, world.grid.path_count
+    grid = "x".join(map(str, chosen.grid))
+    report = Report("what a peer costs, by size", seed=chosen.seed, hours=chosen.hours)
+    of = f"{chosen.members} peers, {grid}"
+    for name, values in sorted(swarm.spent.items()):
+        if any(values):
+            report.add(of, {f"{name} (mean, 99 %, most)": _shares(values)})
+    lately = world.plan.rounds.dwell_rounds + 1
     handled = sum(machine.handled for machine in world.machines.values())
-    whole = figures["trained"] - figures["gone"]
+    whole = max(1, figures["trained"] - figures["gone"])
+    report.add(
+        of,
+        {
+            "rounds": swarm.rounds_done,
+            "ended early": not is_whole or None,
+            "paths trained": len(watch.last_rounds),
+            "paths": paths,
+            f"paths trained in the last {lately} rounds": sum(
+                last >= swarm.rounds_done - lately for last in watch.last_rounds.values()
+            ),
+            "peers born, crashed, left": [swarm.born, swarm.ends["crashed"], swarm.ends["left"]],
+            "versions": figures["versions"],
+            "forked": figures["forked"],
+            "outbid": figures["outbid"],
+            "kept, %": round(100 * (1 - figures["lost"] / whole), 2),
+            "gone, %": round(100 * figures["gone"] / max(1, figures["trained"]), 2),
+            "events": handled,
+            "seconds": round(seconds, 1),
+            "MB of the simulator": round(_memory_mb()),
+        },
+    )
     report.notes += [
-        "" if is_whole else f"ended early, after {swarm.rounds_done} rounds: --limit-s",
-        f"{len(watch.last_rounds)} of {options.paths} paths trained, {lately} of them in the last "
-        f"{dwell + 1} rounds",
-        f"{figures['versions']:,} versions of {len(world.grid.modules())} modules, "
-        f"{figures['forked']:,} forked; {1 - figures['lost'] / max(1, whole):.2%} of the work of "
-        "living peers kept",
-        f"{swarm.born} peers born, {swarm.ends['crashed']} crashed, {swarm.ends['left']} left",
-        f"{seconds:.0f} s, {handled:,} events, {handled / seconds:,.0f} a second, "
-        f"{costs.get('events', _shares([]))} a peer and round, {_memory_mb():.0f} MB",
-        *(f"{v.invariant} at {v.time_s:.0f} s: {v.what[:400]}" for v in watch.violations[:10]),
+        f"{v.invariant} at {v.time_s:.0f} s: {v.what[:400]}" for v in watch.violations[:10]
     ]
-    report.notes = [note for note in report.notes if note]
-    report.figures = {
-        "members": options.members,
-        "grid": list(options.grid),
-        "paths": options.paths,
-        "rounds": swarm.rounds_done,
-        "whole": is_whole,
-        "paths_trained": len(watch.last_rounds),
-        "paths_trained_lately": lately,
-        "born": swarm.born,
-        "ends": dict(swarm.ends),
-        "costs": costs,
-        "seconds": round(seconds, 1),
-        "events": handled,
-        "memory_mb": round(_memory_mb()),
-        **{name.replace(" ", "_"): count for name, count in figures.items()},
-    }
     return report
 
 

@@ -1,16 +1,16 @@
 """What becomes of a peer whose machine lets it down, and of those that it trains with.
 
-Three real `dipaco-peer` processes and a bootstrap node on loopback train a tiny run by the clock.
-To one of the peers something happens: one of its own processes is killed or hangs, all of them are
-suspended, its memory has a limit, its files cannot be written or are gone, its machine's clock is
-set, its network comes back with another address. Then it has to step again, to pause with one line
-that says what to do, or to end with such a line and a documented exit code; what the kernel kills
-has to step again once it is started again. The others have to go on stepping. At the end all
-processes are killed at once and started again from their folders.
+Three real `dipaco-peer` processes and a bootstrap node train a tiny run by the clock. To one of the
+peers something happens: one of its own processes is killed or hangs, all of them are suspended, it
+gets no more memory, its files cannot be written or are gone, its machine's clock is set, its
+network comes back with another address. Then it has to step again, to pause with one line that says
+what to do, or to end with such a line and a documented exit code; what the kernel kills has to step
+again once it is started again. The others have to go on stepping. At the end all processes are
+killed at once and started again from their folders.
 
 Each accident happens to a peer that has stepped since the one before; one that has ended is
-started again with its folder. A disk and a network of its own and a limit of memory need root; what
-needs it is named as left out otherwise. Exit code 1 when a peer did none of these in time.
+started again with its folder. A disk and a network of its own need root; what needs it is named as
+left out otherwise.
 """
 
 from __future__ import annotations
@@ -23,30 +23,27 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import BIN, Event, Member, Swarm
+from support.swarms.swarm import Event, Member
 
-from .common import Report, process_tree, scratch_folder
+from .common import Report, process_tree
 from .home_lines import Homes, can_make_homes, homes
-from .memory_group import MemoryGroup
+from .world import START_S, World, signal_all
 
-START_S = 300.0
 LIMIT_S = 180.0
 """To recover."""
 POLL_S = 0.1
 DISK_BYTES = 64 * 2**20
-SUSPENDED_S = (5.0, 45.0, 150.0)
+SUSPENDED_S = (5.0, 45.0)
 # A peer that has missed more rounds than a fork may be deep, and than files and claims live.
 SUSPENDED_ROUNDS = 70
 CLOCK_STEPS_S = {"an hour": 3600.0, "two minutes": 120.0, "3 s": 3.0}
-# Without a network, and of the limit what a peer has left.
+# Without a network, and of the address space what a peer has left.
 OFFLINE_S = 30.0
-MEMORY_LEFT_BYTES = 2**20
+LEFT_BYTES = 2**20
 # Its system clock is ahead by what a file says. Processes forked from it have the same, p2pd not.
 _CLOCK = """
 import sys, time
@@ -62,89 +59,48 @@ from dipaco.peer.peer_command import main
 sys.exit(main(sys.argv[1:]))
 """
 RESTART, MOVE = "all killed and started again", "network gone for 30 s, then another address"
-VICTIMS_SITE = 3
+VICTIM = 2
 # What its other processes may need to notice that it has ended.
 LEFT_OVER_S = 60.0
 # Happens to a peer; returns the processes that it cannot go on with.
 Accident = Callable[[Member], list[int]]
 
 
-@dataclass
-class Outcome:
-    """What became of the peer and the others. Seconds are since the accident."""
+class AccidentWorld(World):
+    """Two peers, and one that has bad luck."""
 
-    accident: str
-    steps_after_s: float | None
-    """Until the peer took an outer step; None when it took none."""
-    ends_after_s: float | None
-    exit_code: int | None
-    said: str
-    """The last line that it printed when it ended, else the first of its warnings."""
-    others_after_s: float | None
-    """Until another peer took one."""
-    is_paused: bool = False
-    """It trains nothing until its owner has done something, and has said what."""
-
-    left_over: int = 0
-    """Processes of it that went on without it."""
+    modules_per_level = (1, 2)
 
     @property
-    def is_well(self) -> bool:
-        return (
-            self.others_after_s is not None
-            and not self.left_over
-            and (
-                self.steps_after_s is not None
-                or self.is_paused
-                or (self.exit_code in range(2, 13) and self.said.startswith("error: "))
-            )
-        )
+    def victim(self) -> Member:
+        """Return the peer that it happens to."""
+        return self.slots[VICTIM]
 
+    @property
+    def others(self) -> list[Member]:
+        """Return the other two."""
+        return [self.slots[slot] for slot in range(VICTIM)]
 
-class World:
-    """The swarm, and the peer that has bad luck."""
+    def begin(self, peers: int = VICTIM) -> None:
+        """Start the others, and wait until they step."""
+        super().begin(peers)
+        self.start_victim()
 
-    def __init__(self, folder: Path, round_s: float, limit_s: float) -> None:
-        self.folder, self.limit_s = folder, limit_s
-        run = make_tiny_run(
-            folder / "run",
-            modules_per_level=(1, 2),
-            inner_steps=0,
-            duration_s=round_s,
-            start_s=time.time(),
-            documents_per_path=200,
-            rounds={"validation_sequences": 8},
-        )
-        self.swarm = Swarm(folder, run)
-        self.entry = ""
-        self.others: list[Member] = []
-        self.victim: Member | None = None
-
-    def begin(self) -> None:
-        self.entry = self.start_bootstrap().address(START_S)
-        self.others = [self.start_other(number) for number in range(2)]
-        self.swarm.wait(self.others, "outer_step", timeout_s=START_S)
-
-    def start_bootstrap(self) -> Member:
-        return self.swarm.start_bootstrap()
-
-    def start_other(self, number: int) -> Member:
-        return self.swarm.start_peer(self.entry, name=f"other{number}")
-
-    def start_victim(self) -> Member:
-        file = clock_file(self.folder)
+    def start_victim(self) -> None:
+        """Start the victim with its disk and a right clock."""
+        file = clock_file(self.folder).resolve()
         file.unlink(missing_ok=True)
-        program = (sys.executable, "-c", _CLOCK.format(file=str(file.resolve())))
-        return self.swarm.start_peer(self.entry, name="victim", program=program)
+        self.start(VICTIM, "victim", program=(sys.executable, "-c", _CLOCK.format(file=str(file))))
 
     def is_back(self, step: Event) -> bool:
-        """Tell whether a step shows that the peer is back."""
-        return True
+        """Tell whether a step shows that the peer is back: with a network of its own it makes steps
+        of what it trains alone all the time."""
+        return self.network is None or len(step["group"]) > 1
 
     def ready(self) -> Member:
         """Return a victim that lives and has taken an outer step lately."""
-        if self.victim is None or not self.victim.alive:
-            self.victim = self.start_victim()
+        if not self.victim.alive:
+            self.start_victim()
         before = len(self.victim.of("outer_step"))
         deadline = time.monotonic() + START_S
         while len(self.victim.of("outer_step")) == before:
@@ -153,110 +109,77 @@ class World:
             time.sleep(POLL_S)
         return self.victim
 
-    def suffer(self, name: str, happen: Accident) -> Outcome:
-        """Let it happen, and watch until the peer steps again or ends, and the others go on."""
+    def suffer(self, happen: Accident) -> dict[str, object]:
+        """Let it happen, and watch until the peer steps again or ends, and the others go on.
+
+        Returns seconds since then, and what is not well.
+        """
         victim = self.ready()
         tree = [process.pid for process in process_tree(victim.popen.pid)]
         printed, steps = victim.output.stat().st_size, len(victim.of("outer_step"))
         happened_s = time.time()
         broken = happen(victim)
-        until_s = time.time() + self.limit_s
-        found = Outcome(name, None, None, None, "", None)
+        found: dict[str, object] = dict.fromkeys(
+            ("steps again", "ends", "exit code", "others step")
+        )
+        left, is_paused = 0, False
         # What was under way when it happened does not count: a whole round must have passed, for
         # the peer itself since it got rid of what is broken.
-        since_s = mended_s = happened_s + self.swarm.run.plan().rounds.duration_s
-        while time.time() < until_s:
+        since_s = mended_s = happened_s + self.chosen.round_s
+        while time.time() < happened_s + LIMIT_S:
             now_s = time.time()
+            after_s = round(now_s - happened_s, 1)
             if any(Path(f"/proc/{pid}").exists() for pid in broken):
-                mended_s = now_s + since_s - happened_s
+                mended_s = now_s + self.chosen.round_s
             # When they are read, for its clock may be wrong.
-            new, steps = victim.of("outer_step")[steps:], len(victim.of("outer_step"))
-            if found.steps_after_s is None and now_s > mended_s and any(map(self.is_back, new)):
-                found.steps_after_s = round(now_s - happened_s, 1)
-            found.others_after_s = first_step_s(self.others, since_s, happened_s)
-            if not victim.alive and found.ends_after_s is None:
-                found.ends_after_s = round(now_s - happened_s, 1)
-                found.exit_code = victim.popen.returncode
-                found.left_over = left_over(tree)
-                if found.exit_code == -signal.SIGKILL:  # Of the kernel, or a service manager.
-                    self.victim = victim = self.start_victim()
+            new, steps = self.victim.of("outer_step")[steps:], len(self.victim.of("outer_step"))
+            if found["steps again"] is None and now_s > mended_s and any(map(self.is_back, new)):
+                found["steps again"] = after_s
+            times = [e["time_s"] for peer in self.others for e in peer.of("outer_step")]
+            later_s = [time_s for time_s in times if time_s > since_s]
+            found["others step"] = round(min(later_s) - happened_s, 1) if later_s else None
+            if not victim.alive and found["ends"] is None:
+                found |= {"ends": after_s, "exit code": victim.popen.returncode}
+                left = left_over(tree)
+                if found["exit code"] == -signal.SIGKILL:  # Of the kernel, or a service manager.
+                    self.start_victim()
                     steps = 0
-            found.is_paused = any(e["time_s"] > happened_s for e in victim.of("paused"))
-            is_over = found.steps_after_s is not None or not victim.alive
-            if (is_over or found.is_paused) and found.others_after_s is not None:
+            is_paused = any(e["time_s"] > happened_s for e in self.victim.of("paused"))
+            is_over = found["steps again"] is not None or not self.victim.alive or is_paused
+            if is_over and found["others step"] is not None:
                 break
             time.sleep(POLL_S)
         lines = victim.output.read_bytes()[printed:].decode(errors="replace").splitlines()
-        found.said = what_it_said(lines, not victim.alive)
-        return found
+        said = what_it_said(lines, found["ends"] is not None)
+        ends_well = found["exit code"] in range(2, 13) and said.startswith("error: ")
+        checks = {
+            "the others do not step": found["others step"] is None,
+            f"{left} processes of it go on": left > 0,
+            "it does not recover": found["steps again"] is None and not (is_paused or ends_well),
+        }
+        wrong = [what for what, is_wrong in checks.items() if is_wrong]
+        return {**found, "says": said[-120:] or None, "not well": ", ".join(wrong) or None}
 
-    def restart_all(self) -> Outcome:
-        """Kill everything at once; start it again in another order, the bootstrap node last."""
-        victim = self.ready()
-        printed = victim.output.stat().st_size
+    def restart_all(self) -> dict[str, object]:
+        """Kill everything at once; start it again in another order, the bootstrap node first."""
+        self.ready()
         for member in self.swarm.members:
             if member.alive:
                 member.kill()
         happened_s = time.time()
-        self.entry = self.start_bootstrap().address(START_S)
-        self.victim = victim = self.start_victim()
-        self.others = [self.start_other(number) for number in (1, 0)]
-        found = Outcome(RESTART, None, None, None, "", None)
-        with contextlib.suppress(AssertionError):
-            self.swarm.wait([victim, *self.others], "outer_step", timeout_s=self.limit_s)
-        found.steps_after_s = first_step_s([victim], happened_s, happened_s)
-        found.others_after_s = first_step_s(self.others, happened_s, happened_s)
-        lines = victim.output.read_bytes()[printed:].decode(errors="replace").splitlines()
-        found.said = what_it_said(lines, not victim.alive)
-        return found
-
-
-class NetworkWorld(World):
-    """Everybody has a machine of its own, with an address that others can call."""
-
-    def __init__(self, folder: Path, round_s: float, limit_s: float, network: Homes) -> None:
-        super().__init__(folder, round_s, limit_s)
-        self.network = network
-
-    def start_bootstrap(self) -> Member:
-        listen = f"/ip4/{self.network.address(0)}/tcp/31337"
-        serve = (str(BIN / "dipaco-bootstrap"), "serve", str(self.swarm.run.path))
-        command = [*self.network.prefix(0), *serve, "--host-maddrs", listen]
-        return self.swarm._add("bootstrap", command)
-
-    def start_other(self, number: int) -> Member:
-        return self._start(f"other{number}", 1 + number)
-
-    def start_victim(self) -> Member:
-        return self._start("victim", VICTIMS_SITE)
-
-    def is_back(self, step: Event) -> bool:
-        # Of what it trains alone it makes steps all the time.
-        return len(step["group"]) > 1
-
-    def _start(self, name: str, site: int) -> Member:
-        return self.swarm._add(
-            name,
-            [
-                *self.network.prefix(site), str(BIN / "dipaco-peer"),
-                "--initial-peers", self.entry, "--threads", "1", "--nice", "0",
-                "--cache-dir", str(self.folder / f"{name}-cache"),
-            ],
-        )  # fmt: skip
-
-    def moves(self, victim: Member) -> list[int]:
-        """Its network is gone for a while, and comes back with another address."""
-        self.network.go_offline(VICTIMS_SITE)
-        time.sleep(OFFLINE_S)
-        self.network.come_back(VICTIMS_SITE, host=77)
-        return []
-
-
-def first_step_s(members: list[Member], since_s: float, from_s: float) -> float | None:
-    """Return how long after `from_s` one of them took its first outer step after `since_s`."""
-    times = [event["time_s"] for member in members for event in member.of("outer_step")]
-    times = [time_s for time_s in times if time_s > since_s]
-    return round(min(times) - from_s, 1) if times else None
+        self.entry = self.start_bootstrap("bootstrap", self.run.path).address(START_S)
+        self.start_victim()
+        for slot, name in ((1, self.slots[1].name), (0, self.slots[0].name)):
+            self.start(slot, name)
+        members = [self.victim, *self.others]
+        wrong = None
+        try:
+            self.swarm.wait(members, "outer_step", timeout_s=LIMIT_S)
+        except AssertionError:
+            wrong = "not all step again"
+        again = [min((e["time_s"] for e in m.of("outer_step")), default=None) for m in members]
+        told = [None if time_s is None else round(time_s - happened_s, 1) for time_s in again]
+        return {"steps again": told[0], "others step": told[1], "not well": wrong}
 
 
 def left_over(tree: list[int]) -> int:
@@ -286,17 +209,14 @@ def what_it_said(lines: list[str], has_ended: bool) -> str:
 # -- what can happen
 
 
-def processes(victim: Member) -> dict[str, list[int]]:
-    """Return the ids of a peer's own processes by what they are."""
-    tree = process_tree(victim.popen.pid)
-    daemons = [process for process in tree if process.command.startswith("p2pd")]
-    of_dht = [daemon.parent for daemon in daemons]
-    return {"p2pd": [d.pid for d in daemons], "DHT process": of_dht}
-
-
 def signalled(kind: str, number: signal.Signals) -> Accident:
+    """One of its own processes is killed, or hangs."""
+
     def happen(victim: Member) -> list[int]:
-        pids = processes(victim)[kind]
+        tree = process_tree(victim.popen.pid)
+        daemons = [process for process in tree if process.command.startswith("p2pd")]
+        pids = [d.pid if kind == "p2pd" else d.parent for d in daemons]
+        pids = [victim.popen.pid] if kind == "trainer" else pids
         for pid in pids:
             os.kill(pid, number)
         return pids
@@ -305,14 +225,12 @@ def signalled(kind: str, number: signal.Signals) -> Accident:
 
 
 def suspended(seconds: float) -> Accident:
+    """All of its processes are."""
+
     def happen(victim: Member) -> list[int]:
-        pids = [process.pid for process in process_tree(victim.popen.pid)]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            if number == signal.SIGSTOP:
-                time.sleep(seconds)
+        signal_all(victim, signal.SIGSTOP)
+        time.sleep(seconds)
+        signal_all(victim, signal.SIGCONT)
         return []
 
     return happen
@@ -323,6 +241,8 @@ def clock_file(folder: Path) -> Path:
 
 
 def clock_set(ahead_s: float) -> Accident:
+    """Its machine's clock is set."""
+
     def happen(victim: Member) -> list[int]:
         clock_file(victim.folder).write_text(str(ahead_s))
         return []
@@ -330,55 +250,36 @@ def clock_set(ahead_s: float) -> Accident:
     return happen
 
 
-def memory_full(victim: Member) -> list[int]:
-    """The machine gives a peer no more memory, and the kernel kills what has the most of it."""
-    pids = [process.pid for process in process_tree(victim.popen.pid)]
-    Path(f"/proc/{victim.popen.pid}/oom_score_adj").write_text("1000")
-    with MemoryGroup(pids) as group:
-        group.leave(MEMORY_LEFT_BYTES)
-        group.press()
-    return []
-
-
 def no_address_space(victim: Member) -> list[int]:
     """Its training process can have no more memory, and hears so, as with `ulimit -v`."""
     for line in Path(f"/proc/{victim.popen.pid}/status").read_text().splitlines():
         if line.startswith("VmSize:"):
-            most = 1024 * int(line.split()[1]) + MEMORY_LEFT_BYTES
+            most = 1024 * int(line.split()[1]) + LEFT_BYTES
             resource.prlimit(victim.popen.pid, resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
     return []
 
 
 def read_only(victim: Member) -> list[int]:
     """Nothing more can be opened for writing, as after an error of the disk."""
-    place = str(cache(victim))
+    place = str(victim.cache)
     subprocess.run(["mount", "--bind", place, place], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
     return []
 
 
 def disk_full(victim: Member) -> list[int]:
-    with (cache(victim) / "something else").open("wb") as file, contextlib.suppress(OSError):
+    """Something else takes all of its disk."""
+    with (victim.cache / "something else").open("wb") as file, contextlib.suppress(OSError):
         for _ in range(2 * DISK_BYTES // 2**20):
             file.write(bytes(2**20))
     return []
 
 
-def unwritable(victim: Member) -> list[int]:
-    for folder in cache(victim).glob("*/states"):
-        shutil.rmtree(folder)
-        folder.write_text("no folder")
-    return []
-
-
 def disk_gone(victim: Member) -> list[int]:
-    for entry in cache(victim).iterdir():
+    """All its files are deleted."""
+    for entry in victim.cache.iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     return []
-
-
-def cache(victim: Member) -> Path:
-    return victim.folder / "victim-cache"
 
 
 @contextlib.contextmanager
@@ -395,86 +296,84 @@ def own_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", str(place)], check=False)
 
 
-def mended(world: World) -> None:
+def mended(world: AccidentWorld) -> None:
     """Give the machine back what was taken from it."""
-    place = world.folder / "victim-cache"
-    if world.victim is not None and world.victim.alive:
+    place = world.victim.cache
+    if world.victim.alive:
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(world.victim.popen.pid, resource.RLIMIT_AS, unlimited)
     with contextlib.suppress(FileNotFoundError):
         if not os.access(place, os.W_OK):
             subprocess.run(["umount", "--lazy", str(place)], check=True)
     (place / "something else").unlink(missing_ok=True)
-    for file in place.glob("*/states"):
-        if file.is_file():
-            file.unlink()
 
 
 def accidents(round_s: float, has_disk: bool) -> dict[str, Accident]:
+    """Return what can happen on loopback."""
     found = {
         f"{kind} {word}": signalled(kind, number)
         for kind in ("p2pd", "DHT process")
         for word, number in (("killed", signal.SIGKILL), ("hung", signal.SIGSTOP))
     }
+    found["trainer killed"] = signalled("trainer", signal.SIGKILL)
     found |= {f"suspended for {s:.0f} s": suspended(s) for s in SUSPENDED_S}
     found[f"suspended for {SUSPENDED_ROUNDS} rounds"] = suspended(SUSPENDED_ROUNDS * round_s)
-    if MemoryGroup.is_possible():
-        found["no memory, the kernel kills the trainer"] = memory_full
-    found["no memory, the trainer hears so"] = no_address_space
+    found["no more memory"] = no_address_space
     if has_disk:
         found |= {"disk full": disk_full, "disk read-only": read_only}
     for name, step_s in CLOCK_STEPS_S.items():
         found[f"clock set {name} ahead"] = clock_set(step_s)
         found[f"clock set {name} back"] = clock_set(-step_s)
-    return found | {"states cannot be written": unwritable, "files deleted": disk_gone}
+    return found | {"files deleted": disk_gone}
 
 
-def is_wanted(name: str, only: list[str]) -> bool:
-    return not only or any(part in name for part in only)
+def moved(network: Homes) -> Accident:
+    """Its network is gone for a while, and comes back with another address."""
+
+    def happen(victim: Member) -> list[int]:
+        network.go_offline(VICTIM + 1)
+        time.sleep(OFFLINE_S)
+        network.come_back(VICTIM + 1, host=77)
+        return []
+
+    return happen
 
 
-def main(only: list[str], round_s: float, as_json: bool) -> int:
-    """Let them happen, those whose name has one of `only` or all; returns the exit code."""
-    report = Report("accidents", ("accident", "steps again", "ends", "code", "others step", "says"))
-    outcomes: list[Outcome] = []
+def play(report: Report, chosen: Namespace, folder: Path) -> list[str]:
+    """Let happen what --only names, or all; returns what did not end well."""
+    broken: list[str] = []
 
-    def tell(world: World, found: Outcome) -> None:
-        outcomes.append(found)
-        print(found, file=sys.stderr, flush=True)
-        if not found.is_well and world.victim is not None:
+    def tell(world: AccidentWorld, name: str, found: dict[str, object]) -> None:
+        report.add(name, found)
+        print(name, found, file=sys.stderr, flush=True)
+        if found["not well"]:
+            broken.append(f"{name}: {found['not well']}")
             print(world.victim.output.read_text()[-3000:], file=sys.stderr)
             world.victim.kill()
 
-    with scratch_folder() as folder, own_disk(folder) as has_disk:
-        chosen = {n: h for n, h in accidents(round_s, has_disk).items() if is_wanted(n, only)}
-        world = World(folder, round_s, LIMIT_S)
-        if chosen or is_wanted(RESTART, only):
+    def is_wanted(name: str) -> bool:
+        return not chosen.only or any(part in name for part in chosen.only)
+
+    place = folder / "loopback"
+    with own_disk(place) as has_disk:
+        happens = {n: h for n, h in accidents(chosen.round_s, has_disk).items() if is_wanted(n)}
+        if happens or is_wanted(RESTART):
+            world = AccidentWorld(place, chosen)
             with world.swarm:
                 world.begin()
-                for name, happen in chosen.items():
-                    tell(world, world.suffer(name, happen))
+                for name, happen in happens.items():
+                    tell(world, name, world.suffer(happen))
                     mended(world)
-                if is_wanted(RESTART, only):
-                    tell(world, world.restart_all())
-    if can_make_homes(with_nat=False) and is_wanted(MOVE, only):
-        with scratch_folder() as folder, homes(0, 0, 0, 0) as network:
-            moving = NetworkWorld(folder, round_s, LIMIT_S, network)
-            with moving.swarm:
-                moving.begin()
-                tell(moving, moving.suffer(MOVE, moving.moves))
-    rows: list[dict[str, Any]] = []
-    for outcome in outcomes:
-        seconds = [outcome.steps_after_s, outcome.ends_after_s, outcome.exit_code]
-        cells = ["-" if value is None else value for value in (*seconds, outcome.others_after_s)]
-        report.row(outcome.accident, *cells, outcome.said[-120:])
-        rows.append({**asdict(outcome), "is_well": outcome.is_well})
-    report.figures["outcomes"] = rows
-    report.notes.append(f"seconds since the accident; rounds of {round_s:g} s")
-    if not has_disk:
-        report.notes.append("left out, it needs root: disk full, disk read-only")
-    if not MemoryGroup.is_possible():
-        report.notes.append("left out, it needs a control group: no memory, killed by the kernel")
+                if is_wanted(RESTART):
+                    tell(world, RESTART, world.restart_all())
+        if not has_disk:
+            report.notes.append("left out, it needs root: disk full, disk read-only")
     if not can_make_homes(with_nat=False):
         report.notes.append(f"left out, it needs root and iproute2: {MOVE}")
-    report.print(as_json)
-    return 0 if all(outcome.is_well for outcome in outcomes) else 1
+    elif is_wanted(MOVE):
+        with homes(0, 0, 0, 0) as network:
+            world = AccidentWorld(folder / "homes", chosen, network)
+            with world.swarm:
+                world.begin()
+                tell(world, MOVE, world.suffer(moved(network)))
+    return broken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
@@ -11,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
+from dipaco.modules.device import autocast_for, training_format
 from dipaco.modules.state import ModuleState
-from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import parse_config
 from dipaco.protocol.outer_row import OuterRow
 from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokens.token_files import scoring_windows
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.training.scoring import row_losses
 
@@ -53,11 +56,18 @@ class ChangedRun(RunFolder):
     """A run folder with another plan.
 
     :param one_path: a single path has all shards and all held-out sequences
-    :param held_out_every: one of so many held-out sequences is scored, the same of every grid
+    :param held_out_every: one of so many held-out parts is scored, the same of every grid
+    :param texts: the held-out documents. Then a part is a document, and not a sequence
     """
 
     def __init__(
-        self, folder: Path, changes: Changes, *, one_path: bool = False, held_out_every: int = 1
+        self,
+        folder: Path,
+        changes: Changes,
+        *,
+        one_path: bool = False,
+        held_out_every: int = 1,
+        texts: Path | None = None,
     ) -> None:
         super().__init__(folder)
         self._source = RunFolder(folder)
@@ -68,6 +78,22 @@ class ChangedRun(RunFolder):
             section, _, name = field.rpartition(".")
             (values[section] if section else values)[name] = value
         self._plan = parse_config(RunPlan, values, "--set")
+        self._part_of: dict[bytes, int] = {}
+        self._labels: dict[int, str] = {}
+        if texts is not None:
+            self._read_documents(texts)
+
+    def _read_documents(self, texts: Path) -> None:
+        """Note which document each held-out sequence is of, and what its "domain" is."""
+        tokenizer, plan = self.tokenizer(self._plan), self._plan
+        with gzip.open(texts, "rt", encoding="utf-8") as lines:
+            for line in map(json.loads, lines):
+                mark = zlib.crc32(line["text"].encode())
+                self._labels[mark] = line.get("domain", "")
+                tokens = tokenizer.document_tokens(line["text"])
+                length, prefix = plan.model.sequence_length, plan.routing.prefix_tokens
+                for row in scoring_windows(tokens, length, prefix):
+                    self._part_of[row.tobytes()] = mark
 
     def plan(self) -> RunPlan:
         """Return the plan as it is changed."""
@@ -97,43 +123,60 @@ class ChangedRun(RunFolder):
         paths = range(self._source.grid(plan).path_count)
         return np.concatenate([read(plan, path) for path in paths])
 
-    def held_out(self, path: int) -> tuple[np.ndarray, np.ndarray]:
+    def held_out(self, path: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return the held-out sequences of a path by which is chosen, and those that are told.
 
-        Which these are follows from what is in them: they are the same however paths divide them.
+        Each with the marks of the parts that they are of. Which they are follows from what is in
+        a part: they are the same however paths divide them.
         """
-        rows = self.validation_tokens(self._plan, path)
-        halves = _marks(rows) % (2 * self._held_out_every)
-        return rows[halves == 0], rows[halves == 1]
+        rows = np.asarray(self.validation_tokens(self._plan, path)).astype(np.int64)
+        marks = np.array([self._mark(row) for row in rows], dtype=np.int64)
+        halves = marks % (2 * self._held_out_every)
+        return [(rows[halves == half], marks[halves == half]) for half in range(2)]
 
-    def scores(self, states: Mapping[str, ModuleState]) -> dict[str, Any]:
+    def _mark(self, row: np.ndarray) -> int:
+        data = row.tobytes()
+        return self._part_of[data] if self._part_of else zlib.crc32(data)
+
+    def scores(
+        self, states: Mapping[str, ModuleState], device: str = "cpu", *, exact: bool = True
+    ) -> dict[str, Any]:
         """Return the losses of every path's states on its held-out sequences, nats a token.
 
-        With the nats and the targets of each sequence whose loss is told, in an order that every
-        grid has.
+        With the nats and the targets of each part whose loss is told, in an order that every grid
+        has, and their perplexities by domain.
         """
-        chosen_by, told = (np.concatenate(rows) for rows in zip(*self._rows(states), strict=True))
-        told = told[np.argsort(told[:, 0])]
-        return {
+        halves = self._losses(states, torch.device(device), exact)
+        chosen_by, told = (np.concatenate(rows) for rows in zip(*halves, strict=True))
+        marks, of = np.unique(told[:, 0].astype(np.int64), return_inverse=True)
+        nats, targets = (np.bincount(of, told[:, column], len(marks)) for column in (1, 2))
+        found = {
             **{name: _loss(rows) for name, rows in (("chosen_by", chosen_by), ("loss", told))},
-            "nats": told[:, 1].round(2).tolist(),
-            "targets": told[:, 2].astype(int).tolist(),
+            "nats": nats.round(2).tolist(),
+            "targets": targets.astype(int).tolist(),
         }
+        labels = np.array([self._labels.get(mark, "") for mark in marks.tolist()])
+        if self._labels:
+            found["perplexities"] = {
+                str(label): round(math.exp(nats[labels == label].sum() / count), 3)
+                for label in sorted(set(labels))
+                if (count := targets[labels == label].sum())
+            }
+        return found
 
-    def _rows(self, states: Mapping[str, ModuleState]) -> Iterator[list[np.ndarray]]:
+    def _losses(
+        self, states: Mapping[str, ModuleState], device: torch.device, exact: bool
+    ) -> Iterator[list[np.ndarray]]:
         """Yield the halves of each path: mark, nats and targets of each sequence, [N, 3]."""
-        grid, model = self.grid(self._plan), PathModel(self._plan.model).eval()
-        prefix = self._plan.routing.prefix_tokens
+        plan = self._plan
+        grid, model = self.grid(plan), self.path_model(plan, device).eval()
         for path in range(grid.path_count):
             load_path(model, grid, path, states)
-            yield [
-                np.stack((_marks(rows), *row_losses(model, rows, prefix)), axis=1)
-                for rows in self.held_out(path)
-            ]
-
-
-def _marks(rows: np.ndarray) -> np.ndarray:
-    return np.array([zlib.crc32(row.tobytes()) for row in rows], dtype=np.int64)
+            with autocast_for(device, training_format(device, exact=exact)):
+                yield [
+                    np.stack((marks, *row_losses(model, rows, plan.routing.prefix_tokens)), axis=1)
+                    for rows, marks in self.held_out(path)
+                ]
 
 
 def _loss(rows: np.ndarray) -> float:

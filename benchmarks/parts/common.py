@@ -1,8 +1,4 @@
-"""What the benchmarks share: options, the report, processes, and the memory of process trees.
-
-Every figure stands beside another that was measured next to it, because machines differ and
-are seldom idle; the report says how busy this one was.
-"""
+"""What the benchmarks share: options, the report, processes, and the memory of process trees."""
 
 from __future__ import annotations
 
@@ -10,15 +6,15 @@ import argparse
 import json
 import os
 import platform
-import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import rows
 
 HERE = Path(__file__).resolve().parent.parent
 # As a user starts a peer, but a step takes a while in which the processor is free; and none is
@@ -46,125 +42,69 @@ def build_parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and no table")
+    parser.add_argument("--rows", metavar="NAME", help="add what is found to results/NAME.json")
     return parser
 
 
-@dataclass
 class Report:
-    """What a benchmark found: rows for people, figures for programs."""
+    """What a benchmark found, as rows, and how busy the machine was meanwhile.
 
-    name: str
-    columns: tuple[str, ...]
-    rows: list[tuple[str, ...]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    figures: dict[str, Any] = field(default_factory=dict)
-    load_before: float = field(default_factory=lambda: os.getloadavg()[0])
+    :param conditions: what else holds for the rows, such as seed and sizes
+    """
 
-    def row(self, *cells: object) -> None:
-        """Add a row; numbers are shown with three or four digits."""
-        self.rows.append(tuple(shown(cell) for cell in cells))
+    def __init__(self, name: str, **conditions: Any) -> None:
+        self.name, self.conditions = name, conditions
+        self.rows: list[rows.Row] = []
+        self.notes: list[str] = []
+        self._load_before = os.getloadavg()[0]
+
+    def add(self, of: str, figures: Mapping[str, Any]) -> None:
+        """Add a row for each figure; what is None is left out, and what is in a dict told apart."""
+        for figure, value in figures.items():
+            if isinstance(value, dict):
+                self.add(of, {f"{figure}: {key}": inner for key, inner in value.items()})
+            elif value is not None and value != []:
+                told = str(value) if isinstance(value, bool) else value
+                self.rows.append({"of": of, "figure": figure, "value": told})
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures with the machine they were measured on."""
+        """Return all of it, with the machine that it was measured on."""
         machine = {
             "cores": os.cpu_count(),
             "python": platform.python_version(),
-            "load_before": round(self.load_before, 2),
-            "load_after": round(os.getloadavg()[0], 2),
+            "load": [round(self._load_before, 2), round(os.getloadavg()[0], 2)],
         }
-        return {"benchmark": self.name, **self.figures, "machine": machine}
+        told = {"notes": self.notes, "machine": machine, "rows": self.rows}
+        return {"benchmark": self.name, "commit": rows.commit(), **self.conditions, **told}
 
-    def conclude(self, broken: list[str], as_json: bool) -> int:
-        """Print it all, with the targets that were missed; returns the exit code."""
-        self.figures["broken"] = broken
-        self.notes += broken
-        self.print(as_json)
+    def conclude(self, chosen: argparse.Namespace, broken: list[str] | None = None) -> int:
+        """Print it, and add it to the results where that was asked for; returns the exit code,
+        which is 1 when something is `broken`."""
+        broken = broken or []
+        self.notes += [f"broken: {what}" for what in broken]
+        found = self.as_json()
+        load = found["machine"]["load"]
+        if chosen.rows:
+            rows.append(chosen.rows, self.rows, load=load, **self.conditions)
+        if chosen.json:
+            print(json.dumps(found))
+        else:
+            print(f"{self.name}\n\n{self._table()}")
+            print("\n".join([*self.notes, f"{os.cpu_count()} cores, load {load[0]} to {load[1]}"]))
         return int(bool(broken))
 
-    def print(self, as_json: bool) -> None:
-        """Print the one or the other."""
-        found = self.as_json()
-        if as_json:
-            print(json.dumps(found))
-            return
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=self.name, title_justify="left")
-        for index, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if index == 0 else "right")
-        for row in self.rows:
-            table.add_row(*row)
-        # In a file nothing is cut off.
-        console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 160)
-        console.print(table)
-        machine = found["machine"]
-        self.notes.append(
-            f"{machine['cores']} cores; load {machine['load_before']} before, "
-            f"{machine['load_after']} after"
-        )
-        for note in self.notes:
-            console.print(note, highlight=False)
-
-
-def shown(value: object) -> str:
-    """Format a cell: integers whole, other numbers with about three digits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    def _table(self) -> str:
+        """Return a table that is longer than wide."""
+        figures, several = ({row[key] for row in self.rows} for key in ("figure", "of"))
+        if len(figures) <= len(several):
+            return rows.table({"rows": self.rows})
+        turned = [{**row, "of": row["figure"], "figure": row["of"]} for row in self.rows]
+        return rows.table({"units": "by row", "rows": turned})
 
 
 def ratio(figure: float, beside: float) -> float:
     """Return `figure / beside`, rounded; not a number when there is nothing to divide by."""
     return round(figure / beside, 4) if beside else float("nan")
-
-
-def alternate(
-    beside: Callable[[], dict[str, Any]], measured: Callable[[], dict[str, Any]], times: int
-) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Run `beside`, `measured`, `beside`, `measured`, ..., `beside`.
-
-    Returns, for each run of `measured`, what stood before it, itself, and what came after it, so
-    that a machine that becomes busier or idler shifts both alike.
-    """
-    before, found = beside(), []
-    for _ in range(times):
-        middle = measured()
-        after = beside()
-        found.append((before, middle, after))
-        before = after
-    return found
-
-
-def paired_ratios(
-    found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]], key: str
-) -> list[float]:
-    """Return each middle figure divided by the mean of its two neighbours."""
-    return [
-        ratio(middle[key], statistics.mean((before[key], after[key])))
-        for before, middle, after in found
-    ]
-
-
-def run_json(script: str, *arguments: str, timeout_s: float = 300.0) -> dict[str, Any]:
-    """Run a script of this folder with one thread and return the last line that it prints."""
-    done = subprocess.run(
-        [sys.executable, str(HERE / script), *arguments],
-        env=one_thread(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        # Linux shares the processor by session first, and the peers have one each.
-        start_new_session=True,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{script} ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def one_thread() -> dict[str, str]:

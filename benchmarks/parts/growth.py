@@ -24,42 +24,38 @@ class Growth:
         self.samples: list[dict[str, float]] = []
         self._next_s = 0.0
 
-    def look(self, members: Sequence[Member], **more: float) -> None:
-        """Take a sample if one is due; `more` is what is known besides."""
+    def look(self, members: Sequence[Member]) -> None:
+        """Take a sample if one is due."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return
         self._next_s = now_s + SAMPLE_S
         found = [process for m in members for process in process_tree(m.popen.pid)]
         disk = [size for member in members for size in _sizes_below(member.cache)]
-        self.samples.append(
-            {
-                "hours": now_s / 3600,
-                "memory_mib": sum(process.proportional_mib for process in found),
-                "processes": len(found),
-                "threads": sum(_entries(process.pid, "task") for process in found),
-                "open_files": sum(_entries(process.pid, "fd") for process in found),
-                "disk_mib": sum(disk) / 2**20,
-                "disk_files": len(disk),
-                "load": os.getloadavg()[0],
-                **more,
-            }
-        )
+        self.samples.append({
+            "hours": now_s / 3600,
+            "memory, MiB": sum(process.proportional_mib for process in found),
+            "processes": len(found),
+            "threads": sum(_entries(process.pid, "task") for process in found),
+            "open files": sum(_entries(process.pid, "fd") for process in found),
+            "disk, MiB": sum(disk) / 2**20,
+            "files": len(disk),
+            "load": os.getloadavg()[0],
+        })  # fmt: skip
 
-    def slopes_per_hour(self) -> dict[str, float]:
-        """Return the slope of each figure an hour, the first one and the last; none of few."""
+    def told(self) -> dict[str, list[float]]:
+        """Return each figure at first and at last, and its slope an hour; none of few samples."""
         behind = self.samples[int(WARM_UP * len(self.samples)) :]
         if len(behind) < 3:
             return {}
+        found = {}
         hours = np.array([sample["hours"] for sample in behind])
-        told = {}
-        for name in behind[0]:
-            if name != "hours":
-                values = np.array([sample[name] for sample in behind])
-                told[f"{name}_first"] = round(behind[0][name], 2)
-                told[f"{name}_last"] = round(behind[-1][name], 2)
-                told[f"{name}_per_hour"] = round(float(np.polyfit(hours, values, 1)[0]), 3)
-        return told
+        for name in (name for name in behind[0] if name != "hours"):
+            values = np.array([sample[name] for sample in behind])
+            slope = float(np.polyfit(hours, values, 1)[0])
+            ends = (float(values[0]), float(values[-1]), slope)
+            found[f"{name} (first, last, more an hour)"] = [round(value, 2) for value in ends]
+        return found
 
 
 def _entries(pid: int, what: str) -> int:

@@ -8,6 +8,7 @@ iproute2 and nftables. Everything that was made is removed at the end.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -51,6 +52,17 @@ class Homes:
     def prefix(self, site: int) -> list[str]:
         """Return what runs a command at a site."""
         return ["ip", "netns", "exec", self.peers[site]]
+
+    def limit(self, site: int, mbps: float) -> None:
+        """Let what leaves a site have so many Mbit/s at most."""
+        bucket = ("rate", f"{int(1000 * mbps)}kbit", "burst", "16kb", "latency", "200ms")
+        _run(*self.prefix(site), "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *bucket)
+
+    def traffic(self, site: int) -> tuple[int, int]:
+        """Return the bytes that a site has received and sent."""
+        command = (*self.prefix(site), "ip", "-s", "-j", "link", "show", "eth0")
+        counted = json.loads(_run(*command))[0]["stats64"]
+        return int(counted["rx"]["bytes"]), int(counted["tx"]["bytes"])
 
     def go_offline(self, site: int) -> None:
         """Take the network from an open site: its cable is pulled, and its address is gone."""
@@ -111,7 +123,8 @@ def homes(*routers: int) -> Iterator[Homes]:
         made.remove()
 
 
-def _run(*command: str, text: str | None = None) -> None:
+def _run(*command: str, text: str | None = None) -> str:
     done = subprocess.run(command, input=text, text=True, capture_output=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -144,8 +144,8 @@ class OneMember:
             for value, base in ((most, self.base), (left, self.base), (most_files, self.files))
         ]
         self.greatest = max(self.greatest, a_parameter[0])
-        self.report.row(name, *(f"{value:.2f}" for value in a_parameter), seconds)
-        self.report.figures[name] = [round(value, 3) for value in (*a_parameter, seconds)]
+        told = [round(value, 3) for value in a_parameter]
+        self.report.add(name, {"bytes (most, left, files)": told, "seconds": round(seconds, 3)})
 
     def round_of(self, module: str, index: int) -> None:
         peer, name = self.peer, f"{index} {module} "
@@ -173,8 +173,7 @@ class OneMember:
             peer.wait_until_saved()
         with self.phase(name + "optimizer"):
             self._save_optimizer()
-        self.report.row(name + "peak", f"{self.greatest:.2f}", "", "", "")
-        self.report.figures["peak"] = round(self.greatest, 3)
+        self.report.add(name + "peak", {"bytes, most": round(self.greatest, 3)})
 
     def _other(self, row: Row, number: int, codec: Codec) -> Row:
         """Make the file of another peer, small numbers, and return its row."""
@@ -199,7 +198,7 @@ def measure_phases(
     prepare_process(1)
     with scratch_folder() as folder:
         member = OneMember(folder, report, millions, levels, codec, members)
-        report.figures["parameters"] = member.parameters
+        report.add("all", {"parameters": member.parameters})
         with member.phase("first step"):
             member.train()
         for index in range(rounds):

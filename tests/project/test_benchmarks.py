@@ -1,10 +1,10 @@
-"""The benchmarks start, and what they share measures what it says."""
+"""The benchmarks start, their results are rows, and what they share measures what it says."""
 
-import argparse
-import contextlib
+import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,36 +13,29 @@ import numpy as np
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-NAMES = sorted(
-    script.relative_to(FOLDER).with_suffix("").as_posix()
-    for script in (*FOLDER.glob("*.py"), *(FOLDER / "model").glob("*.py"))
-)
+NAMES = sorted(script.stem for script in FOLDER.glob("*.py"))
 
 sys.path.insert(0, str(FOLDER))
 import rows  # noqa: E402
-import worth  # noqa: E402
-import worth_curve  # noqa: E402
-import worth_queue  # noqa: E402
-from parts import common, mutations  # noqa: E402
+from parts import common, gaps, mutations, roofline  # noqa: E402
 from parts.changed_run import ChangedRun, read_changes  # noqa: E402
-from parts.power_law import fit  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
-from rivals import packages, turns  # noqa: E402
 
 from dipaco.base.errors import ConfigurationError  # noqa: E402
+from dipaco.modules.transformer import PathModel  # noqa: E402
 from dipaco.protocol.config import ModelConfig  # noqa: E402
+from dipaco.routing.tokens.token_files import scoring_windows  # noqa: E402
 
+MODEL = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
 # Lets a process become every kind of hostile peer at once, and has it publish garbage.
 BECOME_HOSTILE = """
-import sys, types
-import hostile
-for kind, does in hostile.KINDS.items():
-    exec(does, {})
-exec(hostile.KINDS["garbage"], {})
-from parts.insiders import INSIDERS, become
-for attack in INSIDERS:
-    become(attack, sys.argv[1])
-import torch
+import sys, types, torch
+from parts import insiders, liars
+for kind in liars.LIARS:
+    liars.become(kind)
+liars.become("garbage")
+for attack in insiders.INSIDERS:
+    insiders.become(attack, sys.argv[1])
 from dipaco.modules.contributions import CODECS
 from dipaco.training import trainer
 anchor = types.SimpleNamespace(parameters=torch.ones(4096))
@@ -52,14 +45,12 @@ print(set(told.encode(CODECS["int4"])))
 # Prints what each of the scripts named in the arguments says to --help: one process, because
 # importing PyTorch and Hivemind takes seconds.
 ASK_FOR_HELP = """
-import contextlib, io, json, pathlib, runpy, sys
+import contextlib, io, json, runpy, sys
 folder, *names = sys.argv[1:]
-sys.path[:0] = [folder, str(pathlib.Path(folder).parent / "tests")]
+sys.path[0] = folder
 said = {}
 for name in names:
     sys.argv = [f"{name}.py", "--help"]
-    # As Python does it for a script.
-    sys.path[0] = str(pathlib.Path(folder, name).parent)
     output, code = io.StringIO(), None
     with contextlib.redirect_stdout(output):
         try:
@@ -71,29 +62,20 @@ print(json.dumps(said))
 """
 
 
-def test_what_hostile_peers_replace_is_there(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", BECOME_HOSTILE, str(tmp_path / "notes")],
-        cwd=FOLDER,
-        env={**common.one_thread(), "PYTHONPATH": str(FOLDER)},
+def run_python(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**common.one_thread(), "PYTHONPATH": f"{FOLDER}:{FOLDER.parent / 'tests'}", **environment},
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "{255}"), done.stderr
 
 
 @pytest.fixture(scope="module")
 def helps():
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_FOR_HELP, str(FOLDER), *NAMES],
-        env=common.one_thread(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = run_python("-c", ASK_FOR_HELP, FOLDER, *NAMES)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -103,8 +85,15 @@ def test_help_shows_the_command(helps, name):
     code, output = helps[name]
     assert code == 0, output
     assert f"python benchmarks/{name}.py" in output
-    # With --json, always, or for each of its parts into a file.
-    assert "json" in output.lower()
+    assert "--json" in output
+
+
+def test_what_hostile_peers_replace_is_there(tmp_path):
+    done = run_python("-c", BECOME_HOSTILE, tmp_path / "notes")
+    assert (done.returncode, done.stdout.strip()) == (0, "{255}"), done.stderr
+
+
+# -- rows
 
 
 def test_the_tables_of_the_pages_are_those_of_the_rows():
@@ -127,6 +116,14 @@ def test_rows_say_what_was_measured_and_under_which_conditions():
         assert len(set(places)) == len(places), f"{name} has the same row twice"
 
 
+def test_the_commands_of_the_rows_are_there():
+    texts = "".join(script.read_text(encoding="utf-8") for script in FOLDER.rglob("*.py"))
+    for name in rows.names():
+        command = rows.read(name).get("command", "")
+        assert all((FOLDER / script).exists() for script in re.findall(r"(?<!/)\b\w+\.py\b", command)), (name, command)
+        assert all(f'"{flag}"' in texts for flag in re.findall(r"--[a-z][a-z0-9-]+", command)), (name, command)
+
+
 def test_a_table_has_a_line_for_each_and_seeds_in_their_order():
     result = {
         "of": "codec",
@@ -143,75 +140,24 @@ def test_a_table_has_a_line_for_each_and_seeds_in_their_order():
         "| int4 | 4.50 / 4.25 (4.00 to 4.75) |  |",
         "| sign | – / −1.50 | 3, 12,345 |",
     ]
-    assert rows.filled("<!-- rows no-such -->\n") == "<!-- rows no-such -->\n"
 
 
-def test_rows_that_are_added_keep_their_conditions(tmp_path, monkeypatch):
+def test_what_a_report_finds_is_printed_and_added_with_its_conditions(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rows, "RESULTS", tmp_path)
-    for load in (1.0, 2.0):
-        rows.append("speed", [{"of": "int4", "figure": "s", "value": load}], load=load)
-    assert [row["load"] for row in rows.read("speed")["rows"]] == [1.0, 2.0]
-    assert all(row["commit"] for row in rows.read("speed")["rows"])
+    parser = common.build_parser("A measure.")
+    for seed in range(2):
+        report = common.Report("a measure", seed=seed)
+        report.add("slow", {"seconds": 12345.678, "at": {"4": 1, "8": None}})
+        assert report.conclude(parser.parse_args(["--rows", "speed"])) == 0
+    assert "| seconds | 12,346 |" in capsys.readouterr().out
+    found = rows.read("speed")["rows"]
+    assert [(row["figure"], row["seed"]) for row in found] == [(f, s) for s in range(2) for f in ("seconds", "at: 4")]
+    assert all(row["commit"] and row["load"] for row in found)
+    assert report.conclude(parser.parse_args(["--json"]), ["a promise"]) == 1
+    assert json.loads(capsys.readouterr().out)["notes"] == ["broken: a promise"]
 
 
-def test_alternating_pairs_each_measure_with_its_neighbours():
-    speeds = iter([100.0, 95.0, 90.0, 81.0, 80.0])
-
-    def take():
-        return {"speed": next(speeds)}
-
-    found = common.alternate(take, take, 2)
-    assert common.paired_ratios(found, "speed") == [1.0, round(81 / 85, 4)]
-
-
-def test_two_programs_take_turns_and_who_is_first_changes(tmp_path):
-    program = """
-import sys, time
-from rivals.turns import take_turns
-def turn(command):
-    print("not an answer")
-    return {"value": int(sys.argv[1]), "at": time.monotonic()}
-take_turns(turn)
-"""
-    (tmp_path / "counting.py").write_text(program)
-    pairs = turns.side_by_side(
-        turns.Worker("counting", "6", packages=[tmp_path]), turns.Worker("counting", "3", packages=[tmp_path]), 3
-    )
-    assert turns.ratios(pairs, "value") == [2.0, 2.0, 2.0]
-    assert [ours["at"] < theirs["at"] for ours, theirs in pairs] == [True, False, True]
-
-
-def test_a_program_that_ends_in_its_turn_is_an_error(tmp_path):
-    (tmp_path / "ending.py").write_text("raise SystemExit(3)")
-    with (
-        turns.Worker("ending", packages=[tmp_path]) as worker,
-        pytest.raises(RuntimeError, match="ending ended with 3"),
-    ):
-        worker.turn()
-
-
-def test_a_cell_has_the_median_and_the_quarters():
-    assert turns.told([1.0, 2.0, 3.0, 4.0, 5.0]) == "3 (2 to 4)"
-    assert turns.told([1234.5]) == "1,234"
-
-
-def test_rivals_are_pinned():
-    for pins in packages.PINNED.values():
-        assert all(pin.count("==") == 1 for pin in pins)
-
-
-def test_report_shows_numbers_and_the_machine(capsys):
-    report = common.Report("a measure", ("", "seconds"))
-    report.row("slow", 12345.678)
-    report.row("fast", 0.25)
-    report.figures = {"ratio": 0.5}
-    report.print(False)
-    printed = capsys.readouterr().out
-    assert "12,346" in printed
-    assert "0.250" in printed
-    assert "load" in printed
-    report.print(True)
-    assert '"ratio": 0.5' in capsys.readouterr().out
+# -- what is measured
 
 
 def test_memory_of_a_process_tree():
@@ -225,224 +171,161 @@ def test_memory_of_a_process_tree():
         child.communicate(b"\n")
 
 
-def test_synthetic_run_is_a_whole_run(tmp_path):
-    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
-    run = make_synthetic_run(tmp_path / "run", model, duration_s=30.0, train_sequences=8)
-    plan = run.plan()
-    assert plan.rounds.duration_s == 30.0
-    assert run.router(plan).path_count == 4
-    assert run.train_tokens(plan, 3).shape == (8, 16)
-    assert run.validation_tokens(plan, 0).shape == (16, 16)
-    assert run.genesis_state(plan, "L1.E1").layout.size > 0
-    assert run.tokenizer(plan).vocabulary_size == 320
-
-
 def test_one_path_has_what_all_paths_have(tmp_path):
-    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
-    run = make_synthetic_run(tmp_path / "run", model, train_sequences=8, validation_sequences=40)
+    run = make_synthetic_run(tmp_path / "run", MODEL, train_sequences=8, validation_sequences=40)
     changes = read_changes(["outer.momentum=0.5", "contributions.codec=sign", "seed=3"])
     grid = ChangedRun(run.path, changes, held_out_every=2)
     whole = ChangedRun(run.path, changes, one_path=True, held_out_every=2)
     plan = whole.plan()
     assert (plan.outer.momentum, plan.contributions.codec, plan.seed) == (0.5, "sign", 3)
     assert whole.train_tokens(plan, 0).shape == (32, 16)
-    assert whole.shard_index(plan).paths[0].train_sequences == 32
     for half in range(2):
-        of_paths = [row.tobytes() for path in range(4) for row in grid.held_out(path)[half]]
-        assert of_paths == [row.tobytes() for row in whole.held_out(0)[half]]
+        of_paths = {row.tobytes() for path in range(4) for row in grid.held_out(path)[half][0]}
+        assert of_paths == {row.tobytes() for row in whole.held_out(0)[half][0]}
         assert 10 < len(of_paths) < 60
-    states = {module: grid.genesis_state(grid.plan(), module) for module in grid_modules(grid)}
-    base = {module: whole.genesis_state(plan, module) for module in grid_modules(whole)}
-    of_paths, of_one = grid.scores(states), whole.scores(base)
-    assert of_paths["nats"] == pytest.approx(of_one["nats"], abs=0.011)
-    for name in ("loss", "chosen_by", "targets"):
-        assert of_paths[name] == pytest.approx(of_one[name], abs=1e-4)
-    mean = sum(of_one["nats"]) / sum(of_one["targets"])
-    assert of_one["loss"] == pytest.approx(mean, abs=1e-3)
+    found = [one.scores({m: one.genesis_state(one.plan(), m) for m in modules_of(one)}) for one in (grid, whole)]
+    for name in ("loss", "chosen_by", "targets", "nats"):
+        assert found[0][name] == pytest.approx(found[1][name], abs=0.011)
+    assert found[1]["loss"] == pytest.approx(sum(found[1]["nats"]) / sum(found[1]["targets"]), abs=1e-3)
 
 
-def grid_modules(run):
+def test_what_is_scored_can_be_whole_documents_of_domains(tmp_path, monkeypatch):
+    run = make_synthetic_run(tmp_path / "run", MODEL, train_sequences=8)
+    documents = [{"text": f"{word} " * 12, "domain": word[0]} for word in ("ab", "ac", "bd", "be", "bf", "bg", "ah")]
+    with gzip.open(tmp_path / "texts.gz", "wt") as file:
+        file.writelines(json.dumps(document) + "\n" for document in documents)
+    changed = ChangedRun(run.path, {}, texts=tmp_path / "texts.gz")
+    plan = changed.plan()
+    texts = [changed.tokenizer(plan).document_tokens(document["text"]) for document in documents]
+    windows = [scoring_windows(tokens, 16, plan.routing.prefix_tokens) for tokens in texts]
+    shards = [np.concatenate(windows[path::4]) for path in range(4)]
+    monkeypatch.setattr(changed, "validation_tokens", lambda plan, path: shards[path])
+    found = changed.scores({m: changed.genesis_state(plan, m) for m in modules_of(changed)})
+    told = len(found["nats"])
+    assert 0 < told < len(documents) < sum(map(len, windows))
+    chosen_by = sum(len({*marks}) for half, marks in (changed.held_out(path)[0] for path in range(4)))
+    assert told + chosen_by == len(documents)
+    assert set(found["perplexities"]) <= {"a", "b"}
+
+
+def modules_of(run):
     return run.grid(run.plan()).modules()
+
+
+def test_a_run_is_measured_once_and_told(tmp_path):
+    run = make_synthetic_run(tmp_path / "run", MODEL, train_sequences=8, validation_sequences=40)
+    log = tmp_path / "log"
+    short = (FOLDER / "worth.py", run.path, "--log", log, "--steps", 1, "--held-out-every", 1)
+    for more in (
+        ("--one-path", "--rounds", "2,8"),
+        ("--rounds", "2", "--move-every", "1"),
+        ("--rounds", "1,2", "--decay"),
+    ):
+        for _ in range(2):
+            done = run_python(*short, *more)
+            assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["of"]["row"], line["round"]) for line in lines] == [
+        ("one machine", 2), ("one machine", 8), ("DiPaCo run", 2), ("DiPaCo run", 1), ("DiPaCo run", 2),
+    ]  # fmt: skip
+    done = run_python(FOLDER / "worth.py", "--log", log, "--gap", "run", "--json")
+    found = {(row["of"], row["figure"]): row["value"] for row in json.loads(done.stdout)["rows"]}
+    assert found["1,024 tokens", "loss, one machine"] == lines[1]["loss"]
 
 
 def test_the_steps_to_a_loss_lie_between_the_rounds_that_were_scored():
     curve = [(40, 3.0), (90, 2.0)]
-    assert worth.steps_to(2.5, curve) == pytest.approx(60.0)
-    assert worth.steps_to(3.0, curve) == 40
-    assert worth.steps_to(1.9, curve) is None
+    assert gaps.steps_to(2.5, curve) == pytest.approx(60.0)
+    assert gaps.steps_to(3.0, curve) == 40
+    assert gaps.steps_to(1.9, curve) is None
 
 
-def test_a_speed_up_spreads_as_far_as_sequences_differ():
+def test_a_speed_up_spreads_as_far_as_what_is_held_out_differs():
     def scored(steps, *nats):
         return {"of": {"steps": 10}, "round": steps // 10, "nats": nats, "targets": [2] * 4}
 
     machine = scored(480, 6.0, 6.0, 6.0, 6.0)
     alike = [scored(120, 8.0, 8.0, 8.0, 8.0), scored(240, 4.0, 4.0, 4.0, 4.0)]
-    assert worth.speed_ups(machine, alike, 480) == pytest.approx([2.0 * 2**0.5] * 2)
+    assert gaps.speed_ups(machine, alike, 480) == pytest.approx([2.0 * 2**0.5] * 2)
     unlike = [scored(120, 8.0, 8.0, 8.0, 8.0), scored(240, 3.0, 3.0, 5.0, 5.0)]
-    low, high = worth.speed_ups(machine, unlike, 480)
+    low, high = gaps.speed_ups(machine, unlike, 480)
     assert 2.0 < low < 2.0 * 2**0.5 < high < 4.0
-    assert list(worth.speed_ups(machine, alike[:1], 480)) == [0.0, 0.0]
+    assert list(gaps.speed_ups(machine, alike[:1], 480)) == [0.0, 0.0]
 
 
-def test_a_row_of_the_table_has_the_setting_that_other_sequences_choose():
-    def scored(row, peers, rate, steps, *losses):
-        of = {"row": row, "peers": peers, "steps": 10, "set": {"inner.learning_rate": rate}}
-        chosen_by, loss = losses
-        return {
-            "of": {**of, "decay": False, "dropped": 0.0},
-            "round": steps // 10, "chosen_by": chosen_by, "loss": loss,
-            "nats": [loss], "targets": [1], "tokens": 512 * peers * steps, "bytes": 0,
-        }  # fmt: skip
+def scored(row, peers, steps, chosen_by, loss, **of):
+    common_of = {"row": row, "run": "runs/2x2", "one_path": peers == 1, "peers": peers, "steps": 10, "set": {}}
+    rest = {"decay": False, "dropped": 0.0, "move_every": 0, "exact": True}
+    rng = np.random.default_rng(steps)
+    noise = rng.normal(0.0, 0.1, 400) * (peers > 1)
+    nats = list(10 * (loss + noise - noise.mean()))
+    amounts = {"tokens": 512 * peers * steps, "bytes": 0, "nats": nats, "targets": [10] * 400}
+    return {"of": {**common_of, **rest, **of}, "round": steps // 10, "chosen_by": chosen_by, "loss": loss, **amounts}
 
+
+def test_a_row_of_the_table_has_the_setting_that_other_texts_choose():
+    rate = {"set": {"inner.learning_rate": 6e-3}}
     lines = [
-        scored("one machine", 1, 3e-3, 240, 3.0, 3.0),
-        scored("DiLoCo", 4, 3e-3, 60, 3.2, 3.3),
-        scored("DiLoCo", 4, 3e-3, 120, 2.9, 3.0),
-        scored("DiLoCo", 4, 6e-3, 120, 2.95, 2.0),
-        scored("2x2", 4, 3e-3, 120, 3.1, 3.1),
+        scored("one machine", 1, 240, 3.0, 3.0),
+        scored("DiLoCo", 4, 60, 3.2, 3.3),
+        scored("DiLoCo", 4, 120, 2.9, 3.0),
+        scored("DiLoCo", 4, 120, 2.95, 2.0, **rate),
+        scored("2x2", 4, 120, 3.1, 3.1),
     ]
-    told = worth.table(lines, 240).splitlines()[-3:]
-    assert told[0].startswith("| one machine, 1 | 3.0000 (240) | 240 | 1.00 (1.00 to 1.00) ")
-    assert told[1].startswith("| DiLoCo, 4 | 3.0000 (120) | 120 | 2.00 (2.00 to 2.00) | 0.25 M ")
-    assert "inner.learning_rate 0.003" in told[1]
-    assert told[2].startswith("| 2x2, 4 | 3.1000 (120) | not reached |")
+    found = {(row["of"], row["figure"]): row for row in gaps.speed_up_rows(lines, 240)}
+    assert found["DiLoCo, 4", "steps of each"]["value"] == 120
+    assert found["DiLoCo, 4", "speed-up"]["value"] == 2.0
+    assert found["DiLoCo, 4", "tokens of all, M"]["value"] == 0.25
+    assert "rate" not in found["DiLoCo, 4", "setting"]["value"]
+    assert ("2x2, 4", "speed-up") not in found
     with pytest.raises(ConfigurationError, match="no one machine"):
-        worth.table(lines, 480)
-
-
-def test_a_power_law_is_found_again_and_tells_where_it_reaches_a_gap():
-    lengths = np.array([1e6, 2e6, 4e6, 8e6])
-    shrinks, grows = 0.3 * (lengths / 1e6) ** -0.5, 0.1 * (lengths / 1e6) ** 0.2
-    laws = fit(lengths, np.stack([shrinks, grows]))
-    assert laws.exponents == pytest.approx([0.5, -0.2])
-    assert laws.scatter == pytest.approx([0.0, 0.0], abs=1e-9)
-    assert list(laws.lengths_at(0.1)) == pytest.approx([9e6, np.inf])
-    uneven = fit(lengths, shrinks * np.array([1.1, 0.9, 0.9, 1.1]))
-    assert float(uneven.exponents) == pytest.approx(0.5)
-    assert 0.05 < float(uneven.scatter) < 0.2
-    with pytest.raises(ValueError, match="three lengths"):
-        fit(lengths[:2], shrinks[:2])
-
-
-def curve_lines(gaps, spread):
-    """Return figures of one machine and of four paths after 1, 2, 4, ... M tokens."""
-    rng = np.random.default_rng(1)
-    lines = []
-    for number, gap in enumerate(gaps):
-        for peers, loss in ((1, 4.0), (4, 4.0 + float(np.log1p(gap)))):
-            noise = rng.normal(0.0, spread, 400) * (peers > 1)
-            of = {"run": "runs/2x2", "one_path": peers == 1, "peers": peers, "steps": 10}
-            rounds = 80 * 2**number // peers
-            lines.append({
-                "of": of, "round": rounds, "tokens": 1_250 * 10 * peers * rounds,
-                "chosen_by": loss, "loss": loss, "targets": [10] * 400,
-                "nats": list(10 * (loss + noise - noise.mean())),
-            })  # fmt: skip
-    return lines
-
-
-def curve_of(lines, equal="tokens"):
-    chosen = argparse.Namespace(run="2x2", one_machine_of=None, equal=equal, at=0.05)
-    return worth_curve.curve(lines, chosen)
-
-
-def test_a_gap_that_shrinks_is_told_with_the_length_at_which_it_is_small():
-    lines = curve_lines([0.4 * 2 ** (-0.5 * n) for n in range(5)], spread=0.2)
-    dearer = [{**line, "loss": 9.0, "chosen_by": 9.0} for line in lines]
-    law = curve_of([*dearer, *lines, *dearer])["law"]
-    assert law["exponent"] == pytest.approx(0.5)
-    low, high = law["exponent_interval"]
-    assert 0.3 < low < 0.5 < high < 0.7
-    assert law["exponents_between"] == pytest.approx([0.5] * 4)
-    assert law["length_at"] == pytest.approx(64e6)
-    shortest, longest = law["length_at_interval"]
-    assert 30e6 < shortest < 64e6 < longest < 200e6
-    assert "5% after 64.0 M tokens" in worth_curve.told(curve_of(lines))
-
-
-def test_a_gap_that_may_not_shrink_has_no_length_within_reach():
-    law = curve_of(curve_lines([0.2, 0.21, 0.19, 0.2], spread=0.2))["law"]
-    assert law["length_at_interval"][1] is None
-    assert "not within reach" in worth_curve.told(curve_of(curve_lines([0.2, 0.3, 0.4], 0.0)))
+        gaps.speed_up_rows(lines, 480)
 
 
 def test_a_gap_that_is_closed_is_told_with_the_length_at_which_it_was():
-    figures = curve_of(curve_lines([0.2, 0.3, 0.1, -0.1], spread=0.1))
-    assert figures["law"] is None
-    closed = figures["closed_after"]
-    assert closed["length"] == pytest.approx(4e6 * 2**0.5)
-    shortest, longest = closed["length_interval"]
-    assert 5e6 < shortest < closed["length"] < longest < 6.5e6
-    assert "closed after 5.7 M tokens" in worth_curve.told(figures)
-    never = curve_of(curve_lines([-0.2, -0.1], spread=0.0))
-    assert never["closed_after"]["length"] is None
-    assert "no gap" in worth_curve.told(never)
+    told = []
+    for number, gap in enumerate([0.2, 0.3, 0.1, -0.1]):
+        steps = 800 * 2**number
+        told += [scored("one machine", 1, steps, 4.0, 4.0), scored("2x2", 4, steps // 4, 4.0, 4.0 + np.log1p(gap))]
+    told.append(scored("one machine", 1, 800, 3.9, 9.0, set={"x": 1}) | {"chosen_by": 4.1})
+    *points, closed = gaps.gap_rows(told, "2x2", "tokens")
+    assert [row["value"] for row in points if row["figure"] == "gap at equal tokens, %"] == [20.0, 30.0, 10.0, -10.0]
+    assert closed["value"] == pytest.approx(512 * 800 * 4 * 2**0.5 / 1e6, abs=0.05)
+    assert closed["low"] <= closed["value"] <= closed["high"]
+    open_in_the_end = gaps.gap_rows(told[:-2], "2x2", "tokens")
+    assert open_in_the_end[-1]["figure"] == "gap at equal tokens, %"
+    steps = gaps.gap_rows(told, "2x2", "steps")
+    assert [row["of"] for row in steps if row["figure"] == "loss, paths"] == ["1,638,400 tokens", "3,276,800 tokens"]
+    told[0]["targets"] = [9] * 400
+    with pytest.raises(ConfigurationError, match="different texts"):
+        gaps.gap_rows(told, "2x2", "tokens")
 
 
-def test_at_equal_steps_the_gap_is_what_one_machine_lacks():
-    lines = curve_lines([0.4, 0.3, 0.2, 0.1, 0.05], spread=0.0)
-    for line in lines:
-        line["loss"] -= 0.5 * (line["of"]["peers"] > 1)
-        line["nats"] = [10 * line["loss"]] * 400
-    points = curve_of(lines, "steps")["points"]
-    # The paths' first length has the steps of no one machine.
-    assert [point["steps"] for point in points] == [800, 1600, 3200]
-    assert points[0]["gap"] == pytest.approx(np.exp(0.5) / 1.2 - 1)
-    assert points[0]["tokens"] == 4 * 800 * 1_250
-
-
-def test_figures_of_different_sequences_are_not_compared():
-    lines = curve_lines([0.4, 0.3, 0.2], spread=0.0)
-    lines[0]["targets"] = [9] * 400
-    with pytest.raises(ConfigurationError, match="different sequences"):
-        curve_of(lines)
-
-
-def test_a_queue_is_read_without_comments_and_a_log_has_whole_lines(tmp_path):
-    queue, log = tmp_path / "queue", tmp_path / "0.jsonl"
-    queue.write_text("# first\n\nrun --rounds 1,2  # short\nrun --set 'a.b=[1, 2]'\n")
-    assert worth_queue.read_queue(queue) == [["run", "--rounds", "1,2"], ["run", "--set", "a.b=[1, 2]"]]
-    queue.write_text("run --log elsewhere\n")
-    with pytest.raises(ConfigurationError, match="line 1"):
-        worth_queue.read_queue(queue)
-    log.write_text('{"round": 1}\n{"rou')
-    worth_queue.drop_half_a_line(log)
-    assert worth.read_log(log) == [{"round": 1}]
-
-
-def test_a_queue_is_run_in_several_processes_and_made_once(tmp_path):
-    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
-    make_synthetic_run(tmp_path / "run", model, train_sequences=8)
-    short = f"{tmp_path / 'run'} --steps 1 --rounds 1 --held-out-every 1"
-    (tmp_path / "queue").write_text(f"{short} --one-path\nno-run\n{short}\n")
-
-    def run_queue(seconds):
-        done = subprocess.run(
-            [sys.executable, "worth_queue.py", str(tmp_path / "queue"),
-             "--logs", str(tmp_path / "logs"), "--workers", "2", "--seconds", str(seconds)],
-            cwd=FOLDER, capture_output=True, text=True, timeout=280, check=False,
-        )  # fmt: skip
-        assert done.stdout, done.stderr
-        return done.returncode, json.loads(done.stdout.splitlines()[-1])
-
-    assert run_queue(250) == (0, {"scored": 2, "not_begun": 0, "time_was_up": False})
-    rows = {line["of"]["row"] for line in worth_queue.read_logs(tmp_path / "logs")}
-    assert rows == {"one machine", "DiPaCo run"}
-    assert run_queue(250)[1]["scored"] == 0
-    assert run_queue(0)[1]["time_was_up"]
+def test_a_roofline_counts_what_a_pass_computes():
+    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=64, head_count=2, sequence_length=64)
+    work = roofline.work_of(model, 2)
+    tokens = 2 * model.sequence_length
+    products = sum(o.flops for o in work.eager if o.kind in ("products", "head"))
+    matrices = [p for p in PathModel(model).parameters() if p.ndim == 2]
+    assert products == 6 * sum(p.numel() for p in matrices) * tokens
+    attention = sum(o.flops for o in work.eager if o.kind == "attention")
+    whole = 12 * model.block_count * model.hidden_size * model.sequence_length * tokens
+    assert whole / 2 < attention < whole
+    eager, fused = (sum(o.bytes for o in operations) for operations in (work.eager, work.fused))
+    assert 0 < work.wide_bytes < fused < eager
+    assert products + whole == pytest.approx(tokens * roofline.flops_per_token(model), rel=0.01)
 
 
 def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling():
     sample = json.dumps({"a": [1, 2, {"b": "text"}], "c": None}).encode()
+    inputs = [mutations.mutate(sample, "json", random.Random(seed)) for seed in range(200)]
+    assert inputs == [mutations.mutate(sample, "json", random.Random(seed)) for seed in range(200)]
+    assert sum(data is not None and json.loads(data) != json.loads(sample) for data in inputs) > 150
+    assert mutations.mutate(b"\xc1", "msgpack", random.Random(0)) is None
 
-    def inputs(seed):
-        rng = random.Random(seed)
-        return [mutations.mutate(rng, [sample], "json") for _ in range(200)]
 
-    assert inputs(1) == inputs(1) != inputs(2)
-    still_json = 0
-    for data in inputs(1):
-        with contextlib.suppress(ValueError):
-            still_json += json.loads(data) != json.loads(sample)
-    assert still_json > 50
+@pytest.mark.parametrize("script", ["prepare.sh", "run.sh"])
+def test_the_scripts_of_the_kit_are_sound(script):
+    file = FOLDER / "gpu_kit" / script
+    subprocess.run(["bash", "-n", str(file)], check=True, timeout=30)
+    assert os.access(file, os.X_OK)

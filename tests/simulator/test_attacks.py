@@ -1,4 +1,4 @@
-"""What one insider can do to a swarm, in a few histories each; `benchmarks/attacks.py` in many."""
+"""What one insider can do to a swarm, in a few histories each; `benchmarks/swarm_faults.py --attack` in many."""
 
 from collections import Counter
 

@@ -4,8 +4,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from parts.churn_counts import QUIET_ROUNDS, Life, count, schedule
-from parts.churn_rates import Clock, greatest_wait_s, joins, rounds_without_step, speed
+from parts.lives import (
+    QUIET_ROUNDS,
+    Clock,
+    Life,
+    count,
+    greatest_wait_s,
+    joins,
+    rounds_without_step,
+    schedule,
+    tokens_per_s,
+)
 
 from dipaco.routing.run_folder import RunFolder
 from support.swarms.swarm import LIMIT_S, Swarm
@@ -55,17 +64,17 @@ class Log:
         return Life(self.peer_id, self.peer_id, ending, self.events, **span)
 
 
-def counted(*lives, end_s=100.0):
-    return count(lives, lambda path: MODULES[path], STEP, end_s)
+def counted(*lives):
+    return count(lives, MODULES.__getitem__, STEP)
 
 
 def test_a_calm_peer_has_all_its_tokens_in_the_states_or_on_top():
     log = Log("A", 0).steps(2).boundary("L0.E0", 0, 20).steps(1).outer_step("L0.E0", 0, "a", 20)
     log.steps(1).boundary("L1.E0", 0, 40).outer_step("L1.E0", 0, "b", 40).steps(1)
     found = counted(log.life("stayed"))
-    assert (found.trained, found.final_tokens, found.stayed_pending) == (100, 60, 40)
+    assert found.tokens == {"trained": 100, "final": 60, "pending, stayed": 40, "moved": 0, "missed": 0}
     assert found.share == 1.0
-    assert (found.outer_steps, found.versions, found.forked, found.agreed) == (2, 2, {}, True)
+    assert (found.versions, found.forked, found.agreed) == (2, {}, True)
 
 
 def test_what_a_killed_peer_had_in_no_step_does_not_count():
@@ -74,8 +83,8 @@ def test_what_a_killed_peer_had_in_no_step_does_not_count():
     killed = Log("B", 1).steps(3).boundary("L0.E0", 0, 30).steps(1)
     found = counted(stays.life("stayed"), killed.life("killed"))
     # Its group took a step of L0.E0 without it having been told; of L1.E1 there was none.
-    assert (found.trained, found.killed_pending) == (80, 10 + 40)
-    assert (found.final_tokens, found.share) == (30, 1.0)
+    assert (found.tokens["trained"], found.tokens["pending, killed"]) == (80, 10 + 40)
+    assert (found.tokens["final"], found.share) == (30, 1.0)
 
 
 def test_what_leaves_and_moves_leave_behind_is_a_loss():
@@ -84,7 +93,7 @@ def test_what_leaves_and_moves_leave_behind_is_a_loss():
     left = Log("B", 1).steps(1)
     moved = Log("C", 1).steps(2).train(0)
     found = counted(stays.life("stayed"), left.life("left"), moved.life("stayed"))
-    assert (found.left_pending, found.moved_pending) == (20, 40)
+    assert (found.tokens["pending, left"], found.tokens["moved"]) == (20, 40)
     assert found.share == 80 / 140
 
 
@@ -97,7 +106,7 @@ def test_a_fork_is_seen_and_its_loser_is_a_loss():
     assert found.outbid == 0
     assert found.agreed
     # Of L0.E0 20 of 30 tokens are in; the other modules were in no step.
-    assert (found.final_tokens, found.stayed_pending) == (20, 30)
+    assert (found.tokens["final"], found.tokens["pending, stayed"]) == (20, 30)
     assert found.share == 20 / 30
 
 
@@ -116,7 +125,7 @@ def test_an_adoption_can_contain_own_work():
     late = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).steps(1)
     late.adopt("L0.E0", 1, "a", 20, is_own_in=True)
     found = counted(stays.life("stayed"), late.life("stayed"))
-    assert found.stayed_pending == 10 + 10 + 20
+    assert found.tokens["pending, stayed"] == 10 + 10 + 20
     assert found.share == 1.0
 
 
@@ -140,27 +149,12 @@ def test_a_peer_that_stands_aside_is_no_agreement():
     assert counted(goes_on.life("stayed"), aside.life("stayed")).agreed
 
 
-def test_the_longest_stretch_without_a_step_reaches_to_the_end():
-    log = Log("A", 0).outer_step("L0.E0", 0, "a", 1).steps(4).outer_step("L0.E0", 1, "b", 2)
-    log.outer_step("L1.E0", 0, "c", 1)
-    assert counted(log.life("stayed"), end_s=8.0).longest_without_step == ("L0.E0", 5.0)
-    assert counted(log.life("stayed"), end_s=20.0).longest_without_step == ("L0.E0", 14.0)
-
-
-def test_what_is_lost_without_a_log_of_it_is_held_to_be_of_those_that_live():
-    winner = Log("A", 0).steps(8).boundary("L0.E0", 0, 80).outer_step("L0.E0", 0, "a", 80)
-    winner.boundary("L1.E0", 0, 80).outer_step("L1.E0", 0, "b", 80)
-    loser = Log("B", 1).steps(1).boundary("L0.E0", 0, 10).outer_step("L0.E0", 0, "z", 10)
-    loser.boundary("L1.E1", 0, 10).outer_step("L1.E1", 0, "c", 10)
-    late = Log("C", 0).steps(1).boundary("L0.E0", 0, 10).adopt("L0.E0", 1, "a", 80, is_own_in=False)
-    late.boundary("L1.E0", 0, 10).outer_step("L1.E0", 0, "b", 90, "A", "C")
-    killed = Log("D", 1).steps(5)
-    lives = [winner.life("stayed"), loser.life("stayed"), late.life("left"), killed.life("killed")]
-    found = counted(*lives)
-    # 10 of B in a fork, 10 of C that a step missed; what was killed is neither due nor lost.
-    assert (found.missed, found.living_lost, found.living_trained) == (10, 10, 200)
-    assert found.share_of_living == 1 - 20 / 200
-    assert found.share == 180 / 200
+def test_what_a_step_missed_is_lost():
+    goes_on = Log("A", 0).steps(4).boundary("L0.E0", 0, 40).outer_step("L0.E0", 0, "a", 40)
+    late = Log("C", 0).steps(1).boundary("L0.E0", 0, 10).adopt("L0.E0", 1, "a", 40, is_own_in=False)
+    found = counted(goes_on.life("stayed"), late.life("stayed"))
+    assert found.tokens["missed"] == 10
+    assert found.share == 40 / 50
 
 
 CLOCK = Clock(0.0, 10.0, {"L0.E0": 0.5, "L1.E0": 1.0, "L1.E1": 1.0})
@@ -213,7 +207,7 @@ def test_rounds_without_a_step_are_counted_where_they_end():
     log.outer_step("L1.E0", 2, "a", 0)
     found = rounds_without_step([log.life("left")], CLOCK, 12.0, 36.0)
     # Those that end at 15, 25 and 35 s, and at 20 and 30 s.
-    assert found == {"L0.E0": (1, 3), "L1.E0": (1, 2), "L1.E1": (2, 2)}
+    assert found == (1 + 1 + 2, 3 + 2 + 2)
 
 
 def test_a_path_waits_from_step_to_step_and_until_the_end():
@@ -231,13 +225,10 @@ def test_the_speed_is_of_processes_that_are_awake():
         event["time_s"] = number / 2
     life = log.life("left", began_s=-5.0, ended_s=12.0, stops=[(8.0, 10.0)])
     gone = Life("B", "B", "killed", [], began_s=0.0, ended_s=1.0)
-    found = speed([life, gone], STEP, 2, 0.5, 20.0)
     # Without the suspension, and half a second of one that never trained.
     peer_s = 11.5 - 2.0 + 0.5
-    assert found.trained_per_s == 20 * STEP / peer_s
-    assert found.trained_per_training_s == 20 * STEP / (peer_s - 0.5)
-    assert found.counted_per_s == 50 / peer_s
-    assert found.peers == peer_s / 19.5
+    trained = 20 * STEP
+    assert tokens_per_s([life, gone], STEP, 0.5, 20.0) == (trained / peer_s, trained / (peer_s - 0.5))
 
 
 def test_nothing_happens_to_elders():

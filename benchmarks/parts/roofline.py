@@ -1,18 +1,15 @@
-"""The least time that a training token of a path can take on a card, and where it must go.
+"""The operations of a training step, and the least time that they take on a card.
 
-    python benchmarks/roofline.py [--json] [--cards H100 A100 "RTX 4090" "RTX 3060" T4]
-
-A micro-batch of examples/paper goes through the inner loop with tensors that have shapes and no
-memory, and every operation is written down: FLOPs, bytes read and written. On a card an operation
-takes at least the longer of FLOPs over its peak and bytes over its bandwidth (`parts/cards.py`).
-*Eager*, each operation reads and writes memory. *Fused*, what lies between two products does once,
-which is what a compiler can reach at most. Nothing overlaps, and no kernel is as fast as its card,
-so a measured step takes longer than either. Optimizer and clipping come once in a batch.
+A micro-batch goes through the inner loop with tensors that have shapes and no memory, and every
+operation is written down: FLOPs, bytes read and written. On a card an operation takes at least the
+longer of FLOPs over its peak and bytes over its bandwidth (`CARDS`). *Eager*, each
+operation reads and writes memory. *Fused*, what lies between two products does once, which is what
+a compiler can reach at most. Nothing overlaps, and no kernel is as fast as its card, so a measured
+step takes longer than either. Optimizer and clipping come once in a batch.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -20,25 +17,46 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parts.cards import CARDS, PATH_150M, Card, flops_per_token, path_parameters
-from parts.common import Report, build_parser
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dipaco.modules import transformer
+from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import head_bytes, pass_bytes
 from dipaco.modules.transformer import GPU_BYTES_A_LOGIT, LOGITS_AT_ONCE_ON_GPU, PathModel
-from dipaco.protocol.config import InnerConfig, ModelConfig
+from dipaco.protocol.config import GridConfig, InnerConfig, ModelConfig
+from dipaco.protocol.grid import Grid
 from dipaco.training.inner import InnerLoop
 
-SHOWN = ("H100", "A100", "RTX 4090", "RTX 3060", "T4")
 BATCH = 512
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 # AdamW reads a parameter, its gradient and two moments and writes three of them; clipping reads the
 # gradient for its norm, and reads and writes it. Bytes of fp32.
 OPTIMIZER_BYTES = 28 + 12
 KINDS = ("products", "attention", "head", "between", "weights", "optimizer")
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a data sheet says: dense products in 16 bits, TFLOP/s; memory, GB/s and GB."""
+
+    tflops: float
+    gb_per_s: float
+    memory_gb: float
+
+
+# Products are in bf16, on the T4 in fp16.
+CARDS = {
+    "H200": Card(989.0, 4800.0, 141.0),
+    "H100": Card(989.0, 3350.0, 80.0),
+    "A100": Card(312.0, 2039.0, 80.0),
+    "L4": Card(121.0, 300.0, 24.0),
+    "T4": Card(65.0, 320.0, 16.0),
+    "RTX 4090": Card(165.0, 1008.0, 24.0),
+    "RTX 3090": Card(71.0, 936.0, 24.0),
+    "RTX 3060": Card(25.5, 360.0, 12.0),
+}
 
 
 @dataclass
@@ -176,14 +194,14 @@ def work_of(model: ModelConfig, sequences: int) -> Work:
 
 
 def seconds_per_token(
-    operations: Iterable[Operation], card: Card, tokens: int, parameters: int
+    operations: Iterable[Operation], card: Card, tokens: int, batch_tokens: int, parameters: int
 ) -> dict[str, float]:
-    """Return the least seconds of a token, by what they are for."""
+    """Return the least seconds of a token, by what they are for; an optimizer step comes once in
+    `batch_tokens`."""
     found = dict.fromkeys(KINDS, 0.0)
     for operation in operations:
         found[operation.kind] += operation.seconds(card) / tokens
-    batch = BATCH * PATH_150M.sequence_length
-    found["optimizer"] = OPTIMIZER_BYTES * parameters / card.gb_per_s / 1e9 / batch
+    found["optimizer"] = OPTIMIZER_BYTES * parameters / card.gb_per_s / 1e9 / batch_tokens
     return found
 
 
@@ -195,55 +213,17 @@ def fitting(model: ModelConfig, card: Card, parameters: int) -> int:
     return max(1, min(BATCH, int(free // pass_bytes(model))))
 
 
-def main() -> int:
-    parser = build_parser(__doc__)
-    parser.add_argument("--cards", nargs="+", default=list(SHOWN), help="names of parts/cards.py")
-    parser.add_argument("--sequences", type=int, default=8, help="in a micro-batch (8)")
-    chosen = parser.parse_args()
-    model, parameters = PATH_150M, path_parameters(PATH_150M)
-    work, tokens = work_of(model, chosen.sequences), chosen.sequences * model.sequence_length
-    per_token = flops_per_token(model)
-    columns = ("", "tokens/s", "MFU", *(f"{kind} %" for kind in KINDS), "fit")
-    report = Report("the least time of a training token", columns)
-    cards = {}
-    for name in chosen.cards:
-        card = CARDS[name]
-        for way, operations in (("eager", work.eager), ("fused", work.fused)):
-            found = seconds_per_token(operations, card, tokens, parameters)
-            whole = sum(found.values())
-            mfu = per_token / whole / card.tflops / 1e12
-            shares = {kind: 100 * found[kind] / whole for kind in KINDS}
-            fit = fitting(model, card, parameters)
-            report.row(f"{name}, {way}", 1 / whole, mfu, *shares.values(), fit)
-            cards[f"{name}, {way}"] = {
-                "tokens_per_s": 1 / whole, "mfu": mfu, "shares": shares, "fitting_sequences": fit,
-            }  # fmt: skip
-    moved = {
-        way: {
-            kind: sum(o.bytes for o in operations if o.kind == kind) / tokens for kind in KINDS[:-1]
-        }
-        for way, operations in (("eager", work.eager), ("fused", work.fused))
-    }
-    report.notes += [
-        f"{parameters / 1e6:.1f} M parameters, {per_token / 1e9:.3f} GFLOP a token, micro-batches "
-        f"of {chosen.sequences}, batches of {BATCH} sequences of {model.sequence_length}",
-        *(
-            f"{way}, kB moved a token: "
-            + ", ".join(f"{kind} {value / 1e3:.0f}" for kind, value in values.items())
-            for way, values in moved.items()
-        ),
-        f"of what is between products when fused, {work.wide_bytes / tokens / 1e3:.0f} kB in fp32",
-    ]
-    report.figures = {
-        "parameters": parameters,
-        "flops_per_token": per_token,
-        "cards": cards,
-        "bytes_per_token": moved,
-        "fp32_bytes_per_token": work.wide_bytes / tokens,
-    }
-    report.print(chosen.json)
-    return 0
+def path_parameters(model: ModelConfig) -> int:
+    """Return the parameters of a path."""
+    return parameter_counts(Grid(model, GridConfig(modules_per_level=(1,))))["path"]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def flops_per_token(model: ModelConfig) -> float:
+    """Return the FLOPs of one training token, forward and backward, without recomputation.
+
+    Six for each parameter of a matrix product, and 12 x blocks x width x length for attention. The
+    embedding is looked up and not multiplied; tied to the head it counts once, as the head.
+    """
+    embedding = 0 if model.tied_embedding else model.vocabulary_size * model.hidden_size
+    attention = 12 * model.block_count * model.hidden_size * model.sequence_length
+    return float(6 * (path_parameters(model) - embedding) + attention)
