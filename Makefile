@@ -64,7 +64,7 @@ test: lint types docs unit
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/codespell
+	git ls-files -z | xargs -0 $(BIN)/codespell
 
 types: setup
 	$(BIN)/mypy

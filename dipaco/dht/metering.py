@@ -1,4 +1,4 @@
-"""What others ask of a node of the DHT is paid for before it is parsed (design 4.8).
+"""What others ask of a node of the DHT is paid for before it is parsed (design 4.8, DHT).
 
 p2pd hands a request over as bytes with the id of who sent it, up to 4 MiB. Hivemind would make
 objects of all of it first. Here its size is looked at and paid for before that: a member pays for

@@ -131,7 +131,7 @@ def test_a_service_is_not_started_again_after_what_that_does_not_mend(unit):
     [codes] = re.findall(r"^RestartPreventExitStatus=(.*)$", text, re.M)
     rows = re.findall(r"^\| (\d+) \| ([\w ]+) \|", (ROOT / "docs" / "exit-codes.md").read_text(), re.M)
     names = {name for code, name in rows if code in codes.split()}
-    assert names == {"configuration", "manifest", "protocol version"}
+    assert names == {"configuration", "manifest", "protocol version", "machine"}
     assert "Restart=on-failure" in text
     # Longer than a peer takes to leave.
     assert "TimeoutStopSec=20" in text

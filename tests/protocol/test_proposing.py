@@ -216,3 +216,17 @@ def test_a_row_for_a_path_that_its_signer_does_not_claim_is_left_out():
     member.wait(0.1)
     (step,) = member.proposed()
     assert step.peers == {first, second}
+
+
+def test_the_first_row_of_a_newcomer_counts_before_its_claim_is_seen_and_its_next_does_not():
+    first, second = first_and_second()
+    (newcomer,) = set("ABC") - {first, second}
+    for rounds, counting in (((0,), {first, second, newcomer}), ((1, 0), {first, second})):
+        member = Trainer(first, first + second)
+        member.publish()
+        rows = [member.row(newcomer, round_index=index) for index in rounds]
+        member.module.hear_rows(rows, newcomer)
+        member.gathered(*rows)
+        member.hear(second)
+        (step,) = member.proposed()
+        assert step.peers == counting

@@ -27,8 +27,6 @@ from support.swarms.faults import (
 from support.swarms.swarm import LIMIT_S, Swarm, command
 from support.wire.dht_pair import wait_until
 
-pytestmark = pytest.mark.slow
-
 # The limit of a round: rounds end when everybody is done, and a dead peer's claim expires in it.
 DURATION_S = 20.0
 SHARED, FOUNDERS = "L0.E0", 4

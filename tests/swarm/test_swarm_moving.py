@@ -11,8 +11,6 @@ import pytest
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import Swarm
 
-pytestmark = pytest.mark.slow
-
 PEERS, PATHS = 3, 8
 # ceil(8 / 3) + 2: a round takes a second here, and peers choose by views that are older.
 LONGEST_WAIT_ROUNDS = 5

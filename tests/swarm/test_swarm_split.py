@@ -11,8 +11,6 @@ from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import BIN, LIMIT_S, Swarm
 from support.wire.split_network import can_split, split_network
 
-pytestmark = pytest.mark.slow
-
 # The limit of a round, in which also the claims of the other side expire.
 DURATION_S = 12.0
 SPLIT_DURATIONS = 2

@@ -55,6 +55,7 @@ class Knowledge:
         self._trainers: dict[tuple[str, int | None], frozenset[str]] = {}
         self._claimed_s: dict[tuple[str, int], float] = {}
         """By peer and path: when a view showed such a claim last."""
+        self._claimants: set[str] = set()
         self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
         self.actions: list[Action] = []
 
@@ -74,9 +75,12 @@ class Knowledge:
         oldest_s = self.now_s - CLAIMED_ROUNDS * self.schedule.duration_s
         self._claimed_s = {key: s for key, s in self._claimed_s.items() if s >= oldest_s}
         self._claimed_s.update({(p, c.path): self.now_s for p, c in view.claims.items()})
+        self._claimants = {peer for peer, _ in self._claimed_s}
 
-    def has_claimed(self, peer: str, path: int) -> bool:
-        """Tell whether a peer has claimed a path lately, so that its row for it may count."""
+    def has_claimed(self, peer: str, path: int | None = None) -> bool:
+        """Tell whether a peer has claimed a path lately, or any path."""
+        if path is None:
+            return peer in self._claimants
         return peer == self.me or (peer, path) in self._claimed_s
 
     def unseen(self, module: str) -> frozenset[str]:

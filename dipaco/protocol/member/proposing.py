@@ -96,12 +96,22 @@ class Proposing:
 
     def _is_claimed(self, row: Row) -> bool:
         """Tell whether the signer of a row is known to train its path: what it says there moves the
-        schedule of the path."""
-        if self._known.has_claimed(row.peer, row.path):
+        schedule of the path. The first row of a newcomer can be here before its claim."""
+        if self._known.has_claimed(row.peer, row.path) or self._is_first(row):
             return True
         links = itertools.islice(self._chain.book.back_from(self._chain.stand), RECENT_STEPS)
         before = [known for link in links if link.step is not None for known in link.step.rows]
         return any((known.peer, known.path) == (row.peer, row.path) for known in before)
+
+    def _is_first(self, row: Row) -> bool:
+        """Tell whether a peer without a claim has told no row of another round."""
+        if self._known.has_claimed(row.peer):
+            return False
+        return all(
+            other.round_index == row.round_index
+            for other in self._rows.all()
+            if other.peer == row.peer
+        )
 
     def ready_rows(self) -> dict[str, Row]:
         """Return those of them whose files are here."""
