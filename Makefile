@@ -40,7 +40,7 @@ endef
 
 lock: setup
 	$(PIP) uv
-	$(call locked,requirements/dipaco.lock,--extra mirrors)
+	$(call locked,requirements/dipaco.lock,--extra mirrors --extra prepare)
 	$(call locked,requirements/dev.lock,--extra mirrors --extra dev)
 
 wheel: setup

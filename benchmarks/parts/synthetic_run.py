@@ -56,7 +56,8 @@ def make_synthetic_run(
     path_count = int(np.prod(modules_per_level))
     base = PathModel(model)
     initialise(base, seed)
-    features = random.normal(size=(8 * path_count, model.hidden_size))
+    nothing, centroids = np.zeros(path_count), random.normal(size=(path_count, model.hidden_size))
+    mean, scale = np.zeros(model.hidden_size), np.ones(model.hidden_size)
     plan = RunPlan(
         name="benchmark",
         seed=seed,
@@ -70,7 +71,7 @@ def make_synthetic_run(
         routing=RoutingPlan(kind="kmeans", prefix_tokens=4),
         blobs=RunBlobs(
             tokenizer=run.blobs.add_bytes(tiny_tokenizer_bytes(TINY_VOCABULARY)),
-            router=run.blobs.add_bytes(KMeansRouter.fit(features, path_count).to_bytes()),
+            router=run.blobs.add_bytes(KMeansRouter(mean, scale, centroids, nothing).to_bytes()),
             base=run.blobs.add_bytes(safetensors.torch.save(tiny_parameters(base))),
             shards=run.blobs.add_bytes(
                 _shards(run, model, path_count, train_sequences, validation_sequences, random)

@@ -264,6 +264,8 @@ def link_or_copy(source: Path, target: Path) -> None:
         except OSError:
             with source.open("rb") as reader, atomic_file(target) as writer:
                 shutil.copyfileobj(reader, writer)
+        else:
+            sync_folder(target.parent)
 
 
 def sync_folder(folder: Path) -> None:

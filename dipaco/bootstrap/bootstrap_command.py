@@ -11,6 +11,7 @@ import json
 import sys
 
 from dipaco.base.command_line import Command, Program
+from dipaco.base.errors import CorpusError
 
 from .bootstrap_settings import (
     InviteSettings,
@@ -24,41 +25,46 @@ from .bootstrap_settings import (
 def run_prepare(settings: PrepareSettings) -> int:
     """Run `dipaco-bootstrap prepare`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
-    from dipaco.bootstrap.preparing.add_path import add_paths
-    from dipaco.bootstrap.preparing.predecessor import open_predecessor
+    from dipaco.bootstrap.preparing.added_paths import config_with_paths
+    from dipaco.bootstrap.preparing.predecessor import WORK_FOLDER, open_predecessor
     from dipaco.bootstrap.preparing.prepare import prepare
-    from dipaco.bootstrap.preparing.prepare_options import PrepareOptions
+    from dipaco.bootstrap.preparing.stages import Job
     from dipaco.bootstrap.preparing.workers import open_workers
     from dipaco.modules.device import choose_device, prepare_process
 
-    from .display import Display
+    from .prepare_output import Display
+    from .run_config import load_run_config
 
     prepare_process(settings.threads)
     display = Display(peer=settings.initial_peers[0]) if settings.initial_peers else Display()
-    predecessor = None
+    before = None
     if settings.predecessor is not None:
-        predecessor = open_predecessor(settings.predecessor, allow_genesis=settings.allow_genesis)
+        before = open_predecessor(settings.predecessor, allow_genesis=settings.allow_genesis)
     try:
-        if predecessor is not None and settings.initial_peers:
-            folder = settings.out / "work" / "swarm"
-            predecessor.take_states_of(settings.initial_peers, folder, display.say)
+        if before is not None and settings.initial_peers:
+            folder = settings.out / WORK_FOLDER / "swarm"
+            before = before.with_states_of(settings.initial_peers, folder, display.say)
+        if settings.run_toml is not None:
+            trained = before.plan.model if before else None
+            config = load_run_config(settings.run_toml, trained, settings.changes)
+        else:
+            assert before is not None  # --add-path needs --from
+            config = config_with_paths(before, settings.add_path, settings.changes)
         with open_workers(settings.workers, settings.dask) as workers:
-            options = PrepareOptions(
-                device=choose_device(settings.device)[0],
-                display=display,
-                workers=workers,
-                operator_key=settings.operator_key,
-                start_in_s=settings.start_in_s,
-                admission=settings.admission,
-                replace=settings.replace,
+            prepare(
+                Job(
+                    config=config,
+                    out=settings.out,
+                    before=before,
+                    device=choose_device(settings.device)[0],
+                    display=display,
+                    workers=workers,
+                    operator_key=settings.operator_key,
+                    start_in_s=settings.start_in_s,
+                    admission=settings.admission,
+                    replace=settings.replace,
+                )
             )
-            out, changes = settings.out, settings.changes
-            if settings.run_toml is not None:
-                prepare(settings.run_toml, out, options, predecessor=predecessor, changes=changes)
-            else:
-                assert predecessor is not None  # --add-path needs --from
-                files = settings.add_path
-                add_paths(files, out, options, predecessor=predecessor, changes=changes)
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to continue from here", file=sys.stderr)
         raise
@@ -69,28 +75,34 @@ def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
     from rich.console import Console
 
-    from dipaco.bootstrap.plan.chat_sample import look_at_chats
-    from dipaco.bootstrap.plan.figures import Expected, look_at_data, plan_figures
+    from dipaco.bootstrap.plan.data_sample import look_at_chats, look_at_data
+    from dipaco.bootstrap.plan.figures import Expected, plan_figures
     from dipaco.bootstrap.plan.times import measured_tokens_per_s
     from dipaco.modules.device import choose_device, prepare_process
 
-    from .display import show_figures
+    from .plan_tables import show_figures
     from .run_config import load_run_config
 
     tokens = None if settings.corpus_tokens is None else int(settings.corpus_tokens)
     config = load_run_config(settings.run_toml, changes=settings.changes)
+    chats, problem = False, None
+    try:
+        chats = look_at_data(config)
+    except CorpusError as error:
+        problem = error  # The figures are of use without the data.
     speed = settings.tokens_per_s
     if settings.measure is not None:
         prepare_process(None)
         speed = measured_tokens_per_s(config, choose_device(settings.measure)[0])
     expected = Expected(settings.peers, settings.line_mbps, speed)
-    figures = plan_figures(config, tokens, expected)
+    figures = plan_figures(config, tokens, expected, chats=chats)
     if settings.json:
         print(json.dumps(figures.as_json()))
     else:
         show_figures(figures, Console(highlight=False, soft_wrap=True))
-    look_at_data(config.data)
-    if not settings.json and (sample := look_at_chats(config)):
+    if problem is not None:
+        raise problem
+    if chats and not settings.json and (sample := look_at_chats(config)):
         print(sample.line())
     return 0
 

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +38,7 @@ from dipaco.modules.llama import (
     read_llama_parameters,
 )
 from dipaco.modules.transformer import EMBEDDING, HEAD
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, parse_config
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, ModelFields, parse_config
 from dipaco.protocol.plan import BaseFile, BaseSource
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import (
@@ -107,29 +107,27 @@ class ImportedBase:
             str(self.folder / CONFIG_FILE),
         )
 
-    def agreed_model(self, given: dict[str, Any], source: str) -> dict[str, Any]:
-        """Return `[model]` of the run: the checkpoint's. What RUN.toml says of it must agree, but
+    def agreed_model(self, given: ModelFields, source: str) -> ModelConfig:
+        """Return the model of a run: the checkpoint's. What RUN.toml says of it must agree, but
         sequences may be shorter than the checkpoint's; by themselves they are so if it is made for
         very long ones, which few texts fill and few machines can train.
 
         Raises ConfigurationError naming the field and both values.
         """
         model = self.model
-        kept = model.model_dump(mode="json")
-        if model.sequence_length > USUAL_SEQUENCE_LENGTH:
-            given = {"sequence_length": USUAL_SEQUENCE_LENGTH, **given}
-        resolved = {"kv_head_count": model.kv_heads, "feed_forward_size": model.feed_forward}
-        for key, value in given.items():
-            if key == "sequence_length" and isinstance(value, int) and value <= kept[key]:
-                kept |= {key: value, "context_length": model.sequence_length}
-            elif key in kept and value not in (kept[key], resolved.get(key, kept[key])):
+        longest = model.sequence_length
+        length = min(longest, USUAL_SEQUENCE_LENGTH)
+        if "sequence_length" in given.model_fields_set:
+            length = given.sequence_length
+        for key, said, kept in differing_fields(given, model):
+            if key != "sequence_length" or length > longest:
                 raise ConfigurationError(
-                    f"{source}: model.{key} is {value!r}, but {self.folder / CONFIG_FILE} has "
-                    f"{kept[key]!r}; leave it out of [model], it is taken from there"
+                    f"{source}: model.{key} is {said!r}, but {self.folder / CONFIG_FILE} has "
+                    f"{kept!r}; leave it out of [model], it is taken from there"
                 )
-            # The parser names a key that does not exist, with its nearest neighbour.
-            kept.setdefault(key, value)
-        return kept
+        if length == longest and "sequence_length" not in given.model_fields_set:
+            return model
+        return model.model_copy(update={"sequence_length": length, "context_length": longest})
 
     @property
     def tokenizer(self) -> bytes | None:
@@ -214,6 +212,16 @@ class ImportedBase:
             ),
             rows=self.rows,
         )
+
+
+def differing_fields(given: ModelFields, kept: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the fields that are given and differ from a model's, each with both values. What a
+    model leaves to its defaults may be said as a number."""
+    resolved = {"kv_head_count": kept.kv_heads, "feed_forward_size": kept.feed_forward}
+    for key in sorted(given.model_fields_set):
+        said, there = getattr(given, key), getattr(kept, key)
+        if said not in (there, resolved.get(key, there)):
+            yield key, said, there
 
 
 def lacking_tokens(folder: Path, model: bytes) -> list[str]:

@@ -1,14 +1,19 @@
-"""RUN.toml: everything an operator decides about a run, typed and checked before any work."""
+"""RUN.toml: everything an operator decides about a run, typed and checked before any work.
+
+`RunToml` is what the file says. `RunConfig` is what the run is: some defaults depend on what lies
+elsewhere, on the checkpoint that `base` names or on the run that this one continues, and `resolved`
+puts them in.
+"""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.files import read_toml
@@ -21,6 +26,7 @@ from dipaco.protocol.config import (
     GridConfig,
     InnerConfig,
     ModelConfig,
+    ModelFields,
     OuterConfig,
     RoundsConfig,
     check_adapters,
@@ -40,7 +46,9 @@ from dipaco.routing.documents.corpus import CorpusConfig
 from dipaco.routing.routers.kinds import ROUTER_KINDS, RouterConfig
 from dipaco.routing.tokens.token_files import window_stride
 
-from .import_base import ImportedBase
+from .import_base import ImportedBase, differing_fields
+
+ConfigT = TypeVar("ConfigT", bound=Config)
 
 
 class TokenizerConfig(Config):
@@ -94,37 +102,9 @@ class BaseConfig(Config):
         return values
 
 
-def adapter_defaults(adapters: AdaptersConfig) -> dict[str, dict[str, Any]]:
-    """Return what adapters have as defaults, by table: see docs/configuration.md, "adapters".
-
-    AdamW moves every number by the rate, so what is added to the base moves by the rate times
-    alpha: a larger alpha than that of rank 16 gets a smaller rate.
-    """
-    return {
-        "grid": {"modules_per_level": [2, 2]},
-        "inner": {
-            "optimizer": "adamw",
-            "learning_rate": 1e-3 * min(1.0, 32 / (adapters.scale * adapters.rank)),
-            "weight_decay": 0.0,
-            "fresh_state_warmup_steps": 5,
-        },
-        "outer": {
-            "learning_rate": 1.0,
-            "momentum": 0.0,
-            "private_learning_rate": 1.0,
-            "sqrt_paths_rescaling": False,
-        },
-    }
-
-
-class _Adapters(Config):
-    """The table of a RUN.toml alone, to be checked before others get their defaults from it."""
-
-    adapters: AdaptersConfig | None = None
-
-
-class RunConfig(Config):
-    """A RUN.toml. `name` and `data` have no default; everything else has one that works."""
+class RunToml(Config):
+    """A RUN.toml as it is written. `name` and `data` have no default; everything else has one that
+    works."""
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="What people call the run."
@@ -132,7 +112,7 @@ class RunConfig(Config):
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of everything that is drawn at random.")
     data: CorpusConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
-    model: ModelConfig = ModelConfig()
+    model: ModelFields = ModelFields()
     grid: GridConfig = GridConfig()
     base: BaseConfig = BaseConfig()
     adapters: AdaptersConfig | None = Field(
@@ -146,6 +126,12 @@ class RunConfig(Config):
     mirrors: tuple[Mirror, ...] = Field(
         (), max_length=16, description="Addresses of folders that hold blobs by their SHA-256."
     )
+
+
+class RunConfig(RunToml):
+    """What a run is, before anything is made: a RUN.toml with all defaults in it."""
+
+    model: ModelConfig = ModelConfig()
 
     @model_validator(mode="after")
     def _check_adapters(self) -> Self:
@@ -197,115 +183,230 @@ class RunConfig(Config):
         )
 
 
-def change_value(values: dict[str, Any], change: str) -> None:
-    """Set one value of a RUN.toml. Raises ConfigurationError."""
-    key, equals, text = change.partition("=")
-    *tables, name = key.strip().split(".")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()  # a word without quotes, which a shell takes away
-    for number, table in enumerate(tables, 1):
-        values = values.setdefault(table, {})
-        if not isinstance(values, dict):
-            named = ".".join(tables[:number])
-            raise ConfigurationError(
-                f"--set '{change}': {named} is {values!r} in the RUN.toml, and has no keys; write "
-                f"--set {named}={text.strip()}"
-            )
-    if not equals or not name:
-        raise ConfigurationError(
-            f"--set '{change}' is not a key and a value of a RUN.toml; for example --set "
-            "outer.momentum=0.9"
-        )
-    values[name] = value
-
-
 def load_run_config(
     path: Path, trained: ModelConfig | None = None, changes: Sequence[str] = ()
 ) -> RunConfig:
     """Read and check a RUN.toml; file names in it are relative to its own folder.
 
-    `changes` are values to take in place of its own, such as "outer.momentum=0.9".
+    `changes` are values to take in place of its own, such as "outer.momentum=0.9". `trained` is the
+    model of the run that this one continues.
 
-    `trained` is the model of the run that this one goes on with: `[model]` may be left out then,
-    and what it says must agree. Raises ConfigurationError if it cannot be read, has an unknown key
-    or an impossible value, or if the model and the grid do not fit each other.
+    Raises ConfigurationError if it cannot be read, has an unknown key or an impossible value, or if
+    its parts do not fit each other.
+    """
+    source = str(path)
+    written = read_run_toml(path, changes)
+    base = None
+    if trained is None and written.base.checkpoint is not None:
+        own_tokenizer = written.tokenizer.model_file is None
+        base = ImportedBase(written.base.checkpoint, own_tokenizer=own_tokenizer)
+    config = resolved(written, base, trained, source)
+    _check_parts_fit(config, source, goes_on=trained is not None)
+    return config
+
+
+def read_run_toml(path: Path, changes: Sequence[str] = ()) -> RunToml:
+    """Return what a RUN.toml says, with the files that it names in their places.
+
+    Raises ConfigurationError.
     """
     if not path.exists():
         raise ConfigurationError(f"there is no {path}; start from a copy of examples/tiny/RUN.toml")
-    values = read_toml(path)
-    for change in changes:
-        change_value(values, change)
+    values = changed(read_toml(path), changes)
     if "data" not in values:
         raise ConfigurationError(
             f"{path}: [data] is missing; write for example\n[data]\ntrain = 'data/*.jsonl.gz'"
         )
-    model = values.setdefault("model", {})
-    if not isinstance(model, dict):
-        raise ConfigurationError(f"{path}: model is {model!r}; write a table [model], or nothing")
-    if "adapters" in model:
-        raise ConfigurationError(f"{path}: model.adapters: write them as a table [adapters]")
-    folder = path.absolute().parent
-    _place_base(values, folder, str(path))
-    if trained is None:
-        _import_model(values, str(path))
-    else:
-        values["model"] = _trained_model(model, trained, str(path))
-    _use_adapters(values, trained, str(path))
-    config = parse_config(RunConfig, values, str(path))
-    _check_parts_fit(config, path, goes_on=trained is not None)
-    tokenizer = config.tokenizer
+    written, folder = parse_config(RunToml, values, str(path)), path.absolute().parent
+    tokenizer = written.tokenizer
     if tokenizer.model_file is not None:
         tokenizer = tokenizer.model_copy(update={"model_file": folder / tokenizer.model_file})
-    return config.model_copy(
-        update={"data": config.data.relative_to(folder), "tokenizer": tokenizer}
+    return written.model_copy(
+        update={
+            "data": written.data.relative_to(folder),
+            "tokenizer": tokenizer,
+            "base": _placed_base(written.base, folder, str(path)),
+        }
     )
 
 
-def _check_parts_fit(config: RunConfig, path: Path, *, goes_on: bool) -> None:
+def changed(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Return the values of a RUN.toml with some of them in place of its own, each given as
+    "outer.momentum=0.9". Raises ConfigurationError."""
+    found = dict(values)
+    for change in changes:
+        key, equals, text = change.partition("=")
+        *tables, name = key.strip().split(".")
+        if not equals or not name:
+            raise ConfigurationError(
+                f"--set '{change}' is not a key and a value of a RUN.toml; for example --set "
+                "outer.momentum=0.9"
+            )
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text.strip()  # a word without quotes, which a shell takes away
+        table = found
+        for number, inner in enumerate(tables, 1):
+            there = table.get(inner, {})
+            if not isinstance(there, dict):
+                named = ".".join(tables[:number])
+                raise ConfigurationError(
+                    f"--set '{change}': {named} is {there!r} in the RUN.toml, and has no keys; "
+                    f"write --set {named}={text.strip()}"
+                )
+            table[inner] = table = dict(there)
+        table[name] = value
+    return found
+
+
+def resolved(
+    written: RunToml, base: ImportedBase | None, trained: ModelConfig | None, source: str
+) -> RunConfig:
+    """Return the run that a RUN.toml describes, with the defaults that depend on the checkpoint
+    that it begins with, or on the model of the run that it continues.
+
+    Raises ConfigurationError if it says something else than these; `source` names the file.
+    """
+    if written.model.adapters is not None:
+        raise ConfigurationError(f"{source}: model.adapters: write them as a table [adapters]")
+    if trained is not None:
+        model = _trained_model(written, trained, source)
+    elif base is not None:
+        model = base.agreed_model(written.model, source)
+        if written.adapters is not None:
+            model = model.model_copy(update={"adapters": written.adapters})
+    else:
+        model = _built(
+            ModelConfig, written.model.model_dump(exclude_unset=True), f"{source}: model"
+        )
+    if trained is None and written.adapters is not None:
+        _check_frozen_base(written.base, source)
+    parts: dict[str, Any] = {name: getattr(written, name) for name in RunToml.model_fields}
+    parts["model"] = model
+    if model.adapters is not None:
+        for table, defaults in adapter_defaults(model.adapters).items():
+            given = getattr(written, table).model_dump(exclude_unset=True)
+            parts[table] = _built(type(parts[table]), {**defaults, **given}, f"{source}: {table}")
+    return _built(RunConfig, parts, source)
+
+
+def adapter_defaults(adapters: AdaptersConfig) -> dict[str, dict[str, Any]]:
+    """Return what adapters have as defaults, by table: see docs/configuration.md, "adapters".
+
+    AdamW moves every number by the rate, so what is added to the base moves by the rate times
+    alpha: a larger alpha than that of rank 16 gets a smaller rate.
+    """
+    return {
+        "grid": {"modules_per_level": (2, 2)},
+        "inner": {
+            "optimizer": "adamw",
+            "learning_rate": 1e-3 * min(1.0, 32 / (adapters.scale * adapters.rank)),
+            "weight_decay": 0.0,
+            "fresh_state_warmup_steps": 5,
+        },
+        "outer": {
+            "learning_rate": 1.0,
+            "momentum": 0.0,
+            "private_learning_rate": 1.0,
+            "sqrt_paths_rescaling": False,
+        },
+    }
+
+
+def _trained_model(written: RunToml, trained: ModelConfig, source: str) -> ModelConfig:
+    """Return the model of the run before; what RUN.toml says of it must agree."""
+    for key, said, kept in differing_fields(written.model, trained):
+        raise ConfigurationError(
+            f"{source}: model.{key} is {said!r}, but the run that this one continues has "
+            f"{kept!r}; modules fit only the model that they were trained in. Leave [model] out"
+        )
+    if written.adapters not in (None, trained.adapters):
+        raise ConfigurationError(
+            f"{source}: [adapters] differ from those of the run that this one continues; leave "
+            f"the table out"
+        )
+    return trained
+
+
+def _check_frozen_base(base: BaseConfig, source: str) -> None:
+    if base.checkpoint is None:
+        raise ConfigurationError(
+            f"{source}: [adapters] need a base, which does not change; name a checkpoint in a "
+            f'first line: base = "FOLDER or OWNER/NAME"'
+        )
+    if base.steps:
+        raise ConfigurationError(
+            f"{source}: base.steps is {base.steps}, but with [adapters] the base does not change; "
+            f"leave it out"
+        )
+
+
+def _built(kind: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
+    """Build a configuration of values that are right each by itself; their checks of each other
+    raise ConfigurationError."""
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        message = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+        raise ConfigurationError(f"{source}: {message}") from None
+
+
+def _check_parts_fit(config: RunConfig, source: str, *, goes_on: bool) -> None:
     """Raise ConfigurationError unless the tables of a RUN.toml fit each other, in a run that goes
     on with another one or begins."""
     window_stride(config.model.sequence_length, config.router.prefix_tokens)
     grid = Grid(config.model, config.grid, config.rounds.level_offsets)
     if config.grid.added_paths:
         raise ConfigurationError(
-            f"{path}: added_paths under [grid] is counted by 'prepare --from RUN --add-path "
+            f"{source}: added_paths under [grid] is counted by 'prepare --from RUN --add-path "
             f"NEW.jsonl'; leave it out"
         )
     if config.router.train_paths > grid.path_count:
         raise ConfigurationError(
-            f"{path}: train_paths {config.router.train_paths} under [router] is more than the "
+            f"{source}: train_paths {config.router.train_paths} under [router] is more than the "
             f"{grid.path_count} paths of the grid"
         )
     if ROUTER_KINDS[config.router.kind].needs_labels and config.data.label_field is None:
         raise ConfigurationError(
-            f"{path}: kind = '{config.router.kind}' under [router] routes by a label of the "
+            f"{source}: kind = '{config.router.kind}' under [router] routes by a label of the "
             f"documents; name the field that holds it with label_field = '...' under [data]"
         )
     base = config.base
     has_tokenizer = goes_on or config.tokenizer.model_file or base.checkpoint
     if config.data.is_tokenised and not has_tokenizer:
         raise ConfigurationError(
-            f"{path}: tokens_field under [data] needs the tokenizer that made the tokens; name it "
-            f"with model_file = '...' under [tokenizer]"
+            f"{source}: tokens_field under [data] needs the tokenizer that made the tokens; name "
+            f"it with model_file = '...' under [tokenizer]"
         )
     if goes_on and base.checkpoint is not None:
         raise ConfigurationError(
-            f"{path}: base = '{base.checkpoint}' cannot be imported into a run that continues "
+            f"{source}: base = '{base.checkpoint}' cannot be imported into a run that continues "
             f"another one (--from), whose modules it begins with; leave base out"
         )
 
 
-def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
-    """Put the folder of the checkpoint that `base` names in the place of its name, and say what
-    the hub calls it. Raises ConfigurationError."""
-    base = values.get("base")
-    table = {"checkpoint": base} if isinstance(base, str) else base
-    if not isinstance(table, dict) or not isinstance(table.get("checkpoint"), str):
-        return
-    given = table["checkpoint"]
-    place, name = folder / given, _plain_word(Path(given).name)
+def check_chats(config: RunConfig) -> None:
+    """Raise ConfigurationError for a new run of chats that cannot be."""
+    if config.base.checkpoint is None:
+        raise ConfigurationError(
+            "[data] holds chats, which need the chat template of a base; name its folder with "
+            "base = 'FOLDER', or give texts"
+        )
+    if config.base.steps:
+        raise ConfigurationError(
+            f"[data] holds chats, and steps is {config.base.steps} under [base]; only paths train "
+            f"on chats, so leave steps out"
+        )
+
+
+def _placed_base(base: BaseConfig, folder: Path, source: str) -> BaseConfig:
+    """Return `[base]` with the folder of the checkpoint in the place of its name, and with what the
+    hub calls it. Raises ConfigurationError."""
+    if base.checkpoint is None:
+        return base
+    given = str(base.checkpoint)
+    place, name = folder / given, _plain_word(base.checkpoint.name)
     if not (place / CONFIG_FILE).is_file() and is_hub_name(given):
         snapshots = cached_snapshots(given)
         if not snapshots and not place.exists():
@@ -315,7 +416,7 @@ def _place_base(values: dict[str, Any], folder: Path, source: str) -> None:
             )
         if snapshots:
             place, name = _whole_snapshot(snapshots, given, source), given
-    values["base"] = {"name": name, **table, "checkpoint": str(place)}
+    return base.model_copy(update={"checkpoint": place, "name": base.name or name})
 
 
 def _plain_word(name: str) -> str:
@@ -341,67 +442,3 @@ def _whole_snapshot(snapshots: Sequence[Path], given: str, source: str) -> Path:
         f"{source}: base '{given}' is not whole in the cache of the Hugging Face Hub; fetch it "
         f"with: hf download {given} ({reasons[0]})"
     )
-
-
-def _use_adapters(values: dict[str, Any], trained: ModelConfig | None, source: str) -> None:
-    """Give a run with adapters the defaults that these have, and let its model have them.
-
-    Raises ConfigurationError for adapters without a base, or with one that is trained further.
-    """
-    adapters = values.get("adapters")
-    if adapters is None and (trained is None or trained.adapters is None):
-        return
-    if not isinstance(adapters, dict | None):
-        return  # its parser says so
-    found = parse_config(_Adapters, {"adapters": adapters}, source).adapters
-    base = values.get("base")
-    if trained is None:
-        if not isinstance(base, dict) or "checkpoint" not in base:
-            raise ConfigurationError(
-                f"{source}: [adapters] need a base, which does not change; name a checkpoint in a "
-                f'first line: base = "FOLDER or OWNER/NAME"'
-            )
-        if base.get("steps"):
-            raise ConfigurationError(
-                f"{source}: base.steps is {base['steps']}, but with [adapters] the base does "
-                f"not change; leave it out"
-            )
-        values["model"] = {**values["model"], "adapters": adapters}
-    elif found is not None and found != trained.adapters:
-        raise ConfigurationError(
-            f"{source}: [adapters] differ from those of the run that this one continues; leave "
-            f"the table out"
-        )
-    used = found if trained is None else trained.adapters
-    assert used is not None
-    for table, defaults in adapter_defaults(used).items():
-        given = values.get(table, {})
-        values[table] = {**defaults, **given} if isinstance(given, dict) else given
-
-
-def _import_model(values: dict[str, Any], source: str) -> None:
-    """Fill `[model]` from the checkpoint that `base` names, if it names one."""
-    base = values.get("base")
-    checkpoint = base.get("checkpoint") if isinstance(base, dict) else None
-    if not isinstance(checkpoint, str):
-        return
-    tokenizer = values.get("tokenizer", {})
-    given = isinstance(tokenizer, dict) and "model_file" in tokenizer
-    imported = ImportedBase(Path(checkpoint), own_tokenizer=not given)
-    values["model"] = imported.agreed_model(values["model"], source)
-
-
-def _trained_model(given: dict[str, Any], trained: ModelConfig, source: str) -> dict[str, Any]:
-    """Return `[model]` of a successor: that of the run before; what RUN.toml says must agree."""
-    kept = trained.model_dump(mode="json")
-    defaults = {"kv_head_count": trained.kv_heads, "feed_forward_size": trained.feed_forward}
-    for key, value in given.items():
-        if key in kept and value not in (kept[key], defaults.get(key, kept[key])):
-            raise ConfigurationError(
-                f"{source}: model.{key} is {value!r}, but the run that this one continues has "
-                f"{kept[key]!r}; modules fit only the model that they were trained in. Leave "
-                f"[model] out"
-            )
-        # The parser names a key that does not exist, with its nearest neighbour.
-        kept.setdefault(key, value)
-    return kept

@@ -146,7 +146,9 @@ def write_arrays(arrays: dict[str, np.ndarray], entry: str, content: Mapping[str
     """Return a file of `arrays` whose metadata `entry` holds `content`: the same bytes always."""
     # One metadata entry only: safetensors writes several in an arbitrary order.
     metadata = {entry: canonical_json(dict(content)).decode()}
-    return safetensors.numpy.save(arrays, metadata=metadata)
+    # It would write the memory of a transposed array as it lies.
+    plain = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    return safetensors.numpy.save(plain, metadata=metadata)
 
 
 def read_arrays(

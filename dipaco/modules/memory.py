@@ -168,14 +168,9 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     return sum(storage.nbytes() for storage in kept.values()) + 2 * FP32_BYTES * hidden.numel()
 
 
-def between_blocks_bytes(config: ModelConfig) -> int:
-    """Return what is kept of one sequence between blocks."""
-    return FP32_BYTES * config.block_count * config.sequence_length * config.hidden_size
-
-
 def least_pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
     """Return the same where blocks are computed twice: what is between them, and within one."""
-    between = between_blocks_bytes(config)
+    between = FP32_BYTES * config.block_count * config.sequence_length * config.hidden_size
     one_block = config.model_copy(update={"block_count": 1})
     return between + pass_bytes(one_block, in_16_bits=in_16_bits)
 

@@ -68,8 +68,9 @@ class AdaptersConfig(Config):
         return (self.alpha or 2.0 * self.rank) / self.rank
 
 
-class ModelConfig(Config):
-    """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
+class ModelFields(Config):
+    """The fields of a model, each by itself: a RUN.toml may say some of them again of a model that
+    comes from elsewhere."""
 
     vocabulary_size: int = Field(4096, ge=8, le=2**20, description="Pieces in the tokenizer.")
     block_count: int = Field(6, ge=1, le=1024, description="Transformer blocks in a path.")
@@ -117,6 +118,10 @@ class ModelConfig(Config):
     adapters: AdaptersConfig | None = Field(
         None, description="Train adapters alone; everything else is a frozen base."
     )
+
+
+class ModelConfig(ModelFields):
+    """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -387,6 +392,8 @@ def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source:
             hint = f"; did you mean '{guess}'?" if guess else f"; known: {', '.join(known)}"
             raise ConfigurationError(f"{source}: unknown key '{where}'{hint}") from None
         message = str(first["msg"]).removeprefix("Value error, ")
+        if first["type"] == "model_type":
+            message = f"it is a table, [{where}]"
         shown = repr(first.get("input"))
         seen = f" (got {shown})" if where and len(shown) < 80 else ""
         raise ConfigurationError(f"{source}: {where or 'value'}: {message}{seen}") from None

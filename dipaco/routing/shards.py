@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import Field
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.files import append, atomic_write, canonical_json, storage_errors
-from dipaco.protocol.config import PAD_TOKEN
+from dipaco.base.files import link_or_copy, sha256_of_file
+from dipaco.protocol.config import PAD_TOKEN, Config
 from dipaco.protocol.plan import PathShard, ShardIndex
+from dipaco.routing.growing_files import GrowingFiles
 from dipaco.routing.tokens.token_corpus import Mapped, TokenCorpus
 from dipaco.routing.tokens.token_files import (
     pack_documents,
@@ -24,42 +24,37 @@ from dipaco.routing.tokens.token_files import (
     window_stride,
 )
 
-logger = logging.getLogger(__name__)
-
 Part = Literal["train", "validation"]
 _PARTS: tuple[Part, Part] = ("train", "validation")
 # Documents routed together, and the tokens at which a chunk ends earlier: both bound memory. An
 # interrupted preparation goes on at the last chunk.
 CHUNK_DOCUMENTS = 1024
 CHUNK_TOKENS = 2_000_000
-# Of a path, in the table of `dipaco-bootstrap prepare`.
-_SHOWN_LABELS = 2
 
 
-@dataclass(frozen=True)
-class PathSummary:
-    """What the table of `dipaco-bootstrap prepare` shows of a shard. Tokens are without padding."""
+class PathSummary(Config):
+    """The shard of one path. Tokens are without padding; a document in several shards counts in
+    each of them."""
 
     path: int
-    train_documents: int
-    train_tokens: int
-    validation_documents: int
-    labels: tuple[tuple[str, float], ...]  # the largest labels first, by their share of the tokens
-    label_tokens: Mapping[str, int] = field(default_factory=dict)
-    learned_tokens: int | None = None
-    """Of chats, the tokens that are to be learned; the others are only read."""
+    documents: int
+    tokens: int
+    held_out_documents: int
+    sequences: int = Field(0, description="Rows of the token file, the last one padded.")
+    held_out_sequences: int = 0
+    labels: dict[str, int] = Field({}, description="Tokens by label, the most first.")
+    learned_tokens: int | None = Field(
+        None, description="Of chats, the tokens that are to be learned; others are only read."
+    )
 
 
 @dataclass
 class _PathPart:
-    """How much of one path's file is finished."""
+    """What one path's file holds."""
 
-    bytes: int = 0
     documents: int = 0
     tokens: int = 0
     learned: int = 0
-    rows: int = 0
-    """Of packed chats; 0 before they are packed."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +97,8 @@ class ShardBuilder:
     A path's training documents follow each other and are cut into rows, the last row padded; each
     document is in the shards of its `train_paths` best paths (section 2.4.4). A path's validation
     file holds the `scoring_windows` of the held-out documents whose best path it is, in the order
-    of the corpus. The work is done in chunks of documents; a builder that was killed goes on after
-    its last finished chunk and the files come out the same.
-
-    `inputs` is a hash of everything that the shards depend on.
+    of the corpus. The work is done in chunks of documents; a builder that was killed goes on behind
+    the last chunk that was saved, and the files come out the same.
     """
 
     def __init__(
@@ -113,25 +106,30 @@ class ShardBuilder:
         folder: Path,
         rows: RowShape,
         path_count: int,
-        inputs: str,
         *,
         train_paths: int = 1,
         chunk_documents: int = CHUNK_DOCUMENTS,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
-        self._folder = folder
+        window_stride(rows.sequence_length, rows.prefix_tokens)
         self._shape = rows
         self._path_count = path_count
         self._dtype = token_dtype(rows.vocabulary_size, marked=rows.marked)
         self._row_bytes = rows.sequence_length * self._dtype.itemsize
-        self._inputs = inputs
         self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
         self._chunk_documents = chunk_documents
         self._chunk_tokens = chunk_tokens
-        self._progress_path = folder / "progress.json"
-        window_stride(rows.sequence_length, rows.prefix_tokens)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._start()
+        self._files = GrowingFiles(folder)
+        note = self._files.note
+        self._done: dict[Part, int] = {part: note["done"][part] if note else 0 for part in _PARTS}
+        self._parts: dict[Part, list[_PathPart]] = {
+            part: [_PathPart(*counts) for counts in note["parts"][part]]
+            if note
+            else [_PathPart() for _ in range(path_count)]
+            for part in _PARTS
+        }
+        labels = note["labels"] if note else [{}] * path_count
+        self._labels: list[Counter[str]] = [Counter(counts) for counts in labels]
 
     def build(
         self,
@@ -146,6 +144,8 @@ class ShardBuilder:
 
         `route` finds the best paths of a chunk, int64 [N, paths], and `mapped` has it done.
         """
+        if self._files.finished:
+            return
         total = len(train) + len(validation)
         for part, corpus in zip(_PARTS, (train, validation), strict=True):
             chunks = list(self._chunks(part, corpus))
@@ -154,28 +154,18 @@ class ShardBuilder:
                 self._add_chunk(part, corpus, chunk, paths)
                 if progress:
                     progress(sum(self._done.values()), total)
-        self._finish_train_files()
+        for part in _PARTS:
+            for path in range(self._path_count):
+                self._complete(part, path)
+        self._files.finish(self._note())
 
     def finish(self, blobs: BlobStore) -> ShardIndex:
-        """Move the token files into the blob store and return the index of the shards.
-
-        May be called again after an interruption: files that were moved are remembered.
-        """
-        digests = self._moved()
-        for part in _PARTS:
-            for path in range(self._path_count):
-                file = self._made(part, path)
-                if file.exists():
-                    digests[file.name] = blobs.add_file(file)
-        atomic_write(self._folder / "digests.json", canonical_json(digests))
-        for part in _PARTS:
-            for path in range(self._path_count):
-                self._file(part, path).unlink(missing_ok=True)
-                self._made(part, path).unlink(missing_ok=True)
+        """Put the token files into the blob store, and return the index of the shards. May be
+        called again."""
         return ShardIndex(
             sequence_length=self._shape.sequence_length,
             marked=self._shape.marked,
-            paths=tuple(self._path_shard(path, digests) for path in range(self._path_count)),
+            paths=tuple(self._path_shard(path, blobs) for path in range(self._path_count)),
         )
 
     def summaries(self) -> tuple[PathSummary, ...]:
@@ -183,14 +173,17 @@ class ShardBuilder:
         return tuple(
             PathSummary(
                 path=path,
-                train_documents=self._parts["train"][path].documents,
-                train_tokens=self._parts["train"][path].tokens,
-                validation_documents=self._parts["validation"][path].documents,
-                labels=self._label_shares(path),
-                label_tokens=dict(self._labels[path]),
-                learned_tokens=self._parts["train"][path].learned if self._shape.marked else None,
+                documents=train.documents,
+                tokens=train.tokens,
+                held_out_documents=validation.documents,
+                sequences=self._rows("train", path),
+                held_out_sequences=self._rows("validation", path),
+                labels=dict(sorted(labels.items(), key=lambda entry: (-entry[1], entry[0]))),
+                learned_tokens=train.learned if self._shape.marked else None,
             )
-            for path in range(self._path_count)
+            for path, (train, validation, labels) in enumerate(
+                zip(self._parts["train"], self._parts["validation"], self._labels, strict=True)
+            )
         )
 
     def _chunks(self, part: Part, corpus: TokenCorpus) -> Iterator[range]:
@@ -226,11 +219,9 @@ class ShardBuilder:
                 if part == "train" and label is not None:
                     self._labels[path][label] += len(document)
         for path, arrays in pieces.items():
-            content = np.concatenate(arrays)
-            append(self._file(part, path), content.tobytes())  # before it is counted
-            self._parts[part][path].bytes += content.nbytes
+            self._files.append(_name(part, path), np.concatenate(arrays).tobytes())
         self._done[part] = chunk.stop
-        self._save()
+        self._files.save(self._note())
 
     def _trained(self, document: np.ndarray) -> np.ndarray:
         """Return what a training file gets of a document: of a chat the pieces of at most a row in
@@ -254,28 +245,24 @@ class ShardBuilder:
         scored = rows[:, self._shape.prefix_tokens :]
         return rows[((scored >= 0) & (scored != PAD_TOKEN)).any(axis=1)]
 
-    def _finish_train_files(self) -> None:
-        """Give every training file whole rows; doing it twice changes nothing."""
-        if self._moved():
+    def _complete(self, part: Part, path: int) -> None:
+        """Give a file whole rows."""
+        name = _name(part, path)
+        self._files.append(name, b"")  # It is there, also if it is empty.
+        if self._shape.marked and part == "train":
+            self._files.append(self._made(part, path), self._packed(path).tobytes())
             return
-        if self._shape.marked:
-            for path in range(self._path_count):
-                self._pack(path)
-            self._save()
-            return
-        row_tokens = self._shape.sequence_length
-        for path, done in enumerate(self._parts["train"]):
-            tokens = done.bytes // self._dtype.itemsize
-            missing = max(0, self._sequences("train", path) * row_tokens - tokens)
-            padding = np.full(missing, PAD_TOKEN, self._dtype)
-            with storage_errors(self._folder), open(self._file("train", path), "ab") as file:
-                file.truncate(min(done.bytes, self._sequences("train", path) * self._row_bytes))
-                file.write(padding.tobytes())
+        rows, rest = divmod(self._files.sizes[name], self._row_bytes)
+        if rest <= self._dtype.itemsize:
+            # One token alone in a last row predicts nothing: a batch of that row has no loss.
+            self._files.cut(name, rows * self._row_bytes)
+        else:
+            missing = (self._row_bytes - rest) // self._dtype.itemsize
+            self._files.append(name, np.full(missing, PAD_TOKEN, self._dtype).tobytes())
 
-    def _pack(self, path: int) -> None:
-        """Write the rows of a training file of chats."""
-        file, done = self._file("train", path), self._parts["train"][path]
-        tokens = np.fromfile(file, self._dtype, done.bytes // self._dtype.itemsize)
+    def _packed(self, path: int) -> np.ndarray:
+        """Return the rows of a training file of chats."""
+        tokens = np.fromfile(self._files.folder / _name("train", path), self._dtype)
         ends = np.flatnonzero(tokens == PAD_TOKEN)
         lengths = np.diff(ends, prepend=-1) - 1
         packed = pack_documents(lengths, self._shape.sequence_length)
@@ -286,94 +273,40 @@ class ShardBuilder:
                 end, length = int(ends[index]), int(lengths[index])
                 row[start : start + length] = tokens[end - length : end]
                 start += length + 1
-        atomic_write(self._made("train", path), rows.tobytes())
-        done.rows = len(rows)
+        return rows
 
-    def _path_shard(self, path: int, digests: dict[str, str]) -> PathShard:
+    def _path_shard(self, path: int, blobs: BlobStore) -> PathShard:
         return PathShard(
             path=path,
-            train_sha256=digests[self._made("train", path).name],
-            train_sequences=self._sequences("train", path),
+            train_sha256=self._put(blobs, "train", path),
+            train_sequences=self._rows("train", path),
             train_documents=self._parts["train"][path].documents,
-            validation_sha256=digests[self._made("validation", path).name],
-            validation_sequences=self._sequences("validation", path),
+            validation_sha256=self._put(blobs, "validation", path),
+            validation_sequences=self._rows("validation", path),
         )
 
-    def _sequences(self, part: Part, path: int) -> int:
-        """Return the rows of a file. One token alone in a last row predicts nothing and is left
-        out: a batch of that row would have no loss."""
-        if self._shape.marked and part == "train":
-            return self._parts[part][path].rows
-        rows, rest = divmod(self._parts[part][path].bytes, self._row_bytes)
-        return rows + (rest > self._dtype.itemsize)
+    def _put(self, blobs: BlobStore, part: Part, path: int) -> str:
+        file = self._files.folder / self._made(part, path)
+        sha256 = sha256_of_file(file)
+        # All shards twice may be more than the disk holds; a finished file is never changed.
+        link_or_copy(file, blobs.path(sha256))
+        return sha256
 
-    def _label_shares(self, path: int) -> tuple[tuple[str, float], ...]:
-        tokens = max(1, self._parts["train"][path].tokens)
-        largest = sorted(self._labels[path].items(), key=lambda entry: (-entry[1], entry[0]))
-        return tuple((name, count / tokens) for name, count in largest[:_SHOWN_LABELS])
+    def _rows(self, part: Part, path: int) -> int:
+        return self._files.sizes.get(self._made(part, path), 0) // self._row_bytes
 
-    def _file(self, part: Part, path: int) -> Path:
-        return self._folder / f"{part}-{path:05d}.bin"
+    def _made(self, part: Part, path: int) -> str:
+        """Return the name of the file that becomes a blob."""
+        is_packed = self._shape.marked and part == "train"
+        return f"packed-{path:05d}.bin" if is_packed else _name(part, path)
 
-    def _made(self, part: Part, path: int) -> Path:
-        """Return the file that becomes a blob."""
-        if self._shape.marked and part == "train":
-            return self._folder / f"packed-{path:05d}.bin"
-        return self._file(part, path)
-
-    def _files(self) -> Iterator[tuple[Path, int]]:
-        for part in _PARTS:
-            for path in range(self._path_count):
-                yield self._file(part, path), self._parts[part][path].bytes
-
-    def _start(self) -> None:
-        """Continue from the progress that was saved for the same inputs, or begin again."""
-        self._reset()
-        if self._progress_path.exists():
-            values = json.loads(self._progress_path.read_bytes())
-            if values.get("inputs") == self._inputs:
-                self._restore(values)
-        if self._moved():
-            return
-        if any(size and (not f.exists() or f.stat().st_size < size) for f, size in self._files()):
-            logger.warning("token files are shorter than noted; routing starts again")
-            self._reset()
-        for file, size in self._files():
-            with open(file, "ab") as handle:
-                handle.truncate(size)
-        self._save()
-
-    def _reset(self) -> None:
-        self._done: dict[Part, int] = dict.fromkeys(_PARTS, 0)
-        self._parts: dict[Part, list[_PathPart]] = {
-            part: [_PathPart() for _ in range(self._path_count)] for part in _PARTS
-        }
-        self._labels: list[Counter[str]] = [Counter() for _ in range(self._path_count)]
-
-    def _restore(self, values: dict[str, Any]) -> None:
-        self._done |= values["done"]
-        for part in values["parts"]:
-            self._parts[part] = [_PathPart(*counts) for counts in values["parts"][part]]
-        self._labels = [Counter(counts) for counts in values["labels"]]
-
-    def _save(self) -> None:
-        values = {
-            "inputs": self._inputs,
+    def _note(self) -> dict[str, Any]:
+        return {
             "done": self._done,
-            "parts": {part: [self._counts(done) for done in self._parts[part]] for part in _PARTS},
-            "labels": [dict(counts) for counts in self._labels],
+            "parts": {part: [astuple(done) for done in self._parts[part]] for part in _PARTS},
+            "labels": self._labels,
         }
-        atomic_write(self._progress_path, canonical_json(values))
 
-    def _counts(self, done: _PathPart) -> list[int]:
-        more = [done.learned, done.rows] if self._shape.marked else []
-        return [done.bytes, done.documents, done.tokens, *more]
 
-    def _moved(self) -> dict[str, str]:
-        """Return the digests of files already in the blob store, if they are of these inputs."""
-        path = self._folder / "digests.json"
-        if not path.exists() or not sum(self._done.values()):
-            path.unlink(missing_ok=True)
-            return {}
-        digests: dict[str, str] = json.loads(path.read_bytes())
-        return digests
+def _name(part: Part, path: int) -> str:
+    return f"{part}-{path:05d}.bin"

@@ -10,17 +10,18 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dipaco.bootstrap.display import Display, show_figures
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan.figures import plan_figures
-from dipaco.bootstrap.preparing.prepare import prepare
+from dipaco.bootstrap.plan_tables import show_figures
+from dipaco.bootstrap.prepare_output import Display
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_command
 from dipaco.inference.sources import DiskSource, assemble_path
+from dipaco.protocol.config import ModelFields
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
-from support.runs.prepared_run import CPU, on_cpu, write_run
+from support.runs.prepared_run import CPU, on_cpu, prepare, write_run
 from support.runs.routed_texts import route_texts
 
 TOML = """
@@ -80,10 +81,9 @@ def test_tokens_of_the_base_s_own_tokenizer_give_the_run_of_their_texts(family, 
 def test_a_plan_says_which_part_is_the_base_s(trained):
     config = load_run_config(trained / "RUN.toml")
     figures, shown = plan_figures(config), io.StringIO()
-    assert figures.begins_as is not None
-    assert figures.base is None
-    assert figures.begins_as.parameters == figures.path_parameters
-    assert figures.begins_as.in_tables == config.model.vocabulary_size * config.model.hidden_size
+    assert figures.base.rank is None
+    assert figures.base.parameters == figures.path_parameters
+    assert figures.base.in_tables == config.model.vocabulary_size * config.model.hidden_size
     show_figures(figures, Console(file=shown, width=400))
     assert "A path begins as the base 'base' and trains all of it: 0.0" in shown.getvalue()
 
@@ -138,7 +138,7 @@ def test_an_exported_path_is_a_base_again(trained):
     tokenizer = source.blob(source.plan.blobs.tokenizer)
     assert base.tokenizer == tokenizer
     model = source.plan.model
-    assert base.agreed_model({"sequence_length": 32}, "it") == model.model_dump(mode="json")
+    assert base.agreed_model(ModelFields(sequence_length=32), "it") == model
     expected = dict(assemble_path(source, 1).named_parameters())
     names = zip(JsonPieces(tokenizer, "it").special_names(), range(4), strict=True)
     kept = [row for name, row in names if not name.startswith(("<|unk", "<|begin", "<|padd"))]

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.bootstrap.import_base import ImportedBase, number_pieces
-from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_command
 from dipaco.inference.export.exporter import Exporter
@@ -20,7 +19,7 @@ from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import simulate_command as simulator_cli
-from support.runs.prepared_run import on_cpu, write_run
+from support.runs.prepared_run import on_cpu, prepare, write_run
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 TOML = """

@@ -12,15 +12,15 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from rich.console import Console
 
-from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError, StorageError
+from dipaco.base.errors import AddressError, ConfigurationError, CorpusError, IntegrityError, StorageError
+from dipaco.base.files import atomic_write
 from dipaco.base.progress import StageProgress
 from dipaco.bootstrap import bootstrap_command
-from dipaco.bootstrap.display import Display
 from dipaco.bootstrap.invite import LIST_FILE
-from dipaco.bootstrap.preparing import prepare as prepare_module
-from dipaco.bootstrap.preparing import token_stage
-from dipaco.bootstrap.preparing.prepare import check_shards, prepare
+from dipaco.bootstrap.prepare_output import Display
+from dipaco.bootstrap.preparing import base_stage, corpus_stages, routing_stages, signing
 from dipaco.bootstrap.preparing.pretrain import base_model_bytes, pretrain
+from dipaco.bootstrap.preparing.routing_stages import check_shards
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.layout import layout_of
 from dipaco.peer.node.guests import OWN_INVITATION
@@ -30,12 +30,13 @@ from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.records import RecordError
+from dipaco.routing import growing_files
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_files
 from dipaco.routing.report import RoutingReport
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
 from dipaco.training.dense import SavedTraining
-from support.runs.prepared_run import CPU, RUN_TOML, on_cpu, quiet_display, write_run
+from support.runs.prepared_run import CPU, RUN_TOML, on_cpu, prepare, quiet_display, write_run
 from support.runs.routed_texts import route_texts
 
 
@@ -76,9 +77,8 @@ def test_run_folder_is_complete(prepared):
 
 
 def _held_out(run):
-    return int(json.loads((run.path / "work/tokens/validation/progress.json").read_text())[
-        "documents"
-    ])  # fmt: skip
+    [file] = (run.path / "work/tokens").glob("*/validation/progress.json")
+    return int(json.loads(file.read_text())["note"]["documents"])
 
 
 def test_documents_find_the_shards_they_are_in(prepared):
@@ -125,25 +125,43 @@ def test_broken_parts_are_refused(prepared, tmp_path):
             read(other)
 
 
-def _forbid(monkeypatch, *names):
-    def forbidden(*_, **__):
-        raise AssertionError("this stage was done already")
+MAKERS = {
+    "tokenizer": (corpus_stages, "train_tokenizer"),
+    "tokens": (corpus_stages, "write_token_corpora"),
+    "base": (base_stage, "pretrain"),
+    "features": (routing_stages, "prefix_features"),
+    "router": (routing_stages, "fit_router"),
+    "shards": (routing_stages, "ShardBuilder"),
+}
+"""What each stage calls to be made."""
 
-    for name in names:
-        monkeypatch.setattr(prepare_module, name, forbidden)
+
+@pytest.fixture
+def made(monkeypatch):
+    """The stages that are made from now on."""
+    stages = []
+
+    def noting(stage, original):
+        def make(*arguments, **options):
+            stages.append(stage)
+            return original(*arguments, **options)
+
+        return make
+
+    for stage, (module, name) in MAKERS.items():
+        monkeypatch.setattr(module, name, noting(stage, getattr(module, name)))
+    return stages
 
 
 def _copied(prepared, tmp_path):
     return Path(shutil.copytree(prepared[0], tmp_path / "copy"))
 
 
-def test_what_is_done_is_not_done_again(prepared, tmp_path, monkeypatch):
+def test_what_is_done_is_not_done_again(prepared, tmp_path, made):
     folder = _copied(prepared, tmp_path)
     run = RunFolder(folder / "an out")
     before = run.plan()
     envelope = run.manifest_path.read_bytes()
-    _forbid(monkeypatch, "train_tokenizer", "pretrain", "fit_corpus_router")
-    monkeypatch.setattr(token_stage, "write_token_corpora", prepare_module.pretrain)
     assert _prepare(folder / "RUN.toml", run.path) == before
     assert run.manifest_path.read_bytes() == envelope
     with pytest.raises(ConfigurationError, match="start-in-s"):
@@ -156,6 +174,80 @@ def test_what_is_done_is_not_done_again(prepared, tmp_path, monkeypatch):
     assert changed.rounds.duration_s == 99
     assert changed.blobs == before.blobs
     assert changed.run_id != later.run_id
+    assert not made
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "again"),
+    [
+        ("steps = 12", "steps = 13", ["base", "features", "router", "shards"]),
+        ("prefix_tokens = 8", "prefix_tokens = 8\nbalanced = false", ["router", "shards"]),
+        ("prefix_tokens = 8", "prefix_tokens = 8\ntrain_paths = 2", ["shards"]),
+        ("modules_per_level = [2, 2]", "modules_per_level = [3, 2]", ["router", "shards"]),
+    ],
+)
+def test_a_changed_key_repeats_what_depends_on_it(prepared, tmp_path, made, old, new, again):
+    folder = _copied(prepared, tmp_path)
+    _prepare(write_run(folder, RUN_TOML.replace(old, new)), folder / "an out", replace=True)
+    assert list(dict.fromkeys(made)) == again
+
+
+@pytest.mark.parametrize("stage", ["base", "tokens"])
+def test_half_of_another_run_is_not_taken_for_this_one_s(prepared, tmp_path, monkeypatch, stage):
+    """Another RUN.toml was tried in the folder, and stopped too."""
+    folder, run, _ = prepared
+    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 0.0)
+    shown = {"base": "base model", "tokens": "tokens"}[stage]
+    toml = write_run(tmp_path, RUN_TOML)
+    shutil.copy2(folder / "train.jsonl", tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        _prepare(toml, tmp_path / "out", display=_Stopping(shown, 0))
+    for line in ("held_out_fraction = 0.4", "held_out_fraction = 0.1\ntrain_limit = 90"):
+        other = write_run(tmp_path, RUN_TOML.replace("held_out_fraction = 0.1", line))
+        with pytest.raises(KeyboardInterrupt):
+            _prepare(other, tmp_path / "out", display=_Stopping("tokens", 0))
+    toml = write_run(tmp_path, RUN_TOML)
+    assert _prepare(toml, tmp_path / "out").blobs == run.plan().blobs
+
+
+@pytest.mark.parametrize("part", ["train_sha256", "validation_sha256"])
+def test_a_shard_that_is_gone_is_made_again(prepared, tmp_path, made, part):
+    folder = _copied(prepared, tmp_path)
+    run = RunFolder(folder / "an out")
+    shard = getattr(run.shard_index(run.plan()).paths[1], part)
+    content = run.blobs.read(shard)
+    run.blobs.remove(shard)
+    plan = _prepare(folder / "RUN.toml", run.path)
+    assert plan == run.plan()
+    assert run.blobs.read(shard) == content
+    assert made == ["shards"]
+
+
+def test_two_do_not_prepare_in_one_folder(prepared, tmp_path):
+    folder = _copied(prepared, tmp_path)
+
+    class Meanwhile(Display):
+        def say(self, line):
+            with pytest.raises(AddressError, match="is being prepared by another process"):
+                _prepare(folder / "RUN.toml", folder / "an out")
+            super().say(line)
+
+    _prepare(folder / "RUN.toml", folder / "an out", display=Meanwhile(Console(file=io.StringIO())))
+
+
+def test_an_invitation_is_there_before_the_manifest(prepared, tmp_path, monkeypatch):
+    folder = _copied(prepared, tmp_path)
+    (folder / "an out/manifest.json").unlink()
+
+    def killed(path, content, **options):
+        if path.name == "manifest.json":
+            raise KeyboardInterrupt
+        return atomic_write(path, content, **options)
+
+    monkeypatch.setattr(signing, "atomic_write", killed)
+    with pytest.raises(KeyboardInterrupt):
+        _prepare(folder / "RUN.toml", folder / "an out", admission="invitation")
+    assert (folder / "an out" / OWN_INVITATION).is_file()
 
 
 def test_another_run_is_not_overwritten(prepared, tmp_path, monkeypatch):
@@ -273,10 +365,11 @@ class _Counting(StageProgress):
 
 def test_stopped_anywhere_it_ends_with_the_same_run(prepared, tmp_path, monkeypatch):
     folder, run, _ = prepared
+    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 0.0)
     for module, name, options in [
-        (prepare_module, "SavedTraining", {"every_s": 0.0}),
-        (token_stage, "write_token_corpora", {"chunk_documents": 50}),
-        (prepare_module, "ShardBuilder", {"chunk_documents": 50}),
+        (base_stage, "SavedTraining", {"every_s": 0.0}),
+        (corpus_stages, "write_token_corpora", {"chunk_documents": 50}),
+        (routing_stages, "ShardBuilder", {"chunk_documents": 50}),
     ]:
         original = getattr(module, name)
         monkeypatch.setattr(module, name, functools.partial(original, **options))
@@ -316,7 +409,7 @@ def test_pretraining_resumes_to_the_bit(optimizer, tmp_path):
 
 
 def test_empty_shards_are_named():
-    summaries = tuple(PathSummary(path, 5 * (path != 1), 9, 0, ()) for path in range(3))
+    summaries = [PathSummary(path=path, documents=5 * (path != 1), tokens=9, held_out_documents=0) for path in range(3)]
     with pytest.raises(CorpusError, match=r"path 1 is empty.*balanced = true"):
         check_shards(summaries)
     check_shards(summaries[2:])

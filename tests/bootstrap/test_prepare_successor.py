@@ -13,10 +13,9 @@ from rich.console import Console
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, ManifestError, StorageError
 from dipaco.bootstrap import bootstrap_command
-from dipaco.bootstrap.display import Display
-from dipaco.bootstrap.preparing import local_scores
+from dipaco.bootstrap.prepare_output import Display
+from dipaco.bootstrap.preparing import score_stages
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
-from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.modules.compose import load_path
 from dipaco.modules.grow import Growth, path_parameters
 from dipaco.modules.layout import layout_of
@@ -25,7 +24,7 @@ from dipaco.protocol.manifest import load_or_create_operator_key, verify_manifes
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import simulate_command as simulate
 from dipaco.training.scoring import sum_losses
-from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, prepare, write_run
 
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 
@@ -158,7 +157,7 @@ def test_the_simulator_begins_with_the_genesis(chain, tmp_path):
 
 
 def test_scores_are_those_of_the_old_paths(chain):
-    folder, old = chain["scored"] / "work/scores", open_predecessor(chain["kmeans"])
+    [folder], old = (chain["scored"] / "work/scores").iterdir(), open_predecessor(chain["kmeans"])
     rows = np.load(folder / "documents.npy")
     assert rows.shape == (100, 32)
     for path in range(4):
@@ -166,8 +165,7 @@ def test_scores_are_those_of_the_old_paths(chain):
         states = {module: old.load(module) for module in old.grid.modules_of_path(path)}
         load_path(model, old.grid, path, states)
         expected = [sum_losses(model.eval(), row[None], 8)[0] for row in rows]
-        [file] = folder.glob(f"P{path:05d}-*.npy")
-        assert np.load(file) == pytest.approx(expected, rel=1e-5)
+        assert np.load(folder / f"P{path:05d}.npy") == pytest.approx(expected, rel=1e-5)
     assert RunFolder(chain["scored"]).plan().routing.kind == "discriminative"
 
 
@@ -185,7 +183,7 @@ def test_the_same_folders_give_the_same_run(chain, tmp_path):
 
 def test_scoring_goes_on_where_it_was_stopped(chain, tmp_path, monkeypatch):
     folder, scored = chain["dense"].parent, []
-    real = local_scores.score_path
+    real = score_stages.score_path
 
     def stopping(*arguments):
         scored.append(arguments[-1])
@@ -193,10 +191,10 @@ def test_scoring_goes_on_where_it_was_stopped(chain, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(local_scores, "score_path", stopping)
+    monkeypatch.setattr(score_stages, "score_path", stopping)
     with pytest.raises(KeyboardInterrupt):
         succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
-    [file] = (tmp_path / "out/work/scores").glob("P00001-*.npy")
+    [file] = (tmp_path / "out/work/scores").glob("*/P00001.npy")
     file.write_bytes(file.read_bytes()[:-8])  # Damaged: it is scored again.
     run, _ = succeed(folder / "scored.toml", tmp_path / "out", chain["kmeans"])
     assert scored == [0, 1, 2, 1, 2, 3]
@@ -236,8 +234,8 @@ def test_states_that_were_taken_stay_while_the_folder_goes_on(chain, tmp_path, m
 
     def digests():
         predecessor = open_predecessor(old)
-        predecessor.take_states_of(("/ip4/127.0.0.1",), tmp_path / "taken", lambda line: None)
-        return predecessor.digests
+        address = ("/ip4/127.0.0.1",)
+        return predecessor.with_states_of(address, tmp_path / "taken", lambda line: None).digests
 
     taken = digests()
     train(old, 3, "--resume")

@@ -7,13 +7,11 @@ import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError, NetworkError, StorageError
 from dipaco.bootstrap import bootstrap_command
-from dipaco.bootstrap.preparing import prepare as prepare_module
-from dipaco.bootstrap.preparing import token_stage
+from dipaco.bootstrap.preparing import corpus_stages, routing_stages
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
-from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.bootstrap.preparing.workers import Workers, open_workers
 from dipaco.simulator import simulate_command as simulate
-from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, prepare, write_run
 
 INNER = "[inner]\nbatch_sequences = 4\n"
 SUCCESSOR = RUN_TOML.split("[tokenizer]")[0] + (
@@ -37,7 +35,7 @@ def two_runs(folder, out, workers):
 def _small_pieces():
     """Of so small a corpus, too, there shall be several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((token_stage, "write_token_corpora"), (prepare_module, "ShardBuilder")):
+        for module, name in ((corpus_stages, "write_token_corpora"), (routing_stages, "ShardBuilder")):
             patch.setattr(module, name, functools.partial(getattr(module, name), chunk_documents=16))
         yield
 
@@ -67,6 +65,19 @@ def test_a_dask_cluster_makes_the_same_run(folder, alone):
         open_workers(dask=cluster.scheduler_address) as workers,
     ):
         assert two_runs(folder, folder / "dask", workers) == alone
+
+
+def test_a_worker_of_a_cluster_that_dies_is_told():
+    distributed = pytest.importorskip("distributed")
+    import dask
+
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, processes=True, dashboard_address=None) as cluster,
+        open_workers(dask=cluster.scheduler_address) as workers,
+        pytest.raises(StorageError, match="a worker has died .*give the same command again"),
+    ):
+        list(workers.map(die, [1]))
 
 
 def square(number):

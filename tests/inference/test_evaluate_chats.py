@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.inference import evaluate_command, export_command, generate_command
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.marked_tokens import plain_tokens
@@ -20,7 +19,7 @@ from dipaco.simulator import simulate_command as simulator_cli
 from dipaco.training.scoring import sum_losses
 from support.runs.chat_runs import chat_rows, write_chats
 from support.runs.chat_templates import CHATML
-from support.runs.prepared_run import CPU, on_cpu
+from support.runs.prepared_run import CPU, on_cpu, prepare
 
 
 def test_held_out_chats_are_scored(tmp_path, capsys):

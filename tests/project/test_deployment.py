@@ -168,7 +168,8 @@ def test_the_image_has_what_its_build_needs():
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"), [("dipaco.lock", ["mirrors"]), ("dev.lock", ["mirrors", "serve", "gguf", "dask", "dev"])]
+    ("lock", "extras"),
+    [("dipaco.lock", ["mirrors", "prepare"]), ("dev.lock", ["mirrors", "prepare", "serve", "gguf", "dask", "dev"])],
 )
 def test_the_locks_hold_what_the_project_asks_for(lock, extras):
     """After a change of dependencies: make lock."""

@@ -141,3 +141,11 @@ def test_a_long_window_is_read(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(content)
     assert zstandard.get_frame_parameters(content).window_size == 2**31
     assert _texts(CorpusConfig(train=str(tmp_path / "a.jsonl.zst"))) == ["one"]
+
+
+def test_texts_that_differ_by_the_white_space_around_them_are_not_on_both_sides():
+    """As where the same texts come from two forms of files."""
+    for number in range(2000):
+        text = f"text {number}"
+        one, other = (is_held_out(Document(form), 0.3) for form in (text, f" {text}\n"))
+        assert one == other, text

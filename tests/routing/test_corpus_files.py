@@ -6,11 +6,10 @@ import os
 import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.bootstrap.display import Display
-from dipaco.bootstrap.preparing.prepare import prepare
+from dipaco.bootstrap.prepare_output import Display
 from dipaco.protocol.config import parse_config
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, corpus_files
-from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, prepare, write_run
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
 

@@ -13,9 +13,9 @@ from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RoutingPlan
 from dipaco.routing.routers.balancing import balance_biases
-from dipaco.routing.routers.discriminative import fit_discriminative, label_targets, preferred_paths
+from dipaco.routing.routers.discriminative import label_targets, preferred_paths
+from dipaco.routing.routers.fitting import fit_classes
 from dipaco.routing.routers.kinds import ROUTER_KINDS, Prefixes, RouterConfig, RouterSample, fit_router, load_router
-from dipaco.routing.routers.product_kmeans import ProductKMeansRouter
 from dipaco.routing.routers.simple_routers import LabelRouter, RandomRouter
 from support.runs.make_plan import make_plan
 
@@ -83,7 +83,9 @@ def test_every_kind_is_a_file_and_has_no_chance_in_it(kind):
 
 
 def test_product_paths_are_those_of_the_grid():
-    router = ProductKMeansRouter.fit(_features(), (2, 3, 2), seed=0)
+    router = fit_router(
+        RouterConfig(kind="product_kmeans", balanced=False), RouterSample(np.ones(DOCUMENTS), _features()), (2, 3, 2), 0
+    )
     model = ModelConfig(block_count=3, hidden_size=16, head_count=2, sequence_length=8)
     grid = Grid(model, GridConfig(modules_per_level=(2, 3, 2)))
     arrays = router.arrays()
@@ -102,9 +104,9 @@ def test_balanced_product_loads():
     features = _features(3, documents=3000)
     loads = [
         _loads(
-            ProductKMeansRouter.fit(features, (4, 4), seed=0, balanced=balanced, weights=weights).route(
-                Prefixes(features)
-            ),
+            fit_router(
+                RouterConfig(kind="product_kmeans", balanced=balanced), RouterSample(weights, features), (4, 4), 0
+            ).route(Prefixes(features)),
             weights,
             16,
         )
@@ -128,6 +130,11 @@ def test_many_columns_are_balanced():
 
 
 # -- discriminative
+
+
+def fit_discriminative(features, nll, **config):
+    sample = RouterSample(np.ones(len(features)), features, nll=nll)
+    return fit_router(RouterConfig(kind="discriminative", **config), sample, (nll.shape[1],), 0)
 
 
 def _separable(documents=800):
@@ -204,17 +211,30 @@ def test_discriminative_needs_scores_of_the_grid():
             fit_discriminative(_features(), nll)
 
 
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_classes_are_those_of_the_least_penalised_cross_entropy(classes):
+    features, _, labels = _separable()
+    points, labels = features - features.mean(axis=0), labels % classes
+    weight, bias = fit_classes(points, labels, classes, regularisation=0.01)
+    logits = points @ weight.T + bias
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    errors = shares / shares.sum(axis=1, keepdims=True) - np.eye(classes)[labels]
+    slope = errors.T @ points / len(points) + 0.01 * weight
+    assert np.abs(slope).max() < 1e-4
+    assert np.abs(errors.mean(axis=0)).max() < 1e-4
+
+
 # -- label and random
 
 
 def test_labels_are_shared_out_by_size():
     labels = ["a"] * 5 + ["b"] * 4 + ["c"] * 3 + ["d", "e"] + [None] * 50
-    router = LabelRouter.fit(labels, np.ones(len(labels)), 3)
+    router = fit_router(RouterConfig(kind="label"), RouterSample(np.ones(len(labels)), labels=labels), (3,), 0)
     assert router.settings()["labels"] == {"a": 0, "b": 1, "c": 2, "d": 2, "e": 1}
     routes = router.route(Prefixes(tokens=_tokens(3), labels=["c", "a", "e"]))
     assert routes.tolist() == [2, 0, 1]
     with pytest.raises(ConfigurationError, match=r"at least 6 labels.*have 5 \(a, b, c, d, e\)"):
-        LabelRouter.fit(labels, np.ones(len(labels)), 6)
+        fit_router(RouterConfig(kind="label"), RouterSample(np.ones(len(labels)), labels=labels), (6,), 0)
 
 
 def test_documents_without_a_known_label_go_by_their_hash():

@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError, IntegrityError
-from dipaco.routing.routers.balancing import balance_biases, nearest_centroids, squared_distances
-from dipaco.routing.routers.kinds import KMeansRouter, Prefixes, load_router
+from dipaco.routing.routers.balancing import balance_biases, squared_distances
+from dipaco.routing.routers.kinds import Prefixes, RouterConfig, RouterSample, fit_router, load_router
 
 
 def _blobs(counts, width=6, seed=0):
@@ -19,17 +21,22 @@ def _blobs(counts, width=6, seed=0):
     return points.astype(np.float32), labels
 
 
+def fitted(points, paths, *, seed=0, balanced=False, weights=None):
+    weights = np.ones(len(points)) if weights is None else weights
+    return fit_router(RouterConfig(balanced=balanced), RouterSample(weights, points), (paths,), seed)
+
+
 def test_finds_separated_clusters():
     points, labels = _blobs([50, 400, 20, 100])
-    routes = KMeansRouter.fit(points, 4, seed=3).route(Prefixes(points))
+    routes = fitted(points, 4, seed=3).route(Prefixes(points))
     assert len({(int(a), int(b)) for a, b in zip(labels, routes, strict=True)}) == 4
 
 
 def test_scale_of_a_feature_does_not_matter():
     points, _ = _blobs([50, 40, 60])
     stretched = points * np.float32([1e4, 1, 1, 1, 1e-3, 1]) + np.float32(5)
-    first = KMeansRouter.fit(points, 3, seed=0).route(Prefixes(points))
-    second = KMeansRouter.fit(stretched, 3, seed=0).route(Prefixes(stretched))
+    first = fitted(points, 3, seed=0).route(Prefixes(points))
+    second = fitted(stretched, 3, seed=0).route(Prefixes(stretched))
     assert len(set(zip(first.tolist(), second.tolist(), strict=True))) == 3
 
 
@@ -39,19 +46,19 @@ def test_balanced_loads(paths):
     points = generator.normal(size=(4000, 12)) ** 3  # skewed, as hidden states are
     weights = generator.integers(20, 400, 4000)
     train, unseen = np.arange(4000) < 3000, np.arange(4000) >= 3000
-    router = KMeansRouter.fit(points[train], paths, seed=0, balanced=True, weights=weights[train])
+    router = fitted(points[train], paths, seed=0, balanced=True, weights=weights[train])
     loads = np.bincount(router.route(Prefixes(points[train])), weights=weights[train], minlength=paths)
     assert np.abs(loads / loads.mean() - 1).max() < 0.05
     held = np.bincount(router.route(Prefixes(points[unseen])), weights=weights[unseen], minlength=paths)
     assert held.min() > 0.4 * held.mean()
-    plain = KMeansRouter.fit(points[train], paths, seed=0)
+    plain = fitted(points[train], paths, seed=0)
     uneven = np.bincount(plain.route(Prefixes(points[train])), weights=weights[train], minlength=paths)
     assert np.abs(uneven / uneven.mean() - 1).max() > np.abs(loads / loads.mean() - 1).max()
 
 
 def test_balance_keeps_the_structure():
     points, labels = _blobs([300, 300, 300, 300])
-    routes = KMeansRouter.fit(points, 4, seed=0, balanced=True).route(Prefixes(points))
+    routes = fitted(points, 4, seed=0, balanced=True).route(Prefixes(points))
     assert len({(int(a), int(b)) for a, b in zip(labels, routes, strict=True)}) == 4
 
 
@@ -77,12 +84,11 @@ def test_distances():
     points, _ = _blobs([10, 10])
     expected = ((points[:, None, :] - points[None, :3, :]) ** 2).sum(-1)
     np.testing.assert_allclose(squared_distances(points, points[:3]), expected, atol=1e-2)
-    assert nearest_centroids(points[:3], points[:3]).tolist() == [0, 1, 2]
 
 
 def test_same_seed_same_bytes_and_round_trip():
     points, _ = _blobs([100, 30, 60])
-    first, second = (KMeansRouter.fit(points, 3, seed=4, balanced=True) for _ in range(2))
+    first, second = (fitted(points, 3, seed=4, balanced=True) for _ in range(2))
     assert first.to_bytes() == second.to_bytes()
     loaded = load_router(first.to_bytes())
     assert loaded.to_bytes() == first.to_bytes()
@@ -93,14 +99,30 @@ def test_same_seed_same_bytes_and_round_trip():
     assert np.argmin(costs, axis=1).tolist() == loaded.route(Prefixes(points)).tolist()
 
 
+def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
+    points, _ = _blobs([20, 20])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'dipaco\[prepare\]'"):
+        fitted(points, 2)
+
+
+def test_a_router_is_used_without_scikit_learn():
+    """Peers and readers route, and need not have it."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, dipaco.routing.run_folder; assert 'sklearn' not in sys.modules"],
+        check=False,
+    )
+    assert done.returncode == 0
+
+
 def test_too_few_documents():
     with pytest.raises(ConfigurationError, match="at least 5 different beginnings"):
-        KMeansRouter.fit(np.ones((30, 4), np.float32), 5)
+        fitted(np.ones((30, 4), np.float32), 5)
 
 
 def test_wrong_features():
     points, _ = _blobs([20, 20])
-    router = KMeansRouter.fit(points, 2)
+    router = fitted(points, 2)
     with pytest.raises(IntegrityError, match="width 6"):
         router.route(Prefixes(points[:, :5]))
     with pytest.raises(IntegrityError, match="finite"):
@@ -109,7 +131,7 @@ def test_wrong_features():
 
 def test_broken_files():
     points, _ = _blobs([20, 20])
-    router = KMeansRouter.fit(points, 2)
+    router = fitted(points, 2)
     data = router.to_bytes()
     arrays = router.arrays()
 

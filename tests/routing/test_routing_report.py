@@ -2,21 +2,27 @@ import math
 
 import pytest
 
-from dipaco.protocol.config import GridConfig, InnerConfig
-from dipaco.protocol.plan import PathShard, RoutingPlan, ShardIndex
-from dipaco.routing.report import label_agreement, report_routing, shard_balance
+from dipaco.protocol.plan import RoutingPlan
+from dipaco.routing.report import label_agreement, report_routing
 from dipaco.routing.shards import PathSummary
-from support.runs.make_plan import make_plan
+
+
+def report_of(*tokens):
+    paths = [
+        PathSummary(path=path, documents=1, tokens=count, held_out_documents=0) for path, count in enumerate(tokens)
+    ]
+    return report_routing(RoutingPlan(kind="kmeans", train_paths=2), paths)
 
 
 def test_balance():
-    assert shard_balance([10, 10, 10]) == pytest.approx((1, 1, 1))
-    largest, smallest, entropy = shard_balance([30, 10, 0, 0])
-    assert (largest, smallest) == (3, 0)
+    even = report_of(10, 10, 10)
+    assert (even.max_over_mean, even.min_over_mean, even.entropy_ratio) == pytest.approx((1, 1, 1))
+    uneven = report_of(30, 10, 0, 0)
+    assert (uneven.max_over_mean, uneven.min_over_mean, uneven.expected_tokens) == (3, 0, 10)
     shares = (0.75, 0.25)
-    assert entropy == pytest.approx(-sum(s * math.log(s) for s in shares) / math.log(4))
-    assert shard_balance([7]) == (1, 1, 1)
-    assert shard_balance([0, 0])[2] == 0
+    assert uneven.entropy_ratio == pytest.approx(-sum(s * math.log(s) for s in shares) / math.log(4))
+    assert report_of(7).entropy_ratio == 1
+    assert type(uneven).model_validate_json(uneven.model_dump_json()) == uneven
 
 
 def test_agreement_with_labels():
@@ -41,28 +47,3 @@ def test_agreement_with_labels():
     expected = (of_paths + of_labels - both) / ((of_paths + of_labels) / 2)
     assert mixed.normalised_mutual_information == pytest.approx(expected)
     assert mixed.purity == pytest.approx(7 / 8)
-
-
-def test_report():
-    shards = [
-        PathShard(
-            path=path, train_sha256="0" * 64, train_sequences=rows, train_documents=documents,
-            validation_sha256="1" * 64, validation_sequences=2 - 2 * path,
-        )
-        for path, rows, documents in ((0, 4, 3), (1, 10, 5))
-    ]  # fmt: skip
-    summaries = [PathSummary(0, 3, 100, 1, (), {"b": 10, "a": 20}), PathSummary(1, 5, 300, 0, (), {"c": 3})]
-    plan = make_plan(
-        inner=InnerConfig(batch_sequences=4),
-        routing=RoutingPlan(kind="kmeans", train_paths=2),
-        grid=GridConfig(modules_per_level=(2, 1)),
-    )
-    index = ShardIndex(sequence_length=16, paths=tuple(shards))
-    report = report_routing(plan, index, summaries)
-    assert report.expected_tokens == 200
-    assert [path.load for path in report.paths] == [0.5, 1.5]
-    assert [path.share for path in report.paths] == [0.25, 0.75]
-    assert [path.steps_per_epoch for path in report.paths] == [1.0, 2.5]
-    assert [path.held_out_sequences for path in report.paths] == [2, 0]
-    assert list(report.paths[0].labels) == ["a", "b"]
-    assert type(report).model_validate_json(report.model_dump_json()) == report

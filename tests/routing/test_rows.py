@@ -9,6 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from dipaco.base.errors import CorpusError
+from dipaco.routing.documents import rows as rows_module
 from dipaco.routing.documents.corpus import CorpusConfig, Document, iterate_documents
 
 
@@ -140,3 +141,20 @@ def test_a_folder_like_the_hub_reads_wanted_fields(tmp_path):
     jsonl(tmp_path / "set" / "train.jsonl", rows)
     config = CorpusConfig(hub="set").relative_to(tmp_path)
     assert len(list(iterate_documents(config, "train"))) == 99
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", "no JSON\n" + '{"text": "one"}\n' * 20, "too long to be one value of many lines"),
+        ("a.txt", "one line\n" * 20, "txt_documents = 'paragraph' or 'line' under"),
+    ],
+)
+def test_no_document_is_without_an_end(tmp_path, monkeypatch, name, content, said):
+    """A large file of another form fills the memory otherwise."""
+    monkeypatch.setattr(rows_module, "_MAX_CHARACTERS", 100)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CorpusError, match=said):
+        read(tmp_path / name)
+    (tmp_path / "b.txt").write_text("one line\n" * 20)
+    assert len(texts(tmp_path / "b.txt", txt_documents="line")) == 20

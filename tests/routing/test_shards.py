@@ -1,4 +1,5 @@
 import functools
+import os
 import random
 
 import numpy as np
@@ -7,8 +8,10 @@ import pytest
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.routing import growing_files
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.shards import RowShape, ShardBuilder
+from dipaco.routing.tokens import token_corpus
 from dipaco.routing.tokens.token_corpus import TokenCorpus, TokenCorpusWriter, encoded, write_token_corpora
 from dipaco.routing.tokens.token_files import check_tokens, open_tokens, scoring_windows
 from dipaco.routing.tokens.tokenizer import Tokenizer
@@ -16,6 +19,11 @@ from support.programs.power_cut import Disk
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
 ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY)
+
+
+@pytest.fixture(autouse=True)
+def _saves_after_each_chunk(monkeypatch):
+    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 0.0)
 
 
 class LetterTokenizer(Tokenizer):
@@ -66,14 +74,14 @@ def _encode(tokenizer=None):
 
 
 def _corpora(folder, documents):
-    writers = [TokenCorpusWriter(folder / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    writers = [TokenCorpusWriter(folder / p, VOCABULARY) for p in ("t", "v")]
     for _ in write_token_corpora(documents, _encode(), *writers, chunk_documents=7):
         pass
     return [TokenCorpus(folder / part, VOCABULARY) for part in ("t", "v")]
 
 
-def _builder(folder, inputs="inputs"):
-    return ShardBuilder(folder, ROWS, PATHS, inputs, chunk_documents=8)
+def _builder(folder):
+    return ShardBuilder(folder, ROWS, PATHS, chunk_documents=8)
 
 
 def _build(tmp_path, name="shards"):
@@ -107,7 +115,7 @@ def test_token_corpus_goes_on_after_a_kill(tmp_path, torn):
         yield from documents[:40]
         raise KeyboardInterrupt
 
-    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY) for p in ("t", "v")]
     with pytest.raises(KeyboardInterrupt):
         for _ in write_token_corpora(dying(), _encode(), *writers, chunk_documents=7):
             pass
@@ -115,7 +123,7 @@ def test_token_corpus_goes_on_after_a_kill(tmp_path, torn):
         with open(tmp_path / "a" / "t" / torn, "ab") as file:
             file.write(b"half a chunk")
     tokenizer = LetterTokenizer()
-    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY, "inputs") for p in ("t", "v")]
+    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY) for p in ("t", "v")]
     for _ in write_token_corpora(documents, _encode(tokenizer), *writers, chunk_documents=11):
         pass
     assert tokenizer.calls == len(documents) - 35  # five whole chunks were not done again
@@ -144,17 +152,11 @@ def test_what_is_counted_is_safe_when_the_power_fails(tmp_path, monkeypatch):
     assert builder.finish(BlobStore(tmp_path / "blobs")) == expected
 
 
-def test_other_inputs_begin_anew(tmp_path):
-    _corpora(tmp_path, _documents())
-    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 72
-    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "other").documents == 0
-
-
 def test_a_shortened_file_begins_anew(tmp_path):
     _corpora(tmp_path, _documents())
     with open(tmp_path / "t" / "tokens.bin", "ab") as file:
         file.truncate(20)
-    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY, "inputs").documents == 0
+    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY).documents == 0
 
 
 def test_shards_hold_each_token_once(tmp_path):
@@ -182,7 +184,7 @@ def test_overlapping_shards(tmp_path):
     blobs = BlobStore(tmp_path / "blobs")
     plain, _ = _build(tmp_path)
     folder = tmp_path / "two"
-    builder = ShardBuilder(folder, ROWS, PATHS, "two", train_paths=2, chunk_documents=8)
+    builder = ShardBuilder(folder, ROWS, PATHS, train_paths=2, chunk_documents=8)
     builder.build(train, validation, FirstLetterRouter())
     index = builder.finish(blobs)
     for path in range(PATHS):
@@ -193,13 +195,13 @@ def test_overlapping_shards(tmp_path):
         assert tokens.reshape(-1)[: len(flat)].tolist() == flat
         assert index.paths[path].train_documents == len(mine)
         summary = builder.summaries()[path]
-        assert sum(summary.label_tokens.values()) == summary.train_tokens == len(flat)
+        assert sum(summary.labels.values()) == summary.tokens == len(flat)
 
 
 def test_chunks_are_bounded_in_tokens(tmp_path):
     train, validation = _corpora(tmp_path / "tokens", _documents())
     expected, _ = _build(tmp_path)
-    builder = ShardBuilder(tmp_path / "s", ROWS, PATHS, "inputs", chunk_tokens=100)
+    builder = ShardBuilder(tmp_path / "s", ROWS, PATHS, chunk_tokens=100)
     seen = []
     builder.build(train, validation, FirstLetterRouter(), progress=lambda done, total: seen.append(done))
     for first, last in zip([0, *seen], seen, strict=False):
@@ -232,11 +234,54 @@ def test_finished_builder_repeats_its_answer(tmp_path):
     builder = _builder(tmp_path / "shards")
     builder.build(train, validation, FirstLetterRouter(chunks=0))
     assert builder.finish(blobs) == index
-    assert sum(s.train_documents for s in builder.summaries()) == 72
-    assert builder.summaries()[0].labels[0][1] <= 1.0
-    fresh = _builder(tmp_path / "shards", inputs="other")
-    fresh.build(train, validation, FirstLetterRouter())
-    assert fresh.finish(blobs) == index
+    assert sum(s.documents for s in builder.summaries()) == 72
+    summary = builder.summaries()[0]
+    assert max(summary.labels.values()) == next(iter(summary.labels.values())) <= summary.tokens
+    assert summary.sequences == index.paths[0].train_sequences
+
+
+def test_blobs_outlive_the_files_that_they_were(tmp_path):
+    """They may be one file with two names; what is made anew has other bytes."""
+    index, blobs = _build(tmp_path)
+    (tmp_path / "shards" / "progress.json").unlink()
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    with pytest.raises(KeyboardInterrupt):
+        _builder(tmp_path / "shards").build(train, validation, FirstLetterRouter(chunks=2))
+    for shard in index.paths:
+        assert blobs.verify(shard.train_sha256)
+        assert blobs.verify(shard.validation_sha256)
+
+
+def test_a_disk_is_waited_for_seldom(tmp_path, monkeypatch):
+    """A wait for each path and chunk would be days for a large corpus."""
+    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 600.0)
+    waits, usual = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (waits.append(descriptor), usual(descriptor)))
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    waits.clear()
+    _builder(tmp_path / "s").build(train, validation, FirstLetterRouter())
+    # Each file once, the note, and their folder.
+    assert len(waits) == 2 * PATHS + 2
+
+
+def test_there_are_so_many_labels_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_corpus, "MAX_LABELS", 2)
+    documents = [(Document("some text", label), False) for label in ("a", "b", "c", "a", None, "d")]
+    writer = TokenCorpusWriter(tmp_path / "t", VOCABULARY)
+    for _ in write_token_corpora(documents, _encode(), writer, TokenCorpusWriter(tmp_path / "v", VOCABULARY)):
+        pass
+    corpus = TokenCorpus(tmp_path / "t", VOCABULARY)
+    assert [corpus.label_name(index) for index in range(6)] == ["a", "b", None, "a", None, None]
+    assert writer.unlabelled == 2
+
+
+def test_a_corpus_that_was_spoilt_is_refused(tmp_path):
+    corpus = _corpora(tmp_path, _documents())[0]
+    ends = np.array(corpus.ends)
+    ends[3] = ends[2]
+    (tmp_path / "t" / "ends.bin").write_bytes(ends.tobytes())
+    with pytest.raises(IntegrityError, match="is damaged"):
+        TokenCorpus(tmp_path / "t", VOCABULARY).lengths()
 
 
 def test_a_last_row_of_one_token_is_left_out(tmp_path):

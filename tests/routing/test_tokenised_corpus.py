@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.bootstrap.preparing.prepare import prepare
 from dipaco.routing.documents.corpus import CorpusConfig, Document, is_held_out, iterate_documents
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
-from support.runs.prepared_run import RUN_TOML, on_cpu, write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, prepare, write_run
 
 
 @pytest.fixture(scope="module")

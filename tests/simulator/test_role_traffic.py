@@ -8,16 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dipaco.bootstrap.plan.traffic import (
-    BOOTSTRAP_NODE,
-    CLOSED_VOLUNTEER,
-    KEEPER,
-    MAILBOX,
-    VOLUNTEER,
-    Crowd,
-    LevelLoad,
-    role_traffic,
-)
+from dipaco.bootstrap.plan.traffic import FILES, RECEIVED, SENT, Crowd, LevelLoad, swarm_traffic
 from dipaco.simulator.swarm.engine import Engine
 from dipaco.simulator.swarm.invariants import Invariants
 from dipaco.simulator.swarm.machine import Machine
@@ -25,6 +16,7 @@ from dipaco.simulator.swarm.network import Link
 from dipaco.simulator.swarm.scenario import small_plan
 from dipaco.simulator.swarm.world import FILE_BYTES, START_S, World
 
+VOLUNTEER, CLOSED_VOLUNTEER, BOOTSTRAP_NODE = "volunteer", "unreachable volunteer", "bootstrap node"
 ROUND_S, SETTLING, COUNTED = 300.0, 4, 6
 WITHIN = 0.2
 # Modules of each level, peers that train, and how many of them cannot be called.
@@ -108,8 +100,8 @@ def compared(grid, peers, closed, seed):
     plan = small_plan(grid, duration_s=ROUND_S)
     levels = [LevelLoad(count, 1 / count, FILE_BYTES) for count in grid]
     crowd = Crowd(peers, closed / peers, bootstrap_nodes=1)
-    roles = {role.role: role for role in role_traffic(levels, math.prod(grid), plan.rounds, crowd)}
-    copy, turn = roles[KEEPER].traffic, roles[MAILBOX].traffic
+    moved = swarm_traffic(levels, math.prod(grid), plan.rounds, crowd)
+    roles = {VOLUNTEER: moved.trains, CLOSED_VOLUNTEER: moved.trains_closed, BOOTSTRAP_NODE: moved.serves}
     # The simulator does not say who answers and stores: all who can be called, alike.
     able = [found[VOLUNTEER], found[BOOTSTRAP_NODE]]
     answered = sum(one.count * one.read for one in found.values()) / sum(o.count for o in able)
@@ -120,21 +112,21 @@ def compared(grid, peers, closed, seed):
     for kind, one in found.items():
         if not one.count:
             continue
-        said = roles[kind].traffic + copy * one.copies
+        said = roles[kind] + moved.keeps * one.copies
         sent, received = one.sent, one.received
         if kind == leading:
-            said += turn * (sum(grid) / one.count)
+            said = said + moved.leads * (sum(grid) / one.count)
         if kind != CLOSED_VOLUNTEER:
             sent, received = sent + answered, received + taken
-        ratios[f"{kind} sent"] = sent / said.sent.total
-        ratios[f"{kind} received"] = received / said.received.total
+        ratios[f"{kind} sent"] = sent / said[SENT].sum()
+        ratios[f"{kind} received"] = received / said[RECEIVED].sum()
     node = found[BOOTSTRAP_NODE]
     if node.copies:
-        on_top = node.received + taken - roles[BOOTSTRAP_NODE].traffic.received.total
-        ratios[f"{KEEPER} received"] = on_top / node.copies / copy.received.total
-    if turn.sent.files:
+        on_top = node.received + taken - moved.serves[RECEIVED].sum()
+        ratios["a copy, received"] = on_top / node.copies / moved.keeps[RECEIVED].sum()
+    if moved.leads[SENT, FILES]:
         gave = sum(one.count * one.gave for one in found.values()) * FILE_BYTES
-        ratios[f"{MAILBOX} sent"] = gave / sum(grid) / turn.sent.files
+        ratios["a turn, sent"] = gave / sum(grid) / moved.leads[SENT, FILES]
     return ratios
 
 

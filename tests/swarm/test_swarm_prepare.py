@@ -52,7 +52,7 @@ def test_a_live_swarm_gives_its_states_and_its_peers_go_to_the_successor(tmp_pat
         new, plan = RunFolder(tmp_path / "next"), RunFolder(tmp_path / "next").plan()
         assert plan.successor_of == run.plan().run_id
         assert plan.model == run.plan().model
-        assert len(list((new.path / "work/scores").glob("P*.npy"))) == 4
+        assert len(list((new.path / "work/scores").glob("*/P*.npy"))) == 4
         # What was trained is carried over: parameters, and the outer momentum.
         states = [new.genesis_state(plan, module) for module in new.grid(plan).modules()]
         assert any(bool(state.momentum.any()) for state in states)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -17,16 +16,13 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.frozen_base import FILE_FORMATS
-from dipaco.modules.frozen_file import base_file_bytes, base_parameter_count, frozen_bytes
+from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes
 from dipaco.modules.layout import ModuleLayout, layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.llama import WEIGHTS_FILE
-from dipaco.modules.memory import ADAMW_BYTES
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.peer.check.needs import (
     device_bytes,
     disk_bytes,
-    greatest_bases,
-    greatest_paths,
     grid_of,
     main_memory_bytes,
     paths_per_module,
@@ -37,12 +33,12 @@ from dipaco.protocol.grid import Grid
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest
 from dipaco.protocol.plan import BaseFile, BaseSource, RunBlobs
-from dipaco.routing.documents.corpus import CorpusConfig, Part, iterate_documents
 from dipaco.routing.tokens.token_files import token_dtype
 
 from .times import Times, plan_times
-from .traffic import Crowd, LevelLoad, RoleTraffic, role_traffic
+from .traffic import DHT, FILES, MESSAGES, RECEIVED, SENT, Crowd, LevelLoad, swarm_traffic
 
+CALLED, NOT_CALLED = "can be called", "cannot be called"
 # Hashes do not change how large a manifest is.
 _ANY_SHA256 = "0" * 64
 
@@ -76,8 +72,6 @@ class LevelFigures:
     """Parameters and momentum, with the header, at most."""
     holds: str
     """Which parameters of a path: blocks, embedding, head."""
-    codec: str
-    """Of the run, for this level."""
     file_bytes: dict[str, int]
     """By codec: one contribution."""
     moved_bytes: dict[str, int]
@@ -103,38 +97,17 @@ class CodecFigures:
 
 
 @dataclass(frozen=True)
-class StartFigures:
-    """The checkpoint that every path begins as, and trains."""
+class BaseFigures:
+    """The base that a run begins with: frozen below adapters, or trained as a whole."""
 
     name: str
     parameters: int
     in_tables: int
     """Of them in its embedding and head, which grow with the vocabulary."""
-
-
-@dataclass(frozen=True)
-class WholeFigures:
-    """What a peer would need of the same run if it trained the base, and not adapters."""
-
-    moved_bytes: int
-    """Sent in a round, and as much received."""
-    device_bytes: int
-
-
-@dataclass(frozen=True)
-class BaseFigures:
-    """The frozen base of a run with adapters."""
-
-    name: str
-    rank: int
-    parameters: int
-    file_bytes: int
-    """That a peer has on its disk."""
+    rank: int | None
+    """Of the adapters; None without."""
     memory_bytes: dict[str, int]
-    """By format."""
-    greatest: dict[str, dict[int, int]]
-    """By format and GiB of a GPU: parameters of the largest base like this one."""
-    whole: WholeFigures
+    """That it takes below adapters, by format."""
 
 
 @dataclass(frozen=True)
@@ -146,29 +119,30 @@ class PlanFigures:
     peers: int
     path_parameters: int
     base: BaseFigures | None
-    """With adapters, which all other parameters are then."""
+    """The checkpoint that it begins with, if there is one."""
     total_parameters: int
     shared_parameters: int
     private_parameters: int
     """Of one path."""
     levels: tuple[LevelFigures, ...]
-    begins_as: StartFigures | None
-    """Without adapters, where there is a checkpoint."""
     tokens_per_step: int
     tokens_per_round: int | None
     """Of one path; None when a round has as many steps as fit."""
     line_mbit_per_s: float
     gather_s: float
     """After a boundary a step is made with what is there by then."""
+    codec: str
+    """Of the run."""
     codecs: dict[str, CodecFigures]
     moved_bytes: int
-    """In a round with the run's codecs: sent, and as much received."""
+    """In a round with the run's codec: sent, and as much received."""
     round_mbit_per_s: float
     requests: int
     """That a peer makes in a round to others: rows told, files and steps fetched."""
     crowd: Crowd
-    roles: tuple[RoleTraffic, ...]
-    """What each role moves in a round of such a swarm, with the run's codecs."""
+    traffic: dict[str, dict[str, dict[str, int]]]
+    """Bytes that a peer moves in a round of such a swarm, with the run's codec: by whether it can
+    be called, by direction, by what it is."""
     join_bytes: int
     """What a newcomer fetches: base model and states, without its shard."""
     shard_bytes: int | None
@@ -176,8 +150,6 @@ class PlanFigures:
     disk_bytes: dict[str, int]
     device_bytes: dict[str, int]
     """Memory of the GPU, or of whatever trains the path."""
-    greatest_paths: dict[str, dict[int, int]]
-    """By optimizer and GiB of a GPU: parameters of the largest path like this one."""
     main_memory_bytes: dict[str, int]
     manifest_bytes: int
     greatest_manifest_bytes: int
@@ -208,7 +180,6 @@ class PlanFigures:
         """Return the figures as plain values."""
         return {
             **asdict(self),
-            "roles": [role.as_json() for role in self.roles],
             "disk_total_bytes": self.disk_total_bytes,
             "device_total_bytes": self.device_total_bytes,
             "main_memory_total_bytes": self.main_memory_total_bytes,
@@ -217,9 +188,14 @@ class PlanFigures:
 
 
 def plan_figures(
-    config: RunConfig, corpus_tokens: int | None = None, expected: Expected | None = None
+    config: RunConfig,
+    corpus_tokens: int | None = None,
+    expected: Expected | None = None,
+    *,
+    chats: bool = False,
 ) -> PlanFigures:
-    """Compute the figures of a run; `corpus_tokens` are those of its training documents.
+    """Compute the figures of a run; `corpus_tokens` are those of its training documents, which may
+    be `chats`.
 
     Raises ConfigurationError when the grid is impossible or the manifest would be too large.
     """
@@ -229,7 +205,7 @@ def plan_figures(
     peers, speed = expected.peers or grid.path_count, expected.tokens_per_s
     levels = tuple(_level(config, grid, level, peers) for level in grid.level_names)
     states = sum(level.state_bytes for level in levels)
-    shard = _shard_bytes(config, grid, corpus_tokens)
+    shard = _shard_bytes(config, grid, corpus_tokens, chats=chats)
     steps = config.rounds.inner_steps
     tokens_per_step = config.inner.batch_sequences * config.model.sequence_length
     manifest_bytes = _manifest_bytes(config)
@@ -238,38 +214,33 @@ def plan_figures(
             f"the manifest would have {manifest_bytes} bytes, at most {MAX_MANIFEST_BYTES} are "
             f"allowed; give fewer mirrors"
         )
-    moved = sum(level.moved_bytes[level.codec] for level in levels)
+    moved = sum(level.moved_bytes[config.contributions.codec] for level in levels)
     crowd = Crowd(peers)
-    loads = [
-        LevelLoad(one.modules, one.paths_per_module / grid.path_count, one.file_bytes[one.codec])
-        for one in levels
-    ]
     return PlanFigures(
         name=config.name,
         paths=grid.path_count,
         peers=peers,
         path_parameters=counts["path"],
-        base=_base(config, peers),
+        base=_base(config),
         total_parameters=counts["total"],
         shared_parameters=counts["shared"],
         private_parameters=counts["private"],
         levels=levels,
-        begins_as=_begins_as(config),
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
         line_mbit_per_s=expected.line_mbit_per_s,
         gather_s=config.rounds.gather_limit_s,
+        codec=config.contributions.codec,
         codecs={name: _codec(config, levels, name, expected) for name in CODECS},
         moved_bytes=moved,
         round_mbit_per_s=round(8e-6 * moved / config.rounds.duration_s, 3),
-        requests=sum(_requests(level, config.rounds.copies) for level in levels),
+        requests=sum(_requests(level, config.rounds.copies, peers) for level in levels),
         crowd=crowd,
-        roles=role_traffic(loads, grid.path_count, config.rounds, crowd),
+        traffic=_traffic(config, grid, levels, crowd),
         join_bytes=base_file_bytes(config.model) + states,
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),
         device_bytes=device_bytes(config, counts["path"]),
-        greatest_paths={o: greatest_paths(config, counts["path"], o) for o in ADAMW_BYTES},
         main_memory_bytes=main_memory_bytes(config, grid, counts["path"]),
         manifest_bytes=manifest_bytes,
         greatest_manifest_bytes=MAX_MANIFEST_BYTES,
@@ -277,48 +248,38 @@ def plan_figures(
     )
 
 
-def look_at_data(config: CorpusConfig) -> None:
-    """Read the first document of each part, so that a wrong name is told before hours of work.
-
-    A data set of the Hub is not fetched. Raises CorpusError.
-    """
-    if config.hub is not None and not Path(config.hub).is_dir():
-        return
-    parts: tuple[Part, ...] = ("train", "validation") if config.has_validation else ("train",)
-    for part in parts:
-        next(iterate_documents(config, part))
-
-
-def _begins_as(config: RunConfig) -> StartFigures | None:
-    if config.base.checkpoint is None or config.model.adapters is not None:
+def _base(config: RunConfig) -> BaseFigures | None:
+    model, adapters = config.model, config.model.adapters
+    if config.base.checkpoint is None and adapters is None:
         return None
-    sizes = {name: math.prod(shape) for name, shape in parameter_shapes(config.model).items()}
-    return StartFigures(
-        name=config.base.name or config.base.checkpoint.name,
-        parameters=sum(sizes.values()),
-        in_tables=sizes[EMBEDDING] + sizes.get(HEAD, 0),
-    )
-
-
-def _base(config: RunConfig, peers: int) -> BaseFigures | None:
-    model = config.model
-    if model.adapters is None:
-        return None
-    whole = config.model_copy(update={"model": model.without_adapters})
-    grid = grid_of(whole)
-    levels = [_level(whole, grid, level, peers) for level in grid.level_names]
+    shapes = parameter_shapes(model.without_adapters)
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     return BaseFigures(
         name=config.base.name or "the base of the run before",
-        rank=model.adapters.rank,
-        parameters=base_parameter_count(model),
-        file_bytes=base_file_bytes(model),
-        memory_bytes={name: frozen_bytes(model, name) for name in FILE_FORMATS},
-        greatest=greatest_bases(config),
-        whole=WholeFigures(
-            moved_bytes=sum(level.moved_bytes[level.codec] for level in levels),
-            device_bytes=sum(device_bytes(whole, parameter_counts(grid)["path"]).values()),
-        ),
+        parameters=sum(sizes.values()),
+        in_tables=sizes[EMBEDDING] + sizes.get(HEAD, 0),
+        rank=adapters.rank if adapters else None,
+        memory_bytes={n: frozen_bytes(model, n) for n in FILE_FORMATS} if adapters else {},
     )
+
+
+def _traffic(
+    config: RunConfig, grid: Grid, levels: tuple[LevelFigures, ...], crowd: Crowd
+) -> dict[str, dict[str, dict[str, int]]]:
+    codec = config.contributions.codec
+    loads = [
+        LevelLoad(one.modules, one.paths_per_module / grid.path_count, one.file_bytes[codec])
+        for one in levels
+    ]
+    moved = swarm_traffic(loads, grid.path_count, config.rounds, crowd)
+    parts = (("files", FILES), ("messages", MESSAGES), ("dht", DHT))
+    return {
+        peer: {
+            way: {part: round(float(traffic[row, column])) for part, column in parts}
+            for way, row in (("sent_bytes", SENT), ("received_bytes", RECEIVED))
+        }
+        for peer, traffic in ((CALLED, moved.called), (NOT_CALLED, moved.trains_closed))
+    }
 
 
 def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigures:
@@ -337,7 +298,6 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
         parameters=layout.size,
         state_bytes=state_bytes(grid, level),
         holds=_holds(layout),
-        codec=config.contributions.codec,
         file_bytes=files,
         moved_bytes={name: others * count for name, count in files.items()},
     )
@@ -361,10 +321,10 @@ def _codec(
     )
 
 
-def _requests(level: LevelFigures, copies: int) -> int:
+def _requests(level: LevelFigures, copies: int, peers: int) -> int:
     """Return what a trainer asks of others in a round of a module: it tells its row to each, and
     fetches their files; the one that proposes tells the step to all."""
-    others = max(level.trainers, copies) - 1
+    others = max(level.trainers, min(copies, peers)) - 1
     return 2 * others + -(-others // max(1, level.trainers))
 
 
@@ -389,10 +349,13 @@ def _holds(layout: ModuleLayout) -> str:
     return ", ".join(parts)
 
 
-def _shard_bytes(config: RunConfig, grid: Grid, corpus_tokens: int | None) -> int | None:
+def _shard_bytes(
+    config: RunConfig, grid: Grid, corpus_tokens: int | None, *, chats: bool
+) -> int | None:
     if corpus_tokens is None:
         return None
-    size = token_dtype(config.model.vocabulary_size).itemsize
+    # A token of a chat says, too, whether it is learned.
+    size = token_dtype(config.model.vocabulary_size, marked=chats).itemsize
     return corpus_tokens * config.router.train_paths * size // grid.path_count
 
 

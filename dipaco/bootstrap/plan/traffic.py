@@ -1,15 +1,17 @@
-"""What a peer sends and receives in a round, by its role: the traffic that `plan` shows.
+"""What a peer sends and receives in a round: the traffic that `plan` shows.
 
 It is counted for a calm swarm, in which nobody comes, goes or moves, with at least one peer for
-each path. What a volunteer and a bootstrap node move is theirs alone; keeping a copy and being the
-first mailbox come on top, for the peers that do it. docs/configuration.md has each term in a line.
+each path. A peer that can be called also keeps copies and leads modules, now and then; what that
+takes is counted by the copy and by the turn, and on average. docs/configuration.md has each term in
+a line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+import numpy as np
 
 from dipaco.protocol.chain import MAX_ROWS
 from dipaco.protocol.config import RoundsConfig
@@ -33,9 +35,12 @@ from dipaco.protocol.wire_sizes import (
 ASKS_OF_CLOSED = 1.5
 # An answer has the rows of so many rounds, beside the last step.
 ROUNDS_IN_ANSWER, ROWS_IN_ANSWER = 3, 128
-VOLUNTEER, CLOSED_VOLUNTEER = "volunteer", "unreachable volunteer"
-KEEPER, MAILBOX = "keeper, a copy", "mailbox, a turn"
-BOOTSTRAP_NODE = "bootstrap node"
+SENT, RECEIVED = 0, 1
+# Contributions; rows and steps told, asked for and answered, and requests for files; the DHT.
+FILES, MESSAGES, DHT = 0, 1, 2
+
+Traffic = np.ndarray
+"""Bytes of a round, float64 [2, 3]: sent and received, of files, messages and the DHT."""
 
 
 @dataclass(frozen=True)
@@ -61,59 +66,28 @@ class LevelLoad:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """Bytes of a round in one direction."""
+class SwarmTraffic:
+    """What moves in a round of a swarm, by what a peer does."""
 
-    files: float = 0.0
-    """Contributions."""
-    messages: float = 0.0
-    """Rows and steps told, asked for and answered, and requests for files."""
-    dht: float = 0.0
+    trains: Traffic
+    """A peer that trains and can be called."""
+    trains_closed: Traffic
+    """A peer that trains and cannot be called."""
+    keeps: Traffic
+    """Besides: one copy of a module that is not trained here."""
+    leads: Traffic
+    """Besides: a turn as the first mailbox of a module."""
+    serves: Traffic
+    """A bootstrap node."""
+    copies: float
+    """That a peer which can be called keeps, on average."""
+    turns: float
+    """That it has in a round, on average."""
 
     @property
-    def total(self) -> float:
-        """All of it."""
-        return self.files + self.messages + self.dht
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.files + other.files, self.messages + other.messages, self.dht + other.dht)
-
-    def __mul__(self, factor: float) -> Moved:
-        return Moved(factor * self.files, factor * self.messages, factor * self.dht)
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of a round in both directions."""
-
-    sent: Moved = Moved()
-    received: Moved = Moved()
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.sent + other.sent, self.received + other.received)
-
-    def __mul__(self, factor: float) -> Traffic:
-        return Traffic(self.sent * factor, self.received * factor)
-
-
-@dataclass(frozen=True)
-class RoleTraffic:
-    """What a peer moves in a round because it has a role."""
-
-    role: str
-    traffic: Traffic
-    times: float | None = None
-    """How often a peer that can be called has a role that comes on top of another, on average:
-    copies that it keeps, turns as the first mailbox in a round."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values, in whole bytes."""
-        ways = {"sent_bytes": self.traffic.sent, "received_bytes": self.traffic.received}
-        shown = {way: {n: round(b) for n, b in asdict(of).items()} for way, of in ways.items()}
-        for way, of in ways.items():
-            shown[way]["total"] = round(of.total)
-        times = None if self.times is None else round(self.times, 2)
-        return {"role": self.role, "times": times, **shown}
+    def called(self) -> Traffic:
+        """Of a peer that trains and can be called, with the copies and turns that it has."""
+        return self.trains + self.keeps * self.copies + self.leads * self.turns
 
 
 @dataclass(frozen=True)
@@ -155,41 +129,50 @@ class _Group:
         return ROW_BYTES * rows + self.step_bytes
 
 
-def role_traffic(
+def swarm_traffic(
     levels: Sequence[LevelLoad], path_count: int, rounds: RoundsConfig, crowd: Crowd
-) -> tuple[RoleTraffic, ...]:
-    """Return what each role moves: volunteers, those that cannot be called, keepers of a copy, the
-    first mailbox of a module, and bootstrap nodes."""
+) -> SwarmTraffic:
+    """Return what the peers of a swarm move."""
     groups = [_group(level, rounds, crowd) for level in levels]
-    modules = [float(group.load.modules) for group in groups]
-    copies = [group.load.modules * group.kept for group in groups]
+    modules = np.array([group.load.modules for group in groups], dtype=np.float64)
+    copies = modules * [group.kept for group in groups]
     # Where no copies are needed, what a copy of any module would cost.
-    kept = copies if sum(copies) else modules
+    kept = copies if copies.sum() else modules
     dht = _Dht(path_count, rounds, crowd)
-    train = _sum([dht.hold(group, is_trained=True) for group in groups]) + dht.train()
-    keep = _mean([_keep(group) + dht.hold(group, is_trained=False) for group in groups], kept)
-    node = dht.look_and_say()
-    able = _able(crowd)
-    serve = _served(train * crowd.peers + node * crowd.bootstrap_nodes + keep * sum(copies), able)
-    called = _sum([_train(group) for group in groups]) + train + serve
-    closed = _sum([_train_closed(group) for group in groups]) + train
-    turn = _mean([_lead(group) for group in groups], modules)
-    return (
-        RoleTraffic(VOLUNTEER, called),
-        RoleTraffic(CLOSED_VOLUNTEER, closed),
-        RoleTraffic(KEEPER, keep, sum(copies) / able),
-        RoleTraffic(MAILBOX, turn, sum(modules) / able),
-        RoleTraffic(BOOTSTRAP_NODE, node + serve),
+    trains = sum(dht.hold(group, is_trained=True) for group in groups) + dht.train()
+    holds = [_keep(group) + dht.hold(group, is_trained=False) for group in groups]
+    keeps = np.average(holds, axis=0, weights=kept)
+    node, able = dht.look_and_say(), _able(crowd)
+    whole = trains * crowd.peers + node * crowd.bootstrap_nodes + keeps * copies.sum()
+    answers = np.zeros((2, 3))
+    # Those who can be called answer what is read in the DHT, and take what is stored, equally.
+    answers[:, DHT] = whole[::-1, DHT] / able
+    return SwarmTraffic(
+        trains=sum(_train(group) for group in groups) + trains + answers,
+        trains_closed=sum(_train_closed(group) for group in groups) + trains,
+        keeps=keeps,
+        leads=np.average([_lead(group) for group in groups], axis=0, weights=modules),
+        serves=node + answers,
+        copies=float(copies.sum() / able),
+        turns=float(modules.sum() / able),
     )
 
 
-def _sum(parts: Sequence[Traffic]) -> Traffic:
-    return sum(parts, Traffic())
-
-
-def _mean(parts: Sequence[Traffic], weights: Sequence[float]) -> Traffic:
-    whole = sum(weights)
-    return _sum([part * (weight / whole) for part, weight in zip(parts, weights, strict=True)])
+def _moved(
+    sent_files: float = 0.0,
+    sent_messages: float = 0.0,
+    received_files: float = 0.0,
+    received_messages: float = 0.0,
+    *,
+    stored: float = 0.0,
+    read: float = 0.0,
+) -> Traffic:
+    return np.array(
+        [
+            [sent_files, sent_messages, stored],
+            [received_files, received_messages, read],
+        ]
+    )
 
 
 def _able(crowd: Crowd) -> float:
@@ -220,40 +203,30 @@ def _group(load: LevelLoad, rounds: RoundsConfig, crowd: Crowd) -> _Group:
 def _train(group: _Group) -> Traffic:
     """All others are told the own row and fetch the own file, and it is the same with theirs."""
     others, fetched, told = group.followers - 1, group.trainers - 1, CALL_BYTES + ROW_BYTES
-    return Traffic(
-        Moved(
-            files=others * group.file_bytes,
-            messages=max(0.0, group.listeners - 1) * told + fetched * CALL_BYTES,
-        ),
-        Moved(
-            files=fetched * group.file_bytes,
-            messages=fetched * told + group.step_bytes + others * CALL_BYTES,
-        ),
+    return _moved(
+        others * group.file_bytes,
+        max(0.0, group.listeners - 1) * told + fetched * CALL_BYTES,
+        fetched * group.file_bytes,
+        fetched * told + group.step_bytes + others * CALL_BYTES,
     )
 
 
 def _train_closed(group: _Group) -> Traffic:
     """The own file is given to the mailboxes, which are asked for rows and steps."""
     fetched, told = group.trainers - 1, CALL_BYTES + ROW_BYTES
-    return Traffic(
-        Moved(
-            files=group.mailboxes * group.file_bytes,
-            messages=group.listeners * told + (fetched + ASKS_OF_CLOSED) * CALL_BYTES,
-        ),
-        Moved(
-            files=fetched * group.file_bytes,
-            messages=ASKS_OF_CLOSED * group.answer_bytes,
-        ),
+    return _moved(
+        group.mailboxes * group.file_bytes,
+        group.listeners * told + (fetched + ASKS_OF_CLOSED) * CALL_BYTES,
+        fetched * group.file_bytes,
+        ASKS_OF_CLOSED * group.answer_bytes,
     )
 
 
 def _keep(group: _Group) -> Traffic:
     """All files are fetched, and all rows and the step are told."""
     files, told = group.trainers, CALL_BYTES + ROW_BYTES
-    return Traffic(
-        Moved(messages=files * CALL_BYTES),
-        Moved(files=files * group.file_bytes, messages=files * told + group.step_bytes),
-    )
+    received = files * told + group.step_bytes
+    return _moved(0.0, files * CALL_BYTES, files * group.file_bytes, received)
 
 
 def _lead(group: _Group) -> Traffic:
@@ -263,18 +236,8 @@ def _lead(group: _Group) -> Traffic:
     others = group.trainers - 1 + group.kept_for_closed
     files = group.closed * max(0.0, others - group.mailboxes)
     asked = ASKS_OF_CLOSED * group.closed
-    return Traffic(
-        Moved(
-            files=files * group.file_bytes,
-            messages=max(0.0, group.listeners - 1) * group.step_bytes + asked * group.answer_bytes,
-        ),
-        Moved(messages=(files + asked) * CALL_BYTES),
-    )
-
-
-def _served(whole: Traffic, able: float) -> Traffic:
-    """Return what of the DHT falls to a node: it answers what is read, and takes what is stored."""
-    return Traffic(Moved(dht=whole.received.dht / able), Moved(dht=whole.sent.dht / able))
+    told = max(0.0, group.listeners - 1) * group.step_bytes + asked * group.answer_bytes
+    return _moved(files * group.file_bytes, told, 0.0, (files + asked) * CALL_BYTES)
 
 
 class _Dht:
@@ -315,9 +278,7 @@ class _Dht:
         return self._read(size * group.followers) * reads + self._write(size) * writes
 
     def _read(self, key_bytes: float) -> Traffic:
-        return Traffic(received=Moved(dht=self._nodes * VISIT_BYTES + self._storing * key_bytes))
+        return _moved(read=self._nodes * VISIT_BYTES + self._storing * key_bytes)
 
     def _write(self, record_bytes: float) -> Traffic:
-        return Traffic(
-            Moved(dht=self._storing * record_bytes), Moved(dht=self._nodes * VISIT_BYTES)
-        )
+        return _moved(stored=self._storing * record_bytes, read=self._nodes * VISIT_BYTES)

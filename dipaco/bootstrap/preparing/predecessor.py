@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import (
     ConfigurationError,
     IntegrityError,
@@ -23,7 +24,6 @@ from dipaco.base.files import atomic_write, link_or_copy, storage_errors
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, read_state, read_state_summary
-from dipaco.modules.store import StateStore
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.manifest import (
     SignedManifest,
@@ -35,18 +35,21 @@ from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
 
 from .pretrain import parameters_bytes
-from .stages import read_marker
+
+WORK_FOLDER = "work"
 
 
 @dataclass
 class Predecessor:
     """An opened predecessor. With `allow_genesis` a module without a state stays at its genesis."""
 
+    path: Path
+    """Its run folder, as it was given."""
     folder: RunFolder
+    """The run folder that states and blobs are read from: the same, or one like it with the newest
+    states of a live swarm (`with_states_of`)."""
     manifest: SignedManifest
     allow_genesis: bool = False
-    fetched: StateStore | None = None
-    """The states taken from a live swarm, which stay as they were while the folder goes on."""
 
     @property
     def plan(self) -> RunPlan:
@@ -54,60 +57,69 @@ class Predecessor:
         return self.manifest.plan
 
     @property
-    def path(self) -> Path:
-        """Its run folder."""
-        return self.folder.path
+    def work(self) -> Path:
+        """What its preparation has left, if it was prepared there."""
+        return self.path / WORK_FOLDER
 
     @cached_property
     def grid(self) -> Grid:
         """The old grid."""
         return self.folder.grid(self.plan)
 
-    @property
-    def _states(self) -> StateStore:
-        return self.fetched or self.folder.states
-
-    def take_states_of(
+    def with_states_of(
         self, initial_peers: tuple[str, ...], folder: Path, say: Callable[[str], None]
-    ) -> None:
-        """Fetch the newest state of every module of the live swarm into `folder`, once.
+    ) -> Predecessor:
+        """Return this with the newest state of every module of the live swarm, which is fetched
+        once: `folder/RUN` becomes a run folder like this one, and stays as it is while this one
+        goes on.
 
-        `folder/RUN` becomes a run folder like this one, with these states.
-
-        A module that nobody serves is copied from the run's own folder. Raises the error of the
-        step of joining that failed.
+        A module that nobody serves is copied from here. Raises the error of the step of joining
+        that failed.
         """
         fetched = RunFolder(folder / self.plan.run_id)
-        atomic_write(fetched.manifest_path, self.manifest.envelope)
-        for sha256 in self.folder.blob_names(self.plan):
-            if self.folder.blobs.has(sha256):
-                link_or_copy(self.folder.blobs.path(sha256), fetched.blobs.path(sha256))
         marker = folder / "states-taken"
         if marker.is_file() and marker.read_text().startswith(self.plan.run_id):
             say(f"states: fetched earlier from the swarm; to fetch newer ones, remove {marker}")
         else:
-            # The network is loaded only here.
-            from dipaco.peer.reader import SwarmReader
+            atomic_write(fetched.manifest_path, self.manifest.envelope)
+            for sha256 in self._blobs_here():
+                self.copy_blob(sha256, fetched.blobs)
+            self._fetch_states(initial_peers, folder, fetched, say)
+            atomic_write(marker, self.plan.run_id.encode())
+        return replace(self, folder=fetched)
 
-            run, modules, taken = self.plan.run_id, self.grid.modules(), 0
-            with SwarmReader(
-                initial_peers, run=run, cache_folder=folder, keep_states=True
-            ) as reader:
-                for module in modules:
-                    try:
-                        state = reader.winning_state(module)
-                    except NetworkError as error:
-                        say(f"states: {error}")
-                        state = None
-                    if state is not None:
-                        taken += 1
-                        continue
-                    own = self.folder.states.load_latest(module, layout_of(self.grid, module))
-                    if own is not None:
-                        fetched.states.save(own)
-            say(f"states: {taken} of {len(modules)} modules were fetched from the swarm")
-            atomic_write(marker, run.encode())
-        self.fetched = fetched.states
+    def _blobs_here(self) -> list[str]:
+        plan, blobs = self.plan, self.folder.blobs
+        names = [value for value in plan.blobs.model_dump().values() if value is not None]
+        if blobs.has(plan.blobs.shards):
+            names = list(self.folder.blob_names(plan))
+        return [sha256 for sha256 in names if blobs.has(sha256)]
+
+    def _fetch_states(
+        self,
+        initial_peers: tuple[str, ...],
+        folder: Path,
+        fetched: RunFolder,
+        say: Callable[[str], None],
+    ) -> None:
+        # The network is loaded only here.
+        from dipaco.peer.reader import SwarmReader
+
+        run, modules, taken = self.plan.run_id, self.grid.modules(), 0
+        with SwarmReader(initial_peers, run=run, cache_folder=folder, keep_states=True) as reader:
+            for module in modules:
+                try:
+                    state = reader.winning_state(module)
+                except NetworkError as error:
+                    say(f"states: {error}")
+                    state = None
+                if state is not None:
+                    taken += 1
+                    continue
+                own = self.folder.states.load_latest(module, layout_of(self.grid, module))
+                if own is not None:
+                    fetched.states.save(own)
+        say(f"states: {taken} of {len(modules)} modules were fetched from the swarm")
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -117,7 +129,7 @@ class Predecessor:
         """
         found, missing = {}, []
         for module in self.grid.modules():
-            state = self._states.load_latest(module, layout_of(self.grid, module))
+            state = self.folder.states.load_latest(module, layout_of(self.grid, module))
             if state is None and self.allow_genesis:
                 state = self.folder.genesis_state(self.plan, module)
             if state is None:
@@ -137,7 +149,7 @@ class Predecessor:
     def load(self, module: str) -> ModuleState:
         """Return the chosen state of a module. Raises IntegrityError if it has vanished since."""
         digest = self.digests[module]
-        file = self._states.find(digest)
+        file = self.folder.states.find(digest)
         if file is not None:
             return read_state(file, layout_of(self.grid, module), digest, module=module)
         state = self.folder.genesis_state(self.plan, module)
@@ -153,32 +165,23 @@ class Predecessor:
         """Whether the old run has one path, which is trained whole: an ordinary dense model."""
         return self.grid.path_count == 1 and self.plan.model.adapters is None
 
-    def base_bytes(self) -> bytes:
-        """Return the base model of the successor: the trained model of a dense run, which is a
-        better reader of prefixes than what it began with; otherwise the old run's base."""
-        if self.is_dense:
-            return parameters_bytes(path_parameters(self.grid, 0, self.load))
-        return self.folder.blobs.read(self.plan.blobs.base)
+    def trained_model_bytes(self) -> bytes:
+        """Return the trained model of a dense run, as a base model's file."""
+        return parameters_bytes(path_parameters(self.grid, 0, self.load))
+
+    def copy_blob(self, sha256: str, blobs: BlobStore) -> str:
+        """Put a blob of the old run into another store; return its name. Raises IntegrityError."""
+        link_or_copy(self.folder.blobs.require(sha256), blobs.path(sha256))
+        return sha256
 
     def path_steps(self) -> int:
         """Return the most inner steps that any path has behind it, `first_step` included."""
         per_step = self.plan.inner.batch_sequences * self.plan.model.sequence_length
-        files = (self._states.find(digest) for digest in self.digests.values())
+        files = (self.folder.states.find(digest) for digest in self.digests.values())
         # States still at their genesis count nothing.
         summaries = [read_state_summary(file) for file in files if file is not None]
         counted = [p.tokens // per_step for s in summaries for p in s.progress.values()]
         return self.plan.inner.first_step + max(counted, default=0)
-
-    def tokens_folder(self, inputs: str) -> Path | None:
-        """Return where the corpus lies as tokens, if the old run was prepared here from the same
-        corpus. Such a folder is read and never written."""
-        marker = read_marker(self.path / "work" / "tokens.json")
-        if marker is None or marker.get("inputs") != inputs:
-            return None
-        outputs = marker.get("outputs")
-        folder = self.path / "work" / str((outputs or {}).get("folder") or "tokens")
-        parts = [folder / part / "progress.json" for part in ("train", "validation")]
-        return folder.absolute() if all(part.is_file() for part in parts) else None
 
 
 def open_predecessor(folder: Path, *, allow_genesis: bool = False) -> Predecessor:
@@ -193,7 +196,7 @@ def open_predecessor(folder: Path, *, allow_genesis: bool = False) -> Predecesso
             f"of dipaco-bootstrap prepare or of dipaco-simulate, or a peer's folder of the run"
         )
     manifest = verify_manifest(run.manifest_path.read_bytes(), older=True)
-    return Predecessor(run, manifest, allow_genesis)
+    return Predecessor(folder, run, manifest, allow_genesis)
 
 
 def operator_key_file(predecessor: Predecessor, given: Path | None, out: Path) -> Path:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.bootstrap.invite import is_open, keep_revocations, note_admission
-from dipaco.bootstrap.run_config import RunConfig
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.protocol.plan import BaseSource, RunBlobs, RunPlan
 from dipaco.routing.run_folder import RunFolder
 
-from .predecessor import Predecessor, check_start, operator_key_file
-from .prepare_options import PrepareOptions
-from .stages import differing_keys
+from .predecessor import check_start, operator_key_file
+from .stages import Job
 
 
 class Signing:
@@ -26,15 +25,12 @@ class Signing:
     Raises as `operator_key_file` does.
     """
 
-    def __init__(
-        self, config: RunConfig, out: Path, predecessor: Predecessor | None, options: PrepareOptions
-    ) -> None:
-        self._config, self._out, self._predecessor = config, out, predecessor
-        self._options = options
-        self._operator_key = options.operator_key or out / "operator.pem"
-        if predecessor is not None:
-            self._operator_key = operator_key_file(predecessor, options.operator_key, out)
-        self._folder = RunFolder(out)
+    def __init__(self, job: Job) -> None:
+        self._job, self._out, self._before = job, job.out, job.before
+        self._operator_key = job.operator_key or job.out / "operator.pem"
+        if job.before is not None:
+            self._operator_key = operator_key_file(job.before, job.operator_key, job.out)
+        self._folder = RunFolder(job.out)
 
     @cached_property
     def signed(self) -> RunPlan | None:
@@ -43,10 +39,10 @@ class Signing:
 
     def plan(self, blobs: RunBlobs, base_source: BaseSource | None) -> RunPlan:
         """Return the plan of a run with these blobs, whose frozen base comes from there."""
-        return self._config.plan(
+        return self._job.config.plan(
             blobs,
-            round(time.time() + (self._options.start_in_s or 0.0), 3),
-            self._predecessor.plan.run_id if self._predecessor else None,
+            round(time.time() + (self._job.start_in_s or 0.0), 3),
+            self._before.plan.run_id if self._before else None,
             base_source,
         ).model_copy(update={"invitations_of": self._invitations_of})
 
@@ -61,8 +57,8 @@ class Signing:
             plan.model_copy(update=ignored).model_dump(mode="json"),
         )
         changed += ["admission"] * (is_open(self.signed) != self._is_open)
-        changed += ["start_s (--start-in-s)"] * (self._options.start_in_s is not None)
-        if changed and not self._options.replace:
+        changed += ["start_s (--start-in-s)"] * (self._job.start_in_s is not None)
+        if changed and not self._job.replace:
             raise ConfigurationError(
                 f"{self._out} holds the signed run '{self.signed.name}' ({self.signed.run_id}), "
                 f"which peers may be training; '{plan.name}' would be another one "
@@ -74,32 +70,45 @@ class Signing:
     def sign(self, plan: RunPlan) -> tuple[RunPlan, bool]:
         """Sign a plan, unless the same one is signed already. Returns the plan, and whether it is
         new."""
-        if self._predecessor:
-            check_start(plan, self._predecessor.plan)
+        if self._before:
+            check_start(plan, self._before.plan)
         if self.is_signed(plan):
             assert self.signed is not None
             return self.signed, False
         key = load_or_create_operator_key(self._operator_key)
         if self._is_open:
             plan = opened(plan, key)
+        if self._before and not self._is_open:
+            keep_revocations(self._before.path, self._out)
+        note_admission(self._out, plan, key, self._job.display.say)
+        # Last: with it everything is there.
         atomic_write(self._folder.manifest_path, sign_manifest(plan, key))
-        if self._predecessor and not self._is_open:
-            keep_revocations(self._predecessor.folder.path, self._out)
-        note_admission(self._out, plan, key, self._options.display.say)
         return plan, True
 
     @property
     def _is_open(self) -> bool:
         """Whether everybody is in: as is asked for, or as before."""
-        before = self.signed or (self._predecessor.plan if self._predecessor else None)
-        if self._options.admission is not None or before is None:
-            return self._options.admission != "invitation"
+        before = self.signed or (self._before.plan if self._before else None)
+        if self._job.admission is not None or before is None:
+            return self._job.admission != "invitation"
         return is_open(before)
 
     @property
     def _invitations_of(self) -> str | None:
         """The run whose invitations count here too: its peers stay in, in the successor."""
-        before = self._predecessor.plan if self._predecessor else None
+        before = self._before.plan if self._before else None
         if before is None or self._is_open or is_open(before):
             return None
         return before.admission_scope
+
+
+def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> list[str]:
+    """Return the keys of nested settings whose values differ, as `outer.momentum`."""
+    found = []
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += differing_keys(before, after, f"{table}{key}.")
+        elif before != after:
+            found.append(f"{table}{key}")
+    return found

@@ -1,116 +1,172 @@
-"""Stages of preparation that are skipped when they are already done for the same inputs."""
+"""What the stages of a preparation have in common: when one is done, and what it leaves."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+import torch
 from pydantic import BaseModel
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.files import atomic_write, canonical_json
-from dipaco.routing.documents.corpus import CorpusConfig, Part, corpus_files
+from dipaco.base.files import atomic_write, canonical_json, storage_errors
+from dipaco.bootstrap.prepare_output import Display
+from dipaco.bootstrap.run_config import RunConfig
+from dipaco.protocol.grid import Grid
+from dipaco.routing.run_folder import RunFolder
+
+from .predecessor import WORK_FOLDER, Predecessor
+from .workers import Workers
 
 # Raise it when a stage would give other results for the same inputs.
-_STAGES_VERSION = 3
+_STAGES_VERSION = 4
+_MADE = "made.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is prepared, and how: a run, a run that continues another one (`before`), or one that is
+    the run before with paths more, if its grid has more added paths."""
+
+    config: RunConfig
+    out: Path
+    device: torch.device
+    display: Display
+    before: Predecessor | None = None
+    workers: Workers = field(default_factory=Workers)
+    """The processes that tokenise, route and score."""
+    operator_key: Path | None = None
+    """The file of the operator's key. By default it is `operator.pem` in the run folder, which is
+    made if it is missing, or in the folder of the run before."""
+    start_in_s: float | None = None
+    """Round 0 begins so many seconds from now; by default at once."""
+    admission: Literal["open", "invitation"] | None = None
+    """Whether everybody may join, or peers with an invitation. By default a successor has what the
+    run before it has, and a new run is open."""
+    replace: bool = False
+    """Whether another run that the run folder holds is given up."""
+
+    @property
+    def work(self) -> Path:
+        """Where the stages leave what is not part of the run."""
+        return self.out / WORK_FOLDER
+
+    @property
+    def blobs(self) -> BlobStore:
+        return RunFolder(self.out).blobs
+
+    @property
+    def grid(self) -> Grid:
+        config = self.config
+        return Grid(config.model, config.grid, config.rounds.level_offsets)
+
+    @property
+    def grown(self) -> Predecessor | None:
+        """The run that paths are added to; None of any other run."""
+        before = self.before
+        is_grown = before and self.config.grid.added_paths > before.plan.grid.added_paths
+        return before if is_grown else None
+
+
+class Stage(ABC):
+    """One stage of a preparation.
+
+    What it makes lies in a folder named by the hash of its inputs, so nothing that was half made
+    of other inputs is ever taken for its own; a file that is written there last says that it is
+    done. Blobs that it names must still be there. A stage that is asked for its outputs is done
+    first, and so are those that it depends on.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, job: Job, part: str = "") -> None:
+        """`part` tells stages of one name apart."""
+        self.job = job
+        self.part = part
+
+    @abstractmethod
+    def inputs(self) -> Sequence[Any]:
+        """Return all that it depends on: plain values and configurations."""
+
+    @abstractmethod
+    def make(self) -> dict[str, Any]:
+        """Do it, and return the outputs, plain values. May be called after a kill at any instant.
+        What `sha256` in the name of an output says is a blob."""
+
+    def is_whole(self, outputs: dict[str, Any]) -> bool:
+        """Tell whether what it has left is still there."""
+        blobs = [value for name, value in outputs.items() if name.endswith("sha256")]
+        return all(self.job.blobs.has(sha256) for sha256 in blobs)
+
+    def tidy(self) -> None:  # noqa: B027 - most have nothing
+        """Remove what is no longer needed once it is done."""
+
+    @cached_property
+    def hash(self) -> str:
+        """The SHA-256 of the inputs."""
+        return inputs_hash(self.name, *self.inputs())
+
+    @property
+    def folder(self) -> Path:
+        return self.job.work / f"{self.name}{self.part}" / self.hash[:16]
+
+    @cached_property
+    def outputs(self) -> dict[str, Any]:
+        """What it has made."""
+        outputs = read_made(self.folder)
+        if outputs is None or not self.is_whole(outputs):
+            with storage_errors(self.folder):
+                if self.folder.is_symlink():  # to what is not there any more
+                    self.folder.unlink()
+                self.folder.mkdir(parents=True, exist_ok=True)
+            outputs = self.make()
+            if not self.folder.is_symlink():
+                atomic_write(self.folder / _MADE, json.dumps(outputs, indent=1).encode())
+        self.tidy()
+        remove_others(self.folder)
+        return outputs
+
+    @property
+    def sha256(self) -> str:
+        """The blob that it has made, if it makes one."""
+        return str(self.outputs["sha256"])
+
+    def do(self) -> None:
+        """Do it, unless it is done."""
+        _ = self.outputs
+
+
+def read_made(folder: Path) -> dict[str, Any] | None:
+    """Return the outputs of a stage that is done, also in another run folder; else None."""
+    try:
+        outputs = json.loads((folder / _MADE).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return outputs if isinstance(outputs, dict) else None
+
+
+def remove_others(folder: Path) -> None:
+    """Remove what a stage has made of other inputs."""
+    with storage_errors(folder.parent):
+        for other in folder.parent.iterdir():
+            if other.name == folder.name:
+                continue
+            if other.is_symlink() or not other.is_dir():
+                other.unlink()
+            else:
+                shutil.rmtree(other)
 
 
 def inputs_hash(*inputs: Any) -> str:
-    """Return the SHA-256 of what a stage depends on: plain values and configurations."""
+    """Return the SHA-256 of plain values and configurations."""
     plain = [
         value.model_dump(mode="json") if isinstance(value, BaseModel) else value for value in inputs
     ]
     return hashlib.sha256(canonical_json([_STAGES_VERSION, plain])).hexdigest()
-
-
-def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> list[str]:
-    """Return the keys of nested settings whose values differ, as `outer.momentum`."""
-    found = []
-    for key in {**old, **new}:
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, dict) and isinstance(after, dict):
-            found += differing_keys(before, after, f"{table}{key}.")
-        elif before != after:
-            found.append(f"{table}{key}")
-    return found
-
-
-def corpus_fingerprint(config: CorpusConfig) -> str:
-    """Return a hash that changes when the documents may have changed.
-
-    Of files it is name, size and time of change: reading a large corpus only to hash it would take
-    as long as the work that is to be saved. Raises CorpusError if a file is missing.
-    """
-    files: list[list[Any]] = []
-    names: list[tuple[str, Path]]
-    if config.hub:
-        # A name of the Hub is no folder here, and gives none.
-        names = [("hub", path) for path in sorted(Path(config.hub).rglob("*")) if path.is_file()]
-    else:
-        parts: tuple[Part, Part] = ("train", "validation")
-        names = [(part, path) for part in parts for path in corpus_files(config, part)]
-    for part, path in names:
-        found = path.stat()
-        files.append([part, path.name, found.st_size, found.st_mtime_ns])
-    return inputs_hash(config.model_dump(mode="json", exclude={"train", "validation"}), files)
-
-
-class StageMarkers:
-    """Remembers for each stage the hash of its inputs and the blobs that it made."""
-
-    def __init__(self, folder: Path, blobs: BlobStore) -> None:
-        self._folder = folder
-        self._blobs = blobs
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def stage(
-        self,
-        name: str,
-        inputs: str,
-        make: Callable[[], dict[str, Any]],
-        is_whole: Callable[[dict[str, Any]], bool] = lambda outputs: True,
-    ) -> dict[str, Any]:
-        """Return the outputs of a stage, which are made and noted if they are not there."""
-        found = self.done(name, inputs)
-        if found is not None and is_whole(found):
-            return found
-        outputs = make()
-        self.mark(name, inputs, outputs)
-        return outputs
-
-    def done(self, stage: str, inputs: str) -> dict[str, Any] | None:
-        """Return the outputs of a stage that is done for these inputs, else None.
-
-        Outputs whose name ends in `sha256` are blobs, and must still be in the store.
-        """
-        marker = read_marker(self._path(stage))
-        if marker is None:
-            return None
-        try:
-            if marker["inputs"] != inputs:
-                return None
-            outputs: dict[str, Any] = marker["outputs"]
-            blobs = [value for name, value in outputs.items() if name.endswith("sha256")]
-        except (KeyError, TypeError, AttributeError):
-            return None
-        return outputs if all(self._blobs.has(sha256) for sha256 in blobs) else None
-
-    def mark(self, stage: str, inputs: str, outputs: dict[str, Any]) -> None:
-        """Note that a stage is done."""
-        marker = {"inputs": inputs, "outputs": outputs}
-        atomic_write(self._path(stage), json.dumps(marker, indent=2).encode())
-
-    def _path(self, stage: str) -> Path:
-        return self._folder / f"{stage}.json"
-
-
-def read_marker(file: Path) -> dict[str, Any] | None:
-    """Return a stage's marker, also of another run folder; None when it cannot be read."""
-    try:
-        marker = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return marker if isinstance(marker, dict) else None

@@ -7,6 +7,7 @@ wherever the pieces were done.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from typing import TypeVar
@@ -25,24 +26,34 @@ from dipaco.base.errors import ConfigurationError, NetworkError, StorageError
 
 PieceT = TypeVar("PieceT")
 DoneT = TypeVar("DoneT")
-# Pieces of this many rounds of all workers are read ahead of what is written.
-_ROUNDS_AHEAD = 2
+# Pieces of a few MB that are read ahead of what is being done, at most: one for each worker.
+_MORE_AHEAD = 32
 _DASK_TIMEOUT_S = 30.0
 
 
 class Workers:
-    """Does pieces through an executor, or without one here; `count` are done at a time."""
+    """Does pieces through an executor, or without one here; `count` are done at a time.
 
-    def __init__(self, executor: Executor | None = None, count: int = 1) -> None:
+    `lost` are the errors that say that a worker is gone, and `remedy` is what to do then.
+    """
+
+    def __init__(
+        self,
+        executor: Executor | None = None,
+        count: int = 1,
+        lost: tuple[type[BaseException], ...] = (BrokenProcessPool,),
+        remedy: str = "give the same command with fewer --workers",
+    ) -> None:
         self._executor = executor
-        self._ahead = _ROUNDS_AHEAD * count
+        self._ahead = count + min(count, _MORE_AHEAD)
+        self._lost, self._remedy = lost, remedy
 
     def map(
         self, function: Callable[[PieceT], DoneT], pieces: Iterable[PieceT], /
     ) -> Iterator[DoneT]:
         """Yield what `function` makes of the pieces, in their order; few are read ahead.
 
-        Raises what `function` raises, StorageError when a worker process has died.
+        Raises what `function` raises, StorageError when a worker is gone.
         """
         if self._executor is None:
             yield from map(function, pieces)
@@ -55,10 +66,11 @@ class Workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
-        except BrokenProcessPool:
+        except self._lost as error:
+            reason = f" ({type(error).__name__})" if str(error) else ""
             raise StorageError(
-                "a worker process has died, most likely for lack of memory; to continue from here, "
-                "give the same command with fewer --workers"
+                f"a worker has died{reason}, most likely for lack of memory; to continue from "
+                f"here, {self._remedy}"
             ) from None
         finally:
             for future in waiting:
@@ -106,6 +118,8 @@ def _begin(threads: int, parent: int) -> None:
 def _dask_workers(address: str) -> Iterator[Workers]:
     try:
         from dask.distributed import Client
+        from distributed import KilledWorker
+        from distributed.comm.core import CommClosedError
     except ImportError:
         raise ConfigurationError("--dask needs Dask: pip install 'dipaco[dask]'") from None
     try:
@@ -118,6 +132,8 @@ def _dask_workers(address: str) -> Iterator[Workers]:
             raise NetworkError(f"the Dask cluster at {address} has no workers; start some first")
         executor = client.get_executor(pure=False)
         try:
-            yield Workers(executor, threads)
+            lost = (KilledWorker, CommClosedError, CancelledError, asyncio.CancelledError)
+            remedy = "see to the workers of the cluster, and give the same command again"
+            yield Workers(executor, threads, lost, remedy)
         finally:
             executor.shutdown(wait=False)

@@ -13,15 +13,12 @@ from typing import Protocol
 
 from dipaco.base.progress import shown_bytes
 from dipaco.modules.contributions import CODECS
-from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes, split_parameter_count
+from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes
 from dipaco.modules.layout import layout_of, parameter_counts, parameter_shapes
 from dipaco.modules.memory import (
     ADAMW_BYTES,
     FP32_BYTES,
-    USABLE_SHARE,
-    between_blocks_bytes,
     head_bytes,
-    least_pass_bytes,
     pass_bytes,
 )
 from dipaco.modules.state import max_state_bytes
@@ -42,8 +39,6 @@ OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
 LOGITS = "logits, at most"
 FROZEN_BASE = "frozen base"
-# GPUs that volunteers have.
-GPU_GIB = (8, 12, 24)
 
 
 class Run(Protocol):
@@ -101,46 +96,6 @@ def device_bytes(
         LOGITS: head_bytes(run.model, 1, LOGITS_AT_ONCE_ON_GPU),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
-
-
-def greatest_bases(run: Run) -> dict[str, dict[int, int]]:
-    """Return, by format and GiB of a GPU, the parameters of the largest base like this one whose
-    adapters train there: a sequence at a time, with blocks computed twice.
-
-    Width, feed-forward and blocks grow alike; rank, vocabulary and text length stay.
-    """
-    model, adapters = run.model, parameter_counts(grid_of(run))["path"]
-    in_blocks, outside = split_parameter_count(model)
-    each = 2 * FP32_BYTES + ADAMW_BYTES["adamw"]
-    logits, between = head_bytes(model, 1, LOGITS_AT_ONCE_ON_GPU), between_blocks_bytes(model)
-    within = least_pass_bytes(model) - between
-
-    def needed(base_format: str, scale: float) -> float:
-        larger = frozen_bytes(model, base_format) - frozen_bytes(model, "bf16")
-        blocks = (2 * in_blocks + larger) * scale**3
-        wide = (between + each * adapters) * scale**2
-        return logits + blocks + wide + (2 * outside + within) * scale
-
-    def greatest(base_format: str, gib: int) -> int:
-        low, high = 0.0, 100.0
-        for _ in range(40):
-            middle = (low + high) / 2
-            if needed(base_format, middle) <= USABLE_SHARE * gib * 2**30:
-                low = middle
-            else:
-                high = middle
-        return int(in_blocks * low**3 + outside * low)
-
-    return {name: {gib: greatest(name, gib) for gib in GPU_GIB} for name in ("bf16", "nf4")}
-
-
-def greatest_paths(run: Run, path_parameters: int, optimizer: str) -> dict[int, int]:
-    """Return, by GiB of a GPU, the parameters of the largest path like this one, in its
-    proportions, that trains there: a sequence at a time, with blocks computed twice."""
-    kept = device_bytes(run, path_parameters, optimizer)
-    logits, _ = kept.pop(LOGITS), kept.pop(ONE_PASS)
-    each = (sum(kept.values()) + least_pass_bytes(run.model)) / path_parameters
-    return {gib: int((USABLE_SHARE * gib * 2**30 - logits) / each) for gib in GPU_GIB}
 
 
 def moments_bytes(run: Run, path_parameters: int, optimizer: str = "adamw") -> int:

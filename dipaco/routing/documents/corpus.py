@@ -43,13 +43,16 @@ class Document:
     place: str = field(default="", compare=False)
 
     @property
-    def content(self) -> bytes:
-        """What is hashed where a document is chosen by its content."""
+    def identity(self) -> bytes:
+        """A hash by which documents are the same. The white space around a text does not count: it
+        differs between forms of files."""
         if self.tokens is not None:
-            return self.tokens.astype("<u4").tobytes()
-        if self.chat is not None:
-            return chat_content(self.chat)
-        return self.text.encode()
+            content = self.tokens.astype("<u4").tobytes()
+        elif self.chat is not None:
+            content = chat_content(self.chat)
+        else:
+            content = self.text.strip().encode()
+        return hashlib.sha256(content).digest()[:16]
 
     @property
     def size(self) -> int:
@@ -245,8 +248,8 @@ def corpus_documents(
             chats = document.chat is not None
             if config.has_validation:
                 found = iterate_documents(config, "validation", chats=chats)
-                held_out = {_content_hash(document) for document in found}
-        if held_out and _content_hash(document) in held_out:
+                held_out = {document.identity for document in found}
+        if held_out and document.identity in held_out:
             left_out(document)
             continue
         yield (
@@ -263,20 +266,12 @@ def holds_chats(config: CorpusConfig) -> bool:
     return next(iterate_documents(config, "train")).chat is not None
 
 
-def _content_hash(document: Document) -> bytes:
-    """Return a short hash of a document, to which the white space around a text does not count:
-    it differs between forms of files."""
-    content = document.content if document.tokens is not None else document.content.strip()
-    return hashlib.sha256(content).digest()[:16]
-
-
 def is_held_out(document: Document, fraction: float) -> bool:
     """Tell whether a document is for validation when there is no validation source.
 
-    Decided by a hash of its text, so equal texts are never on both sides.
+    Decided by its identity, so equal texts are never on both sides.
     """
-    digest = hashlib.sha256(document.content).digest()
-    return int.from_bytes(digest[:8], "big") < fraction * 2.0**64
+    return int.from_bytes(document.identity[:8], "big") < fraction * 2.0**64
 
 
 @dataclass(frozen=True)

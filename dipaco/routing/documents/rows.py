@@ -29,6 +29,8 @@ READABLE = (
     f"({', '.join(_COMPRESSIONS)})"
 )
 _PARQUET_ROWS = 256
+# Longer than any document; a file of another form would fill the memory otherwise.
+_MAX_CHARACTERS = 2**28
 # Half of a character, as an escape.
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -97,7 +99,7 @@ def _json_rows(name: str, text: io.TextIOWrapper) -> Iterator[Row]:
         except (ValueError, RecursionError) as error:
             if begun:
                 raise CorpusError(f"{name}:{number} is not JSON: {error}") from None
-            line += "".join(rest for _, rest in _lines(name, text))
+            line += _rest(name, text, error)
             row = _whole(name, number, line)
         if _HALF.search(line):
             row = _whole_characters(row)
@@ -109,6 +111,21 @@ def _json_rows(name: str, text: io.TextIOWrapper) -> Iterator[Row]:
             if not isinstance(row, dict):
                 raise CorpusError(f"{name}:{number} is no JSON object: {line.strip()[:60]}")
             yield row
+
+
+def _rest(name: str, text: io.TextIOWrapper, error: Exception) -> str:
+    """Return what is left of a file, which may be one value of many lines. `error` says why its
+    first line is none."""
+    lines, characters = [], 0
+    for _, line in _lines(name, text):
+        lines.append(line)
+        characters += len(line)
+        if characters > _MAX_CHARACTERS:
+            raise CorpusError(
+                f"{name} begins with a line that is not JSON ({error}), and is too long to be one "
+                f"value of many lines; write an object a line"
+            )
+    return "".join(lines)
 
 
 def _whole_characters(value: Any) -> Any:
@@ -136,11 +153,18 @@ def _whole(name: str, number: int, content: str) -> Any:
 
 def _text_rows(name: str, text: io.TextIOWrapper, unit: TextUnit) -> Iterator[Row]:
     kept: list[str] = []
-    for _, line in _lines(name, text):
+    characters = 0
+    for number, line in _lines(name, text):
         kept.append(line)
+        characters += len(line)
+        if characters > _MAX_CHARACTERS:
+            raise CorpusError(
+                f"{name} has a document of over {_MAX_CHARACTERS:,} characters up to line "
+                f"{number:,}; write txt_documents = 'paragraph' or 'line' under [data]"
+            )
         if unit == "line" or (unit == "paragraph" and not line.strip("\n")):
             yield {"text": "".join(kept).strip("\n")}
-            kept = []
+            kept, characters = [], 0
     yield {"text": "".join(kept)}
 
 

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 
 from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases
+from .fitting import fit_classes
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 # The least documents of the sample for a path, unless that is more than half of an equal share: a
@@ -50,26 +50,41 @@ class DiscriminativeRouter(FeatureRouter):
     def from_sample(
         cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
     ) -> DiscriminativeRouter:
-        """Fit to the features of the sample and what the paths make of its documents."""
-        if sample.nll is None:
+        """Fit to the features of the sample and what the paths make of its documents.
+
+        The biases are calibrated (section 7.2.1): the paths get documents in proportion to the
+        labels, but no path less than `least_share` of an equal share, because a path that no
+        document prefers would stay empty and could never be trained to become better.
+
+        `seed` decides only which of several paths with equal scores, as untrained ones have, a
+        document counts for (`preferred_paths`).
+        """
+        features, nll, paths = sample.required_features(), sample.nll, math.prod(levels)
+        if nll is None:
             raise ConfigurationError(
                 "a router of kind 'discriminative' learns from what trained paths make of the "
                 "documents; train a run with kind = 'kmeans' under [router] first, and give it "
                 "with --from RUN"
             )
-        paths = math.prod(levels)
-        if sample.nll.ndim != 2 or sample.nll.shape[1] != paths:
+        if nll.ndim != 2 or len(nll) != len(features) or not np.isfinite(nll).all():
+            raise ValueError(f"scores of shape {nll.shape} do not fit features {features.shape}")
+        if nll.shape[1] != paths:
             raise ConfigurationError(
                 f"the grid {' x '.join(map(str, levels))} has {paths} paths, the scores are of "
-                f"shape {sample.nll.shape}; score every path of this grid"
+                f"shape {nll.shape}; score every path of this grid"
             )
-        return fit_discriminative(
-            sample.required_features(),
-            sample.nll,
-            regularisation=config.regularisation,
-            least_share=config.least_share,
-            seed=seed,
-        )
+        if len(nll) < paths:
+            raise ConfigurationError(
+                f"the router needs at least {paths} documents with scores, one for each path, and "
+                f"has {len(nll)}; give more training_documents under [router]"
+            )
+        mean, scale, points = standardisation(features)
+        targets = label_targets(np.argmin(nll, axis=1), paths, config.least_share)
+        labels = preferred_paths(nll, targets, seed)
+        weight, bias = fit_classes(points, labels, paths, config.regularisation)
+        costs = -(points @ weight.T + bias)
+        calibration = balance_biases(costs, np.ones(len(nll)), targets=targets)
+        return cls(mean, scale, weight, bias - calibration)
 
     @property
     def path_count(self) -> int:
@@ -95,45 +110,6 @@ class DiscriminativeRouter(FeatureRouter):
     ) -> DiscriminativeRouter:
         """Make a router from mean, scale, weight and bias."""
         return cls(arrays["mean"], arrays["scale"], arrays["weight"], arrays["bias"])
-
-
-def fit_discriminative(
-    features: np.ndarray,
-    nll: np.ndarray,
-    *,
-    regularisation: float = 1e-3,
-    least_share: float = 0.1,
-    seed: int = 0,
-) -> DiscriminativeRouter:
-    """Fit to N router documents: features [N, H] and `nll` [N, P], the summed negative
-    log-likelihood of each document under each path.
-
-    The biases are calibrated (section 7.2.1): the paths get documents in proportion to the labels,
-    but no path less than `least_share` of an equal share, because a path that no document prefers
-    would stay empty and could never be trained to become better.
-
-    `regularisation` is the L2 penalty on weight and bias. Full-batch L-BFGS in float64 from zero:
-    the objective is strictly convex, so nothing is random. `seed` decides only which of several
-    paths with equal scores, as untrained ones have, a document counts for (`preferred_paths`).
-
-    Raises ConfigurationError if there are fewer documents than paths, ValueError if features and
-    scores do not fit each other or are not finite.
-    """
-    if nll.ndim != 2 or len(nll) != len(features) or not np.isfinite(nll).all():
-        raise ValueError(f"scores of shape {nll.shape} do not fit features {features.shape}")
-    documents, paths = nll.shape
-    if documents < paths:
-        raise ConfigurationError(
-            f"the router needs at least {paths} documents with scores, one for each path, and has "
-            f"{documents}; give more training_documents under [router]"
-        )
-    mean, scale, points = standardisation(features)
-    targets = label_targets(np.argmin(nll, axis=1), paths, least_share)
-    labels = preferred_paths(nll, targets, seed)
-    weight, bias = _logistic_regression(points, labels, paths, regularisation)
-    costs = -(points @ weight.T + bias)
-    calibration = balance_biases(costs, np.ones(documents), targets=targets)
-    return DiscriminativeRouter(mean, scale, weight, bias - calibration)
 
 
 def label_targets(labels: np.ndarray, paths: int, least_share: float) -> np.ndarray:
@@ -166,31 +142,3 @@ def preferred_paths(nll: np.ndarray, targets: np.ndarray, seed: int) -> np.ndarr
     noise = np.random.default_rng(seed).normal(size=nll.shape)
     costs = nll + _TIE_BREAK * spread * noise
     return np.argmin(costs + balance_biases(costs, np.ones(documents), targets=targets), axis=1)
-
-
-def _logistic_regression(
-    points: np.ndarray, labels: np.ndarray, classes: int, regularisation: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return weight [classes, H] and bias [classes] of least mean cross entropy plus penalty."""
-    inputs = torch.from_numpy(np.ascontiguousarray(points))
-    targets = torch.from_numpy(labels)
-    weight = torch.zeros(classes, points.shape[1], dtype=torch.float64, requires_grad=True)
-    bias = torch.zeros(classes, dtype=torch.float64, requires_grad=True)
-    optimizer = torch.optim.LBFGS(
-        [weight, bias],
-        max_iter=300,
-        tolerance_grad=1e-6,
-        tolerance_change=1e-12,
-        history_size=20,
-        line_search_fn="strong_wolfe",
-    )
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(inputs @ weight.T + bias, targets)
-        loss = loss + regularisation / 2 * (weight.square().sum() + bias.square().sum())
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    return weight.detach().numpy(), bias.detach().numpy()

@@ -12,7 +12,8 @@ import numpy as np
 from dipaco.base.errors import ConfigurationError
 
 from .balancing import balance_biases, squared_distances
-from .kmeans import KMeansRouter, cluster_means, fit_kmeans
+from .fitting import fit_centroids
+from .kmeans import KMeansRouter, cluster_means
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
 _MAX_BALANCED_ITERATIONS = 10
@@ -62,49 +63,21 @@ class ProductKMeansRouter(FeatureRouter):
         cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
     ) -> ProductKMeansRouter:
         """Fit to the features of the sample."""
-        return cls.fit(
-            sample.required_features(),
-            levels,
-            seed=seed,
-            balanced=config.balanced,
-            weights=sample.weights,
-            restarts=config.restarts,
-        )
-
-    @classmethod
-    def fit(
-        cls,
-        features: np.ndarray,
-        modules_per_level: Sequence[int],
-        *,
-        seed: int = 0,
-        balanced: bool = False,
-        weights: np.ndarray | None = None,
-        restarts: int = 8,
-    ) -> ProductKMeansRouter:
-        """Fit to the features of a sample of documents, [N, H]. The same arguments give the same
-        router; `weights` as in `KMeansRouter.fit`.
-
-        Raises ConfigurationError if a level has more modules than there are different documents,
-        or if there are more levels than features.
-        """
-        levels = len(modules_per_level)
-        if levels > features.shape[1]:
+        features = sample.required_features()
+        if len(levels) > features.shape[1]:
             raise ConfigurationError(
-                f"kind = 'product_kmeans' needs at least one feature for each of the {levels} "
+                f"kind = 'product_kmeans' needs at least one feature for each of the {len(levels)} "
                 f"levels, and the base model has {features.shape[1]}; choose another kind"
             )
         mean, scale, points = standardisation(features)
+        slices = _slices(points.shape[1], len(levels))
         codebooks = [
-            fit_kmeans(points[:, part], modules, seed=seed + level, restarts=restarts)[0]
-            for level, (part, modules) in enumerate(
-                zip(_slices(points.shape[1], levels), modules_per_level, strict=True)
-            )
+            fit_centroids(points[:, part], modules, seed=seed + level, restarts=config.restarts)
+            for level, (part, modules) in enumerate(zip(slices, levels, strict=True))
         ]
-        biases = np.zeros(math.prod(modules_per_level))
-        if balanced and len(biases) > 1:
-            loads = np.ones(len(points)) if weights is None else np.asarray(weights, np.float64)
-            codebooks, biases = _balanced(points, codebooks, loads)
+        biases = np.zeros(math.prod(levels))
+        if config.balanced and len(biases) > 1:
+            codebooks, biases = _balanced(points, codebooks, sample.weights)
         return cls(mean, scale, codebooks, biases)
 
     def with_path(self, features: np.ndarray) -> KMeansRouter:
@@ -176,4 +149,4 @@ def _balanced(
                 _slices(points.shape[1], len(sizes)), modules, codebooks, strict=True
             )
         ]
-    return codebooks, balance_biases(_path_distances(points, codebooks), loads, biases)
+    return codebooks, balance_biases(_path_distances(points, codebooks), loads)

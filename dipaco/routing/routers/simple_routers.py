@@ -68,25 +68,10 @@ class LabelRouter(SeededRouter):
     def from_sample(
         cls, sample: RouterSample, config: FitConfig, levels: tuple[int, ...], seed: int
     ) -> LabelRouter:
-        """Share out the labels of the sample."""
-        labels = sample.labels if sample.labels is not None else [None] * len(sample.weights)
-        return cls.fit(labels, sample.weights, math.prod(levels), seed=seed)
-
-    @classmethod
-    def fit(
-        cls,
-        labels: Sequence[str | None],
-        weights: np.ndarray,
-        path_count: int,
-        *,
-        seed: int = 0,
-    ) -> LabelRouter:
-        """Share out the labels: the largest first, each to the path with the least so far.
-
-        `labels` are those of N documents, `weights` [N] how much each counts, usually its tokens.
-
-        Raises ConfigurationError if there are fewer labels than paths.
-        """
+        """Share out the labels of the sample: the largest first, each to the path with the least so
+        far."""
+        path_count, weights = math.prod(levels), sample.weights
+        labels = sample.labels if sample.labels is not None else [None] * len(weights)
         sizes: Counter[str] = Counter()
         for label, weight in zip(labels, weights.tolist(), strict=True):
             if label is not None:

@@ -8,13 +8,12 @@ Of chats, tokens are marked (`dipaco.modules.marked_tokens`), and there is what 
 
     beginnings.bin    for each document its row of tokens, padded
 
-A corpus is written in chunks. What a chunk adds is counted only when the progress file says so, so
-a writer that is killed at any instant goes on after its last whole chunk.
+A corpus is written in chunks; a writer that is killed at any instant goes on after a whole chunk
+(`dipaco.routing.growing_files`).
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from dipaco.base.errors import CorpusError, IntegrityError
-from dipaco.base.files import append, atomic_write, canonical_json
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
+from dipaco.routing.growing_files import GrowingFiles, read_progress
 
 from .chat_tokens import ChatEncoder, UnusableChatError
 from .token_files import token_dtype
@@ -33,7 +32,9 @@ from .tokenizer import Tokenizer
 
 # Labels are stored as 16-bit numbers; the greatest one says that a document has none.
 _NO_LABEL = 2**16 - 1
-_COUNTS = {"documents", "tokens", "dropped", "labels"}
+# With more of them, as where each document has its own, nobody reads a report by label.
+MAX_LABELS = 1000
+_COUNTS = {"documents", "tokens", "dropped", "labels", "unlabelled"}
 PieceT = TypeVar("PieceT")
 DoneT = TypeVar("DoneT")
 
@@ -75,7 +76,7 @@ class TokenCorpus:
     def __init__(self, folder: Path, vocabulary_size: int) -> None:
         self.folder = folder
         self.vocabulary_size = vocabulary_size
-        progress = _read_progress(folder)
+        progress = _counts_of(folder)
         chats: dict[str, Any] | None = progress.get("chats")
         self.is_marked = chats is not None
         """Whether it is one of chats, of whose tokens some are only read."""
@@ -114,8 +115,11 @@ class TokenCorpus:
         return row[row != PAD_TOKEN]
 
     def lengths(self) -> np.ndarray:
-        """Return the number of tokens of each document, int64 [N]."""
-        return np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
+        """Return the number of tokens of each document, int64 [N]. Raises IntegrityError."""
+        lengths = np.diff(np.asarray(self.ends, dtype=np.int64), prepend=0)
+        if len(lengths) and int(lengths.min()) < 1:
+            raise IntegrityError(f"{self.folder} is damaged; remove it, and prepare again")
+        return lengths
 
     def sample(self, count: int, seed: int, longer_than_tokens: int = 0) -> np.ndarray:
         """Return the indices of at most `count` documents drawn at random, int64, ascending."""
@@ -144,49 +148,26 @@ class TokenCorpus:
 
 
 class TokenCorpusWriter:
-    """Adds chunks of documents to a token corpus, after the last chunk that was finished.
-
-    `inputs` is a hash of everything that the tokens depend on; a half-made corpus of other inputs
-    is thrown away. Of chats, `chat_prefix_tokens` are kept for routing.
-    """
+    """Adds chunks of documents to a token corpus, after the last chunk that was saved. Of chats,
+    `chat_prefix_tokens` are kept for routing."""
 
     def __init__(
-        self,
-        folder: Path,
-        vocabulary_size: int,
-        inputs: str,
-        *,
-        chat_prefix_tokens: int | None = None,
+        self, folder: Path, vocabulary_size: int, *, chat_prefix_tokens: int | None = None
     ) -> None:
-        self._folder = folder
+        self._files = GrowingFiles(folder)
         self._prefix_tokens = chat_prefix_tokens
         self._dtype = token_dtype(vocabulary_size, marked=chat_prefix_tokens is not None)
         self._beginning_dtype = token_dtype(vocabulary_size)
-        self._progress_path = folder / "progress.json"
-        folder.mkdir(parents=True, exist_ok=True)
-        progress: dict[str, Any] = {
-            "inputs": inputs,
-            "documents": 0,
-            "tokens": 0,
-            "dropped": 0,
-            "labels": [],
-        }
-        if self._progress_path.exists():
-            found = _read_progress(folder)
-            if found["inputs"] == inputs and self._has(found):
-                progress = found
-        self.left_out = {
-            name: LeftOut(*found)
-            for name, found in progress.get("chats", {}).get("left_out", {}).items()
-        }
-        self.documents: int = progress["documents"]
-        self.tokens: int = progress["tokens"]
-        self.dropped: int = progress["dropped"]
+        note = self._files.note
+        chats = note.get("chats", {}).get("left_out", {})
+        self.left_out = {name: LeftOut(*found) for name, found in chats.items()}
+        self.documents: int = note.get("documents", 0)
+        self.tokens: int = note.get("tokens", 0)
+        self.dropped: int = note.get("dropped", 0)
         """Characters of the texts that the tokenizer lacks."""
-        self._inputs = inputs
-        self._labels: dict[str, int] = {name: i for i, name in enumerate(progress["labels"])}
-        self._truncate()
-        self._save()
+        self.unlabelled: int = note.get("unlabelled", 0)
+        """Documents whose label is one too many, and which have none here."""
+        self._labels: dict[str, int] = {name: i for i, name in enumerate(note.get("labels", ()))}
 
     @property
     def read(self) -> int:
@@ -203,69 +184,49 @@ class TokenCorpusWriter:
         if kept:
             self._append(kept)
         self.dropped += sum(document.dropped for document in kept)
-        self._save()
+        self._files.save(self._note())
+
+    def finish(self) -> None:
+        """Say that this is all."""
+        self._files.finish(self._note())
 
     def _append(self, documents: Sequence[EncodedDocument]) -> None:
         lengths = np.array([len(document.tokens) for document in documents], dtype=np.uint64)
         flat = np.concatenate([np.asarray(d.tokens, self._dtype) for d in documents])
         labels = np.array([self._label(document.label) for document in documents], dtype="<u2")
         ends = np.cumsum(lengths, dtype=np.uint64) + np.uint64(self.tokens)
-        _append(self._folder / "tokens.bin", flat)
-        _append(self._folder / "ends.bin", ends.astype("<u8"))
-        _append(self._folder / "labels.bin", labels)
+        self._files.append("tokens.bin", flat.tobytes())
+        self._files.append("ends.bin", ends.astype("<u8").tobytes())
+        self._files.append("labels.bin", labels.tobytes())
         if self._prefix_tokens is not None:
             shape = (len(documents), self._prefix_tokens)
             rows = np.full(shape, PAD_TOKEN, self._beginning_dtype)
             for row, document in zip(rows, documents, strict=True):
                 assert document.beginning is not None  # those of chats have one
                 row[: len(document.beginning)] = document.beginning
-            _append(self._folder / "beginnings.bin", rows)
+            self._files.append("beginnings.bin", rows.tobytes())
         self.documents += len(documents)
         self.tokens += len(flat)
 
     def _label(self, label: str | None) -> int:
         if label is None:
             return _NO_LABEL
-        if label not in self._labels and len(self._labels) >= _NO_LABEL:
+        if label not in self._labels and len(self._labels) >= MAX_LABELS:
+            self.unlabelled += 1
             return _NO_LABEL
         return self._labels.setdefault(label, len(self._labels))
 
-    def _files(self, documents: int, tokens: int) -> dict[str, int]:
-        files = {
-            "tokens.bin": tokens * self._dtype.itemsize,
-            "ends.bin": documents * 8,
-            "labels.bin": documents * 2,
-        }
-        if self._prefix_tokens is not None:
-            row_bytes = self._prefix_tokens * self._beginning_dtype.itemsize
-            files["beginnings.bin"] = documents * row_bytes
-        return files
-
-    def _has(self, progress: dict[str, Any]) -> bool:
-        """Tell whether the files hold at least what the progress file says (a crash of the whole
-        machine may have lost their ends)."""
-        files = self._files(progress["documents"], progress["tokens"])
-        return all(
-            (self._folder / name).exists() and (self._folder / name).stat().st_size >= size
-            for name, size in files.items()
-        )
-
-    def _truncate(self) -> None:
-        for name, size in self._files(self.documents, self.tokens).items():
-            with open(self._folder / name, "ab") as file:
-                file.truncate(size)
-
-    def _save(self) -> None:
-        values = {
-            "inputs": self._inputs,
+    def _note(self) -> dict[str, Any]:
+        note = {
             "documents": self.documents,
             "tokens": self.tokens,
             "dropped": self.dropped,
             "labels": list(self._labels),
+            "unlabelled": self.unlabelled,
         }
-        if self._prefix_tokens is not None:
-            values["chats"] = {"prefix_tokens": self._prefix_tokens, "left_out": self.left_out}
-        atomic_write(self._progress_path, canonical_json(values))
+        if self._prefix_tokens is None:
+            return note
+        return {**note, "chats": {"prefix_tokens": self._prefix_tokens, "left_out": self.left_out}}
 
 
 def write_token_corpora(
@@ -292,6 +253,8 @@ def write_token_corpora(
             if part:
                 writer.add(part)
         yield train.documents + validation.documents, train.tokens + validation.tokens
+    for writer in (train, validation):
+        writer.finish()
 
 
 def encoded(
@@ -377,27 +340,17 @@ def _take(
             return
 
 
-def _append(path: Path, values: np.ndarray) -> None:
-    # Before it is counted: what a disk loses behind that would be taken for tokens.
-    append(path, values.tobytes())
-
-
-def _read_progress(folder: Path) -> dict[str, Any]:
-    try:
-        values = json.loads((folder / "progress.json").read_bytes())
-        if not isinstance(values, dict) or not values.keys() >= _COUNTS:
-            raise ValueError("it lacks a count")
-    except (OSError, ValueError) as error:
-        raise IntegrityError(
-            f"{folder / 'progress.json'} cannot be read ({error}); remove {folder} and "
-            f"prepare again"
-        ) from None
-    return values
+def _counts_of(folder: Path) -> dict[str, Any]:
+    progress = read_progress(folder)
+    note: dict[str, Any] = progress["note"] if progress is not None else {}
+    if not note.keys() >= _COUNTS:
+        raise IntegrityError(f"{folder} holds no tokens of a corpus; remove it, and prepare again")
+    return note
 
 
 def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
     if not count:
         return np.empty(0, dtype)
     if path.stat().st_size < count * dtype.itemsize:
-        raise IntegrityError(f"{path} is shorter than its progress.json says; remove its folder")
+        raise IntegrityError(f"{path} is shorter than it was; remove its folder, and prepare again")
     return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

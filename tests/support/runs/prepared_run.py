@@ -7,8 +7,10 @@ import random
 import torch
 from rich.console import Console
 
-from dipaco.bootstrap.display import Display
-from dipaco.bootstrap.preparing.prepare_options import PrepareOptions
+from dipaco.bootstrap.prepare_output import Display
+from dipaco.bootstrap.preparing import prepare as prepare_module
+from dipaco.bootstrap.preparing.stages import Job
+from dipaco.bootstrap.run_config import load_run_config
 
 CPU = torch.device("cpu")
 
@@ -61,4 +63,11 @@ def quiet_display():
 
 
 def on_cpu(display=None, **options):
-    return PrepareOptions(device=CPU, display=display or quiet_display(), **options)
+    return {"device": CPU, "display": display or quiet_display(), **options}
+
+
+def prepare(run_toml, out, options, *, predecessor=None, changes=()):
+    """Prepare the run of a RUN.toml, or its successor of another one."""
+    trained = predecessor.plan.model if predecessor else None
+    config = load_run_config(run_toml, trained, changes)
+    return prepare_module.prepare(Job(config=config, out=out, before=predecessor, **options))

@@ -22,12 +22,22 @@ from dipaco.bootstrap.invite import invite, note_admission
 from dipaco.bootstrap.run_config import adapter_defaults
 from dipaco.modules.frozen_file import write_base
 from dipaco.modules.transformer import PathModel, initialise
-from dipaco.protocol.config import ContributionsConfig, GridConfig, InnerConfig, ModelConfig, OuterConfig, RoundsConfig
+from dipaco.protocol.config import (
+    ContributionsConfig,
+    GridConfig,
+    InnerConfig,
+    ModelConfig,
+    ModelFields,
+    OuterConfig,
+    RoundsConfig,
+)
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
 from dipaco.protocol.plan import PathShard, RoutingPlan, RunBlobs, RunPlan, ShardIndex
+from dipaco.routing.routers.balancing import balance_biases, squared_distances
 from dipaco.routing.routers.document_routing import prefix_features
 from dipaco.routing.routers.kinds import KMeansRouter, Prefixes
+from dipaco.routing.routers.router import standardisation
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows, token_dtype
 from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
@@ -72,8 +82,8 @@ def make_tiny_run(
     path_count = int(np.prod(modules_per_level))
     shape = _TINY_MODEL
     if imported is not None:
-        length = {"sequence_length": _TINY_MODEL["sequence_length"]}
-        shape = imported.agreed_model(length, "make_tiny_run")
+        length = ModelFields(sequence_length=_TINY_MODEL["sequence_length"])
+        shape = imported.agreed_model(length, "make_tiny_run").model_dump()
     model_config = ModelConfig(**{**shape, **model, "adapters": adapters})
     train = tiny_documents(path_count, documents_per_path, seed)
     held_out = tiny_documents(path_count, validation_documents_per_path, seed + 1_000_003)
@@ -96,7 +106,7 @@ def make_tiny_run(
     train_tokens = [tokenizer.document_tokens(text) for text in train]
     held_out_tokens = [tokenizer.document_tokens(text) for text in held_out]
     features = prefix_features(base, train_tokens, TINY_PREFIX_TOKENS)
-    router = KMeansRouter.fit(features, path_count, seed=seed, balanced=True)
+    router = _router_by_language(features, path_count)
 
     index = _write_shards(run, model_config, base, router, train_tokens, held_out_tokens)
     defaults = adapter_defaults(adapters) if adapters is not None else {}
@@ -222,6 +232,14 @@ def tiny_tokenizer_bytes(vocabulary_size):
         output = Path(folder) / "tokenizer.model"
         train_tokenizer(tiny_documents(8, 6, seed=0), vocabulary_size, output, character_limit=100_000, seed=0)
         return output.read_bytes()
+
+
+def _router_by_language(features, languages):
+    """Return a router with a centroid for each language: the mean of its documents' features."""
+    mean, scale, points = standardisation(features)
+    centroids = points.reshape(languages, -1, points.shape[1]).mean(axis=1)
+    biases = balance_biases(squared_distances(points, centroids), np.ones(len(points)))
+    return KMeansRouter(mean, scale, centroids, biases)
 
 
 def _write_shards(run, model, base, router, train, held_out):

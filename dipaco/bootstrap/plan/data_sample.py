@@ -1,4 +1,5 @@
-"""How much of some chats is learned, found out with the first of them before a run is prepared."""
+"""What the first documents tell before a run is prepared: whether they can be read, and of chats
+how much is learned."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from pathlib import Path
 
 from dipaco.base.errors import CorpusError
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.bootstrap.run_config import RunConfig
-from dipaco.routing.documents.corpus import iterate_documents
+from dipaco.bootstrap.run_config import RunConfig, check_chats
+from dipaco.routing.documents.corpus import Part, iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
@@ -36,14 +37,34 @@ class ChatSample:
         )
 
 
+def look_at_data(config: RunConfig) -> bool:
+    """Read the first document of each part, so that a wrong name is told before hours of work.
+    Tell whether they are chats.
+
+    A data set of the Hub is not fetched. Raises CorpusError, ConfigurationError as `check_chats`.
+    """
+    if _is_elsewhere(config):
+        return False
+    parts: tuple[Part, ...] = ("train", "validation") if config.data.has_validation else ("train",)
+    firsts = [next(iterate_documents(config.data, part)) for part in parts]
+    chats = firsts[0].chat is not None
+    if chats:
+        check_chats(config)
+    return chats
+
+
+def _is_elsewhere(config: RunConfig) -> bool:
+    hub = config.data.hub
+    return hub is not None and not Path(hub).is_dir()
+
+
 def look_at_chats(config: RunConfig) -> ChatSample | None:
     """Look at the first chats of `[data]`; None if it holds texts, is on the Hub, or if there is no
     base to look with.
 
     Raises ConfigurationError without a chat template, CorpusError if nothing is to be learned.
     """
-    hub = config.data.hub
-    if config.base.checkpoint is None or (hub is not None and not Path(hub).is_dir()):
+    if config.base.checkpoint is None or _is_elsewhere(config):
         return None
     documents = list(itertools.islice(iterate_documents(config.data, "train"), _CHATS))
     if documents[0].chat is None:
