@@ -2,8 +2,9 @@
 
     main = Command("dipaco-serve", ServeSettings, serve, "Serve a run.").main
 
-A flag wins over the settings file (`settings_file`), that over the default. Nothing large is
-imported here: `--help` and mistakes are answered at once.
+A flag wins over the settings file (`settings_file`), that over the default. Every command knows
+`--config`, `--debug` and `--version` beside its settings. Nothing large is imported here: `--help`
+and mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -28,9 +29,6 @@ from .running import SettingsT, run_with_settings
 from .settings import Argument, arguments_of
 from .settings_file import CONFIG_VARIABLE, find_file, read_settings
 
-# Where a parser puts the words that no flag takes.
-LOOSE = "_loose"
-
 
 @dataclass(frozen=True)
 class Command(Generic[SettingsT]):
@@ -54,8 +52,8 @@ class Command(Generic[SettingsT]):
 
     def parser(self, *, only_common: bool = False) -> argparse.ArgumentParser:
         """Return the parser. The help of `only_common` is one page, where some options are."""
-        found = arguments_of(self.settings)
-        only_common &= any(argument.option.common for argument in found)
+        has_common = any(argument.option.common for argument in arguments_of(self.settings))
+        only_common &= has_common
         parser = argparse.ArgumentParser(
             prog=self.name,
             usage=f"{self.name} [options] ADDR..." if only_common else None,
@@ -69,7 +67,7 @@ class Command(Generic[SettingsT]):
                 max_help_position=28,
             ),
         )
-        if any(argument.option.common for argument in found):
+        if has_common:
             parser.add_argument("--help-all", action="help", help="show all options")
         _add_version(parser)
         self.add_to(parser, only_common=only_common)
@@ -84,24 +82,21 @@ class Command(Generic[SettingsT]):
         only_common: bool = False,
     ) -> None:
         """Add the arguments to the parser of the command. `commands` are all of the program."""
-        parser.add_argument(
-            "--config",
-            dest="_config",
-            metavar="FILE",
-            help=argparse.SUPPRESS
-            if only_common
-            else f"a TOML file with settings under [{'.'.join(self.table(program))}] "
-            f"(default: {CONFIG_VARIABLE}, else ~/.config/dipaco/config.toml)",
-        )
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
         for argument in arguments_of(self.settings):
-            option, group = argument.option, "" if only_common else argument.group
-            if option.loose:
-                parser.add_argument(LOOSE, nargs="*", metavar=option.metavar, help=argument.help)
+            group = "" if only_common else argument.group
             if group not in groups:
                 groups[group] = parser.add_argument_group(group)
-            is_hidden = only_common and (option.loose or not option.common)
-            _add(argument, groups[group], argparse.SUPPRESS if is_hidden else argument.help)
+            _add(argument, groups[group], is_short=only_common)
+        config = (
+            f"a TOML file with settings under [{'.'.join(self.table(program))}] (default: "
+            f"{CONFIG_VARIABLE}, else ~/.config/dipaco/config.toml)"
+        )
+        debug = "show tracebacks and debug messages"
+        if only_common:
+            config = debug = argparse.SUPPRESS
+        parser.add_argument("--config", dest="_config", metavar="FILE", help=config)
+        parser.add_argument("--debug", dest="_debug", action="store_true", help=debug)
         parser.set_defaults(_command=self, _parser=parser, _program=program, _commands=commands)
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -113,7 +108,13 @@ class Command(Generic[SettingsT]):
         self, parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ
     ) -> SettingsT:
         """Return the settings. Raises ConfigurationError, and SystemExit as argparse does."""
-        found, flags = arguments_of(self.settings), _flags(arguments_of(self.settings), parsed)
+        found = arguments_of(self.settings)
+        typed = {argument.name: getattr(parsed, argument.name, None) for argument in found}
+        flags = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in typed.items()
+            if value is not None
+        }
         file = find_file(parsed._config, environment)
         read: dict[str, Any] = {}
         if file is not None:
@@ -180,30 +181,41 @@ def _run(parse: Callable[[], argparse.Namespace]) -> int:
     atexit.register(gc.freeze)
     parsed = parse()
     command: Command[Any] = parsed._command
-    debug = getattr(parsed, "debug", False)
-    return run_with_settings(lambda: command.read(parsed), command.run, debug=debug)
+    return run_with_settings(lambda: command.read(parsed), command.run, debug=parsed._debug)
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--version", action="version", version=f"dipaco {version('dipaco')}")
 
 
-def _add(argument: Argument, parser: argparse._ActionsContainer, help: str) -> None:
-    """Add an argument to a parser. What is not typed is not in the result: a file may give it."""
-    keywords: dict[str, Any] = {"help": help, "default": argparse.SUPPRESS}
+def _add(argument: Argument, parser: argparse._ActionsContainer, *, is_short: bool) -> None:
+    """Add an argument to a parser. What is not typed is not in the result: a file may give it.
+
+    Where the help `is_short`, it has common options only.
+    """
+    option = argument.option
+    keywords: dict[str, Any] = {
+        "help": argparse.SUPPRESS if is_short and not option.common else argument.help,
+        "default": argparse.SUPPRESS,
+    }
     if argument.kind is bool:
         keywords["action"] = "store_false" if argument.default else "store_true"
+    elif get_origin(argument.kind) is Literal:
+        keywords |= {"choices": get_args(argument.kind), "metavar": option.metavar}
     else:
-        if argument.option.metavar:
-            keywords["metavar"] = argument.option.metavar
-        if get_origin(argument.kind) is Literal:
-            keywords["choices"] = get_args(argument.kind)
+        keywords["metavar"] = option.metavar
+        if argument.kind is Path:
+            keywords["type"] = _path
+        elif argument.kind in (int, float):
+            keywords["type"] = argument.kind
         elif argument.takes_words:
             # A flag may be given again for more of them.
-            keywords |= {"nargs": "+", "action": "extend"}
-        elif argument.kind is not str:
-            keywords["type"] = _path if argument.kind is Path else argument.kind
-    if argument.option.positional:
+            keywords |= {"action": "extend", "nargs": 1 if option.one_by_one else "+"}
+    if option.loose:
+        parser.add_argument(argument.name, **(keywords | {"nargs": "*"}))
+        if is_short:  # One way to give them is enough there.
+            keywords["help"] = argparse.SUPPRESS
+    if option.positional:
         # argparse would make a value of the word that stands for none.
         parser.add_argument(argument.name, **(keywords | {"nargs": "?", "default": None}))
     else:
@@ -216,30 +228,3 @@ def _path(word: str) -> Path:
 
 # What argparse calls it in its messages.
 _path.__name__ = Path.__name__
-
-
-def _flags(found: Sequence[Argument], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return what was typed, by name of the field."""
-    typed = {argument.name: getattr(parsed, argument.name, None) for argument in found}
-    for argument in found:
-        if argument.option.loose and getattr(parsed, LOOSE):
-            typed[argument.name] = [*getattr(parsed, LOOSE), *(typed[argument.name] or ())]
-    # An option takes all words that follow, also what stands behind the addresses.
-    lists = [words for words in typed.values() if isinstance(words, list)]
-    replaced = {a.option.instead_of for a in found if typed[a.name] is not None}
-    for argument in found:
-        is_wanted = argument.name not in replaced
-        if argument.option.positional and is_wanted and typed[argument.name] is None:
-            holder = next((words for words in lists if words and not is_address(words[-1])), None)
-            if holder is not None:
-                typed[argument.name] = argument.kind(holder.pop())
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in typed.items()
-        if value is not None
-    }
-
-
-def is_address(word: str) -> bool:
-    """Tell a multiaddress from a path or a text, which may begin with a slash as well."""
-    return re.match(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr)/", word) is not None

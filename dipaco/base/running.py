@@ -32,7 +32,7 @@ def run_with_settings(
 ) -> int:
     """Read the settings of a command and run it. Returns its exit code.
 
-    `debug` tells whether a traceback is wanted while they are read.
+    With `debug` tracebacks are shown, and messages for whoever looks for a mistake.
     """
     found: list[SettingsT] = []
 
@@ -47,8 +47,8 @@ def run_with_settings(
         (settings,) = found
         quiet_threads()
         limit_threads(getattr(settings, "threads", None))
-        configure_logging(settings.debug)
-        return run_command(lambda: int(run(settings)), settings.debug)
+        configure_logging(debug)
+        return run_command(lambda: int(run(settings)), debug)
 
 
 @contextlib.contextmanager
@@ -126,6 +126,11 @@ def configure_logging(debug: bool) -> None:
     ours.handlers = [handler]
     for noisy in ("asyncio", "hivemind"):
         logging.getLogger(noisy).setLevel(logging.DEBUG if debug else logging.CRITICAL)
+
+
+def is_debugging() -> bool:
+    """Return whether the command was started with `--debug`."""
+    return logging.getLogger("dipaco").isEnabledFor(logging.DEBUG)
 
 
 class _PrintableFormatter(logging.Formatter):

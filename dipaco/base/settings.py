@@ -27,8 +27,8 @@ class Option:
     A flag is the field's name with hyphens unless `flag` says otherwise; `positional` arguments
     have none, and are named by `metavar`. `least` and `most` bound a number; `check` raises for a
     word that cannot be. Where some options of a command are `common`, `--help` shows these alone.
-    Words that no flag takes are values of a field with `loose`. An option with `instead_of` stands
-    in place of the positional argument of that field.
+    Words that no flag takes are values of a field with `loose`. The flag of a list takes all words
+    that follow, but with `one_by_one` it takes one, and is given again for more.
     """
 
     help: str
@@ -40,7 +40,7 @@ class Option:
     check: Callable[[str], object] | None = None
     common: bool = False
     loose: bool = False
-    instead_of: str = ""
+    one_by_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,6 @@ class Settings:
 
     group: ClassVar[str] = ""
     """Heading in the help for the fields of a class."""
-
-    debug: Annotated[bool, Option("show tracebacks and debug messages")] = False
 
     def __post_init__(self) -> None:
         for argument in arguments_of(type(self)):

@@ -14,6 +14,7 @@ import threading
 import time
 
 from dipaco.base.errors import DipacoError, IntegrityError, ManifestError
+from dipaco.base.running import is_debugging
 from dipaco.dht.addresses import OPERATOR_MARK, is_loopback
 from dipaco.dht.dht_node import visible_addresses
 from dipaco.peer.background import Background
@@ -50,7 +51,7 @@ def run(settings: ServeSettings) -> int:
             f"dipaco-bootstrap prepare RUN.toml --out {folder}"
         )
     _check_content(RunFolder(folder))
-    display = Display(debug=settings.debug)
+    display = Display(debug=is_debugging())
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
     process = begin_process(settings, display, stopping)
@@ -123,7 +124,7 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
     shell = Shell(running, as_mailbox)
     looking = background.thread(
         "look",
-        lambda: _look_until_stopped(node, refresher, settings, display, stopping),
+        lambda: _look_until_stopped(node, refresher, display, stopping),
     )
     looking.start()
     try:
@@ -145,11 +146,7 @@ def _of_predecessor(node: Node) -> str:
 
 
 def _look_until_stopped(
-    node: Node,
-    refresher: Refresher,
-    settings: ServeSettings,
-    display: Display,
-    stopping: threading.Event,
+    node: Node, refresher: Refresher, display: Display, stopping: threading.Event
 ) -> None:
     """Show the state of the swarm when it is another; look up a random key so that dead peers leave
     the routing."""
@@ -171,6 +168,6 @@ def _look_until_stopped(
             f"{peers} peer{'s' * (peers != 1)}, {len(served)} of {len(paths)} {which} in training, "
             f"{held} state{'s' * (held != 1)} held here"
         )
-        if line != said or settings.debug:
+        if line != said or is_debugging():
             display.say(f"{time.strftime('%H:%M:%S')} {line}")
         said = line

@@ -64,15 +64,16 @@ class PrepareSettings(ComputeSettings):
             "with --from, in place of RUN.toml: add a path for the documents of each file to the "
             "run, and leave everything else as it is",
             "NEW.jsonl",
-            instead_of="run_toml",
         ),
     ] = ()
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "with --from: addresses of the run's live swarm, which gives its newest modules",
+            "with --from: an address of the run's live swarm, which gives its newest modules; may "
+            "be given again",
             "ADDR",
             check=check_given_peer,
+            one_by_one=True,
         ),
     ] = ()
     workers: Annotated[
@@ -203,7 +204,12 @@ class ServeSettings(NodeSettings):
     folder: Annotated[Path, RUN_FOLDER]
     initial_peers: Annotated[
         tuple[str, ...],
-        Option("other bootstrap nodes or peers of the same swarm", "ADDR", check=check_given_peer),
+        Option(
+            "another bootstrap node or peer of the same swarm; may be given again",
+            "ADDR",
+            check=check_given_peer,
+            one_by_one=True,
+        ),
     ] = ()
     port: Annotated[
         int,

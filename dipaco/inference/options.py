@@ -33,7 +33,12 @@ class SourceOptions(RunSettings):
 
     initial_peers: Annotated[
         tuple[str, ...],
-        Option("addresses of any peers of a live swarm", "ADDR", check=check_given_peer),
+        Option(
+            "address of any peer of a live swarm; may be given again",
+            "ADDR",
+            check=check_given_peer,
+            one_by_one=True,
+        ),
     ] = ()
     state_folder: Annotated[
         Path | None,

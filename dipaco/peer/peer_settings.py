@@ -45,9 +45,7 @@ class NodeSettings(Settings):
 
     initial_peers: Annotated[
         tuple[str, ...],
-        Option(
-            "addresses of any peers of the swarm; one is enough", "ADDR", check=check_given_peer
-        ),
+        Option("address of any peer of the swarm", "ADDR", check=check_given_peer, one_by_one=True),
     ]
     port: Annotated[
         int | None,
@@ -139,6 +137,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             check=_check_address_or_word,
             common=True,
             loose=True,
+            one_by_one=True,
         ),
     ] = ()
     check: Annotated[

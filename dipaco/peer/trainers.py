@@ -21,7 +21,12 @@ from types import FrameType
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.output import outlast_audience
-from dipaco.base.running import configure_logging, run_command, stop_signals
+from dipaco.base.running import (
+    configure_logging,
+    is_debugging,
+    run_command,
+    stop_signals,
+)
 
 from .peer_settings import PeerSettings
 
@@ -123,7 +128,9 @@ class _Trainer:
         # Nothing of this process goes along, no lock and no thread.
         context = multiprocessing.get_context("spawn")
         lines, output = context.Pipe(duplex=False)
-        self.process = context.Process(target=_train, args=(self.settings, self._content, output))
+        self.process = context.Process(
+            target=_train, args=(self.settings, self._content, output, is_debugging())
+        )
         self.process.start()
         output.close()
         self._printer = threading.Thread(target=self._print, args=(lines,), daemon=True)
@@ -162,7 +169,7 @@ class _Trainer:
         return 0 if code is None else 128 - code if code < 0 else code
 
 
-def _train(settings: PeerSettings, content: Path, output: Connection) -> None:
+def _train(settings: PeerSettings, content: Path, output: Connection, debug: bool) -> None:
     """Be one trainer: a process of its own session, so that signals come from the first alone."""
     os.setsid()
     # As in a peer that was started by itself: Hivemind's processes are forked.
@@ -178,8 +185,8 @@ def _train(settings: PeerSettings, content: Path, output: Connection) -> None:
     from .training_peer import run_peer
 
     die_with_parent()
-    configure_logging(settings.debug)
-    sys.exit(run_command(lambda: run_peer(settings, content), settings.debug))
+    configure_logging(debug)
+    sys.exit(run_command(lambda: run_peer(settings, content), debug))
 
 
 def _pass_signals_on(trainers: Sequence[_Trainer], stopping: threading.Event) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
-from dipaco.base.running import stop_signals
+from dipaco.base.running import is_debugging, stop_signals
 from dipaco.dht.dht_node import be_client, note_port, visible_addresses
 from dipaco.modules.device import (
     be_nice,
@@ -86,7 +86,7 @@ def run_peer(settings: PeerSettings, content_folder: Path | None = None) -> int:
 
     In `content_folder` several peers of this machine have blobs and states in common.
     """
-    display = Display(debug=settings.debug)
+    display = Display(debug=is_debugging())
     stopping = threading.Event()
     joined = install_stop_signals(stopping, display.say)
     invitation = given_invitation(settings.invitation)

@@ -41,7 +41,9 @@ class StatusSettings(RunSettings):
 
     initial_peers: Annotated[
         tuple[str, ...],
-        Option("addresses of any peers", "ADDR", check=check_given_peer, loose=True),
+        Option(
+            "addresses of any peers", "ADDR", check=check_given_peer, loose=True, one_by_one=True
+        ),
     ]
     watch: Annotated[bool, Option("show it again every few seconds")] = False
     json: Annotated[bool, Option("print one JSON object in place of tables")] = False

@@ -20,6 +20,7 @@ import pytest
 
 from dipaco.base.command_line import Command
 from dipaco.base.settings import Settings, arguments_of
+from dipaco.inference import generate_command
 from dipaco.peer import peer_command
 from dipaco.status import status_command
 from support.programs.commands import SCRIPTS as COMMANDS
@@ -202,6 +203,20 @@ def test_an_address_needs_no_flag():
     assert peer_command.COMMAND.read(both).initial_peers == (ADDRESS, other)
     twice = peer_command.COMMAND.parse(["--initial-peers", ADDRESS, "--initial-peers", other])
     assert peer_command.COMMAND.read(twice).initial_peers == (ADDRESS, other)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--initial-peers", ADDRESS, "def main"],
+        ["def main", "--initial-peers", ADDRESS],
+        ["--initial-peers", ADDRESS, "--path", "3", "def main"],
+    ],
+)
+def test_a_text_behind_an_address_is_no_address(words):
+    command = generate_command.COMMAND
+    settings = command.read(command.parse(words), {"XDG_CONFIG_HOME": "/nowhere"})
+    assert (settings.initial_peers, settings.prompt) == ((ADDRESS,), "def main")
 
 
 def test_an_address_that_is_missing_is_asked_for_as_it_is_typed(capsys):
