@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from support.wire.outer_peer import Peer
 
+from dipaco.base.kept_files import KeptFiles
 from dipaco.modules.contributions import Codec
 from dipaco.modules.device import prepare_process, return_freed_memory
 from dipaco.modules.layout import layout_of
 from dipaco.modules.outer import OuterRule
-from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
 from dipaco.peer.background import Background
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
@@ -100,7 +100,7 @@ class OneMember:
         self.parameters = sum(layout_of(grid, module).size for module in self.modules)
         self.members, self.report = members, report
         self.heads: dict[str, Head] = {}
-        self.others = ContributionFiles(folder / "others")
+        self.others = ContributionFiles(KeptFiles(folder / "others"))
         self.rule = OuterRule.of(plan, None)
         self.watch = Watch()
         self.base, self.files = self._bare_loop()
@@ -112,7 +112,7 @@ class OneMember:
         self.peer.node.exchange.others = [self.others]
         self.step_of: dict[str, str] = {}
         self.greatest = 0.0
-        self.optimizers = StateStore(folder / "peer" / "optimizers")
+        self.optimizers = folder / "peer" / "optimizers"
 
     def _bare_loop(self) -> tuple[int, int]:
         """Return the most memory of a loop that trains the path for itself."""

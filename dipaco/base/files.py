@@ -21,8 +21,9 @@ from typing import Any, BinaryIO
 from .errors import ConfigurationError, StorageError
 
 TEMPORARY_SUFFIX = ".tmp"
-# A temporary file that nobody has written to for so long was left by a process that is gone.
-STALE_TEMPORARY_S = 3600.0
+# A temporary file that nobody has written to for so long, and nobody has locked, was left by a
+# process that is gone; where files cannot be locked, after so much longer.
+STALE_TEMPORARY_S, STALE_UNLOCKED_S = 10.0, 3600.0
 _READ_BYTES = 2**20
 # What stands in the place of a file that was not fetched is shorter.
 _MAX_POINTER_BYTES = 1024
@@ -212,6 +213,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "xb", opener=lambda name, how: os.open(name, how, mode)) as handle:
+                hold(handle.fileno())
                 yield handle
                 handle.flush()
                 os.fsync(handle.fileno())
@@ -287,13 +289,31 @@ def sha256_of_file(path: Path) -> str:
     return hasher.hexdigest()
 
 
+def hold(descriptor: int) -> None:
+    """Lock a temporary file that is being written, where that is possible: it is not stale."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def remove_stale_temporaries(folder: Path) -> None:
     """Delete temporary files that a killed process left in `folder`; stores call it early.
 
-    Young ones are spared: another process may be writing them.
+    Those that another process may be writing are spared.
     """
-    limit = time.time() - STALE_TEMPORARY_S
     for temporary in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError):
-            if temporary.stat().st_mtime < limit:
+            age_s = time.time() - temporary.stat().st_mtime
+            if age_s > STALE_TEMPORARY_S and not _is_held(temporary, age_s):
                 temporary.unlink()
+
+
+def _is_held(temporary: Path, age_s: float) -> bool:
+    """Tell whether a process is writing a temporary file. Raises OSError."""
+    with temporary.open("rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return age_s < STALE_UNLOCKED_S
+    return False

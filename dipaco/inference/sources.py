@@ -210,7 +210,7 @@ class DiskSource(StateSource):
         states, layout = self._run.states, layout_of(self.grid, module)
         for _ in range(_MAX_READS):
             newest = states.newest_digest(module)
-            state = states.load_latest(module, layout, set_aside=False)
+            state = states.load_latest(module, layout, removes=False)
             if state is not None or states.newest_digest(module) in (None, newest):
                 return state
             # A running peer may have put newer files in the place of those that were listed.
@@ -286,7 +286,7 @@ class SwarmSource(StateSource):
             state = None
         if state is None and self._keeps:
             layout = layout_of(self.grid, module)
-            state = self._run.states.load_latest(module, layout, set_aside=False)
+            state = self._run.states.load_latest(module, layout, removes=False)
             if state is not None:
                 self._unserved.add(module)
         return state

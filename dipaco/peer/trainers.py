@@ -1,8 +1,8 @@
 """Several trainers of one machine with one command: `dipaco-peer --devices cuda:0 cuda:1`.
 
 Each is a peer of its own, a process with its own identity, so a device that fails takes nobody
-along, and nothing in the protocol knows of it. They have blobs and states in common
-(`SharedContent`): what one has fetched the others do not fetch, and it lies on the disk once.
+along, and nothing in the protocol knows of it. They have the folders of runs in common: what one
+has fetched the others do not fetch, and it lies on the disk once.
 """
 
 from __future__ import annotations
@@ -97,9 +97,8 @@ def run_trainers(settings: PeerSettings) -> int:
 
     Returns the exit code of the first one, in the order of the devices, that did not end well.
     """
-    content = settings.cache_folder / "content"
-    each = enumerate(trainer_settings(settings))
-    trainers = [_Trainer(number, one, content) for number, one in each]
+    each, folder = trainer_settings(settings), settings.cache_folder
+    trainers = [_Trainer(number, one, folder, len(each)) for number, one in enumerate(each)]
     stopping = threading.Event()
     _pass_signals_on(trainers, stopping)
     first, *others = trainers
@@ -117,8 +116,10 @@ def run_trainers(settings: PeerSettings) -> int:
 class _Trainer:
     """A trainer's process, and the thread that prints what it says."""
 
-    def __init__(self, number: int, settings: PeerSettings, content: Path) -> None:
-        self.settings, self._content = settings, content
+    def __init__(
+        self, number: int, settings: PeerSettings, runs_folder: Path, sharers: int
+    ) -> None:
+        self.settings, self._runs_folder, self._sharers = settings, runs_folder, sharers
         self.process: BaseProcess | None = None
         self._label = f"[{number} {settings.device}] "
         self._has_joined = threading.Event()
@@ -129,7 +130,8 @@ class _Trainer:
         context = multiprocessing.get_context("spawn")
         lines, output = context.Pipe(duplex=False)
         self.process = context.Process(
-            target=_train, args=(self.settings, self._content, output, is_debugging())
+            target=_train,
+            args=(self.settings, self._runs_folder, self._sharers, output, is_debugging()),
         )
         self.process.start()
         output.close()
@@ -169,7 +171,9 @@ class _Trainer:
         return 0 if code is None else 128 - code if code < 0 else code
 
 
-def _train(settings: PeerSettings, content: Path, output: Connection, debug: bool) -> None:
+def _train(
+    settings: PeerSettings, runs_folder: Path, sharers: int, output: Connection, debug: bool
+) -> None:
     """Be one trainer: a process of its own session, so that signals come from the first alone."""
     os.setsid()
     # As in a peer that was started by itself: Hivemind's processes are forked.
@@ -186,7 +190,7 @@ def _train(settings: PeerSettings, content: Path, output: Connection, debug: boo
 
     die_with_parent()
     configure_logging(debug)
-    sys.exit(run_command(lambda: run_peer(settings, content), debug))
+    sys.exit(run_command(lambda: run_peer(settings, runs_folder, sharers), debug))
 
 
 def _pass_signals_on(trainers: Sequence[_Trainer], stopping: threading.Event) -> None:

@@ -81,10 +81,10 @@ LEAVE_LIMIT_S = 9.0
 GIVE_UP_LIMIT_S = 3.0
 
 
-def run_peer(settings: PeerSettings, content_folder: Path | None = None) -> int:
+def run_peer(settings: PeerSettings, runs_folder: Path | None = None, sharers: int = 1) -> int:
     """Join and train until stopped. Returns the exit code.
 
-    In `content_folder` several peers of this machine have blobs and states in common.
+    So many peers of this machine have what lies in `runs_folder` in common.
     """
     display = Display(debug=is_debugging())
     stopping = threading.Event()
@@ -107,7 +107,7 @@ def run_peer(settings: PeerSettings, content_folder: Path | None = None) -> int:
             listening=Listening(
                 host_maddrs=settings.listen_maddrs(), announce_maddrs=settings.announce_maddrs
             ),
-            content_folder=content_folder,
+            runs_folder=runs_folder,
             uplink=process.uplink,
             say=display.say,
         )
@@ -123,7 +123,7 @@ def run_peer(settings: PeerSettings, content_folder: Path | None = None) -> int:
         while following is not None:
             node = following
             _greet(node, display)
-            settings, following = _train(settings, node, process)
+            settings, following = _train(settings, node, process, sharers)
             display.stop()
             node = following or node
     finally:
@@ -157,7 +157,7 @@ def _round_text(rounds: RoundsConfig) -> str:
 
 
 def _train(
-    settings: PeerSettings, node: Node, process: NodeProcess
+    settings: PeerSettings, node: Node, process: NodeProcess, sharers: int
 ) -> tuple[PeerSettings, Node | None]:
     """Start the background work, then run the session.
 
@@ -165,8 +165,9 @@ def _train(
     """
     display, events = process.display, process.events
     shards = node.load_shard_index()
-    micro_batch_size = fitting_batch(settings, node.plan, shards)
-    node.contributions.max_bytes = contributions_limit(settings, node.plan, shards)
+    micro_batch_size = fitting_batch(settings, node.plan, shards, node.folder)
+    # What each may have for itself they have together.
+    node.states.kept.max_bytes = sharers * contributions_limit(settings, node.plan, shards)
     budget = UploadBudget(
         settings.cache_folder,
         process.uplink,

@@ -150,8 +150,10 @@ class RoundRows:
         return any(row.name in self.refused for row in step.rows)
 
     def gather_failed(self, row: Row, *, is_refused: bool) -> None:
-        """Nobody gave a file, and it may be asked for again; or it is no contribution."""
+        """Nobody gave a file, or the disk lost it, and it may be asked for again; or it is no
+        contribution."""
         self._wanted_s.pop(row.name, None)
+        self.here.discard(row.name)
         if is_refused:
             self.refused.add(row.name)
             self._round_of[row.name] = row.round_index

@@ -2,8 +2,9 @@
 
     manifest.json   the signed plan
     blobs/          tokenizer, router, base model, shard index, token files, each by its SHA-256
-    states/RUN/     the last good states of the modules, as the peers save them; named by the run's
-                    id, as states of two runs of one shape cannot be told apart by what is in them
+    store/RUN/      what is made in training: the last good states of the modules, contributions and
+                    chains; named by the run's id, as states of two runs of one shape cannot be told
+                    apart by what is in them
 
 `dipaco-bootstrap prepare` writes one; a peer's cache, the simulator's output and the inference
 tools have the same form, so each can read the others'.
@@ -22,7 +23,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from dipaco.base.blobs import BlobStore, SharedContent
+from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import (
     ConfigurationError,
     IntegrityError,
@@ -35,8 +36,8 @@ from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.frozen_file import open_base
 from dipaco.modules.grow import check_genesis, check_genesis_index
 from dipaco.modules.layout import layout_of
+from dipaco.modules.saved_states import StateStore
 from dipaco.modules.state import ModuleState, genesis_state, read_state
-from dipaco.modules.store import StateStore
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import ModelConfig, parse_config
 from dipaco.protocol.grid import Grid
@@ -60,10 +61,9 @@ class RunFolder:
     for a blob that is missing or wrong.
     """
 
-    def __init__(self, path: Path | str, shared: SharedContent | None = None) -> None:
-        """Open a folder; a peer's may have blobs and states in common with others (`shared`)."""
-        self.path = Path(path)
-        self.shared = shared
+    def __init__(self, path: Path | str, owner: str = "") -> None:
+        """Open a folder; `owner` is the peer that saves states there."""
+        self.path, self._owner = Path(path), owner
         # Read once: at thousands of paths that takes a while.
         self._shard_indices: dict[str, ShardIndex] = {}
         self._genesis_indices: dict[str, dict[str, str]] = {}
@@ -76,12 +76,12 @@ class RunFolder:
     @cached_property
     def blobs(self) -> BlobStore:
         """The large parts of the run, by SHA-256."""
-        return BlobStore(self.path / "blobs", self.shared)
+        return BlobStore(self.path / "blobs")
 
     @cached_property
     def states(self) -> StateStore:
         """The last good states of the modules. Raises as `plan` does."""
-        return StateStore(self.path / "states" / self.plan().run_id, shared=self.shared)
+        return StateStore(self.path / "store" / self.plan().run_id, self._owner)
 
     def plan(self) -> RunPlan:
         """Return the plan inside the manifest, validated. The signature is not checked here.

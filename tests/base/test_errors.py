@@ -12,7 +12,7 @@ held:
     truncated state transfer    test_transfer, test_state
     clock 30 s off              here, with a clock 2 s off beside it; test_clock
     port in use                 here
-    disk full                   here, on a small tmpfs; test_store
+    disk full                   here, on a small tmpfs; test_saved_states
     unreadable corpus           here; test_corpus
     empty shard                 here (peer); test_prepare (prepare)
     record of a wrong type      test_records, test_directory, test_hostile_records
@@ -353,8 +353,8 @@ def test_a_full_disk(tmp_path, scene):
             "this test mounts a small tmpfs in a user namespace of its own; allow it: "
             "sysctl kernel.unprivileged_userns_clone=1, or docker run --privileged"
         )
-    # Room for the key and the manifest, but not for the base model.
-    mount = f'mount -t tmpfs -o size=64k tmpfs {cache} && exec "$@"'
+    # Room for the key, the manifest and the index, but not for the base model.
+    mount = f'mount -t tmpfs -o size=512k tmpfs {cache} && exec "$@"'
     command = Command(*peer(scene.bootstrap.address(), cache), prefix=("unshare", "-rm", "sh", "-c", mount, "sh"))
     command.fails(9, "disk: .* can be used at", re.escape(str(cache)), "--cache-dir")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from dipaco.base.blobs import SharedContent
 from dipaco.base.errors import StorageError
 from dipaco.dht.dht_node import check_shared_memory
 from dipaco.peer.node.node import make_folder
@@ -26,8 +25,6 @@ def test_a_file_system_without_locks(tmp_path, number, monkeypatch):
         load_or_create_identity(tmp_path / "identity.key")
     assert not (tmp_path / "identity.key").exists()
     assert not is_in_use(tmp_path / "identity.key")
-    with pytest.raises(StorageError, match=said), SharedContent(tmp_path).turn("00"):
-        pass
 
 
 def test_a_folder_that_a_variable_names(monkeypatch):

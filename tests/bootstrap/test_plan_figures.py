@@ -17,11 +17,11 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import pass_bytes
 from dipaco.modules.state import genesis_state, write_state
-from dipaco.modules.store import KEPT_OPTIMIZERS
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunBlobs
 from dipaco.training.inner import InnerLoop
+from dipaco.training.optimizer_states import KEPT_OPTIMIZERS
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PAPER = EXAMPLES / "paper" / "RUN.toml"

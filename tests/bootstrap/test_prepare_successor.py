@@ -291,7 +291,7 @@ def test_only_the_same_operator_signs(chain, tmp_path):
 def test_modules_without_a_state_are_named(chain, tmp_path):
     old = tmp_path / "old"
     shutil.copytree(chain["kmeans"], old)
-    shutil.rmtree(RunFolder(old).states.folder / "L1.E0")
+    RunFolder(old).states.remove("L1.E0")
     toml = successor_toml(chain["dense"].parent, "again", "[2, 2]")
     with pytest.raises(ConfigurationError, match=r"no state of L1\.E0 .7 of 8 modules have one"):
         succeed(toml, tmp_path / "out", old)

@@ -48,7 +48,7 @@ def test_paths_are_better_than_the_base(out, tmp_path, capsys):
     assert evaluate_command.main(arguments) == 0
     trained = json.loads(capsys.readouterr().out)
     for module in ("L0.E0", "L1.E0", "L1.E1", "L1.E2", "L1.E3"):
-        assert (RunFolder(out).states.folder / module).is_dir()
+        assert RunFolder(out).states.digests(module)
     assert trained["perplexity"] < 0.9 * trained["base_perplexity"]
     assert trained["mixed_perplexity"] < 0.9 * trained["base_perplexity"]
     assert trained["baseline_perplexity"] < trained["base_perplexity"]
@@ -91,6 +91,6 @@ def test_states_of_another_run_of_the_same_shape_are_not_used(out, tmp_path):
         imported=ImportedBase(out.parent / "checkpoint"),
         adapters=ADAPTERS,
     )
-    shutil.copytree(out / "states", other.path / "states")
-    with pytest.raises(StorageError, match="no state of its module L0.E0; .*other/states"):
+    shutil.copytree(out / "store", other.path / "store")
+    with pytest.raises(StorageError, match="no state of its module L0.E0; .*other/store"):
         assemble_path(DiskSource(other.path, SourceSettings()), 0)

@@ -61,7 +61,7 @@ def damaged(trained, tmp_path):
         copy = tmp_path / "copy"
         shutil.copytree(trained[0], copy)
         for module in modules:
-            shutil.rmtree(RunFolder(copy).states.folder / module)
+            RunFolder(copy).states.remove(module)
         return copy
 
     return make
@@ -342,7 +342,7 @@ def test_fitting_takes_enough_documents_and_every_path(damaged, tmp_path):
     source = DiskSource(damaged())
     with pytest.raises(CorpusError, match="16 documents"):
         fit_to_documents(source, held_out(), steps=2, device=CPU)
-    shutil.rmtree(RunFolder(tmp_path / "copy").states.folder / "P2")
+    RunFolder(tmp_path / "copy").states.remove("P2")
     with pytest.raises(StorageError, match="P2"):
         fit_to_documents(DiskSource(tmp_path / "copy"), held_out(), steps=2, device=CPU)
 

@@ -182,7 +182,7 @@ def test_disks(tmp_path, settings, monkeypatch):
     def check(spare, limit_gb=None, mounts="a / ext4 rw\n", plan=plan):
         monkeypatch.setattr(fits, "spare_bytes", lambda folder: spare)
         root = machine_root(tmp_path / "root", {"proc/mounts": mounts})
-        return fits.check_disk(replace(settings, max_disk_gb=limit_gb), plan, shards, root)
+        return fits.check_disk(replace(settings, max_disk_gb=limit_gb), plan, shards, None, root)
 
     assert check(0, plan=None).verdict == "ok"
     assert check(4 * 10**9).verdict == "ok"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dipaco.base.errors import NetworkError
+from dipaco.base.index import Index
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.shell.messenger import Messenger
@@ -48,7 +49,7 @@ class Others:
 class Peer:
     def __init__(self):
         self.swarm, self.others, self.status = FakeSwarm(), Others(), PeerStatus()
-        self.chains = ChainStore(RUN, [MODULE], None)
+        self.chains = ChainStore(RUN, [MODULE], Index(Path("nowhere")))
         self.reported = queue.SimpleQueue()
         files = type("Files", (), {"find": lambda self, sha256: Path("file")})()
         others = self.others

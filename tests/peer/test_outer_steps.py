@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import logging
+import os
 import threading
 import weakref
 from dataclasses import replace
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dipaco.base.index import Index
+from dipaco.base.kept_files import KeptFiles
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
-from dipaco.peer.node.states import States, head_of
+from dipaco.peer.node.states import Named, States, head_of
 from dipaco.protocol.chain import MARK_BYTES, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -78,6 +81,7 @@ def test_all_who_gather_the_files_compute_one_state(swarm):
     assert hashlib.sha256(data).hexdigest() == heads[0].digest
     # A step that names another state than comes out of its files is not followed.
     liar = Step.of([replace(one.publish(1), state="0" * 64)])
+    keeper.gather(*liar.rows)
     failed = keeper.do(a.Compute(MODULE, heads[0], (liar,)))
     assert isinstance(failed, e.Failed)
     # The next step stands on what is kept, in memory or on disk.
@@ -95,8 +99,9 @@ def test_what_is_missing_or_bad_is_reported(swarm):
     assert not found.is_final
     failed = one.do(a.Compute(MODULE, one.head0(MODULE), (Step.of([row]),)))
     assert isinstance(failed, e.Failed)
+    assert isinstance(one.reported.get(timeout=60), e.Failed)
 
-    bad = ContributionFiles(one.node.contributions.folder / "bad")
+    bad = ContributionFiles(KeptFiles(one.node.contributions.kept.folder / "bad"))
     bad.add(row, (b"\xff" * row.bytes,))
     one.node.exchange.others = [bad]
     (found,) = one.gather(row)
@@ -105,6 +110,37 @@ def test_what_is_missing_or_bad_is_reported(swarm):
     one.node.exchange.others = [other.node.contributions]
     (found,) = one.gather(row)
     assert isinstance(found, e.Gathered)
+
+
+def test_a_file_that_is_gone_from_the_disk_is_told_of_and_fetched_again(swarm):
+    one, other, _ = swarm
+    step = Step.of([one.publish(), other.publish()])
+    [row] = (row for row in step.rows if row.peer == other.me)
+    one.gather(row)
+    one.node.contributions.find(row.file).unlink()
+    found = one.do(a.Compute(MODULE, one.head0(MODULE), (step,)))
+    assert (type(found), found.action) == (e.Failed, a.Gather(MODULE, (row,)))
+    assert isinstance(one.reported.get(timeout=60).action, a.Compute)
+    assert one.gather(row) == [e.Gathered(MODULE, row)]
+    assert one.compute(one.head0(MODULE), step).weight == 2
+
+
+def test_nothing_is_told_of_work_on_another_state_than_the_row_would_name(swarm, caplog):
+    """The member stands on a state that the trainer could not take up: it was gone when it should."""
+    one, _, _ = swarm
+    step = Step.of([one.publish()])
+    head = one.compute(one.head0(MODULE), step)
+    one.node.held.forget(MODULE, step.name)
+    one.adopt(head, step)
+    one.trainer.inner_step()
+    failed = one.do(a.Publish(MODULE, 1, step.name, head.digest, 0.0))
+    assert isinstance(failed, e.Failed)
+    assert not failed.is_final
+    assert "what is trained from is not the state" in caplog.text
+    # The next step that is taken ends it.
+    one.adopt(one.compute(one.head0(MODULE), step), step)
+    one.trainer.inner_step()
+    assert isinstance(one.do(a.Publish(MODULE, 2, step.name, head.digest, 0.0)), e.Published)
 
 
 def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(swarm):
@@ -146,6 +182,24 @@ def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(swarm):
     go.set()
     assert one.reported.get(timeout=60) == e.StateHere(MODULE, head)
     assert asked == [head]
+
+
+def test_what_decides_waits_for_no_disk(swarm, monkeypatch):
+    one, waited, usual = swarm[0], set(), Index.transaction
+
+    def transaction(index):
+        waited.add(threading.current_thread().name)
+        return usual(index)
+
+    monkeypatch.setattr(Index, "transaction", transaction)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: waited.add(threading.current_thread().name))
+    step = Step.of([one.publish()])
+    one.adopt(one.compute(one.head0(MODULE), step), step, save=True)
+    for action in (a.SaveAll(), a.Drop(MODULE)):
+        assert one.begin(action) is None
+    one.wait_until_saved()
+    assert not one.node.held.lookup(one.trainer.anchor(MODULE).digest)
+    assert {name.split("_")[0] for name in waited} == {"outer", "saving", "telling"}
 
 
 def test_numbers_that_are_none_are_not_published(swarm):
@@ -213,8 +267,8 @@ def test_a_restart_finds_what_was_saved(swarm, tmp_path):
     one.node.held.save_all()
     second = Step.of([one.publish(1)])
     one.adopt(one.compute(head, second), second)  # It is not on disk when the peer is killed.
-    chains = ChainStore(one.plan.run_id, one.grid.modules(), tmp_path / "a" / "chains")
     own = RunFolder(tmp_path / "a" / "run")
+    chains = ChainStore(one.plan.run_id, one.grid.modules(), own.states.kept.index)
     again = States(one.grid, own.states, own.blobs, chains)
     found = {head.module: head for head in again.load_from_disk()}
     assert found[MODULE].step == step.name
@@ -257,7 +311,7 @@ def test_a_state_that_others_replaced_before_it_was_saved_keeps_no_memory(swarm)
         states.append(step_of(states[-1], [data], rows, round_index, paths))
     heads = [head_of(state, f"{number:064x}", number, number) for number, state in enumerate(states)]
     for number in (2, 4):
-        held.put(heads[number].step, states[number], states[number - 1])
+        held.put(heads[number].step, states[number], Named(heads[number - 1], states[number - 1]))
         held.hold(heads[number])
     held.save(states[4])
     replaced = weakref.ref(states[1])

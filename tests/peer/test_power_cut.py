@@ -7,17 +7,24 @@ import dataclasses
 import json
 import logging
 import os
+import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dipaco.base import kept_files
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import AdmissionError, ConfigurationError, StorageError
+from dipaco.base.files import atomic_file
+from dipaco.base.index import INDEX_FILE
+from dipaco.base.kept_files import KeptFiles
 from dipaco.dht.dht_node import note_port, take_port
 from dipaco.modules.layout import layout_of
+from dipaco.modules.saved_states import StateStore
 from dipaco.modules.state import ModuleState
-from dipaco.modules.store import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
@@ -35,6 +42,7 @@ from dipaco.protocol.invitations import Terms, make_invitation, opened
 from dipaco.protocol.manifest import sign_manifest, verify_manifest
 from dipaco.protocol.revocations import sign_revocations
 from dipaco.routing.run_folder import RunFolder
+from dipaco.training.optimizer_states import load_optimizer, write_optimizer
 from support.programs.power_cut import CUTS, Disk, cut
 from support.runs.make_plan import make_plan
 from support.runs.tiny_run import make_tiny_run
@@ -60,8 +68,9 @@ class Life:
     """A peer's chains and states, in a folder that stays."""
 
     def __init__(self, folder):
-        self.chains = ChainStore(RUN, GRID.modules(), folder / "chains")
-        self.store = StateStore(folder / "states")
+        self.store = StateStore(folder / "store")
+        self.store.kept.tidy()
+        self.chains = ChainStore(RUN, GRID.modules(), self.store.kept.index)
         self.blobs = BlobStore(folder / "blobs")
         self.states = States(GRID, self.store, self.blobs, self.chains)
         self.taken_up = self.states.load_from_disk()
@@ -85,11 +94,35 @@ def test_the_step_of_a_state_that_is_safe_is_safe_too(tmp_path, monkeypatch):
     """Where all machines lose their power at once, nobody else can say which step it is of."""
     steps = chain_of(4)
     disk = Disk(monkeypatch)
-    Life(tmp_path).take(*steps)
+    first = Life(tmp_path)
+    first.take(*steps)
     disk.lose_power(tmp_path)
     again = Life(tmp_path)
     assert [head.version for head in again.taken_up] == [4]
     assert again.chains.chain(MODULE) == tuple(steps)
+
+
+def test_wherever_the_last_transactions_end_the_state_and_its_chain_are_of_one_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_files, "SMALL_BYTES", 0)  # What is replaced goes at once.
+    steps = chain_of(6)
+    life = Life(tmp_path / "life")
+    life.take(*steps)
+    log, seen = tmp_path / "life" / "store" / f"{INDEX_FILE}-wal", list[int]()
+    for left in [*range(0, log.stat().st_size, 3001), log.stat().st_size]:
+        folder = tmp_path / str(left)
+        shutil.copytree(tmp_path / "life", folder)
+        os.truncate(folder / "store" / log.name, left)
+        again = Life(folder)
+        told = again.chains.chain(MODULE)
+        assert told == tuple(steps[: len(told)])
+        for head in again.taken_up:
+            assert head.step == told[-1].name
+            assert head.version == len(told)
+        seen += [head.version for head in again.taken_up]
+        again.take(*steps[len(told) :])
+        assert [head.version for head in Life(folder).taken_up] == [6]
+        shutil.rmtree(folder)
+    assert set(seen) >= {5, 6}
 
 
 @every_cut
@@ -113,28 +146,34 @@ def test_of_states_the_one_before_is_held_and_the_next_is_written_again(tmp_path
 
 
 @every_cut
-def test_a_chain_is_told_up_to_where_its_log_is_whole(tmp_path, how):
+def test_a_chain_is_told_up_to_where_the_index_is_whole_and_no_state_is_lost(tmp_path, how, caplog):
     steps = chain_of(4)
-    Life(tmp_path).take(*steps)
-    cut(tmp_path / "chains" / f"{MODULE}.log", how)
-    again = Life(tmp_path)
+    life = Life(tmp_path)
+    life.take(*steps)
+    life.store.kept.index.close()
+    cut(tmp_path / "store" / INDEX_FILE, how)
+    with caplog.at_level(logging.WARNING):
+        again = Life(tmp_path)
+    assert len(caplog.records) == (0 if how in ("nothing", BESIDE) else 1)
     told = again.chains.chain(MODULE)
     assert told == tuple(steps[: len(told)])
-    again.chains.serve(MODULE, steps[-1].name, steps, again.head(steps[-1]))
-    assert [head.version for head in Life(tmp_path).states.load_from_disk()] == [4]
+    assert set(again.store.digests(MODULE)) == {state_of(3).digest, state_of(4).digest}
+    # Its chain is told by others, and the state is here and need not be fetched.
+    again.chains.serve(MODULE, steps[-1].name, steps)
+    if not again.taken_up:
+        again.take(steps[-1])
+    assert [head.version for head in Life(tmp_path).taken_up] == [4]
 
 
 @every_cut
 def test_an_optimizer_begins_afresh(tmp_path, how, caplog):
-    store = StateStore(tmp_path)
-    store.write_optimizer(3, {"moments": torch.ones(100)})()
-    [file] = (tmp_path / "optimizers").iterdir()
-    cut(file, how)
-    found = StateStore(tmp_path).load_optimizer(3)
+    write_optimizer(tmp_path, 3, {"moments": torch.ones(100)})()
+    cut(tmp_path / "path-3.pt", how)
+    found = load_optimizer(tmp_path, 3)
     assert (found is None) == (how != BESIDE)
     assert [len(line.splitlines()) for line in caplog.messages] == ([] if how == BESIDE else [1])
-    store.write_optimizer(3, {"moments": torch.zeros(100)})()
-    assert StateStore(tmp_path).load_optimizer(3) is not None
+    write_optimizer(tmp_path, 3, {"moments": torch.zeros(100)})()
+    assert load_optimizer(tmp_path, 3) is not None
 
 
 # -- contributions
@@ -143,10 +182,11 @@ def test_an_optimizer_begins_afresh(tmp_path, how, caplog):
 @every_cut
 def test_a_contribution_that_is_no_longer_whole_is_fetched_again(tmp_path, how):
     row, other = row_of(0, data=b"work" * 100), row_of(1, data=b"other work")
-    files = ContributionFiles(tmp_path)
+    files = ContributionFiles(KeptFiles(tmp_path))
     paths = [files.add(r, (file_of(r, d),)) for r, d in ((row, b"work" * 100), (other, b"other work"))]
     cut(paths[0], how)
-    again = ContributionFiles(tmp_path)
+    again = ContributionFiles(KeptFiles(tmp_path))
+    again.kept.tidy()
     assert again.find(other.file) == paths[1]
     found = again.find(row.file)
     assert (found is None) == (how != BESIDE)
@@ -154,7 +194,7 @@ def test_a_contribution_that_is_no_longer_whole_is_fetched_again(tmp_path, how):
     came.write_bytes(file_of(row, b"work" * 100))
     assert again.install(row, came).read_bytes() == file_of(row, b"work" * 100)
     again.prune(MODULE, 100)
-    assert not list((tmp_path / MODULE).iterdir())
+    assert not list(tmp_path.glob("??/[!.]*"))
 
 
 # -- blobs
@@ -313,28 +353,32 @@ def test_events_go_on_in_a_line_of_their_own(tmp_path, how):
 # -- what is left over
 
 
-def test_what_was_never_finished_is_removed_at_the_next_start(tmp_path):
+def test_what_was_never_finished_or_written_down_is_removed_at_the_next_start(tmp_path):
     row = row_of(0)
-    kept = ContributionFiles(tmp_path / "contributions").add(row, (file_of(row, b"data"),))
+    kept = ContributionFiles(KeptFiles(tmp_path / "store")).add(row, (file_of(row, b"data"),))
     old, young = tmp_path / ".upload.json.1-a.tmp", tmp_path / ".known_peers.json.1-b.tmp"
-    for file in (old, young, kept.with_name(f".{kept.name}.1-c.tmp")):
+    unknown = kept.with_name(kept.name[:2] + "0" * 62)
+    for file in (old, young, unknown, kept.with_name(f".{kept.name}.1-c.tmp")):
         file.touch()
-    os.utime(old, (0, 0))
+        os.utime(file, (0, 0)) if file != young else None
+    gone = ContributionFiles(KeptFiles(tmp_path / "store")).add(row_of(1), (file_of(row_of(1), b"data"),))
+    gone.unlink()
     make_folder(tmp_path)
-    ContributionFiles(tmp_path / "contributions")
+    again = KeptFiles(tmp_path / "store")
+    again.tidy()
     assert young.exists(), "another program may be writing it"
     assert not old.exists()
     assert list(kept.parent.iterdir()) == [kept]
+    assert again.index.read("SELECT sha256 FROM files") == [(row.file,)]
 
 
-def test_what_a_killed_peer_had_just_fetched_does_not_stay(tmp_path):
-    """A state is read and removed as soon as it is here; a peer may be killed in between, often."""
-    scratch = BlobStore(tmp_path / "incoming")
-    contributions = ContributionFiles(tmp_path / "contributions")
-    for store in (scratch, contributions.incoming):
-        store.add_bytes(b"a state")
-        store.partial_path("0" * 64).write_bytes(b"a part")
-    ContentFetcher(SimpleNamespace(), SimpleNamespace(), BlobStore(tmp_path), scratch, make_plan(), GRID)
-    ContributionFiles(tmp_path / "contributions")
-    for store in (scratch, contributions.incoming):
-        assert store.total_bytes == len(b"a part"), "an unfinished download goes on"
+def test_a_file_that_another_process_is_writing_is_not_removed(tmp_path):
+    with atomic_file(tmp_path / "state") as file:
+        file.write(b"half")
+        [temporary] = tmp_path.iterdir()
+        os.utime(temporary, (0, 0))
+        program = "import sys; from pathlib import Path; from dipaco.base.files import *; "
+        program += "remove_stale_temporaries(Path(sys.argv[1]))"
+        subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=60)
+        assert temporary.exists()
+    assert (tmp_path / "state").read_bytes() == b"half"

@@ -2,93 +2,106 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-import torch
 
-from dipaco.base.blobs import BlobStore, SharedContent
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.layout import ModuleLayout
-from dipaco.modules.state import ModuleState
-from dipaco.modules.store import StateStore
+from dipaco.base.index import Index
+from dipaco.base.kept_files import KeptFiles
+from dipaco.modules.layout import layout_of
+from dipaco.modules.saved_states import StateStore
 from dipaco.peer import trainers
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.pause_command import ControlSettings, _peers
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.trainers import trainer_settings
 from dipaco.protocol.identity import load_or_create_identity
+from support.wire.exchanges import GRID, MODULE, chain_of, file_of, row_of
+from support.wire.peers import RUN
 
-TEXT = b"what all of them need"
-
-
-@pytest.fixture
-def shared(tmp_path):
-    return SharedContent(tmp_path / "content")
+SUPPORT = Path(__file__).parents[1]
 
 
-def files(shared):
-    return [f for f in shared.folder.rglob("*") if f.is_file() and f.parent.name != "turns"]
+def test_each_tells_its_own_chain_and_the_steps_lie_there_once(tmp_path):
+    index = Index(tmp_path / "index.sqlite")
+    steps, branch = chain_of(5), chain_of(2, (1, 2), chain_of(5)[2].name, begin=3)
+    one, other = (ChainStore(RUN, GRID.modules(), index, name) for name in ("one", "other"))
+    one.serve(MODULE, steps[-1].name, steps)
+    other.serve(MODULE, branch[-1].name, [*steps[:3], *branch])
+    again = [ChainStore(RUN, GRID.modules(), Index(index.file), name) for name in ("one", "other")]
+    assert [chains.chain(MODULE) for chains in again] == [tuple(steps), (*steps[:3], *branch)]
+    assert index.read("SELECT count(*) FROM steps") == [(7,)]
 
 
-def test_a_blob_of_one_is_the_blob_of_all_and_one_file(shared, tmp_path):
-    one, other = (BlobStore(tmp_path / name, shared) for name in "ab")
-    sha = one.add_bytes(TEXT)
-    assert other.has(sha)
-    assert other.read(sha) == TEXT
-    assert one.path(sha).samefile(other.path(sha))
-    assert one.path(sha).stat().st_nlink == 3
+def test_a_contribution_of_one_is_not_fetched_by_another(tmp_path):
+    row = row_of(0)
+    path = ContributionFiles(KeptFiles(tmp_path)).add(row, (file_of(row, b"data"),))
+    other = ContributionFiles(KeptFiles(tmp_path))
+    assert other.find(row.file) == path
+    other.prune(MODULE, 3)
+    assert ContributionFiles(KeptFiles(tmp_path)).find(row.file) is None
 
 
-def test_what_two_have_fetched_at_once_becomes_one_file(shared, tmp_path):
-    one, alone = BlobStore(tmp_path / "a", shared), BlobStore(tmp_path / "b")
-    sha = one.add_bytes(TEXT)
-    alone.add_bytes(TEXT)
-    assert not one.path(sha).samefile(alone.path(sha))
-    shared.give(sha, alone.path(sha))
-    assert one.path(sha).samefile(alone.path(sha))
+LAYOUT = layout_of(GRID, MODULE)
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from dipaco.base import kept_files
+from dipaco.modules.layout import layout_of
+from dipaco.modules.saved_states import StateStore
+from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from support.wire.exchanges import GRID, MODULE, chain_of, file_of, row_of
+from support.wire.peers import RUN
+
+kept_files.SMALL_BYTES = 0  # States go as soon as they are replaced.
+layout = layout_of(GRID, MODULE)
+
+def state_of(version):
+    values = torch.full((layout.size,), float(version))
+    return ModuleState(MODULE, version, values, torch.zeros(layout.size), {}, layout)
+
+folder, me = Path(sys.argv[1]), sys.argv[2]
+store = StateStore(folder, me)
+kept = store.kept
+kept.tidy()
+files, chains = ContributionFiles(kept), ChainStore(RUN, GRID.modules(), kept.index, me)
+for number, step in enumerate(chain_of(25)):
+    row = row_of(number % 4, number, data=b"%d" % (number % 7))
+    files.add(row, (file_of(row, b"%d" % (number % 7)),))
+    chains.serve(MODULE, step.name, [step])
+    store.save(state_of(number))
+"""
 
 
-def test_a_damaged_blob_that_is_removed_does_not_come_back(shared, tmp_path):
-    one, other = (BlobStore(tmp_path / name, shared) for name in "ab")
-    sha = one.add_bytes(TEXT)
-    one.path(sha).write_bytes(b"damaged")
-    assert not other.verify(sha)
-    other.remove(sha)
-    assert not other.has(sha)
-
-
-def test_a_state_is_written_once_and_goes_with_its_last_holder(shared, tmp_path):
-    one, other = (StateStore(tmp_path / name, shared=shared) for name in "ab")
-    layout = ModuleLayout(("w",), ((4,),))
-    state = ModuleState("L0.E0", 1, torch.ones(4), torch.zeros(4), {}, layout)
-    assert one.save(state).samefile(other.save(state))
-    assert len(files(shared)) == 1
-    one.remove(state.module)
-    shared.prune()
-    assert len(files(shared)) == 1
-    other.remove(state.module)
-    shared.prune()
-    assert files(shared) == []
-
-
-def test_where_files_cannot_be_linked_each_has_its_own(shared, tmp_path, monkeypatch):
-    def refuse(*_):
-        raise OSError("Invalid cross-device link")
-
-    monkeypatch.setattr("os.link", refuse)
-    one, other = (BlobStore(tmp_path / name, shared) for name in "ab")
-    sha = one.add_bytes(TEXT)
-    assert not other.has(sha)
-    assert other.add_bytes(TEXT) == sha
-    assert other.read(sha) == TEXT
-
-
-def test_one_at_a_time_fetches(shared):
-    with shared.turn("ab" * 32) as mine, shared.turn("ab" * 32) as too:
-        assert mine
-        assert not too
-    with shared.turn("ab" * 32) as mine, shared.turn("ab" + "cd" * 31) as other:
-        assert mine
-        assert other
+def test_processes_that_write_at_once_lose_nothing(tmp_path):
+    """They have the same work, and one is sometimes ahead of another."""
+    others = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, tmp_path, name], env={**os.environ, "PYTHONPATH": str(SUPPORT)}
+        )
+        for name in "ab"
+    ]
+    assert [other.wait(120) for other in others] == [0, 0]
+    for name in "ab":
+        chains = ChainStore(RUN, GRID.modules(), KeptFiles(tmp_path).index, name)
+        assert len(chains.chain(MODULE)) == 25
+    kept = KeptFiles(tmp_path)
+    ContributionFiles(kept).prune(MODULE, 24)
+    named = {sha256 for (sha256,) in kept.index.read("SELECT sha256 FROM files WHERE kind != 'state'")}
+    states = {sha256 for (sha256,) in kept.index.read("SELECT digest FROM states")}
+    assert {file.name for file in tmp_path.glob("??/*")} == named | states
+    assert (len(named), len(states)) == (3, 2)
+    for name in "ab":
+        store = StateStore(tmp_path, name)
+        assert [head.version for head in store.heads(MODULE)] == []
+        assert store.load_latest(MODULE, LAYOUT).version == 24
 
 
 def test_what_is_for_the_machine_is_divided_among_its_trainers(tmp_path):

@@ -107,7 +107,6 @@ class Trainee:
     def __init__(self, folder, inner_step, **options):
         self.peer = Peer(make_tiny_run(folder / "run"), folder / "peer", None)
         self.peer.node.exchange.listen = lambda report: None
-        self.peer.node.states = SimpleNamespace()
         self.trainer = SimpleNamespace(
             inner_step=inner_step, path=None, path_step=1, tokens_per_step=8, device=torch.device("cpu"), modules=()
         )

@@ -494,3 +494,44 @@ def test_after_a_move_that_failed_each_step_is_computed_once_from_the_one_before
             module.want()
             module.consider()
             module.stop_wanting()
+
+
+def gone(member, row):
+    """The file of a row is not on the disk any more, as whoever computes with it finds out."""
+    member.module.handle(e.Failed(a.Gather(MODULE, (row,)), "the file is not here any more"))
+
+
+def test_a_file_that_is_gone_from_the_disk_is_fetched_again():
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    member.hear(*sorted(set("ABC") - {second}))
+    step, lost = Step.of([member.row(peer) for peer in "ABC"]), member.row(first)
+    member.module.hear_steps([step], first)
+    (compute,) = member.take(a.Compute)
+    gone(member, lost)
+    member.module.handle(e.Failed(compute, "a file is not here any more"))
+    assert [(type(action), action.rows) for action in member.known.actions] == [(a.Gather, (lost,))]
+    member.take(a.Gather)
+    member.gathered(lost)
+    assert member.take(a.Compute) == [compute]
+
+
+def test_a_step_whose_files_the_disk_does_not_keep_is_left_for_a_round():
+    first, second = first_and_second()
+    member = Trainer(second, "ABC")
+    member.publish()
+    member.hear(*sorted(set("ABC") - {second}))
+    lost = member.row(first)
+    member.module.hear_steps([Step.of([member.row(peer) for peer in "ABC"])], first)
+    times = 0
+    while computes := member.take(a.Compute):
+        times += 1
+        gone(member, lost)
+        member.module.handle(e.Failed(computes[-1], "a file is not here any more"))
+        for fetch in [action for action in member.known.actions if isinstance(action, a.FetchState)]:
+            member.module.handle(e.StateHere(MODULE, replace(fetch.head, digest=name(fetch.head.step))))
+        if any(isinstance(action, a.Gather) for action in member.known.actions):
+            member.gathered(lost)
+        member.wait(1.0)
+    assert 2 <= times <= 3

@@ -2,12 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+from dipaco.base.index import Index
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.keeping.credit import own_tokens
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.ledger import EXPORT_FORMAT
+from dipaco.routing.run_folder import RunFolder
 from dipaco.status import ledger_report, status_command
 from support.runs.tiny_run import make_tiny_run
 
@@ -57,14 +60,15 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monke
     cache = tmp_path / "cache"
     cache.mkdir()
     folder = run.path.rename(cache / plan.run_id)
-    store = ChainStore(plan.run_id, run.grid(plan).modules(), folder / "chains")
+    index = RunFolder(folder, peer).states.kept.index
+    store = ChainStore(plan.run_id, run.grid(plan).modules(), index, peer)
     module = "L0.E0"
     rows = [Row(module, 0, genesis_name(plan.run_id, module), "5" * 64, 0, peer, 1000, "f" * 64, 1, bytes(64))]
     step = Step.of(rows)
     store.serve(module, step.name, [step])
-    log = folder / "chains" / f"{module}.log"
-    log.write_bytes(log.read_bytes() + b"what its owner is writing")
-    before = log.read_bytes()
+    # Its owner goes on writing.
+    written = [index.file, Path(f"{index.file}-wal")]
+    before = [file.read_bytes() for file in written]
     monkeypatch.setattr(ledger_report, "SwarmReader", Reader)
     monkeypatch.setattr(Reader, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
@@ -73,12 +77,12 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monke
     assert (found["tokens"], found["earlier"]) == (2234, [plan.run_id])
     said = [(p["peer_id"], p["tokens"], p["last_round"]) for p in found["peers"]]
     assert said == [("ann" * 8, 1234, 0), (peer, 1000, -1)]
-    assert log.read_bytes() == before
-    here = ChainStore("b" * 16, [module], None)
+    assert [file.read_bytes() for file in written] == before
+    here = ChainStore("b" * 16, [module], Index(tmp_path / "index"))
     step = Step.of([replace(rows[0], parent=genesis_name("b" * 16, module), tokens=500)])
     here.serve(module, step.name, [step])
     grid = SimpleNamespace(modules=lambda: [module])
-    node = SimpleNamespace(plan=Reader.plan, grid=grid, me=peer, chains=here, cache_folder=cache)
+    node = SimpleNamespace(plan=Reader.plan, grid=grid, me=peer, chains=here, runs_folder=cache)
     assert own_tokens(node) == 1500
     assert status_command.main(words) == 0
     assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())

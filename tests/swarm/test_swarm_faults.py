@@ -7,6 +7,7 @@ presses Ctrl+C, so do all others but one, and at last that one is killed and com
 
 import json
 import random
+import shutil
 import sys
 import time
 
@@ -248,7 +249,7 @@ def _kept(member):
     """
     begun = member.of("training")[-1]
     stepped = {e["module"] for e in member.of("outer_step")}
-    is_kept = any(member.cache.glob(f"*/states/*/optimizers/*-path-{begun['path']}.pt"))
+    is_kept = any(member.cache.glob(f"*/optimizers/*/path-{begun['path']}.pt"))
     return begun if is_kept and begun["modules"].keys() <= stepped else {}
 
 
@@ -258,8 +259,7 @@ def _everybody_gone(world, keeper):
     versions = {e["module"]: e["version"] for e in keeper.of("outer_step")}
     keeper.kill()
     # A bootstrap node with the run's files but without states: all states come from the peer.
-    for file in world.run.states.folder.rglob("*.safetensors"):
-        file.unlink()
+    shutil.rmtree(world.run.states.folder)
     bootstrap = world.swarm.start_bootstrap(name="bootstrap")
     back = world.start(bootstrap, keeper.name, "--path", str(path))
     (resumed,) = world.swarm.wait([back], "training")

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device, transformer
 from dipaco.modules.compose import gather_module, scatter_module
-from dipaco.modules.store import StateStore
 from dipaco.protocol.config import PAD_TOKEN, GridConfig
 from dipaco.protocol.grid import Grid
 from dipaco.training import inner, muon
 from dipaco.training.inner import InnerLoop, learning_rate_at
+from dipaco.training.optimizer_states import load_optimizer, write_optimizer
 from support.runs.inner_loops import CPU, MODEL, batch_of, config_of, flat, loop_of, model_of
 
 # Schedule
@@ -293,12 +293,11 @@ def test_a_kept_state_goes_on_bit_for_bit(optimizer, matrices, tmp_path):
     loop = made()
     for step in range(3):
         loop.step(batch_of(step), step)
-    store = StateStore(tmp_path)
-    store.write_optimizer(0, loop.state_dict())()
+    write_optimizer(tmp_path, 0, loop.state_dict())()
     other = made()
     other.step(batch_of(99), 0)  # its own state must be forgotten
     other.model.load_state_dict(loop.model.state_dict())
-    kept = store.load_optimizer(0)
+    kept = load_optimizer(tmp_path, 0)
     assert kept is not None
     assert other.load_state_dict(kept)
     for step in range(3, 7):

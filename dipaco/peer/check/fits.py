@@ -12,12 +12,12 @@ from pathlib import Path
 
 from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.files import file_system_of, spare_bytes
+from dipaco.base.kept_files import MAX_CONTRIBUTIONS_BYTES
 from dipaco.base.progress import shown_bytes
 from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import USABLE_SHARE, least_pass_bytes
 from dipaco.peer.exchange.fetching import shard_bytes
-from dipaco.peer.exchange.files.contribution_files import MAX_CONTRIBUTIONS_BYTES
 from dipaco.peer.owner.gpu_heat import thermometer_of
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.plan import RunPlan, ShardIndex
@@ -63,13 +63,18 @@ class MemoryNeed:
         return max(0, min(self.batch, int((free_bytes - self.fixed_bytes) // self.pass_bytes)))
 
 
-def fitting_batch(settings: PeerSettings, plan: RunPlan, shards: ShardIndex) -> int | None:
+def fitting_batch(
+    settings: PeerSettings,
+    plan: RunPlan,
+    shards: ShardIndex,
+    folder: Path | None = None,
+) -> int | None:
     """Return how many sequences a peer has on the device at once; None: the trainer finds out.
 
     Raises what `--check` calls a problem, so that nothing is claimed that does not fit. Called when
-    the peer's programs run already.
+    the peer's programs run already, and the run has its `folder`.
     """
-    for check in machine_checks(settings, plan, shards, programs_bytes=0):
+    for check in machine_checks(settings, plan, shards, folder, programs_bytes=0):
         if check.error is not None:
             raise check.error
     gpu, _ = look_at_device(settings.device)
@@ -93,10 +98,11 @@ def machine_checks(
     settings: PeerSettings,
     plan: RunPlan | None,
     shards: ShardIndex | None,
+    folder: Path | None = None,
     programs_bytes: int = PROGRAMS_BYTES,
 ) -> Iterator[Check]:
     """Yield what the machine has, beside what the run takes where that is known."""
-    yield check_disk(settings, plan, shards)
+    yield check_disk(settings, plan, shards, folder)
     try:
         device, _ = choose_device(settings.device)
         gpu, reason = look_at_device(settings.device)
@@ -126,9 +132,14 @@ def machine_checks(
 
 
 def check_disk(
-    settings: PeerSettings, plan: RunPlan | None, shards: ShardIndex | None, root: Path = Path("/")
+    settings: PeerSettings,
+    plan: RunPlan | None,
+    shards: ShardIndex | None,
+    run_folder: Path | None = None,
+    root: Path = Path("/"),
 ) -> Check:
-    """Say whether everything that a run keeps fits where the cache folder is, or would be."""
+    """Say whether everything that a run keeps fits where the cache folder is, or would be; by
+    itself its `run_folder` is there."""
     folder = settings.cache_folder
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -142,7 +153,7 @@ def check_disk(
         value = f"{shown_bytes(min(limit, spare))} may be used at {folder}"
     if plan is not None:
         needed = sum(_disk_need(settings, plan, shards).values())
-        here = _bytes_in(folder / plan.run_id)
+        here = _bytes_in(run_folder or folder / plan.run_id)
         value += f", this run takes up to {shown_bytes(needed)}"
         if here:
             value += f", {shown_bytes(here)} of it are there"

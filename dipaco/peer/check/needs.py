@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+from dipaco.base.kept_files import KEPT_ROUNDS, KEPT_STATES
 from dipaco.base.progress import shown_bytes
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes
@@ -22,9 +23,7 @@ from dipaco.modules.memory import (
     pass_bytes,
 )
 from dipaco.modules.state import max_state_bytes
-from dipaco.modules.store import KEPT_OPTIMIZERS, KEPT_STATES
 from dipaco.modules.transformer import LOGITS_AT_ONCE_ON_GPU
-from dipaco.peer.exchange.files.contribution_files import KEPT_ROUNDS
 from dipaco.protocol.config import (
     ContributionsConfig,
     GridConfig,
@@ -34,6 +33,7 @@ from dipaco.protocol.config import (
 )
 from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 from dipaco.training.muon import is_for_muon
+from dipaco.training.optimizer_states import KEPT_OPTIMIZERS
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"

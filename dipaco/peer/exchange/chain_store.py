@@ -1,28 +1,23 @@
 """What this peer tells others of its modules, kept over restarts.
 
-Which chain is *served* is the member's decision; it hands the steps over, and they lie here and in
-a log on disk, one of each module, to which is only appended: admissions of the peers in the steps,
-the steps, and which head is held. A log that was damaged, or half written when the power failed, is
-cut at its last whole entry. Beside the chain recent rows are told, which are in memory alone.
+Which chain is *told* is the member's decision; it hands the steps over, and they lie in the index
+of the store, from where old ones are read page by page: in memory are only those that the disk has
+not taken yet. Beside the chain recent rows are told, which are in memory alone.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import sqlite3
 import threading
-import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
-from pathlib import Path
-from typing import Any
 
 import msgpack
 
-from dipaco.base.files import storage_errors
-from dipaco.protocol.chain import Head, Row, Step, genesis_name, pack_step, unpack_step
+from dipaco.base.errors import StorageError
+from dipaco.base.index import Index
+from dipaco.protocol.chain import Head, Row, Step, genesis_name, unpack_step
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.round_rows import RoundRows
 
@@ -30,11 +25,12 @@ logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 
 # Of an answer: rows in its steps, of which one step always goes, and rows beside them.
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
+# Steps that are read from the disk at once.
+PAGE_STEPS = 64
 # Admissions beside those of peers in the chains and rows that are told.
 MAX_KEPT_ADMISSIONS = 50_000
-KEPT_HEADS = 8
-_HEAD_BYTES = 8
-_MAX_ENTRY_BYTES = 2**16
+# Steps of a module that are kept though no chain that is told has them any more.
+KEPT_SIDE_STEPS = 64
 
 
 @dataclass(frozen=True)
@@ -49,105 +45,60 @@ class Answer:
 
 @dataclass
 class _Module:
-    """What is kept of one module."""
+    """What is in memory of one module. The chain is the first `safe` steps that the index tells,
+    and behind them the `unsafe` ones."""
 
-    genesis: str
-    served: str
-    """Name of the step to which the chain is told."""
-    steps: dict[str, Step] = field(default_factory=dict)
-    """By name, those of the chain, and of the chains to `heads`."""
-    chain: list[Step] = field(default_factory=list)
-    """What is told, oldest first."""
-    places: dict[str, int] = field(default_factory=dict)
-    """Of the steps of the chain, from 1; the genesis has 0."""
+    name: str
+    told: str
+    """Name of the step at the end of the chain."""
+    safe: int = 0
+    unsafe: tuple[Step, ...] = ()
+    """Oldest first; some only while they are written, or the disk is full."""
+    is_written: bool = True
+    """The index tells this chain, and no longer one."""
     held: Head | None = None
-    heads: deque[Head] = field(default_factory=lambda: deque(maxlen=KEPT_HEADS))
     rows: RoundRows = field(default_factory=RoundRows)
-    saved: set[str] = field(default_factory=set)
-    """Steps and peers that are in the log."""
-    log_bytes: int = 0
-    """Of whole entries in the log."""
-
-    def peers(self) -> set[str]:
-        """Return whose rows are in what is told."""
-        steps = (step.peers for step in self.steps.values())
-        return {row.peer for row in self.rows.all()}.union(*steps)
-
-    def check(self, name: str) -> None:
-        """Raise KeyError for a step that was never served."""
-        if name != self.genesis and name not in self.steps:
-            raise KeyError(name)
-
-    def back_from(self, name: str) -> Iterator[Step]:
-        """Yield the chain that ends in a step, the newest first. Raises KeyError."""
-        while name != self.genesis:
-            step = self.steps[name]
-            yield step
-            name = step.parent
-
-    def add(self, steps: Iterable[Step]) -> None:
-        """Take in steps, oldest first. Raises KeyError for one that stands on nothing here."""
-        for step in steps:
-            self.check(step.parent)
-            self.steps[step.name] = step
-
-    def serve(self, step: str, head: Head | None) -> None:
-        """Tell of the chain to a step. Raises KeyError for one that is not here."""
-        self.check(step)
-        new = list(takewhile(lambda found: found.name not in self.places, self.back_from(step)))
-        parted = self.places.get(new[-1].parent if new else step, 0)
-        left = self.chain[parted:]
-        del self.chain[parted:]
-        for found in left:
-            del self.places[found.name]
-        for found in reversed(new):
-            self.chain.append(found)
-            self.places[found.name] = len(self.chain)
-        self.served, self.held = step, head
-        if head is not None and head not in self.heads:
-            self.heads.append(head)
-        if left:
-            self._forget_branches()
-
-    def _forget_branches(self) -> None:
-        """Forget the steps that are of none of these chains. The log gets them anew if need be."""
-        kept = dict(self.places)
-        for head in self.heads:
-            branch = takewhile(lambda found: found.name not in kept, self.back_from(head.step))
-            kept.update({found.name: 0 for found in tuple(branch)})
-        self.saved -= self.steps.keys() - kept.keys()
-        self.steps = {name: found for name, found in self.steps.items() if name in kept}
 
 
 class ChainStore:
-    """Served chains and heads, recent rows and admissions of a run's modules. Thread-safe.
+    """Chains and states that are told, recent rows and admissions of a run's modules. Thread-safe.
 
-    :param folder: where a log of every module is; None: in memory only, for readers
-    :param only_reads: the folder is another process's: nothing in it is mended or written
+    What others ask waits for no other thread's writing. `serve` waits for the disk.
+
+    :param index: where chains and admissions lie
+    :param owner: whose chains they are: several peers of one machine can have one index
     """
 
-    def __init__(
-        self, run_id: str, modules: Iterable[str], folder: Path | None, *, only_reads: bool = False
-    ) -> None:
-        """Load what is on disk. Raises `StorageError`."""
-        self._lock = threading.RLock()
-        self._folder, self._only_reads = folder, only_reads
-        names = {name: genesis_name(run_id, name) for name in modules}
-        self._modules = {name: _Module(genesis, genesis) for name, genesis in names.items()}
-        self._admissions: dict[str, bytes] = {}
+    def __init__(self, run_id: str, modules: Iterable[str], index: Index, owner: str = "") -> None:
+        """Look up what an earlier life told. Raises `StorageError`."""
+        self._index, self._owner = index, owner
+        self._lock = threading.Lock()
+        """For what is in memory. It is never held while the disk is waited for."""
+        self._serving = threading.Lock()
+        """Held while a chain is written: one after the other is."""
+        self._genesis = {name: genesis_name(run_id, name) for name in modules}
+        self._modules = {name: _Module(name, told) for name, told in self._genesis.items()}
+        kept = index.read("SELECT peer, admission FROM admissions")
+        self._admissions: dict[str, bytes] = dict(kept)
+        self._in_chains = set(self._admissions)
+        """Peers whose admissions are in the index."""
         self._enough_admissions = MAX_KEPT_ADMISSIONS
         """With more of them some are forgotten."""
         self.on_served: Callable[[Step], None] = lambda step: None
-        """Hears which step stands at the end of a served chain, each time that another does."""
+        """Hears which step stands at the end of a told chain, each time that another does."""
         self.has_contributed: Callable[[str], bool] = lambda peer: False
         """Tells whose rows have room before those of others."""
-        if folder is not None:
-            with storage_errors(folder):
-                if not only_reads:
-                    folder.mkdir(parents=True, exist_ok=True)
-                for name in names:
-                    if self._path(name).exists():
-                        self._load(name)
+        for module in self._modules.values():
+            self._take_up(module)
+
+    def _take_up(self, module: _Module) -> None:
+        last = self._index.read(
+            "SELECT told.version, name FROM told JOIN steps ON steps.id = step"
+            " WHERE owner = ? AND told.module = ? ORDER BY told.version DESC LIMIT 1",
+            (self._owner, module.name),
+        )
+        for version, name in last:
+            module.safe, module.told = version, name.hex()
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -174,169 +125,241 @@ class ChainStore:
     def _forget_admissions(self) -> None:
         """Forget the older half of those of which nothing is told here: what others invent leaves
         the chain its own."""
-        told = set[str]().union(*(kept.peers() for kept in self._modules.values()))
+        told = set(self._in_chains)
+        for kept in self._modules.values():
+            told.update(row.peer for row in kept.rows.all())
+            told.update(*(step.peers for step in kept.unsafe))
         others = [peer for peer in self._admissions if peer not in told]
         for peer in others[: -(-len(others) // 2)]:
             del self._admissions[peer]
         self._enough_admissions = MAX_KEPT_ADMISSIONS + len(told)
-
-    # -- what is served
-
-    def serve(
-        self, module: str, step: str, steps: Sequence[Step] = (), head: Head | None = None
-    ) -> None:
-        """Answer with the chain to `step` from now on, in place of another.
-
-        `steps`, oldest first, are those of it that were never served; `head` is the state that is
-        held of it, None for a mailbox, which has none. Raises KeyError for steps that stand on
-        nothing that was served, and `StorageError` when it is told from memory alone, because the
-        disk is full.
-        """
-        with self._lock:
-            kept = self._modules[module]
-            if any(new.module != module for new in steps):
-                raise KeyError(step)
-            is_new = kept.served != step
-            kept.add(steps)
-            kept.serve(step, head)
-            newest = kept.steps.get(step)
-            if newest is not None:
-                kept.rows.forget_before(newest.round_index)
-        if is_new and newest is not None:
-            self.on_served(newest)
-        with self._lock:
-            self._save(module, kept)
-
-    def served(self, module: str) -> tuple[str, Head | None]:
-        """Return what `serve` said last, also in an earlier life; the genesis before that."""
-        with self._lock:
-            kept = self._modules[module]
-            return kept.served, kept.held
-
-    def head_of(self, module: str, digest: str) -> Head | None:
-        """Return which head a state on this disk is, by its digest, if it was served lately."""
-        with self._lock:
-            heads = self._modules[module].heads
-            return next((head for head in heads if head.digest == digest), None)
-
-    def answer(self, module: str, locator: Sequence[str]) -> Answer:
-        """Return what fits in one answer to somebody whose chain has these names."""
-        with self._lock:
-            kept = self._modules.get(module)
-            if kept is None:
-                return Answer()
-            begin = max((kept.places.get(name, 0) for name in locator), default=0)
-            steps = kept.chain[begin : begin + ANSWERED_STEPS]
-            fitting, left = 0, ANSWERED_STEP_ROWS
-            for step in steps:
-                left -= len(step.rows)
-                if fitting and left < 0:
-                    break
-                fitting += 1
-            rows = kept.rows.newest(ANSWERED_ROWS)
-            has_more = begin + fitting < len(kept.chain)
-            return Answer(tuple(steps[:fitting]), rows, has_more, kept.held)
 
     def admissions_of(self, peers: Iterable[str]) -> dict[str, bytes]:
         """Return the admissions of those peers whose admission is known."""
         with self._lock:
             return {peer: self._admissions[peer] for peer in peers if peer in self._admissions}
 
+    # -- what is told
+
+    def served(self, module: str) -> tuple[str, Head | None]:
+        """Return what `serve` said last, the step also in an earlier life; the genesis before
+        that."""
+        with self._lock:
+            kept = self._modules[module]
+            return kept.told, kept.held
+
+    def hold(self, module: str, head: Head | None) -> None:
+        """Say from now on that this state is held of the chain that is told; None for no state."""
+        with self._lock:
+            self._modules[module].held = head
+
+    def serve(
+        self, module: str, step: str, steps: Sequence[Step] = (), head: Head | None = None
+    ) -> None:
+        """Answer with the chain to `step` from now on, in place of another.
+
+        `steps`, oldest first, are those of it that were not told before; `head` is the state that
+        is held of it, None for a mailbox, which has none. Raises KeyError for steps that stand on
+        nothing that is known here, and `StorageError` when the disk has not taken it: it is told
+        from memory then, and written with the next one.
+        """
+        kept = self._modules[module]
+        if any(new.module != module for new in steps):
+            raise KeyError(step)
+        with self._serving:
+            safe, unsafe = self._path_to(kept, step, steps)
+            newest = unsafe[-1] if unsafe else self._stored(step)
+            with self._lock:
+                is_new = kept.told != step
+                kept.told, kept.held = step, head
+                kept.safe, kept.unsafe = safe, unsafe
+                kept.is_written = kept.is_written and not is_new
+                if newest is not None:
+                    kept.rows.forget_before(newest.round_index)
+            if is_new and newest is not None:
+                self.on_served(newest)
+            if not kept.is_written:
+                self._write(kept)
+
+    def _path_to(
+        self, kept: _Module, step: str, steps: Sequence[Step]
+    ) -> tuple[int, tuple[Step, ...]]:
+        """Return the chain to a step: how many of the steps that are told now are in it, and those
+        behind them. Raises KeyError."""
+        known = {found.name: found for found in (*kept.unsafe, *steps)}
+        path: list[Step] = []
+        name = step
+        while (place := self._place(kept, [name])) is None:
+            found = known.get(name) or self._stored(name)
+            if found is None or found.module != kept.name:
+                raise KeyError(name)
+            path.append(found)
+            name = found.parent
+        return place, tuple(reversed(path))
+
+    def _place(self, kept: _Module, names: Sequence[str]) -> int | None:
+        """Return which place on the safe part of a chain the latest of these steps has; 0 for the
+        genesis, None if none is there."""
+        if kept.told in names and not kept.unsafe:
+            return kept.safe  # Mostly so; the disk need not be asked.
+        marks = ", ".join("?" * len(names))
+        [[place]] = self._index.read(
+            f"SELECT MAX(steps.version) FROM steps JOIN told ON told.step = steps.id"
+            f" AND told.version = steps.version AND told.module = steps.module"
+            f" WHERE owner = ? AND steps.module = ? AND steps.version <= ? AND name IN ({marks})",
+            (self._owner, kept.name, kept.safe, *map(bytes.fromhex, names)),
+        )
+        if place is None and self._genesis[kept.name] in names:
+            return 0
+        return None if place is None else int(place)
+
+    def _stored(self, name: str) -> Step | None:
+        """Return a step that is in the index."""
+        found = self._index.read(
+            f"SELECT {_STEP} FROM steps WHERE name = ?", (bytes.fromhex(name),)
+        )
+        return self._unpacked(found[0]) if found else None
+
+    def _unpacked(self, packed: _Packed) -> Step:
+        """Return a step that is in the index. Raises `StorageError` for what cannot have been
+        written so."""
+        step = _unpacked(packed)
+        if step is None:
+            self._index.condemn()
+            raise StorageError(f"the chain of {packed[1]} is damaged on this disk; start again")
+        return step
+
+    def _write(self, kept: _Module) -> None:
+        """Let the index tell what is told. Raises `StorageError`."""
+        unsafe, version = kept.unsafe, kept.safe
+        peers = set[str]().union(*(step.peers for step in unsafe)) - self._in_chains
+        admissions = self.admissions_of(peers)
+        with self._index.transaction() as writer:
+            chain = (self._owner, kept.name)
+            left = writer.execute(
+                "DELETE FROM told WHERE owner = ? AND module = ? AND version > ?", (*chain, version)
+            )
+            weight = writer.execute(
+                "SELECT weight FROM told JOIN steps ON steps.id = step"
+                " WHERE owner = ? AND told.module = ? AND told.version = ?",
+                (*chain, version),
+            ).fetchall()
+            total = weight[0][0] if weight else 0
+            for step in unsafe:
+                version, total = version + 1, total + len(step.rows)
+                _insert(writer, step, version, total)
+                writer.execute(
+                    "INSERT INTO told SELECT ?, ?, ?, id FROM steps WHERE name = ?",
+                    (*chain, version, bytes.fromhex(step.name)),
+                )
+            writer.executemany(
+                "INSERT OR REPLACE INTO admissions VALUES (?, ?)", admissions.items()
+            )
+            if left.rowcount:
+                _forget_branches(writer, kept.name)
+        with self._lock:
+            kept.safe, kept.unsafe, kept.is_written = version, (), True
+            self._in_chains |= admissions.keys()
+
+    def answer(self, module: str, locator: Sequence[str]) -> Answer:
+        """Return what fits in one answer to somebody whose chain has these names."""
+        kept = self._modules.get(module)
+        if kept is None:
+            return Answer()
+        with self._lock:
+            safe, unsafe, held = kept.safe, kept.unsafe, kept.held
+            rows = kept.rows.newest(ANSWERED_ROWS)
+        known = [n for n, step in enumerate(unsafe, safe + 1) if step.name in locator]
+        begin = max(known) if known else self._place(kept, locator) or 0
+        steps = list[Step]()
+        has_more, left = False, ANSWERED_STEP_ROWS
+        for step in self._steps(kept, begin, safe, unsafe):
+            left -= len(step.rows)
+            if steps and (left < 0 or len(steps) == ANSWERED_STEPS):
+                has_more = True
+                break
+            steps.append(step)
+        return Answer(tuple(steps), rows, has_more, held)
+
     # -- reading
 
     def chain(self, module: str) -> tuple[Step, ...]:
-        """Return the steps of the served chain, oldest first."""
+        """Return the steps of the told chain, oldest first."""
+        return tuple(self.steps(module))
+
+    def steps(self, module: str, newest: int | None = None) -> Iterator[Step]:
+        """Yield the steps of the told chain, or the `newest` so many, oldest first; few of them are
+        in memory at a time. Raises `StorageError`."""
+        kept = self._modules[module]
         with self._lock:
-            return tuple(self._modules[module].chain)
+            safe, unsafe = kept.safe, kept.unsafe
+        begin = 0 if newest is None else max(0, safe + len(unsafe) - newest)
+        return self._steps(kept, begin, safe, unsafe)
 
-    # -- the log
-
-    def _path(self, module: str) -> Path:
-        assert self._folder is not None
-        return self._folder / f"{module}.log"
-
-    def _save(self, module: str, kept: _Module) -> None:
-        """Append what the log has not of the chain that is served, and which head is held."""
-        if self._folder is None or self._only_reads:
-            return
-        new = list(takewhile(lambda s: s.name not in kept.saved, kept.back_from(kept.served)))
-        entries: list[Any] = []
-        peers = sorted({peer for found in new for peer in found.peers} - kept.saved)
-        known = self.admissions_of(peers)
-        entries += [["a", peer, admission] for peer, admission in known.items()]
-        entries += [["s", pack_step(found)] for found in reversed(new)]
-        head, held = kept.held, None
-        if head is not None:
-            place = [head.version, head.weight, head.round_index]
-            held = [*place, bytes.fromhex(head.digest), head.bytes]
-        entries.append(["h", bytes.fromhex(kept.served), held])
-        with storage_errors(self._folder), self._path(module).open("ab") as file:
-            # Nothing would be read behind a part, which is what a full disk takes of an entry.
-            file.truncate(min(kept.log_bytes, file.tell()))
-            file.write(b"".join(map(_frame, entries)))
-            file.flush()
-            # A state that is on the disk is of no use without the name of its step.
-            os.fsync(file.fileno())
-            log_bytes = file.tell()
-        kept.log_bytes = log_bytes
-        kept.saved |= {found.name for found in new} | known.keys()
-
-    def _load(self, module: str) -> None:
-        path, kept = self._path(module), self._modules[module]
-        data = path.read_bytes()
-        good = 0
-        for end, entry in _entries(data):
-            try:
-                self._take_entry(module, kept, entry)
-            except (RecordError, ValueError, KeyError, TypeError, IndexError):
-                break
-            good = end
-        kept.log_bytes = good
-        if good < len(data) and not self._only_reads:
-            logger.warning(
-                "the log of %s was damaged: %d of %d bytes are left", module, good, len(data)
+    def _steps(
+        self, kept: _Module, begin: int, safe: int, unsafe: tuple[Step, ...]
+    ) -> Iterator[Step]:
+        """Yield the steps of a chain behind the first `begin`."""
+        while begin < safe:
+            page = self._index.read(
+                f"SELECT {_STEP} FROM told JOIN steps ON steps.id = step"
+                " WHERE owner = ? AND told.module = ? AND told.version > ? AND told.version <= ?"
+                " ORDER BY told.version",
+                (self._owner, kept.name, begin, min(safe, begin + PAGE_STEPS)),
             )
-            os.truncate(path, good)
-
-    def _take_entry(self, module: str, kept: _Module, entry: Any) -> None:
-        if entry[0] == "a":
-            self._admissions[entry[1]] = entry[2]
-            kept.saved.add(entry[1])
-        elif entry[0] == "s":
-            step = unpack_step(entry[1])
-            if step.module != module:
-                raise ValueError("a step of another module")
-            kept.add([step])
-            kept.saved.add(step.name)
-        elif entry[0] == "h":
-            name, head = entry[1].hex(), None
-            if entry[2] is not None:
-                version, weight, round_index, digest, size = entry[2]
-                head = Head(module, name, version, weight, round_index, digest.hex(), size)
-            kept.serve(name, head)
-        else:
-            raise ValueError("another kind of entry")
+            if not page:
+                return  # Another chain has taken its place meanwhile.
+            yield from map(self._unpacked, page)
+            begin += len(page)
+        yield from unsafe[begin - safe :]
 
 
-def _frame(entry: Any) -> bytes:
-    body: bytes = msgpack.packb(entry, use_bin_type=True)
-    return len(body).to_bytes(4, "big") + zlib.crc32(body).to_bytes(4, "big") + body
+def tellers(index: Index) -> tuple[str, ...]:
+    """Return the peers of this machine whose chains an index has."""
+    return tuple(peer for (peer,) in index.read("SELECT DISTINCT owner FROM told"))
 
 
-def _entries(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the whole entries of a log, each with where it ends."""
-    begin = 0
-    while begin + _HEAD_BYTES <= len(data):
-        size = int.from_bytes(data[begin : begin + 4], "big")
-        end = begin + _HEAD_BYTES + size
-        body = data[begin + _HEAD_BYTES : end]
-        if size > _MAX_ENTRY_BYTES or len(body) < size:
-            return
-        if zlib.crc32(body) != int.from_bytes(data[begin + 4 : begin + 8], "big"):
-            return
-        try:
-            entry = msgpack.unpackb(body, raw=False)
-        except Exception:  # msgpack has no common base class for what it raises
-            return
-        yield end, entry
-        begin = end
+def _insert(writer: sqlite3.Connection, step: Step, version: int, weight: int) -> None:
+    """Write a step, unless it is there."""
+    rows = [
+        [row.path, row.peer, row.tokens, bytes.fromhex(row.file), row.bytes, row.signature]
+        for row in step.rows
+    ]
+    writer.execute(
+        "INSERT OR IGNORE INTO steps(name, module, parent, state, version, weight, round, rows)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            bytes.fromhex(step.name),
+            step.module,
+            bytes.fromhex(step.parent),
+            bytes.fromhex(step.state),
+            version,
+            weight,
+            step.round_index,
+            msgpack.packb(rows, use_bin_type=True),
+        ),
+    )
+
+
+_STEP = "name, steps.module, round, parent, state, rows"
+_Packed = tuple[bytes, str, int, bytes, bytes, bytes]
+
+
+def _unpacked(packed: _Packed) -> Step | None:
+    """Return a step that is in the index; None of what is damaged."""
+    name, *place, rows = packed
+    try:
+        step = unpack_step([[*place, *row] for row in msgpack.unpackb(rows, raw=False)])
+    except (RecordError, ValueError, TypeError):
+        return None
+    return step if step.name == name.hex() else None
+
+
+def _forget_branches(writer: sqlite3.Connection, module: str) -> None:
+    """Forget the steps that no chain has any more, but the last of them."""
+    writer.execute(
+        "DELETE FROM steps WHERE id IN (SELECT id FROM steps WHERE module = ?"
+        " AND id NOT IN (SELECT step FROM told WHERE module = ?)"
+        " ORDER BY id DESC LIMIT -1 OFFSET ?)",
+        (module, module, KEPT_SIDE_STEPS),
+    )

@@ -24,7 +24,7 @@ from dipaco.peer.exchange.contact.hello import Greeting, Hello, clock_samples, s
 from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.download_slots import DownloadSlots
 from dipaco.peer.exchange.files.mirrors import MirrorSource
-from dipaco.peer.exchange.files.partial_file import prune_partial_files
+from dipaco.peer.exchange.files.partial_file import MAX_UNFINISHED, prune_partial_files
 from dipaco.peer.exchange.files.refused_sources import RefusedSources
 from dipaco.peer.exchange.files.transfer import (
     ContentAbsent,
@@ -73,8 +73,6 @@ URGENT_AT_ONCE, AT_ONCE = 8, 6
 URGENT_FROM_ONE, FROM_ONE = 2, 4
 TELLS_AT_ONCE = 64
 CHUNK_BYTES = 2**17
-# Parts of files that nobody sent whole, which are kept for another attempt.
-MAX_UNFINISHED = 16
 # A contribution that nobody has yet is asked for again so soon, and then less and less often.
 RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 
@@ -371,9 +369,9 @@ class Exchange:
             self._named.pop(row.name, None)
             self._arrivals.pop(row.name, None)
         if reason and self._run.contributions is not None:
-            incoming = self._run.contributions.incoming
+            kept = self._run.contributions.kept
             with contextlib.suppress(StorageError):
-                await run_blocking(prune_partial_files, incoming, MAX_UNFINISHED)
+                await run_blocking(prune_partial_files, kept, MAX_UNFINISHED)
         on_done(row, reason, is_refused)
 
     def _check_file(self, row: Row, path: Path, check: Callable[[Row, Path], None]) -> None:
@@ -411,7 +409,7 @@ class Exchange:
                 path = await download(
                     row.file,
                     self._sources(order),
-                    files.incoming,
+                    files.kept,
                     max_bytes=row.bytes,
                     timeout_s=max(1.0, left_s),
                     slots=self._urgent_slots,

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
+from dipaco.base.kept_files import KeptFiles
 from dipaco.base.progress import StageProgress, shown_bytes
 from dipaco.dht.directory import Directory
 from dipaco.modules.base_source import take_base_from_hub_cache
@@ -19,7 +19,7 @@ from dipaco.modules.frozen_file import base_file_bytes
 from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, max_state_bytes, read_state
 from dipaco.peer.exchange.files.contribution_files import check_is_of
-from dipaco.peer.exchange.files.partial_file import prune_partial_files
+from dipaco.peer.exchange.files.partial_file import MAX_UNFINISHED, prune_partial_files
 from dipaco.protocol.chain import Head, Row
 from dipaco.protocol.config import ModelConfig
 from dipaco.protocol.grid import Grid
@@ -38,10 +38,6 @@ FETCH_TIMEOUT_S, LEAST_FILE_TIMEOUT_S = 600.0, 30.0
 ASK_AGAIN = "start again; then other holders are asked too"
 # A program that cannot do without a blob looks for holders again and again, for so long.
 NEEDED_LIMIT_S, NEEDED_AGAIN_S = 30.0, 2.0
-# How often it is looked whether another peer of this machine has fetched a blob.
-TURN_S = 0.5
-# Unfinished downloads of states that are kept for another attempt.
-MAX_SCRATCH_PARTIALS = 8
 
 
 class ContentFetcher:
@@ -52,18 +48,14 @@ class ContentFetcher:
         directory: Directory,
         exchange: Exchange,
         blobs: BlobStore,
-        scratch: BlobStore,
+        kept: KeptFiles,
         plan: RunPlan,
         grid: Grid,
         given_peers: Iterable[str] = (),
     ) -> None:
-        """Peers whose addresses were given, `given_peers`, are asked directly.
-
-        States pass through `scratch`, which is of one process.
-        """
-        scratch.clear()
+        """Peers whose addresses were given, `given_peers`, are asked directly."""
         self._directory, self._exchange = directory, exchange
-        self.blobs, self._scratch = blobs, scratch
+        self.blobs, self._kept = blobs, kept
         self._plan, self._grid = plan, grid
         self._given_peers = tuple(given_peers)
         self.say: Callable[[str], None] = logger.info
@@ -99,32 +91,20 @@ class ContentFetcher:
         Raises `NetworkError` when nobody can give it in time, naming `what`, and
         `IntegrityError` when all that was given had another hash.
         """
-        shared, until_s = self.blobs.shared, time.monotonic() + FETCH_TIMEOUT_S
         try:
-            while not self.blobs.has(sha256):
-                with nullcontext(True) if shared is None else shared.turn(sha256) as is_my_turn:
-                    if is_my_turn and not self.blobs.has(sha256):
-                        if self._is_in_hub_cache(sha256):
-                            continue
-                        return self._exchange.get(
-                            sha256,
-                            self._blob_sources(sha256),
-                            self.blobs,
-                            max_bytes=self._max_bytes.get(sha256, MAX_OTHER_BYTES),
-                            timeout_s=FETCH_TIMEOUT_S,
-                            mirrors=self._plan.mirrors,
-                            # The base is the largest blob, and volunteers' lines are slow.
-                            mirrors_first=sha256 == self._plan.blobs.base,
-                            on_progress=self._progress(what),
-                        )
-                if not is_my_turn:
-                    if time.monotonic() > until_s:
-                        raise NetworkError(
-                            "another peer of this machine has not fetched it in "
-                            f"{FETCH_TIMEOUT_S:.0f} s"
-                        )
-                    time.sleep(TURN_S)
-            return self.blobs.path(sha256)
+            if self.blobs.has(sha256) or self._is_in_hub_cache(sha256):
+                return self.blobs.path(sha256)
+            return self._exchange.get(
+                sha256,
+                self._blob_sources(sha256),
+                self.blobs,
+                max_bytes=self._max_bytes.get(sha256, MAX_OTHER_BYTES),
+                timeout_s=FETCH_TIMEOUT_S,
+                mirrors=self._plan.mirrors,
+                # The base is the largest blob, and volunteers' lines are slow.
+                mirrors_first=sha256 == self._plan.blobs.base,
+                on_progress=self._progress(what),
+            )
         except DipacoError as error:
             raise type(error)(f"could not fetch {what}: {error}") from None
 
@@ -192,7 +172,7 @@ class ContentFetcher:
         path = self._exchange.get(
             row.file,
             tuple(holders),
-            self._scratch,
+            self._kept,
             max_bytes=row.bytes,
             timeout_s=max(LEAST_FILE_TIMEOUT_S, min(share, 1.0) * FETCH_TIMEOUT_S),
         )
@@ -214,35 +194,25 @@ class ContentFetcher:
         def read(path: Path) -> ModuleState:
             return read_state(path, layout, wanted.digest, module=wanted.module, paths=paths)
 
-        shared = self._shared_state(wanted, read)
-        if shared is not None:
-            return shared
-        prune_partial_files(self._scratch, MAX_SCRATCH_PARTIALS)
+        if self._kept.find(wanted.digest) is not None:
+            # A peer of this machine has it, or an earlier life left it.
+            return read(self._kept.path(wanted.digest))
+        prune_partial_files(self._kept, MAX_UNFINISHED)
         path = self._exchange.get(
             wanted.digest,
             tuple(holders),
-            self._scratch,
+            self._kept,
             max_bytes=max_state_bytes(layout, len(paths)),
             timeout_s=FETCH_TIMEOUT_S,
             on_progress=self._progress(f"{wanted.module} version {wanted.version}"),
         )
         try:
-            return read(path)
-        finally:
+            state = read(path)
+        except IntegrityError:
             path.unlink(missing_ok=True)
-
-    def _shared_state(
-        self, wanted: Head, read: Callable[[Path], ModuleState]
-    ) -> ModuleState | None:
-        """Return a state that another peer of this machine has saved, if it is undamaged."""
-        if self.blobs.shared is None:
-            return None
-        path = self.blobs.shared.path(wanted.digest)
-        try:
-            return read(path) if path.is_file() else None
-        except DipacoError as error:
-            logger.warning("state %s here: %s; it is fetched", wanted.digest[:12], error)
-            return None
+            raise
+        self._kept.enter(wanted.digest, "fetched", wanted.module)
+        return state
 
 
 def max_core_bytes(plan: RunPlan, grid: Grid) -> dict[str, int]:

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from dipaco.base.errors import DipacoError, IntegrityError
+from dipaco.base.files import TEMPORARY_SUFFIX, hold
 from dipaco.base.refusals import Refusals
 from dipaco.base.repetition import Complaints
 from dipaco.base.token_bucket import Budget
 from dipaco.peer.exchange.contact.hello import Greeting
 from dipaco.peer.exchange.contact.reachability import CallingBack
 from dipaco.peer.exchange.files.content import OpenContent, opened
-from dipaco.peer.exchange.files.contribution_files import PUT_PREFIX, ContributionFiles
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.streams.loop_thread import run_blocking
 from dipaco.peer.exchange.streams.messages import (
     TURNED_AWAY,
@@ -74,6 +75,8 @@ LONGEST_WAIT_S = 60.0
 # A file that is put has to come at this rate at least.
 LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
 COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 256
+# Of files whose bytes are still coming.
+PUT_PREFIX = ".put-"
 
 
 class Responder:
@@ -280,7 +283,7 @@ class Responder:
     ) -> Literal["stored", "refused", "full"]:
         if await run_blocking(files.find, row.file) is not None:
             return "stored"
-        if not files.promise(row):
+        if not await run_blocking(files.promise, row):
             return "full"
         try:
             await self._reply(stream, place, PutReply(status="send"))
@@ -332,5 +335,8 @@ async def _receive(stream: Stream, files: ContributionFiles, row: Row, place: Pl
 
 
 def _scratch(files: ContributionFiles) -> tuple[int, str]:
-    files.folder.mkdir(parents=True, exist_ok=True)
-    return tempfile.mkstemp(dir=files.folder, prefix=PUT_PREFIX)
+    folder = files.kept.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(TEMPORARY_SUFFIX, PUT_PREFIX, folder)
+    hold(handle)
+    return handle, name

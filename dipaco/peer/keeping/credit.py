@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from dipaco.base.errors import DipacoError
-from dipaco.peer.exchange.chain_store import ChainStore
+from dipaco.peer.exchange.chain_store import ChainStore, tellers
 from dipaco.peer.node.node import Node
 from dipaco.protocol.chain import Step
 from dipaco.protocol.ledger import Credit, credits_of
@@ -33,12 +33,14 @@ def earlier_credits(
                 continue
             plan = run.plan()
             modules = run.grid(plan).modules()
-            store = ChainStore(run_id, modules, folder / "chains", only_reads=True)
-            for module in modules:
-                chain = store.chain(module)
-                weight = sum(len(step.rows) for step in chain)
-                if weight >= sum(len(step.rows) for step in chains.get(module, ())):
-                    chains[module] = chain
+            index = run.states.kept.index
+            for teller in tellers(index):
+                store = ChainStore(run_id, modules, index, teller)
+                for module in modules:
+                    chain = store.chain(module)
+                    weight = sum(len(step.rows) for step in chain)
+                    if weight >= sum(len(step.rows) for step in chains.get(module, ())):
+                        chains[module] = chain
         if plan is None:
             return
         yield run_id, credits_of(chains)
@@ -47,8 +49,8 @@ def earlier_credits(
 
 def own_tokens(node: Node) -> int:
     """Return how many tokens of this peer are in the chains that it has, over all phases."""
-    phases = [credits_of({module: node.chains.chain(module) for module in node.grid.modules()})]
+    phases = [credits_of({module: node.chains.steps(module) for module in node.grid.modules()})]
     with contextlib.suppress(DipacoError):  # A run of an older protocol, or a damaged folder.
-        earlier = earlier_credits(node.plan.successor_of, [node.cache_folder])
+        earlier = earlier_credits(node.plan.successor_of, [node.runs_folder])
         phases.extend(credits for _, credits in earlier)
     return sum(credits[node.me].tokens for credits in phases if node.me in credits)

@@ -8,17 +8,19 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from dipaco.base.errors import CorpusError, DipacoError, IntegrityError
 from dipaco.modules.state import ModuleState
-from dipaco.modules.store import StateStore
 from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.tokens.token_files import check_tokens, even_sample
+from dipaco.training.optimizer_states import load_optimizer, write_optimizer
 from dipaco.training.trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.keeping.path_files")
@@ -187,20 +189,18 @@ class PathFiles:
 
 
 class OptimizerFiles:
-    """AdamW states on this disk, for a return to their paths; losing one costs some warmup."""
+    """The AdamW states of a peer's trainer, written while it goes on."""
 
     def __init__(
-        self,
-        states: StateStore,
-        trainer: PathTrainer,
-        saver: Executor,
-        background: Background,
+        self, folder: Path, trainer: PathTrainer, saver: Executor, background: Background
     ) -> None:
-        self._states = states
-        self._trainer = trainer
-        self._saver = saver
-        self._background = background
+        self._folder, self._trainer = folder, trainer
+        self._saver, self._background = saver, background
         self._saving: Future[None] = saver.submit(lambda: None)
+
+    def load(self, path: int) -> dict[str, Any] | None:
+        """Return the state of a path that begins, if one is here."""
+        return load_optimizer(self._folder, path)
 
     def save(self) -> None:
         """Write the present one; the disk is waited for in the background."""
@@ -220,7 +220,7 @@ class OptimizerFiles:
         path, trainer = self._trainer.path, self._trainer
         if path is not None:
             try:
-                return self._states.write_optimizer(path, trainer.optimizer_state())
+                return write_optimizer(self._folder, path, trainer.optimizer_state())
             except DipacoError as error:
                 logger.warning("AdamW state not kept: %s", error)
         return lambda: None

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dipaco.base.blobs import SharedContent
 from dipaco.base.errors import DipacoError
 from dipaco.dht.addresses import split_operator
 from dipaco.dht.dht_node import select_run
@@ -24,7 +23,7 @@ from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.streams.transport import HivemindTransport
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.identity import Identity, load_or_create_identity
-from dipaco.protocol.manifest import SignedManifest, verify_manifest
+from dipaco.protocol.manifest import MANIFEST_FILE, SignedManifest, verify_manifest
 from dipaco.routing.run_folder import RunFolder
 
 from .entrance import Entrance, Listening
@@ -45,16 +44,16 @@ def join_run(
     identity_path: Path | None = None,
     listening: Listening | None = None,
     run_folder: Path | None = None,
-    content_folder: Path | None = None,
+    runs_folder: Path | None = None,
     uplink: Uplink | None = None,
     say: Callable[[str], None] = logger.info,
 ) -> Node:
     """Join a swarm and a run of it, and return the joined node.
 
     `Entrance` says which peers it goes through. A bootstrap node gives the `run_folder` with its
-    manifest instead of looking a run up. In `content_folder` peers of this machine have blobs and
-    states in common. With an operator's fingerprint in `initial_peers` only runs of that operator
-    count.
+    manifest instead of looking a run up. Peers of this machine that have one `runs_folder`, by
+    itself the `cache_folder`, have blobs, states and contributions in common. With an operator's
+    fingerprint in `initial_peers` only runs of that operator count.
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
     given, operator = split_operator(initial_peers)
@@ -63,11 +62,12 @@ def join_run(
     make_folder(cache_folder)
     key_file = identity_path or cache_folder / "identity.key"
     identity, may_be_a_copy = _identity(key_file, listening, say)
+    runs_folder = runs_folder or cache_folder
     known = KnownPeers(cache_folder)
     entrance = Entrance(identity, given, known, listening, say, may_be_a_copy=may_be_a_copy)
     try:
         entered = entrance.come_in(
-            lambda: own_manifest or _remembered_run(known, given, run, operator)
+            lambda: own_manifest or _remembered_run(known, runs_folder, given, run, operator)
         )
     except BaseException:
         identity.release()
@@ -79,15 +79,14 @@ def join_run(
         if entered.through:
             membership.clock = _swarm_clock(exchange, entered.through, say)
         manifest = _find_manifest(membership, run, operator, entered.manifest or own_manifest)
-        path = run_folder or cache_folder / manifest.plan.run_id
+        path = run_folder or runs_folder / manifest.plan.run_id
         node = open_run(
             membership,
             manifest,
             path,
             cache_folder,
-            shared=None if content_folder is None else SharedContent(content_folder),
+            runs_folder,
             write_manifest=run_folder is None,
-            only_reads=listening.client_mode,
         )
         node.fetcher.say = say
         node.serve_run()
@@ -150,14 +149,19 @@ def _find_manifest(
 
 
 def _remembered_run(
-    known: KnownPeers, given: tuple[str, ...], run: str | None, operator: str | None
+    known: KnownPeers,
+    runs_folder: Path,
+    given: tuple[str, ...],
+    run: str | None,
+    operator: str | None,
 ) -> bytes | None:
     """Return the manifest of the run that this peer was in with those at these addresses, if any.
 
     Raises as `select_run` does when they are several.
     """
     manifests = []
-    for file in known.manifests(given):
+    for found in known.runs_with(given):
         with contextlib.suppress(OSError, DipacoError):
+            file = runs_folder / found / MANIFEST_FILE
             manifests.append(verify_manifest(file.read_bytes()))
     return select_run(manifests, run, operator=operator).envelope if manifests else None

@@ -12,15 +12,16 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from dipaco.base.blobs import BlobStore, SharedContent
+from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ProtocolVersionError, StorageError
-from dipaco.base.files import atomic_write, remove_stale_temporaries, set_by
+from dipaco.base.files import atomic_write, link_or_copy, remove_stale_temporaries, set_by
+from dipaco.base.kept_files import KEPT_ROUNDS
 from dipaco.dht.directory import Directory
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import layout_of
 from dipaco.modules.outer import OuterRule
-from dipaco.modules.store import StateStore
+from dipaco.modules.saved_states import StateStore
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.contact.clock import Clock
 from dipaco.peer.exchange.contact.hello import SOFTWARE
@@ -28,13 +29,13 @@ from dipaco.peer.exchange.contact.known_contributors import Contributors
 from dipaco.peer.exchange.contact.known_peers import peer_of
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
-from dipaco.peer.exchange.files.contribution_files import KEPT_ROUNDS, ContributionFiles
+from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.chain import MARK_BYTES, Step
 from dipaco.protocol.grid import Grid
-from dipaco.protocol.identity import Identity, let_go, take_lock
+from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import MANIFEST_FILE, SignedManifest
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.plan import PROTOCOL_VERSION, RunPlan, ShardIndex, protocol_remedy
@@ -89,11 +90,13 @@ class Node(Membership):
     fetcher: ContentFetcher
     contributors: Contributors
     cache_folder: Path
+    """What is this peer's alone."""
+    runs_folder: Path
+    """Where the folders of runs are, also those that succeed this one."""
     earlier: Node | None = None
     """The run that this process worked on before, whose content it still serves."""
     trained_modules: frozenset[str] = frozenset()
     """What this process trains at present; others may ask."""
-    _lock_file: int | None = None
     shard_index: ShardIndex | None = None
     _rule: OuterRule | None = None
 
@@ -152,27 +155,16 @@ class Node(Membership):
     def open_successor(self, manifest: SignedManifest) -> Node:
         """Open the run that succeeds this one, in this process; nothing is served of it yet.
 
-        What both runs consist of is copied, not fetched again. Raises `AddressError` when another
-        process uses the run's folder, `StorageError` when the disk is full. `release` undoes it.
+        What both runs consist of is not fetched again. Raises `StorageError` when the disk is full.
+        `release` undoes it.
         """
-        path = self.cache_folder / manifest.plan.run_id
-        node = open_run(
-            self,
-            manifest,
-            path,
-            self.cache_folder,
-            shared=self.blobs.shared,
-            earlier=self,
-        )
+        path = self.runs_folder / manifest.plan.run_id
+        node = open_run(self, manifest, path, self.cache_folder, self.runs_folder, earlier=self)
         node.fetcher.say = self.fetcher.say
-        try:
-            for sha256 in node.fetcher.all_blobs():
-                if self.blobs.has(sha256):
-                    node.blobs.add_file(self.blobs.path(sha256))
-            self._hand_revocations_on(node)
-        except BaseException:
-            node.release()
-            raise
+        for sha256 in node.fetcher.all_blobs():
+            if self.blobs.has(sha256):
+                link_or_copy(self.blobs.path(sha256), node.blobs.path(sha256))
+        self._hand_revocations_on(node)
         return node
 
     def _hand_revocations_on(self, successor: Node) -> None:
@@ -203,13 +195,11 @@ class Node(Membership):
         return () if earlier is None else (*earlier.earlier_manifests(), earlier.manifest)
 
     def release(self) -> None:
-        """Let another process use the run's folder."""
-        if self._lock_file is not None:
-            let_go(self._lock_file)
-            self._lock_file = None
+        """Close the index of the run's store."""
+        self.states.kept.index.close()
 
     def close(self) -> None:
-        """Stop the exchange and the DHT, and let go of all folders; bounded."""
+        """Stop the exchange and the DHT, and close what is open on the disk; bounded."""
         super().close()
         node: Node | None = self
         while node is not None:
@@ -222,64 +212,62 @@ def open_run(
     manifest: SignedManifest,
     path: Path,
     cache_folder: Path,
+    runs_folder: Path,
     *,
-    shared: SharedContent | None = None,
     write_manifest: bool = True,
     earlier: Node | None = None,
-    only_reads: bool = False,
 ) -> Node:
-    """Open a run's folder and what stands on it. Raises a `DipacoError`; nothing stays open."""
+    """Open a run's folder and what stands on it. Raises a `DipacoError`.
+
+    Several peers of one machine may have one folder: what they keep is told apart by their ids.
+    """
     plan = manifest.plan
     _check_protocol(plan)
     make_folder(path)
-    lock_file = take_lock(path / ".lock", str(path), "--cache-dir")
-    try:
-        if write_manifest:
-            atomic_write(path / MANIFEST_FILE, [manifest.envelope])
-        grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
-        files = RunFolder(path, shared)
-        blobs, states = files.blobs, files.states
-        gate = open_gate(manifest, path)
-        directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
-        directory.manifest = manifest
-        directory.serve(grid)
-        incoming = BlobStore(path / "incoming")
-        given = map(peer_of, membership.initial_peers)
-        fetcher = ContentFetcher(directory, membership.exchange, blobs, incoming, plan, grid, given)
-        chains = ChainStore(plan.run_id, grid.modules(), None if only_reads else path / "chains")
-        max_bytes = functools.cache(functools.partial(max_row_bytes, plan, grid))
-        check = RowCheck(plan, grid, gate, max_bytes=max_bytes, now=membership.clock.now)
-        contributors = _follow_contributors(directory, chains, membership)
-        kept_s = KEPT_ROUNDS * plan.rounds.duration_s
-        contributions = ContributionFiles(path / "contributions", kept_s=kept_s)
-        contributions.has_contributed = contributors.has_contributed
-        return Node(
-            identity=membership.identity,
-            dht=membership.dht,
-            exchange=membership.exchange,
-            clock=membership.clock,
-            initial_peers=membership.initial_peers,
-            directory=directory,
-            manifest=manifest,
-            plan=plan,
-            grid=grid,
-            schedule=RoundSchedule(plan.rounds, grid, plan.start_s),
-            run_folder=files,
-            blobs=blobs,
-            states=states,
-            held=States(grid, states, blobs, chains),
-            chains=chains,
-            contributions=contributions,
-            check=check,
-            fetcher=fetcher,
-            contributors=contributors,
-            cache_folder=cache_folder,
-            earlier=earlier,
-            _lock_file=lock_file,
-        )
-    except BaseException:
-        let_go(lock_file)
-        raise
+    if write_manifest:
+        atomic_write(path / MANIFEST_FILE, [manifest.envelope])
+    me = membership.identity.peer_id
+    grid = Grid(plan.model, plan.grid, plan.rounds.level_offsets)
+    files = RunFolder(path, me)
+    blobs, states, kept = files.blobs, files.states, files.states.kept
+    blobs.tidy()
+    kept.tidy()
+    kept.kept_s = KEPT_ROUNDS * plan.rounds.duration_s
+    gate = open_gate(manifest, path)
+    directory = Directory(membership.dht, membership.identity, plan.run_id, gate)
+    directory.manifest = manifest
+    directory.serve(grid)
+    given = map(peer_of, membership.initial_peers)
+    fetcher = ContentFetcher(directory, membership.exchange, blobs, kept, plan, grid, given)
+    chains = ChainStore(plan.run_id, grid.modules(), kept.index, me)
+    max_bytes = functools.cache(functools.partial(max_row_bytes, plan, grid))
+    check = RowCheck(plan, grid, gate, max_bytes=max_bytes, now=membership.clock.now)
+    contributors = _follow_contributors(directory, chains, membership)
+    kept.has_contributed = contributors.has_contributed
+    return Node(
+        identity=membership.identity,
+        dht=membership.dht,
+        exchange=membership.exchange,
+        clock=membership.clock,
+        initial_peers=membership.initial_peers,
+        directory=directory,
+        manifest=manifest,
+        plan=plan,
+        grid=grid,
+        schedule=RoundSchedule(plan.rounds, grid, plan.start_s),
+        run_folder=files,
+        blobs=blobs,
+        states=states,
+        held=States(grid, states, blobs, chains),
+        chains=chains,
+        contributions=ContributionFiles(kept),
+        check=check,
+        fetcher=fetcher,
+        contributors=contributors,
+        cache_folder=cache_folder,
+        runs_folder=runs_folder,
+        earlier=earlier,
+    )
 
 
 def _check_protocol(plan: RunPlan) -> None:
@@ -314,7 +302,7 @@ def _follow_contributors(
                     gate.contributed(peer, step.round_index)
 
     for module in chains.modules:
-        for step in chains.chain(module)[-REMEMBERED_STEPS:]:
+        for step in chains.steps(module, REMEMBERED_STEPS):
             served(step)
     chains.on_served, chains.has_contributed = served, contributors.has_contributed
     directory.known_directly = lambda modules: contributors.of_modules(modules) or given

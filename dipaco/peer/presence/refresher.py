@@ -33,6 +33,8 @@ STOP_TIMEOUT_S = 3.0
 DHT_LIMIT_S = 30.0
 # The oldest view that is good enough while a peer waits for others.
 LOOK_OFTEN_S = 2.0
+# A refresh that failed is followed by no other for so long.
+AGAIN_S = 1.0
 
 
 class FurtherRecords(Protocol):
@@ -64,6 +66,8 @@ class Refresher:
         self._stopping = threading.Event()
         self._refreshed = threading.Condition()
         self._refresh_count = 0
+        self._failure: DipacoError | None = None
+        """What the last refresh came to nothing with."""
         self._refreshing = False
         self._withdrawing = False
         self._view: SwarmView | None = None
@@ -119,21 +123,28 @@ class Refresher:
         """Publish and read now, and return a view that is newer than this call.
 
         It covers the buckets `further` too, which `view` does not. Raises `NetworkError` when the
-        DHT does not answer for `DHT_LIMIT_S`, and what ended the thread when it has ended.
+        DHT does not answer for `DHT_LIMIT_S`, what publishing or reading came to nothing with, and
+        what ended the thread when it has ended.
         """
         with self._refreshed:
             # A refresh under way may have read before the caller's change: wait for the next.
             wanted = self._refresh_count + (2 if self._refreshing else 1)
             self._want_to_read(further)
-            while self._refresh_count < wanted:
+            while (seen := self._refresh_count) < wanted:
                 self._background.check()
-                if not any(map(self._refreshed.wait, looks(DHT_LIMIT_S))):
+                # A wait that ends just when it is notified says that it was not.
+                if not any(
+                    self._refreshed.wait(look_s) or self._refresh_count > seen
+                    for look_s in looks(DHT_LIMIT_S)
+                ):
                     raise NetworkError(
                         f"the DHT did not answer for {DHT_LIMIT_S:.0f} s; check the network and "
                         "start again"
                     )
                 if self._refresh_count < wanted and not self._refreshing:
                     self._want_to_read(further)
+            if self._failure is not None:
+                raise self._failure
             wide = self._wide_view
         return self.view if wide is None else wide.at(self._clock.now())
 
@@ -161,12 +172,14 @@ class Refresher:
                 self._wants_to_read = False
                 further, self._further = self._further, set()
             try:
+                failure = None
                 self._own_records.publish()
                 if self._refreshing:
                     self._read(further)
             except AdmissionError:
                 raise
             except DipacoError as error:
+                failure = error
                 logger.warning("could not refresh the view of the swarm: %s", error)
                 if (reason := self._directory.failure) is not None:
                     raise NetworkError(
@@ -174,10 +187,13 @@ class Refresher:
                     ) from error
             if self._refreshing:
                 with self._refreshed:
-                    self._refreshing = False
+                    self._refreshing, self._failure = False, failure
                     self._refresh_count += 1
                     self._refreshed.notify_all()
                 self._read_at = time.monotonic()
+                if failure is not None:
+                    # Those who wait ask again at once, and a DHT can fail at once.
+                    self._stopping.wait(AGAIN_S)
                 if not self._stopping.is_set():
                     self._neighbours.look_after(self._view)
             self._changed.wait(max(0.0, self._read_at + self.period_s - time.monotonic()))

@@ -22,7 +22,7 @@ import math
 import mmap
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.keeping.path_files import PathFiles
-from dipaco.peer.node.states import States, head_of
+from dipaco.peer.node.states import Named, States, head_of
 from dipaco.peer.presence.joined_run import JoinedRun
 from dipaco.peer.reporting.event_log import EventLog
 from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
@@ -71,6 +71,8 @@ FETCHED_AT_ONCE = 4
 COMPLAIN_AGAIN_S = 600.0
 # A contribution is fetched for so long at most; the member does not wait for it.
 GATHER_LIMIT_S = 600.0
+# What is being written when the shell stops is waited for so long.
+SAVING_LIMIT_S = 30.0
 # What does not get better by trying again: a peer that cannot begin for it ends.
 PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
@@ -115,6 +117,8 @@ class OuterSteps:
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="outer")
         self._fetching = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="states")
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        # Short writes, which do not wait for states.
+        self._telling = ThreadPoolExecutor(1, thread_name_prefix="telling")
         self._boundary_s: dict[str, float] = {}
         """Of each module, when the round ended that was published last."""
         self._coming: set[Head] = set()
@@ -124,8 +128,13 @@ class OuterSteps:
     def stop(self) -> None:
         """Begin nothing more; what is under way is reported to nobody."""
         self._stopping.set()
-        for workers in (self._computing, self._fetching, self._saving):
+        for workers in (self._computing, self._fetching):
             workers.shutdown(wait=False, cancel_futures=True)
+        # What was begun to be written is on the disk before the process ends.
+        last = [workers.submit(lambda: None) for workers in (self._saving, self._telling)]
+        for workers in (self._saving, self._telling):
+            workers.shutdown(wait=False)
+        wait(last, SAVING_LIMIT_S)
 
     def handlers(self) -> Handlers:
         """Return what carries out which action, while the model may be at work."""
@@ -134,7 +143,7 @@ class OuterSteps:
             a.Compute: self._begin_to_compute,
             a.FetchState: self._begin_to_fetch,
             a.Drop: self._begin_to_drop,
-            a.Serve: self._serve,
+            a.Serve: self._begin_to_serve,
             a.Forget: self._forget,
             a.SaveAll: self._save_all,
         }
@@ -149,6 +158,11 @@ class OuterSteps:
         assert self._trainer is not None
         snapshot = self._trainer.snapshot(action.module)
         self._boundary_s[action.module] = action.boundary_s
+        if snapshot.anchor.digest != action.state:
+            # Its gradient would be of another state than its row says. The next step ends this.
+            reason = f"what is trained from is not the state after {action.parent[:12]}"
+            logger.warning("%s: %s; nothing is told of it", action.module, reason)
+            return e.Failed(action, reason)
         if not snapshot.tokens:
             return e.Failed(action, "nothing was trained")
         self._events.emit(
@@ -224,6 +238,7 @@ class OuterSteps:
             state = self._files.genesis_state(module)
         if state is None:
             raise StorageError(f"the state after {base.step[:12]} is not here any more")
+        self._tell_what_is_gone(action)
         paths, before = node.grid.paths_of_module(module), state
         for step in action.steps:
             if step.state != state.digest:
@@ -231,10 +246,27 @@ class OuterSteps:
             files = [self._contribution(row) for row in step.rows]
             before = state
             state = node.rule.step(before, files, step.outer_rows, step.round_index, paths)
-        step = action.steps[-1]
-        node.held.put(step.name, state, before)
-        weight = base.weight + sum(len(taken.rows) for taken in action.steps)
+        step, weight = action.steps[-1], base.weight
+        weight += sum(len(taken.rows) for taken in action.steps)
+        place_before = base.step, base.weight, base.round_index
+        if len(action.steps) > 1:
+            last = action.steps[-2]
+            place_before = last.name, weight - len(step.rows), last.round_index
+        node.held.put(step.name, state, Named(head_of(before, *place_before), before))
         self._report(e.StateHere(module, head_of(state, step.name, weight, step.round_index)))
+
+    def _tell_what_is_gone(self, action: a.Compute) -> None:
+        """Report the rows whose files are gone from the disk, so that they are fetched again.
+
+        Raises `StorageError` when there are some.
+        """
+        find, rows = self._node.contributions.find, [row for s in action.steps for row in s.rows]
+        gone = [row for row in rows if find(row.file) is None]
+        for row in gone:
+            reason = f"the file of {row.peer} is not here any more"
+            self._report(e.Failed(a.Gather(row.module, (row,)), reason))
+        if gone:
+            raise StorageError(f"{len(gone)} files of the step are not here any more")
 
     def _contribution(self, row: Row) -> memoryview:
         """Return the bytes of a file, which stay there when it is removed meanwhile."""
@@ -351,6 +383,9 @@ class OuterSteps:
 
     # -- what is held
 
+    def _begin_to_serve(self, action: a.Serve) -> None:
+        self._submit(self._telling, lambda: self._serve(action))
+
     def _serve(self, action: a.Serve) -> None:
         self._node.held.serve(action.module, action.step, action.steps)
         if action.steps:
@@ -360,7 +395,7 @@ class OuterSteps:
         self._node.held.forget(action.module, action.step)
 
     def _save_all(self, action: a.SaveAll) -> None:
-        self._node.held.save_all()
+        self._submit(self._saving, self._node.held.save_all)
 
     def _begin_to_drop(self, action: a.Drop) -> None:
         self._submit(self._saving, lambda: self._drop(action))

@@ -57,7 +57,9 @@ class Session:
         self._meter = RateMeter()
         self._files = PathFiles(node)
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
-        self._optimizer = OptimizerFiles(node.states, trainer, self._saver, background)
+        self._optimizer = OptimizerFiles(
+            node.folder / "optimizers" / node.me, trainer, self._saver, background
+        )
         self._waiting_for = ""
         self._last_loss = float("nan")
         self._resumed = False
@@ -208,7 +210,7 @@ class Session:
         data = self._files.take(action.path)
         states = self._shell.outer_steps.hold(action.heads)
         self.node.held.forget_all()
-        optimizer_state = self.node.states.load_optimizer(action.path)
+        optimizer_state = self._optimizer.load(action.path)
         self._trainer.start_path(action.path, states, data.stream, optimizer_state=optimizer_state)
         self.node.trained_modules = frozenset(states)
         self._resumed = optimizer_state is not None

@@ -82,7 +82,8 @@ class Put(Action):
 @dataclass(frozen=True)
 class Gather(Action):
     """Get the files of rows and check them; one that is here, or on its way, is not fetched twice.
-    Answered by a `Gathered` or `Failed` each."""
+    Answered by a `Gathered` or `Failed` each; a `Failed` may also come later, of a file that is
+    gone from the disk."""
 
     module: str
     rows: tuple[Row, ...]
@@ -159,7 +160,8 @@ class Publish(Action):
 @dataclass(frozen=True)
 class Compute(Action):
     """Compute the state after steps, whose files are here, from one that is held. It fails where a
-    step names another state than the one before it. Nothing changes before `Adopt`. Answered by
+    step names another state than the one before it, and where a file is gone from the disk, which
+    `Failed` of a `Gather` has said before. Nothing changes before `Adopt`. Answered by
     `StateHere`."""
 
     module: str

@@ -95,7 +95,8 @@ class Gathering:
         self._chain.files_came(self._rows.here)
 
     def failed(self, row: Row, *, is_refused: bool) -> None:
-        """Nobody gave a file, and it may be asked for again; or it is no contribution."""
+        """Nobody gave a file, or the disk lost it, and it may be asked for again; or it is no
+        contribution."""
         self._rows.gather_failed(row, is_refused=is_refused)
         if is_refused:
             self._chain.refuse_file(row)

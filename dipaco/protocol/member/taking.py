@@ -10,7 +10,8 @@ See design 4.4, chain.
                                           the step is absent
     COMPUTING    the state is here        CHECKING where it parted from the own chain; else IDLE,
                                           and it is taken
-                 it failed                as if it had not come
+                 a file is gone           GETTING, once
+                 it failed otherwise      as if it had not come
     CHECKING     it is much worse         IDLE; the step is doubted
                  otherwise                IDLE, and it is taken
 
@@ -97,6 +98,8 @@ class Taking:
         self.stage = Stage.IDLE
         self._sure_of = ""
         """The step whose state was computed twice, or cannot be again."""
+        self._fetched_again = ""
+        """The last step whose files were gone from the disk."""
         self.contradicted = ""
         """The last step by most others that names another state than was computed here."""
 
@@ -248,9 +251,22 @@ class Taking:
             self._failed(plan)
 
     def compute_failed(self, step: str) -> None:
-        """What was gathered is gone again, or another state comes out than rows name."""
-        if self._plan is not None and self._plan.target == step:
-            self._failed(self._plan)
+        """What was gathered is gone again, or another state comes out than rows name.
+
+        Files that are gone were told of before. They are fetched again once: a disk may be too
+        small for all of them.
+        """
+        plan = self._plan
+        if plan is None or plan.target != step:
+            return
+        here = self._rows.here
+        rows = [row for taken in plan.steps for row in taken.rows if row.name not in here]
+        if rows and self._fetched_again != step:
+            self._fetched_again = step
+            plan.missing = {row.name: row for row in rows}
+            self._enter(plan)
+        else:
+            self._failed(plan)
 
     def hurry(self) -> None:
         """Leave a step whose files do not come within G. A state may take as long as it takes: a

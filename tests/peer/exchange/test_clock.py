@@ -236,6 +236,24 @@ def test_a_clock_that_is_set_back_to_what_it_was_is_followed():
     assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
 
 
+def test_what_was_measured_before_the_clock_was_set_says_nothing_of_the_time_after():
+    machine = Machine()
+    measured(machine.clock, FakeNeighbours(dict.fromkeys("abc", 0.0)))
+
+    class Slow(FakeNeighbours):
+        def clock_samples(self, peers, count, timeout_s):
+            found = super().clock_samples(peers, count, timeout_s)
+            machine.system_s += 3600.0
+            return found
+
+    assert measured(machine.clock, Slow(dict.fromkeys("abc", 0.0))) == 0
+    assert machine.clock.now() == pytest.approx(1000.0, abs=0.1)
+    # The neighbours are asked again, and say that it is wrong.
+    assert machine.clock.has_jumped
+    with pytest.raises(ClockError, match="ahead of"):
+        measured(machine.clock, FakeNeighbours(dict.fromkeys("abc", -3600.0)))
+
+
 def test_sleep_and_a_stop_between_two_readings_are_no_jump():
     machine = Machine()
     machine.wait(7200.0)

@@ -1,12 +1,25 @@
 """Files of contributions: kept for three rounds, over restarts, and never more than there is room
 for."""
 
+import os
+import time
+
 import pytest
 
+from dipaco.base import kept_files
 from dipaco.base.errors import IntegrityError
+from dipaco.base.kept_files import KeptFiles
 from dipaco.peer.exchange.files import contribution_files
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from support.wire.exchanges import MODULE, file_of, row_of
+
+
+def opened(folder, now=time.time, **limits):
+    kept = KeptFiles(folder, now)
+    for name, value in limits.items():
+        setattr(kept, name, value)
+    kept.tidy()
+    return ContributionFiles(kept)
 
 
 def put(files, row, data, folder):
@@ -21,7 +34,7 @@ def put(files, row, data, folder):
 
 
 def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(tmp_path):
-    files, arrived = ContributionFiles(tmp_path / "files"), list[str]()
+    files, arrived = opened(tmp_path / "files"), list[str]()
     files.listen(arrived.append)
     rows = [row_of(0, round_index, data=b"%d" % round_index) for round_index in range(5)]
     for row in rows[:4]:
@@ -32,22 +45,24 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     assert arrived == [row.file for row in rows]
     assert files.is_checked(rows[0].file)
     assert not files.is_checked(rows[4].file)
-    (tmp_path / "files" / ".put-left").write_bytes(b"half")
-    again = ContributionFiles(tmp_path / "files")
+    left = tmp_path / "files" / ".put-left.tmp"
+    left.write_bytes(b"half")
+    os.utime(left, (0, 0))
+    again = opened(tmp_path / "files")
     path = again.find(rows[4].file)
     assert path is not None
     assert path.read_bytes() == file_of(rows[4], b"4")
-    assert not (tmp_path / "files" / ".put-left").exists()
+    assert not left.exists()
     again.prune(MODULE, 5)
     assert [again.find(row.file) is not None for row in rows] == [False] * 3 + [True] * 2
     again.remove(rows[4].file)
     again.prune(MODULE, 100)
-    assert not list((tmp_path / "files" / MODULE).iterdir())
+    assert not list(again.kept.folder.glob("??/*"))
 
 
 def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path):
     """A peer that names another's file in its own row gains nothing and takes nothing away."""
-    files = ContributionFiles(tmp_path / "files")
+    files = opened(tmp_path / "files")
     own = row_of(0, data=b"work")
     files.add(own, (file_of(own, b"work"),))
     copies = (
@@ -67,7 +82,7 @@ def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path):
 
 
 def test_the_oldest_rounds_make_room(tmp_path):
-    files = ContributionFiles(tmp_path, max_bytes=3000)
+    files = opened(tmp_path, max_bytes=3000)
     rows = [row_of(0, n, data=bytes([n]) * 968) for n in range(5)]
     for row in rows:
         files.add(row, (row.mark, bytes([row.round_index]) * 968))
@@ -75,7 +90,7 @@ def test_the_oldest_rounds_make_room(tmp_path):
 
 
 def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path):
-    files = ContributionFiles(tmp_path / "files", max_bytes=16_000)
+    files = opened(tmp_path / "files", max_bytes=16_000)
     one = [row_of(1, n, data=bytes([n]) * 368) for n in range(3)]
     assert put(files, one[0], bytes(368), tmp_path)
     assert not files.promise(row_of(1, 9, data=bytes(700)))
@@ -93,10 +108,10 @@ def test_what_others_put_has_a_bound_for_each_and_for_all(tmp_path):
 
 
 def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path):
-    files = ContributionFiles(tmp_path / "files")
+    files = opened(tmp_path / "files")
     rows = [row_of(1, n, data=b"%d" % n) for n in range(200)]
     stored = [put(files, row, b"%d" % row.round_index, tmp_path) for row in rows]
-    assert sum(path is not None for path in stored) == contribution_files.MAIL_FILES_OF_A_PEER
+    assert sum(path is not None for path in stored) == kept_files.MAIL_FILES_OF_A_PEER
     assert put(files, row_of(2, data=b"another"), b"another", tmp_path)
     files.prune(MODULE, 300)
     assert put(files, rows[-1], b"199", tmp_path)
@@ -104,7 +119,7 @@ def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path):
 
 def test_who_contributed_lately_has_room_before_others(tmp_path):
     """Anybody in an open run can have as many identities as it takes to fill a mailbox."""
-    files = ContributionFiles(tmp_path / "files", max_bytes=16_000)
+    files = opened(tmp_path / "files", max_bytes=16_000)
     contents = [bytes([n]) * 900 for n in range(20)]
     rows = [row_of(n, data=content) for n, content in enumerate(contents)]
     honest = rows[0].peer, rows[1].peer
@@ -112,45 +127,44 @@ def test_who_contributed_lately_has_room_before_others(tmp_path):
     assert stored[0] is not None
     assert stored[-1] is None
     assert put(files, rows[0], contents[0], tmp_path) is None
-    files.has_contributed = lambda peer: peer in honest
+    files.kept.has_contributed = lambda peer: peer in honest
     assert put(files, rows[0], contents[0], tmp_path) is not None
     assert put(files, rows[1], contents[1], tmp_path) is not None
     # Those who came first stay, and who contributed takes nothing from another who did.
     assert files.find(rows[2].file) is not None
-    files.has_contributed = lambda peer: True
+    files.kept.has_contributed = lambda peer: True
     assert not files.promise(rows[-1])
 
 
 def test_a_mailbox_has_room_again_after_the_rounds_for_which_files_are_kept(tmp_path):
     """Also where nobody follows the module that a file is of, and after a restart."""
-    now = [0.0]
+    now = [1e6]
 
-    def opened():
-        return ContributionFiles(tmp_path / "files", max_bytes=16_000, kept_s=30.0, monotonic=lambda: now[0])
+    def started():
+        return opened(tmp_path / "files", lambda: now[0], max_bytes=16_000, kept_s=30.0)
 
-    files = opened()
+    files = started()
     contents = [bytes([n]) * 900 for n in range(30)]
     both = [(row_of(n, data=content), content) for n, content in enumerate(contents)]
     first = [row for row, content in both[:15] if put(files, row, content, tmp_path)]
-    for late in (20, 21):
-        now[0] += 29.0
-        assert put(files, *both[late], tmp_path) is None
-        now[0] += 2.0
-        assert put(files, *both[late], tmp_path) is not None
-        assert files.find(first[-1].file) is not None
-        files = opened()
+    now[0] += 29.0
+    files = started()
+    assert put(files, *both[20], tmp_path) is None
+    now[0] += 2.0
+    assert put(files, *both[20], tmp_path) is not None
+    assert files.find(first[-1].file) is not None
 
 
 def test_a_mailbox_keeps_so_many_files_however_small(tmp_path, monkeypatch):
-    monkeypatch.setattr(contribution_files, "MAIL_FILES", 5)
-    files = ContributionFiles(tmp_path / "files")
+    monkeypatch.setattr(kept_files, "MAIL_FILES", 5)
+    files = opened(tmp_path / "files")
     rows = [row_of(n, data=b"%d" % n) for n in range(9)]
     stored = [put(files, row, b"%d" % n, tmp_path) for n, row in enumerate(rows)]
     assert sum(path is not None for path in stored) == 5
 
 
 def test_what_others_put_leaves_the_disk_its_reserve(tmp_path, monkeypatch):
-    files, row = ContributionFiles(tmp_path / "files"), row_of(0, data=b"1234")
+    files, row = opened(tmp_path / "files"), row_of(0, data=b"1234")
     monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 35)
     assert put(files, row, b"1234", tmp_path) is None
     monkeypatch.setattr(contribution_files, "spare_bytes", lambda folder: 36)

@@ -62,7 +62,9 @@ def peers(tmp_path):
 
 @pytest.fixture
 def blobs(tmp_path):
-    return BlobStore(tmp_path / "blobs")
+    store = BlobStore(tmp_path / "blobs")
+    store.tidy()
+    return store
 
 
 def get(node, blobs, *holders, sha=SHA, **options):
@@ -339,7 +341,7 @@ def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(pee
     assert not owner.exchange.put(mailbox.peer, huge, file_of(huge, large))
     assert mailbox.told[2:] == [Told(owner.peer, huge.module, (huge,))]
     assert mailbox.files.find(row.file) is None
-    wait_for(lambda: not list(mailbox.files.folder.glob(".put-*")))
+    wait_for(lambda: not list(mailbox.files.kept.folder.glob(".put-*")))
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
 
 
@@ -384,7 +386,7 @@ def test_a_row_that_says_less_of_another_s_file_brings_no_blame_on_its_owner(pee
 def test_what_came_of_files_that_nobody_sends_whole_does_not_pile_up(peers):
     """A peer that sends a part of each of its files, round after round, does not fill a disk."""
     one = peers()
-    incoming = one.files.incoming
+    incoming = one.files.kept
     for number in range(100):
         incoming.partial_path(f"{number:064x}").write_bytes(b"a part")
     done = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)

@@ -7,6 +7,7 @@ import pytest
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.base.kept_files import KeptFiles
 from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange import fetching
 from dipaco.peer.exchange.fetching import ContentFetcher, shard_bytes
@@ -39,7 +40,7 @@ class _Swarm:
 def _fetcher(swarm, folder, monkeypatch):
     monkeypatch.setattr(fetching, "NEEDED_AGAIN_S", 0.0)
     plan = make_plan()
-    stores = BlobStore(folder / "blobs"), BlobStore(folder / "scratch")
+    stores = BlobStore(folder / "blobs"), KeptFiles(folder / "store")
     grid = Grid(plan.model, plan.grid)
     return ContentFetcher(swarm, swarm, *stores, plan, grid, given_peers=["given"])
 

@@ -66,8 +66,8 @@ def test_the_newest_come_first_and_there_are_not_too_many(tmp_path):
 
 def test_the_run_is_remembered_also_where_nobody_can_be_called(tmp_path):
     KnownPeers(tmp_path).note(RUN, [address(0)], view_of(1, reachable="outgoing"), "me")
-    assert KnownPeers(tmp_path).manifests([address(0)]) == (tmp_path / RUN / "manifest.json",)
-    assert KnownPeers(tmp_path).manifests([address(1)]) == ()
+    assert list(KnownPeers(tmp_path).runs_with([address(0)])) == [RUN]
+    assert KnownPeers(tmp_path).runs_with([address(1)]) == {}
 
 
 def test_only_who_can_be_called_is_remembered(tmp_path):

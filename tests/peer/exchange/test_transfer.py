@@ -91,7 +91,9 @@ class FakeStream:
 
 @pytest.fixture
 def blobs(tmp_path):
-    return BlobStore(tmp_path / "blobs")
+    store = BlobStore(tmp_path / "blobs")
+    store.tidy()
+    return store
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 import os
 
+from dipaco.base.index import INDEX_FILE
+
 CUTS = ("nothing", "one byte", "half", "all but one byte", "zeros", "a temporary file beside it")
 
 
@@ -43,8 +45,8 @@ class Disk:
         monkeypatch.setattr(os, "fsync", fsync)
 
     def lose_power(self, folder):
-        """Take from all files of a folder what was not safe."""
+        """Take from all files of a folder what was not safe. SQLite's own are left to SQLite."""
         for file in folder.rglob("*"):
-            if file.is_file():
+            if file.is_file() and not file.name.startswith(INDEX_FILE):
                 found = file.stat()
                 os.truncate(file, min(found.st_size, self._safe_bytes.get(found.st_ino, 0)))

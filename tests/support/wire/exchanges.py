@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import time
 
+from dipaco.base.kept_files import KeptFiles
 from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.exchange import Exchange
@@ -108,8 +109,10 @@ class Node:
     def __init__(self, transport, folder, number, *, is_in, held):
         self.number, self.held, self.told = number, held, list[Told]()
         self.gate = new_gate()
-        self.chains = ChainStore(RUN, GRID.modules(), folder / "chains")
-        self.files = ContributionFiles(folder / "contributions", max_bytes=2**27)
+        kept = KeptFiles(folder / "store")
+        kept.max_bytes = 2**27
+        kept.tidy()
+        self.chains, self.files = ChainStore(RUN, GRID.modules(), kept.index), ContributionFiles(kept)
         self.exchange = Exchange(transport)
         self.exchange.start()
         self.run = ServedRun(

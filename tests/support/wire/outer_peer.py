@@ -62,9 +62,11 @@ class FakeNode(FakeRun):
         super().__init__(plan, FakeTime(plan.start_s + 100.0).clock, me)
         self.identity = SimpleNamespace(key=key)
         self.rule = OuterRule.of(plan, run.shard_index(plan))
-        self.chains = ChainStore(plan.run_id, self.grid.modules(), folder / "chains")
-        self.contributions = ContributionFiles(folder / "contributions")
+        kept = own.states.kept
+        self.chains = ChainStore(plan.run_id, self.grid.modules(), kept.index)
+        self.contributions = ContributionFiles(kept)
         self.held = States(self.grid, own.states, own.blobs, self.chains)
+        self.folder = own.path
         self.exchange = FakeExchange(self.contributions)
         self.fetcher = SimpleNamespace(state=fetch)
 
@@ -156,7 +158,8 @@ class Peer:
         held.save = usual
 
     def wait_until_saved(self):
-        self.outer._saving.submit(lambda: None).result(WAIT_S)
+        for workers in (self.outer._telling, self.outer._saving):
+            workers.submit(lambda: None).result(WAIT_S)
 
     def local(self, module=MODULE):
         assert self.trainer is not None

@@ -136,6 +136,7 @@ class Clock:
         self._is_set = False
         self._lock = threading.Lock()
         self._apart_s: float | None = None
+        self._jumps = 0
         self.has_jumped = False
         """Whether this machine's clock was set, and no neighbour has said yet how right it is."""
 
@@ -160,6 +161,7 @@ class Clock:
             self._apart_s = apart_s
             if abs(jump_s) >= LEAST_JUMP_S:
                 self.offset_s -= jump_s
+                self._jumps += 1
                 self.has_jumped = True
                 logger.warning(
                     "this machine's clock was set %s by %.1f s; other peers are asked for the time",
@@ -176,19 +178,25 @@ class Clock:
         """Correct the clock by peers whose addresses were given, and by some at random of those
         that this node is connected to and that are admitted (`is_in`).
 
-        Returns how many answered; without an answer nothing changes. Raises `ClockError`, and
+        Returns how many answered; without an answer nothing changes, nor when this machine's clock
+        was set meanwhile: what was measured is of the time before. Raises `ClockError`, and
         changes nothing, when the others' clocks are more than `MAX_CLOCK_OFFSET_S` away. Called
         on joining and every few rounds; takes `MEASURE_TIMEOUT_S` at most.
         """
         self._look()
+        jumps = self._jumps
         first = draw(given, MAX_GIVEN)
         others = {peer for peer in neighbours.connected_peers() if is_in(peer)} - set(given)
         asked = (*first, *draw(others, MAX_NEIGHBOURS - len(first)))
         samples = neighbours.clock_samples(asked, SAMPLES, MEASURE_TIMEOUT_S)
         best = {peer: best_sample(taken) for peer, taken in samples.items()}
         offsets = [sample.offset_s for sample in best.values() if sample is not None]
-        if offsets:
-            self._correct(offsets)
+        self._look()
+        with self._lock:
+            if self._jumps != jumps:
+                return 0
+            if offsets:
+                self._correct(offsets)
         return len(offsets)
 
     def _correct(self, offsets: Sequence[float]) -> None:

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from dipaco.base.errors import AddressError, DipacoError
 from dipaco.base.files import atomic_write
 from dipaco.dht.addresses import check_peer_address, is_loopback
-from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.protocol.view import SwarmView
 
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
@@ -37,16 +36,12 @@ class KnownPeers:
 
     def beside(self, given: Sequence[str]) -> tuple[str, ...]:
         """Return addresses of other peers in the runs of those that are given."""
-        runs = self._runs_with(given).values()
+        runs = self.runs_with(given).values()
         found = [address for addresses in runs for address in addresses if address not in given]
         return tuple(found[:MAX_TRIED])
 
-    def manifests(self, given: Sequence[str]) -> tuple[Path, ...]:
-        """Return where the manifests of these runs would be on this disk."""
-        folder = self._path.parent
-        return tuple(folder / run / MANIFEST_FILE for run in self._runs_with(given))
-
-    def _runs_with(self, given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    def runs_with(self, given: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Return the addresses by run, of the runs of those that are given."""
         ids = {peer_of(address) for address in given}
         return {
             run: addresses

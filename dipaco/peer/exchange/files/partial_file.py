@@ -11,6 +11,9 @@ from typing import Self
 from dipaco.base.blobs import BlobStore
 from dipaco.base.files import storage_errors, try_lock
 
+# Parts of files that nobody sent whole, which are kept for another attempt.
+MAX_UNFINISHED = 16
+
 
 class PartialFile:
     """A download's file, locked against other threads and processes while it is open.
