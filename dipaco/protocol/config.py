@@ -56,10 +56,15 @@ class AdaptersConfig(Config):
 
     rank: int = Field(16, ge=1, le=2**12, description="Rows of A, columns of B.")
     alpha: float | None = Field(
-        None, gt=0, description="The adapters count alpha / rank times. Default: twice the rank."
+        None,
+        gt=0,
+        description="What the adapters add is multiplied by `alpha / rank`. None: twice the rank.",
     )
     base_format: Literal["bf16", "nf4", "float32"] = Field(
-        "bf16", description="How the base lies in memory; nf4 is 4 bits, by bitsandbytes."
+        "bf16",
+        description="How all peers hold the base in memory. `nf4` takes 4 bits per weight, "
+        "with bitsandbytes, and costs quality; it is for GPUs that have too "
+        "little memory for bf16.",
     )
 
     @property
@@ -79,44 +84,67 @@ class ModelFields(Config):
         4,
         ge=1,
         le=2**12,
-        description="Query heads; must divide hidden_size, unless head_width is given.",
+        description="Query heads. It must divide `hidden_size` with an even quotient, "
+        "unless `head_width` is given.",
     )
     kv_head_count: int | None = Field(
-        None, ge=1, description="Key and value heads; must divide head_count. Default: head_count."
+        None, ge=1, description="Key and value heads; divides `head_count`. None: `head_count`."
     )
     feed_forward_size: int | None = Field(
         None,
         ge=1,
         le=2**20,
-        description="Width of the SwiGLU. Default: 8/3 of hidden_size, up to 32.",
+        description="Width of the SwiGLU. None: 8/3 of `hidden_size`, rounded up to a "
+        "multiple of 32.",
     )
-    sequence_length: int = Field(256, ge=8, le=2**24, description="Tokens in a training sequence.")
+    sequence_length: int = Field(
+        256,
+        ge=8,
+        le=2**24,
+        description="Tokens in a training sequence. The default with an imported base is "
+        "what the base is made for, but at most 1,024.",
+    )
     context_length: int | None = Field(
         None,
         ge=8,
         le=2**24,
-        description="Tokens of the longest text that an imported base is made for. Default: "
-        "sequence_length.",
+        description="Tokens of the longest text that an imported base is made for, which "
+        "exports name as theirs. None: `sequence_length`. Imported bases bring "
+        "it.",
     )
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
-    tied_embedding: bool = Field(True, description="Use the embedding as the output head.")
+    tied_embedding: bool = Field(
+        True,
+        description="The embedding is also the output head: each path uses that of its "
+        "first level, or its private one.",
+    )
     family: Literal["llama", "qwen2", "qwen3"] = Field(
         "llama",
-        description="qwen2 has biases on queries, keys and values; qwen3 norms queries and keys.",
+        description="The architecture, as other tools name it. `qwen2` has biases on "
+        "queries, keys and values; `qwen3` norms queries and keys.",
     )
     head_width: int | None = Field(
-        None, ge=2, le=1024, description="Width of a head. Default: hidden_size / head_count."
+        None,
+        ge=2,
+        le=1024,
+        description="Width of a head; even. None: `hidden_size` / `head_count`.",
     )
     attention_bias: bool = Field(
-        False, description="Biases on all projections of attention (llama, qwen3)."
+        False, description="Biases on all projections of attention; not with `qwen2`."
     )
-    feed_forward_bias: bool = Field(False, description="Biases in the SwiGLU (llama).")
+    feed_forward_bias: bool = Field(False, description="Biases in the SwiGLU; `llama` only.")
     rope_scaling: RopeScaling | None = Field(
-        None, description="How the rotary frequencies are stretched."
+        None,
+        description="How the rotary frequencies were stretched: a table with `kind` "
+        "(`linear` or `llama3`), `factor` and, for `llama3`, "
+        "`low_frequency_factor`, `high_frequency_factor` and "
+        "`original_sequence_length`. Imported bases bring it.",
     )
     adapters: AdaptersConfig | None = Field(
-        None, description="Train adapters alone; everything else is a frozen base."
+        None,
+        description="Adapters to train in place of the model; a RUN.toml has them in a "
+        "table of their own.",
     )
 
 
@@ -177,22 +205,35 @@ class GridConfig(Config):
     """How the blocks of a path are divided into levels, and what belongs to one path alone."""
 
     modules_per_level: tuple[int, ...] = Field(
-        (2, 2), min_length=1, description="Modules in each level; their product is the paths."
+        (2, 2),
+        min_length=1,
+        description="Modules in each level, each 1 to 1,024. Their product is the number of "
+        "paths, at most 2^20.",
     )
     level_starts: tuple[int, ...] | None = Field(
-        None, description="First block of every level. Default: blocks divided evenly."
+        None,
+        description="First block of every level, ascending from 0. None: blocks are divided "
+        "evenly.",
     )
-    private_blocks: tuple[int, ...] = Field((), description="Path-specific blocks.")
-    private_embedding: bool = Field(False, description="Each path has its own embedding.")
+    private_blocks: tuple[int, ...] = Field(
+        (),
+        description="Blocks of which every path has its own. Each level must keep at least "
+        "one shared parameter.",
+    )
+    private_embedding: bool = Field(
+        False,
+        description="Each path has its own embedding; otherwise it belongs to the first level.",
+    )
     private_head: bool = Field(
-        False, description="Each path has its own final norm and (untied) output head."
+        False,
+        description="Each path has its own final norm and (untied) head; otherwise they "
+        "belong to the last level.",
     )
     added_paths: int = Field(
         0,
         ge=0,
         le=1024,
-        description="Paths beside those of the grid, each with a module of its own in every level. "
-        "`prepare --add-path` counts them.",
+        description="Paths that `prepare --add-path` has added; a RUN.toml leaves the key out.",
     )
 
     @model_validator(mode="after")
@@ -224,32 +265,43 @@ class InnerConfig(Config):
     steps)."""
 
     optimizer: Literal["adamw", "muon"] = Field(
-        "muon", description="muon: for the matrices of blocks, AdamW for everything else."
+        "muon",
+        description="`muon` trains the matrices of the blocks with Muon and all else with "
+        "AdamW. The base model is trained in the same way.",
     )
-    learning_rate: float = Field(1.5e-3, gt=0, description="Peak learning rate.")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.99, ge=0, lt=1)
-    epsilon: float = Field(1e-8, gt=0)
+    learning_rate: float = Field(
+        1.5e-3, gt=0, description="Peak learning rate, of Muon and AdamW alike."
+    )
+    beta1: float = Field(0.9, ge=0, lt=1, description="Of AdamW.")
+    beta2: float = Field(0.99, ge=0, lt=1, description="Of AdamW.")
+    epsilon: float = Field(1e-8, gt=0, description="Of AdamW.")
     weight_decay: float = Field(0.1, ge=0, description="On matrices only.")
-    gradient_clip: float = Field(1.0, ge=0, description="Greatest gradient norm; 0 is off.")
-    batch_sequences: int = Field(8, ge=1, description="Sequences in a batch.")
+    gradient_clip: float = Field(1.0, ge=0, description="Greatest norm of the gradient; 0 is off.")
+    batch_sequences: int = Field(
+        8,
+        ge=1,
+        description="Sequences in a batch, the same for every peer; a peer with little "
+        "memory splits it.",
+    )
     warmup_steps: int = Field(0, ge=0, description="Linear warmup of a path's first steps.")
     decay_steps: int = Field(
         0,
         ge=0,
-        description="Steps of the cosine from the peak to the floor, counted over all replicas of "
-        "the path; 0 keeps the peak.",
+        description="Steps from the peak to the floor by a cosine, after the warmup; 0 "
+        "keeps the peak. They are steps of one peer: replicas of a path count "
+        "once.",
     )
     floor_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the cosine / peak.")
     first_step: int = Field(
         0,
         ge=0,
         le=2**40,
-        description="Where in warmup and cosine the first step of a path stands: the steps that "
-        "its parameters were trained before this run, so that one schedule spans several runs.",
+        description="Where in the schedule a path's first step of this run is: the steps "
+        "that its parameters were trained before. So one schedule spans a run "
+        "and its successors.",
     )
     fresh_state_warmup_steps: int = Field(
-        10, ge=0, description="Warmup of a peer that starts a path with a fresh optimizer state."
+        10, ge=0, description="Extra warmup when a peer starts a path with a fresh optimizer state."
     )
 
 
@@ -270,17 +322,19 @@ def check_adapters(model: ModelConfig, grid: GridConfig, inner: InnerConfig) -> 
 class OuterConfig(Config):
     """Nesterov on the averaged outer gradient (DiPaCo section 7.1; DiLoCo Alg. 1)."""
 
-    learning_rate: float = Field(0.8, gt=0)
-    momentum: float = Field(0.5, ge=0, lt=1)
-    private_learning_rate: float = Field(
-        0.5, gt=0, description="Learning rate of what one path has for itself."
-    )
-    private_momentum: float = Field(0.0, ge=0, lt=1)
+    learning_rate: float = Field(0.8, gt=0, description="Of Nesterov's step, for shared modules.")
+    momentum: float = Field(0.5, ge=0, lt=1, description="For shared modules.")
+    private_learning_rate: float = Field(0.5, gt=0, description="For private modules.")
+    private_momentum: float = Field(0.0, ge=0, lt=1, description="For private modules.")
     sqrt_paths_rescaling: bool = Field(
-        True, description="Scale the average by the root of the contributing paths (section 2.7)."
+        True,
+        description="Multiply the average by the square root of the number of contributing paths "
+        "(section 2.7 of the paper).",
     )
     shard_weights: bool = Field(
-        True, description="Weigh paths by shard size (Eq. 2-3); off: all paths alike."
+        True,
+        description="Weight paths by the size of their shards (Eq. 2-3 of the paper); off: equal "
+        "weights.",
     )
 
 
@@ -290,39 +344,52 @@ class RoundsConfig(Config):
     duration_s: float = Field(
         600.0,
         ge=2.0,
-        description="Seconds between two outer boundaries; with inner_steps the limit of a round.",
+        description="Seconds between two outer boundaries of a level; with `inner_steps` "
+        "the limit of a round.",
     )
     inner_steps: int = Field(
         0,
         ge=0,
-        description="0: as many inner steps as fit. Otherwise exactly this many a round, the test "
-        "and research mode in which a swarm is comparable with the simulator.",
+        description="0: rounds follow the clock, with as many inner steps as fit. Otherwise "
+        "(*fixed steps*) every round has this many, and ends when all that "
+        "share its modules are done.",
     )
     level_offsets: tuple[float, ...] | None = Field(
         None,
-        description="Where in a round each level ends, in (0, 1], private modules last. "
-        "Default: evenly spread, the last at 1.",
+        description="Where in a round each level ends, one number in (0, 1] for each level, "
+        "private modules last. None: spread evenly, the last at 1.",
     )
     gather_s: float | None = Field(
         None,
         gt=0,
-        description="Seconds after a boundary for which a late contribution is waited for. "
-        "Default: a quarter of the round, at most 60.",
+        description="Seconds after a boundary during which peers wait for late "
+        "contributions; at most half a round. None: a quarter of the round, at "
+        "most 60.",
     )
     grace_s: float | None = Field(
         None,
         gt=0,
-        description="Seconds of silence after which the next peer proposes a step. Default: a "
-        "quarter of gather_s, at most 10.",
+        description="Seconds of silence after which the next mailbox proposes a step. None: "
+        "a quarter of `gather_s`, at most 10.",
     )
     dwell_rounds: int = Field(
         2, ge=1, description="Rounds that a peer stays on a path before it may move on."
     )
-    validation_every_rounds: int = Field(1, ge=1)
-    validation_sequences: int = Field(
-        64, ge=1, description="Sequences scored for a path's published loss, at most."
+    validation_every_rounds: int = Field(
+        1,
+        ge=1,
+        description="Rounds between two scorings of a path's states. By the clock, a peer "
+        "skips scorings that would take more than a tenth of its time.",
     )
-    copies: int = Field(3, ge=1, le=16, description="Peers that keep each module state.")
+    validation_sequences: int = Field(
+        64,
+        ge=1,
+        description="Greatest number of held-out sequences scored for the published loss, "
+        "evenly spread.",
+    )
+    copies: int = Field(
+        3, ge=1, le=16, description="Peers that hold each module state; its trainers count."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -353,19 +420,27 @@ class RoundsConfig(Config):
 class ContributionsConfig(Config):
     """How outer gradients are written (design 4.2, publish), and become one (design 4.3, step)."""
 
-    codec: CodecName = Field("int4", description="How outer gradients are encoded.")
+    codec: CodecName = Field(
+        "int4",
+        description="How outer gradients are encoded: in 4, 0.53, 0.27 or 0.14 bytes per "
+        "parameter, in this order.",
+    )
     shorten: bool = Field(
-        True, description="Shorten contributions that are longer than the group's median."
+        True,
+        description="Shorten contributions that are longer than the group's median to the median.",
     )
     combine: Literal["weighted_mean", "trimmed_mean"] = Field(
-        "weighted_mean", description="How contributions become one."
+        "weighted_mean",
+        description="How contributions are averaged. The trimmed mean withstands a minority "
+        "of paths that lie, at some cost in accuracy and time.",
     )
     trim_share: float = Field(
         0.2,
         gt=0,
         lt=0.5,
-        description="trimmed_mean: share of the paths whose greatest values, and of those whose "
-        "least values, are left out of a coordinate; rounded up, but one or two paths remain.",
+        description="Of `trimmed_mean`: share of the paths that is left out at each end of "
+        "every coordinate, rounded up. One path remains, or two if the number "
+        "of paths is even.",
     )
 
 

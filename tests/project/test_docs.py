@@ -5,17 +5,15 @@ import shlex
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import get_args
+from typing import Literal
 
 import pytest
 import torch
 from packaging.version import Version
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, Field
 
 from dipaco.base import errors, exit_codes
 from dipaco.base.files import canonical_json
-from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.outer import OuterRule, canonical_rows
@@ -26,6 +24,7 @@ from dipaco.protocol.outer_row import OuterRow
 from dipaco.protocol.plan import PROTOCOL_VERSION
 from dipaco.protocol.record_keys import NAMESPACE
 from dipaco.routing.batches import batch_indices
+from project import key_tables
 from support.programs.commands import options_of, parsers
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,59 +45,26 @@ def page(name):
 # -- docs/configuration.md
 
 
-def sections(config, name=""):
-    """Return the tables of a RUN.toml: the top level, then every class that is a field of it."""
-    found = [(name, config)]
-    for key, field in config.model_fields.items():
-        table = table_of(field.annotation, may_be_left_out=config is RunConfig)
-        if table is not None:
-            found += sections(table, key)
-    return found
+def test_every_key_of_a_run_toml_is_on_the_page_with_its_default_and_bounds():
+    """After a change: python tests/project/key_tables.py."""
+    text = page("configuration.md")
+    assert sorted(key_tables.marked(text)) == sorted(key_tables.sections())
+    assert key_tables.written(text) == text
 
 
-def table_of(annotation, *, may_be_left_out):
-    """Return the class of a field that is a table; of the top level also one that may be none."""
-    kinds = [annotation, *(get_args(annotation) if may_be_left_out else ())]
-    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+def test_bounds_are_written_in_words():
+    class Keys(BaseModel):
+        kind: Literal["one", "two"] = Field("one", description="A choice.")
+        share: float = Field(0.5, gt=0, le=1, description="A share.")
+        count: int | None = Field(None, ge=1, description="A count.")
+        seed: int = Field(description="A seed.", ge=0, lt=2**32)
 
-
-def documented_keys():
-    """Return the rows of docs/configuration.md: section to key to its default, as written."""
-    tables = {}
-    section = None
-    for line in page("configuration.md").splitlines():
-        if line.startswith("## "):
-            heading = re.fullmatch(r"## (?:`\[(\w+)\]`|Top level)", line)
-            section = (heading[1] or "") if heading else None
-        row = re.match(r"\| `(\w+)` \| (.*?) \|", line)
-        if row and section is not None:
-            tables.setdefault(section, {})[row[1]] = row[2]
-    return tables
-
-
-def toml(value):
-    """Write a default as a RUN.toml would."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, str):
-        return f'`"{value}"`'
-    if isinstance(value, tuple):
-        return f"`[{', '.join(str(item) for item in value)}]`"
-    return f"`{value!r}`"
-
-
-def test_every_key_of_a_run_toml_is_documented_with_its_default():
-    documented = documented_keys()
-    for name, config in sections(RunConfig):
-        expected = {
-            key: "required" if field.default is PydanticUndefined else toml(field.default)
-            for key, field in config.model_fields.items()
-            if table_of(field.annotation, may_be_left_out=config is RunConfig) is None
-        }
-        assert documented.get(name) == expected, f"[{name}] in docs/configuration.md"
-    assert set(documented) == {name for name, _ in sections(RunConfig)}
+    assert key_tables.table(Keys).splitlines()[2:] == [
+        '| `kind` | `"one"` | `one`, `two` | A choice |',
+        "| `share` | `0.5` | above 0, at most 1 | A share |",
+        "| `count` | none | 1 or more | A count |",
+        "| `seed` | required | 0 to below 2^32 | A seed |",
+    ]
 
 
 # -- docs/exit-codes.md

@@ -69,31 +69,58 @@ class CorpusConfig(Config):
     (`hub`). Without a validation source, a part of the training documents is held out.
     """
 
-    train: tuple[str, ...] = Field((), description="Files or patterns with * and **.")
-    validation: tuple[str, ...] = Field((), description="Files or patterns of held-out documents.")
-    hub: str | None = Field(
-        None, description="Data set of the Hub, such as allenai/c4, or a folder that holds one."
+    train: tuple[str, ...] = Field(
+        (), description="Files, or patterns with `*` and `**`; one string or a list."
     )
-    hub_config: str | None = Field(None, description="Its configuration, such as en.")
-    hub_revision: str | None = Field(None, description="Commit or tag, so that it cannot change.")
+    validation: tuple[str, ...] = Field(
+        (), description="Files or patterns of held-out documents; only with `train`."
+    )
+    hub: str | None = Field(
+        None,
+        description="Data set of the Hub, such as `allenai/c4`, or a folder that is laid "
+        "out like one or was written by `save_to_disk`.",
+    )
+    hub_config: str | None = Field(None, description="Its configuration, such as `en`.")
+    hub_revision: str | None = Field(
+        None, description="Its commit or tag, so that the data cannot change during the run."
+    )
     train_split: str = Field("train", description="Split of the Hub's data set to train on.")
-    validation_split: str | None = Field(None, description="Split to validate on, if it has one.")
-    text_field: str = Field("text", description="The field that holds the text.")
-    label_field: str | None = Field(None, description="A field to report results by.")
+    validation_split: str | None = Field(None, description="Split to validate on.")
+    text_field: str = Field(
+        "text", description="Field that holds the text. Rows may also be chats."
+    )
+    label_field: str | None = Field(
+        None,
+        description="Field by which results are reported, such as a domain or a language. "
+        "After the first 1,000 labels, further ones count as none.",
+    )
     tokens_field: str | None = Field(
-        None, description="The field that holds the tokens, of a corpus that is tokenised already."
+        None,
+        description="Field that holds the tokens of a document, if the data is tokenised "
+        "already; not for `.txt`.",
     )
     tokenizer_sha256: str | None = Field(
-        None, description="SHA-256 of the tokenizer that made them, which the run must have."
+        None,
+        description="SHA-256 of the tokenizer that made these tokens; the run must have the "
+        "same one.",
     )
     txt_documents: Literal["file", "paragraph", "line"] = Field(
-        "file", description="What a document is in a .txt file."
+        "file", description="What counts as a document in a `.txt` file."
     )
     held_out_fraction: float = Field(
-        0.01, gt=0, lt=1, description="Part held out when there is no validation source."
+        0.01,
+        gt=0,
+        lt=1,
+        description="Share of the documents that is held out when there is no validation "
+        "source. A hash of the text without the white space around it decides, "
+        "so equal texts are never on both sides.",
     )
-    train_limit: int | None = Field(None, ge=1, description="Training documents, at most.")
-    validation_limit: int | None = Field(None, ge=1, description="Validation documents, at most.")
+    train_limit: int | None = Field(
+        None, ge=1, description="Greatest number of training documents."
+    )
+    validation_limit: int | None = Field(
+        None, ge=1, description="Greatest number of validation documents."
+    )
 
     @field_validator("train", "validation", mode="before")
     @classmethod

@@ -44,7 +44,9 @@ ROUTER_KINDS: dict[str, type[Router]] = {
 class RouterConfig(FitConfig):
     """`[router]`: how documents find their path."""
 
-    kind: str = Field("kmeans", description="Kind of router.")
+    kind: str = Field(
+        "kmeans", description="`kmeans`, `product_kmeans`, `discriminative`, `label` or `random`."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -56,29 +56,38 @@ class FitConfig(Config):
     """How a router is fitted: `[router]` of a RUN.toml but for its kind (`RouterConfig`)."""
 
     balanced: bool = Field(
-        True, description="k-means of both kinds: make the shards about equally large."
+        True, description="Both kinds of k-means: make the shards about equal in tokens."
     )
     least_share: float = Field(
         0.1,
         gt=0,
         le=1,
-        description="discriminative: paths get documents in proportion to how many prefer them "
-        "(section 7.2.1). A path that fewer prefer than this part of an equal share gets so many, "
-        "and learns from those on which it is the least behind.",
+        description="`discriminative`: a path gets documents in proportion to how many "
+        "prefer it, but at least this part of an equal share. If too few prefer "
+        "it, it gets those on which it is the least behind.",
     )
     regularisation: float = Field(
-        1e-3, gt=0, description="discriminative: L2 penalty of the logistic regression."
+        1e-3, gt=0, description="`discriminative`: L2 penalty of the logistic regression."
     )
     train_paths: int = Field(
         1,
         ge=1,
-        description="Shards that a training document goes to: the best ones (section 2.4.4). "
-        "Held-out documents go to the best alone.",
+        description="Shards that a training document goes to, its best paths first "
+        "(overlapping shards, section 2.4.4 of the paper). A held-out document "
+        "goes to its best path only.",
     )
     training_documents: int = Field(
-        20_000, ge=1, description="Documents that the router is fitted on, at most."
+        20_000,
+        ge=1,
+        description="Greatest number of documents that the router is fitted on; at least "
+        "one for each path.",
     )
-    prefix_tokens: int = Field(32, ge=1, description="Tokens that routing sees (section 2.4).")
+    prefix_tokens: int = Field(
+        32,
+        ge=1,
+        description="Tokens at the start of a document that routing sees; below "
+        "`sequence_length`. They are never scored.",
+    )
     restarts: int = Field(8, ge=1, le=1000, description="Starts of k-means; the best one is used.")
 
 
