@@ -34,8 +34,8 @@ EXIT_CODES = (
         "",
         (
             "an error without a code of its own (the line then calls it unexpected, or names the "
-            "background thread that it ended; please report it); for `dipaco-status`: problems, "
-            "listed in `problems`"
+            "background thread in which it happened; please report it); for `dipaco-status`: "
+            "problems, listed in `problems`"
         ),
         "read the line",
     ),
