@@ -26,6 +26,8 @@ _WAITING_CONNECTIONS = 256
 _MAX_CONNECTIONS = 1024
 # A request has come by then.
 REQUEST_LIMIT_S = 30.0
+# A client that takes nothing of its answer for so long is gone.
+ANSWER_LIMIT_S = 30.0
 # Connections on which a request is waited for; of more the one that has waited longest goes. So
 # half requests, however often they are begun anew, keep nobody out who sends a whole one.
 MAX_WAITING = 256
@@ -48,10 +50,11 @@ def listen(host: str, port: int, flags: str = "--host and --port") -> socket.soc
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection on which no whole request comes in time, and one whose request could be
-    read in two ways."""
+    """Closes a connection on which no whole request comes in time, one whose answer is not taken,
+    and one whose request could be read in two ways."""
 
     _deadline: asyncio.TimerHandle | None = None
+    _untaken: asyncio.TimerHandle | None = None
     _waiting: OrderedDict[asyncio.BaseTransport, None]
     """Of all connections of a server, those on which a request is waited for, the oldest first."""
 
@@ -71,13 +74,28 @@ class _Protocol(H11Protocol):
             self._expect()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request."""
+        """Wait for the next request, or for the rest of the answer to be taken."""
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            self.loop.call_later(ANSWER_LIMIT_S, self.transport.abort)
+        else:
             self._expect()
+
+    def pause_writing(self) -> None:
+        """Wait for the client to take what was sent."""
+        super().pause_writing()
+        self._untaken = self.loop.call_later(ANSWER_LIMIT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Go on: the client has taken it."""
+        super().resume_writing()
+        if self._untaken is not None:
+            self._untaken.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._untaken is not None:
+            self._untaken.cancel()
         super().connection_lost(exc)
 
     def _expect(self) -> None:
@@ -124,7 +142,6 @@ def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicor
             http=type("_Protocol", (_Protocol,), {"_waiting": OrderedDict()}),
             log_level="warning",
             access_log=False,
-            lifespan="off",
             timeout_graceful_shutdown=_GRACE_S,
             timeout_keep_alive=30,
             limit_concurrency=_MAX_CONNECTIONS,

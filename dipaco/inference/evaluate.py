@@ -24,8 +24,8 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.documents.corpus import Document
 from dipaco.training.scoring import LossSum
 
-from .decoding.mixing import mixed_losses
 from .document_windows import DocumentWindows, collect_windows, tokenised
+from .mixing import mixed_losses
 from .rerouter import Rerouter, rerouted_nats
 from .sources import StateSource, assemble_path
 from .token_losses import nats_of_paths, row_losses

@@ -15,7 +15,7 @@ from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
 from dipaco.routing.tokens.chat_tokens import question_tokens, routed_tokens, special_names
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
-from .decoding.mixing import decoder_of
+from .decoder import Decoder
 from .sampling import Sampling
 from .sources import StateSource, assemble_path
 
@@ -62,15 +62,12 @@ def generate_tokens(
     generator = torch.Generator().manual_seed(sampling.seed)
     longest = model.config.sequence_length
     context = list(prompt)[-longest:]
-    decoder, is_read = decoder_of([model, *mixed_with], slots=1), False
+    decoder, is_read = Decoder([model, *mixed_with]), False
     for _ in range(sampling.max_tokens):
-        if is_read and decoder.lengths[0] == longest:
+        if is_read and decoder.length == longest:
             context, is_read = context[-(longest // 2) :], False
-        if is_read:
-            logits = decoder.step(context[-1:])[0]
-        else:
-            *_, read = decoder.read(0, context)
-            logits, is_read = read[-1], True
+        logits = decoder.step(context[-1]) if is_read else decoder.read(context)
+        is_read = True
         token = choose_token(logits, sampling, generator)
         if token == END_TOKEN:
             return

@@ -1,4 +1,4 @@
-"""How a text is continued: what the command and the service say alike."""
+"""How a text is continued, without the command line."""
 
 from __future__ import annotations
 

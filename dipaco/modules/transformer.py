@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Self
 
@@ -39,6 +39,23 @@ LOGITS_AT_ONCE_ON_GPU = 2**27
 GPU_BYTES_A_LOGIT = 256
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+class Past:
+    """The keys and values of a text in one block, for the tokens that come behind it."""
+
+    def __init__(self) -> None:
+        self._stored: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def with_more(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keep keys and values [B, heads, T, D], and return all so far, in the text's order."""
+        if self._stored is not None:
+            keys = torch.cat((self._stored[0], keys), dim=2)
+            values = torch.cat((self._stored[1], values), dim=2)
+        self._stored = keys, values
+        return keys, values
 
 
 class Projection(nn.Linear):
@@ -139,9 +156,13 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(self.width, config.norm_epsilon)
 
     def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, seen: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        seen: torch.Tensor | None = None,
+        past: Past | None = None,
     ) -> torch.Tensor:
-        """Map [B, T, H] to [B, T, H]; `seen` as for `PathModel.hidden_states`."""
+        """Map [B, T, H] to [B, T, H]; `seen` and `past` as for `PathModel.hidden_states`."""
         batch, length, _ = hidden.shape
         queries = self._split(self.q_proj(hidden), self.heads)
         keys = self._split(self.k_proj(hidden), self.kv_heads)
@@ -149,11 +170,15 @@ class Attention(nn.Module):
         if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         queries, keys = rotate(queries, rotation), rotate(keys, rotation)
+        if past is not None:
+            keys, values = past.with_more(keys, values)
         if self.kv_heads != self.heads:
             group = self.heads // self.kv_heads
             keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        # A token behind a text sees all of it.
+        is_causal = seen is None and keys.shape[2] == length
         mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=seen, is_causal=seen is None
+            queries, keys, values, attn_mask=seen, is_causal=is_causal
         )
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, length, -1))
 
@@ -189,10 +214,14 @@ class Block(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(
-        self, hidden: torch.Tensor, rotation: Rotation, seen: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        rotation: Rotation,
+        seen: torch.Tensor | None = None,
+        past: Past | None = None,
     ) -> torch.Tensor:
-        """Map [B, T, H] to [B, T, H]; `seen` as for `PathModel.hidden_states`."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, seen)
+        """Map [B, T, H] to [B, T, H]; `seen` and `past` as for `PathModel.hidden_states`."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, seen, past)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
@@ -320,21 +349,23 @@ class PathModel(nn.Module):
         tokens: torch.Tensor,
         seen: torch.Tensor | None = None,
         rotation: Rotation | None = None,
+        past: Sequence[Past] | None = None,
     ) -> torch.Tensor:
         """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1).
 
         `seen` is which position sees which, bool [B, 1, T, T]; None: all that is before it.
-        `rotation` is `rotation_of` the length; a caller that compiles this gives it.
+        `rotation` is `rotation_of` the length; a caller that compiles this gives it. `past` has a
+        `Past` for each block: at first of a text that begins, then of one token at a time.
         """
         rotation = rotation or rotation_of(self.config, tokens.shape[1], tokens.device)
         hidden = self.model.embed_tokens(plain_tokens(tokens))
-        for block in self.model.layers:
+        for number, block in enumerate(self.model.layers):
             if self.recomputes and torch.is_grad_enabled():
                 hidden = checkpoint(
                     block, hidden, rotation, seen, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                hidden = block(hidden, rotation, seen)
+                hidden = block(hidden, rotation, seen, past and past[number])
         return hidden
 
 
@@ -410,7 +441,11 @@ def token_losses(model: PathModel, tokens: torch.Tensor) -> torch.Tensor:
 
     Where the target is padding, or is not to be learned, it is 0.
     """
-    hidden = model.hidden_states(tokens)
+    return losses_of_outputs(model, model.hidden_states(tokens), tokens)
+
+
+def losses_of_outputs(model: PathModel, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Return `token_losses` by the outputs [B, T, H] of the last block for these tokens."""
     losses = [head_losses(model, *piece) for piece in head_pieces(model.config, hidden, tokens)]
     return torch.cat(losses).view(tokens.shape)[:, :-1]
 

@@ -90,7 +90,7 @@ class StatusSettings(RunSettings):
             import uvicorn  # noqa: F401
         except ImportError as error:
             raise ConfigurationError(
-                f"--serve needs {error.name}; install it with pip install 'dipaco[serve]'"
+                f"--serve needs {error.name}; install it with pip install 'dipaco[status]'"
             ) from None
         from dipaco.base.http_server import listen
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from dipaco.base.errors import AddressError, ConfigurationError, CorpusError, IntegrityError, NetworkError, StorageError
 from dipaco.inference import evaluate_command
-from dipaco.inference.decoding.mixing import mixed_losses
 from dipaco.inference.evaluate import Evaluated, EvaluationReport, Rerouting, evaluate, load_baseline
 from dipaco.inference.fit_rerouter import fit_to_documents
+from dipaco.inference.mixing import mixed_losses
 from dipaco.inference.rerouter import read_rerouter
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
 from dipaco.modules.compose import gather_module

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
-from starlette.testclient import TestClient
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate_command
 from dipaco.inference.generate import prompt_tokens
-from dipaco.inference.service.app import Service
-from dipaco.inference.service.engine import Engine, EngineLimits
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.protocol.config import END_TOKEN, AdaptersConfig
 from support.programs.service import run_with_adapters
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
-CPU = torch.device("cpu")
 TRAINED, LONGER = 32, 64
-GREEDY = {"temperature": 0, "max_tokens": 8, "model": "path-1"}
 
 
 @pytest.fixture(scope="module")
@@ -46,27 +41,6 @@ def likeliest(source, tokens, count):
         if made[-1] == END_TOKEN:
             break
     return [token for token in made[len(tokens) :] if token != END_TOKEN]
-
-
-def test_the_service_reads_a_longer_text_as_a_whole(out, prompt):
-    source = DiskSource(out, SourceSettings(context_length=LONGER))
-    tokens = prompt_tokens(source.tokenizer(), prompt)
-    expected = source.tokenizer().decode(likeliest(source, tokens, 8))
-    said = {}
-    for length in (None, LONGER):
-        read = DiskSource(out, SourceSettings(context_length=length))
-        limits = EngineLimits(memory_bytes=10**9, slots=2, queue=4, refresh_s=0)
-        engine = Engine(read, CPU, limits)
-        engine.start()
-        try:
-            with TestClient(Service(engine).application()) as client:
-                (card, *_) = client.get("/v1/models").json()["data"]
-                assert card["max_model_len"] == (length or TRAINED)
-                said[length] = client.post("/v1/completions", json={"prompt": prompt, **GREEDY})
-        finally:
-            engine.close()
-    assert said[None].json()["error"]["code"] == "context_length_exceeded"
-    assert said[LONGER].json()["choices"][0]["text"] == expected
 
 
 def test_generate_reads_it_too(out, prompt, capsys):

@@ -95,8 +95,11 @@ EXCEPTIONS = {
         ("routing/documents/chat_template.py", f"imports jinja2.{part}"): "the sandbox"
         for part in ("sandbox", "ext", "nodes", "parser")
     },
-    ("routing/documents/chat_template.py", "imports subprocess"): (
-        "starts this file with this Python: a template has a process with a limit of memory"
+    ("base/bounded_process.py", "imports subprocess"): (
+        "starts a file of this program with this Python, with a limit of memory"
+    ),
+    ("inference/serve/llama_server.py", "imports subprocess"): (
+        "starts this file with this Python; its parameters are this program's own"
     ),
     ("peer/owner/gpu_heat.py", "imports subprocess"): (
         "asks nvidia-smi for a temperature; no word of it comes from others"

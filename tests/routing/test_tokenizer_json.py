@@ -152,6 +152,35 @@ def test_what_is_no_tokenizer_is_refused(data, error):
         Tokenizer(data())
 
 
+def grown(*contents, pattern=None):
+    """A tokenizer that replaces a character that no text has, again and again."""
+    steps = [{"type": "Replace", "pattern": pattern or {"Regex": "\x07"}, "content": text} for text in contents]
+    return part(normalizer={"type": "Sequence", "normalizers": steps})
+
+
+def test_a_normalizer_that_makes_texts_long_is_refused():
+    """The operator of a run chooses it, and everybody who serves the run reads texts with it."""
+    assert not refuses(grown("a" * 15))
+    with pytest.raises(ConfigurationError, match="make a text up to 17 times as long, and 16 is the most"):
+        Tokenizer(grown("a" * 16))
+    with pytest.raises(ConfigurationError, match="up to 1024 times"):
+        Tokenizer(grown(*"a" * 10))
+    # What replaces as many characters as it writes is of one length, however often it comes.
+    for length, is_refused in ((32, False), (34, True)):
+        data = grown("b" * length, *["c"] * 50, pattern={"String": "\x07\x07"})
+        assert refuses(data) == is_refused
+    with pytest.raises(ConfigurationError, match="replacements of its decoder"):
+        Tokenizer(part(decoder={"type": "Replace", "pattern": {"Regex": "a"}, "content": "b" * 16}))
+
+
+def refuses(data):
+    try:
+        Tokenizer(data)
+    except ConfigurationError as error:
+        return "as long" in str(error)
+    return False
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=3))
 def test_broken_bytes_never_raise_anything_else(where, change):

@@ -112,7 +112,7 @@ class Exporter:
             write_adapter_gguf(tensors, self._alpha, model, file, stored=stored, name=name)
             content = adapter_modelfile(file.name)
         else:
-            write_gguf(tensors, model, self.tokenizer, file, stored=stored, name=name)
+            write_gguf(tensors.items(), model, self.tokenizer, file, stored=stored, name=name)
             template = Tokenizer(self.tokenizer).chat_template
             content = modelfile(file.name, model.context, template is not None)
         (folder / "Modelfile").write_text(content, encoding="utf-8")

@@ -7,7 +7,7 @@ decided here: which of llama.cpp's tokenizers gives the run's ids. What it canno
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,32 +102,35 @@ def lack_of_llama_cpp(model: ModelConfig) -> str | None:
 
 
 def write_gguf(
-    parameters: Mapping[str, torch.Tensor],
+    parameters: Iterable[tuple[str, torch.Tensor]],
     model: ModelConfig,
     tokenizer: bytes | None,
     file: Path,
     *,
     stored: str,
     name: str,
+    begin: int | None = None,
 ) -> None:
     """Write a path's parameters, by name in the order of the run's tokens, to `file`.
 
     A file without a tokenizer is for a program that gives tokens, which are the run's. `stored` is
-    one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf` does,
-    StorageError if the disk is full.
+    one of `GGUF_TYPES`: matrices have it, vectors are fp32. `begin` is the number of the token that
+    stands in front of a text, if another one or none does in the tokenizer's file. Raises what
+    `check_gguf` does, StorageError if the disk is full.
     """
     gguf = gguf_library()
     check_gguf(model, tokenizer)
-    writer = gguf.GGUFWriter(file, model.family)
+    # With its temporary file not all parameters are in memory at once.
+    writer = gguf.GGUFWriter(file, model.family, use_temp_file=True)
     types = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
     writer.add_file_type(gguf.LlamaFileType[types[stored]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_name(name)
     _add_model(writer, gguf, model)
-    rows = _add_tokenizer(writer, model.vocabulary_size, tokenizer)
+    rows = _add_tokenizer(writer, model.vocabulary_size, tokenizer, begin)
     writer.add_vocab_size(model.vocabulary_size if rows is None else len(rows))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.family.upper()], model.block_count)
-    for key, parameter in parameters.items():
+    for key, parameter in parameters:
         values = parameter.detach().to("cpu", torch.float32)
         if key in (EMBEDDING, HEAD) and rows is not None:
             values = values[rows]
@@ -232,7 +235,9 @@ def add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str
         writer.add_tensor(name, half)
 
 
-def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> torch.Tensor | None:
+def _add_tokenizer(
+    writer: Any, rows: int, tokenizer: bytes | None, begin: int | None
+) -> torch.Tensor | None:
     """Write the tokenizer; return which of the run's tokens stands in each row, if not the same."""
     if tokenizer is None:
         writer.add_tokenizer_model("none")
@@ -242,7 +247,7 @@ def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> torch.Ten
         return None
     stored = file_rows(tokenizer, rows)
     assert stored is not None
-    _add_byte_level(writer, len(stored), json_pieces(tokenizer))
+    _add_byte_level(writer, len(stored), json_pieces(tokenizer), begin)
     return stored
 
 
@@ -279,7 +284,7 @@ def _with_plain_bytes(pieces: list[tuple[str, float, int]]) -> list[tuple[str, f
     return found
 
 
-def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
+def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces, begin: int | None) -> None:
     content = pieces.own_tokenizer()
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [_UNUSED] * rows
@@ -296,7 +301,9 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
     writer.add_add_space_prefix(False)
     numbers = {token: number for number, token in enumerate(tokens)}
     special = [None if name is None else numbers[name] for name in pieces.origin.names]
-    _add_specials(writer, special, begins=begins_texts(content))
+    if begin is not None:
+        special[BEGIN_TOKEN] = begin
+    _add_specials(writer, special, begins=begin is not None or begins_texts(content))
     if pieces.chat_template is not None:
         writer.add_chat_template(pieces.chat_template)
 

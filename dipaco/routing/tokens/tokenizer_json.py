@@ -11,6 +11,7 @@ again of it (`Origin`).
 from __future__ import annotations
 
 import json
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +35,9 @@ _MAX_BYTES = 2**27
 _MAX_TOKENS = 2**20
 _MAX_PATTERN = 4096
 _MAX_TEMPLATE = 2**18
+# All replacements of a normalizer, or of a decoder, together make a text at most so many times as
+# long: each multiplies what those before it made, and a few would fill any memory.
+_MAX_GROWTH = 16
 # What a tokenizer may lack: control characters, and what stands after the planes of Unicode that
 # are in use, a range for each first byte of UTF-8 there. No more is known to be missing anywhere.
 _DISPENSABLE = (
@@ -356,6 +360,7 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
     if not isinstance(tokenizer, Mapping):
         raise IntegrityError(f"{source} is no tokenizer.json")
     for part, kinds in _KINDS.items():
+        growth = 1
         for found in _listed_parts(tokenizer.get(part), source):
             kind = found.get("type", "BPE" if part == "model" and "merges" in found else None)
             if kind not in kinds:
@@ -368,10 +373,26 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
                 len(str(text)) > _MAX_PATTERN for text in pattern.values()
             ):
                 raise IntegrityError(f"{source} has a pattern of over {_MAX_PATTERN} letters")
+            if kind == "Replace":
+                growth *= _growth(pattern, str(found.get("content", "")))
+        if growth > _MAX_GROWTH:
+            raise ConfigurationError(
+                f"{source}: the replacements of its {part} make a text up to {growth} times as "
+                f"long, and {_MAX_GROWTH} is the most; give a checkpoint with another tokenizer"
+            )
     if (tokenizer.get("model") or {}).get("dropout"):
         raise ConfigurationError(f"{source}: model.dropout is not 0, so a text has no one encoding")
     with _panics(source):
         return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
+
+
+def _growth(pattern: Any, content: str) -> int:
+    """Return how many times as long a replacement makes a text at most."""
+    replaced = pattern.get("String") if isinstance(pattern, Mapping) else pattern
+    if isinstance(replaced, str) and replaced:
+        return max(1, math.ceil(len(content) / len(replaced)))
+    # A regular expression may match nothing, in front of each letter.
+    return 1 + len(content)
 
 
 def _load_for_texts(tokenizer: Any, source: str) -> tokenizers.Tokenizer:

@@ -34,7 +34,7 @@ def test_a_base_is_written_as_its_family(family, tmp_path):
     base = ImportedBase(tmp_path / "base")
     assert base.tokenizer is not None
     file = tmp_path / "it.gguf"
-    write_gguf(base.parameters(), base.model, base.tokenizer, file, stored="f32", name="it")
+    write_gguf(base.parameters().items(), base.model, base.tokenizer, file, stored="f32", name="it")
     fields, tensors = read(file)
     assert fields["general.architecture"] == base.model.family
     assert fields["tokenizer.ggml.pre"] == CUTS[family]
@@ -68,7 +68,7 @@ def test_how_parameters_are_stored(stored, bound, tmp_path):
     parameters = dict(model.named_parameters())
     data = tiny_tokenizer_bytes(320)
     file = tmp_path / "it.gguf"
-    write_gguf(parameters, config, data, file, stored=stored, name="it")
+    write_gguf(parameters.items(), config, data, file, stored=stored, name="it")
     fields, tensors = read(file)
     found, expected = (tensors["blk.0.ffn_up.weight"], parameters["model.layers.0.mlp.up_proj.weight"])
     assert float(np.abs(found - expected.detach().numpy()).max()) <= bound
@@ -87,7 +87,7 @@ def test_a_unigram_spells_ascii_in_bytes(tmp_path):
     data = (tmp_path / "m").read_bytes()
     config = ModelConfig(vocabulary_size=300, hidden_size=16, head_count=2, block_count=1)
     parameters = dict(PathModel(config).named_parameters())
-    write_gguf(parameters, config, data, tmp_path / "it", stored="f32", name="it")
+    write_gguf(parameters.items(), config, data, tmp_path / "it", stored="f32", name="it")
     fields, _ = read(tmp_path / "it")
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert fields["tokenizer.ggml.model"] == "t5"
@@ -181,7 +181,7 @@ def test_rotary_scaling_is_a_table_of_factors(tmp_path):
     )
     parameters = dict(PathModel(config).named_parameters())
     file = tmp_path / "it"
-    write_gguf(parameters, config, tiny_tokenizer_bytes(320), file, stored="f32", name="it")
+    write_gguf(parameters.items(), config, tiny_tokenizer_bytes(320), file, stored="f32", name="it")
     factors = read(file)[1]["rope_freqs.weight"]
     assert factors.shape == (4,)
     assert torch.tensor(factors[0]) >= 1

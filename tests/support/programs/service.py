@@ -1,11 +1,27 @@
-"""A trained tiny run for tests of the service, and waiting for what its threads do."""
+"""Trained tiny runs, the service over them, and waiting for what happens beside a test."""
 
+import dataclasses
+import tempfile
 import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
 
 from dipaco.bootstrap.import_base import ImportedBase
+from dipaco.inference.generate import generate_tokens, stream_text
+from dipaco.inference.sampling import Sampling
+from dipaco.inference.serve_command import ServeSettings, service_of
+from dipaco.inference.sources import DiskSource, StateSource, assemble_path
+from dipaco.modules.layout import layout_of
+from dipaco.modules.transformer import EMBEDDING, HEAD
+from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run
+
+# In a SentencePiece model, behind the special ones.
+BYTE_PIECES = slice(4, 4 + 256)
 
 
 def trained_run(folder):
@@ -16,9 +32,9 @@ def trained_run(folder):
     return folder / "out"
 
 
-def run_with_adapters(folder, adapters):
+def run_with_adapters(folder, adapters, family="smollm2", **config):
     """Train adapters of 2x2 paths over a base, `base`, for two rounds; return the run's folder."""
-    make_foreign_base(folder / "base", "smollm2")
+    make_foreign_base(folder / "base", family, **config)
     make_tiny_run(
         folder / "run", imported=ImportedBase(folder / "base"), adapters=adapters, inner={"learning_rate": 0.02}
     )
@@ -27,9 +43,47 @@ def run_with_adapters(folder, adapters):
     return folder / "out"
 
 
-def wait_until(condition, timeout_s=60.0):
-    """Wait for a condition; fails when it does not come true."""
+def wait_until(condition, timeout_s=60.0, told=lambda: ""):
+    """Wait for a condition; fails, and says what is `told`, when it does not come true."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
+        assert time.monotonic() < deadline_s, f"it did not come true in time {told()}"
         time.sleep(0.01)
+
+
+def lively(folder):
+    """Give each module of a run on disk a newer state whose texts do not repeat one letter."""
+    run = RunFolder(folder)
+    grid = run.grid(run.plan())
+    for module in grid.modules():
+        run.states.save(changed(run.states.load_latest(module, layout_of(grid, module))))
+    return folder
+
+
+def changed(state):
+    """Return a newer state that says something else, in whole characters."""
+    drawn = torch.Generator().manual_seed(state.version)
+    parameters = torch.randn(state.layout.size, generator=drawn)
+    for name, values in state.layout.views(parameters).items():
+        if name in (EMBEDDING, HEAD):
+            values[BYTE_PIECES] = 0.0
+    return dataclasses.replace(state, version=state.version + 1, parameters=parameters)
+
+
+@contextmanager
+def service(source, **options):
+    """Give the service over a source, or over a run on disk, as `dipaco-serve` makes it; an
+    application serves it."""
+    if not isinstance(source, StateSource):
+        source = DiskSource(source)
+    settings = ServeSettings(**{"threads": 1, "refresh_s": 0, "parallel": 3, **options})
+    # Short, because the name of a socket is.
+    with source, tempfile.TemporaryDirectory(prefix="serve-", dir="/tmp") as folder:
+        yield service_of(settings, source, torch.device("cpu"), Path(folder))
+
+
+def greedy_text(source, path, tokens, count):
+    """Return what `dipaco-generate` says after the tokens of a run."""
+    sampling = Sampling(max_tokens=count, temperature=0)
+    made = generate_tokens(assemble_path(source, path), tokens, sampling)
+    return "".join(stream_text(source.tokenizer(), made))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,13 +20,18 @@ from dipaco.base.files import decoded, tidy
 from dipaco.base.running import say
 from dipaco.base.settings import Option
 from dipaco.dht.addresses import PROXY_NAME
-from dipaco.inference.options import AnswerSettings
+
+from .options import AnswerSettings
 
 if TYPE_CHECKING:
-    from dipaco.inference.decoding.engines import DecodingEngine
-    from dipaco.protocol.plan import RunPlan
+    import torch
+
+    from .serve.openai_route import OpenAiRoute
+    from .sources import StateSource
 
 _KEY_VARIABLE = "DIPACO_API_KEY"
+# Where the model has no template, a chat is the beginning of a text, which it goes on with.
+_NO_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,37 +52,22 @@ class ServeSettings(AnswerSettings):
             "KEY",
         ),
     ] = None
-    engine: Annotated[
-        Literal["auto", "torch", "llama.cpp"],
-        Option("what computes paths; auto is llama.cpp if it is there and can serve the run"),
-    ] = "auto"
     dtype: Annotated[
-        Literal["float32", "q8_0"], Option("format of matrices in llama.cpp's memory")
+        Literal["float32", "float16", "q8_0"],
+        Option("format of matrices in memory; float32 computes as dipaco-generate does"),
     ] = "float32"
     memory_gb: Annotated[
         float,
-        Option(
-            "memory for paths and their caches, or for adapters alone; at least one path is held",
-            "GB",
-            least=0,
-        ),
+        Option("memory for the servers of paths; at least one path is served", "GB", least=0),
     ] = 4.0
     parallel: Annotated[
         int,
-        Option(
-            "answers of one path that are computed together; with adapters, of all paths",
-            "N",
-            least=1,
-            most=256,
-        ),
+        Option("answers of one client that are computed together", "N", least=1, most=255),
     ] = 8
-    queue: Annotated[
-        int, Option("answers that may wait or be computed; more are refused", "N", least=1)
-    ] = 256
+    queue: Annotated[int, Option("requests that may wait; more are refused", "N", least=1)] = 64
     timeout_s: Annotated[float, Option("longest time of an answer, in seconds", "S", least=1)] = (
         300.0
     )
-    max_body_mb: Annotated[float, Option("longest body of a request", "MB", least=0)] = 4.0
     refresh_s: Annotated[
         float, Option("seconds between looks for newer states; 0 is never", "S", least=0)
     ] = 60.0
@@ -98,31 +89,10 @@ class ServeSettings(AnswerSettings):
             )
         return key or None
 
-    def decoding_engine(self, plan: RunPlan, device: str) -> DecodingEngine:
-        """Return what computes the paths of a run. Raises ConfigurationError."""
-        from dipaco.inference.decoding.engines import (
-            TORCH,
-            chosen_engine,
-            llama_cpp_engine,
-            llama_cpp_obstacle,
-        )
-        from dipaco.inference.decoding.llama_cpp import installed_version, obstacle_to_loading
-
-        installed = installed_version()
-        obstacle = llama_cpp_obstacle(plan, device, installed)
-        if obstacle is None and self.engine != "torch":
-            obstacle = obstacle_to_loading()
-        if chosen_engine(self.engine, self.dtype, obstacle) == "llama.cpp":
-            say(f"llama.cpp computes the paths, with matrices in {self.dtype}")
-            return llama_cpp_engine(self.dtype)
-        if self.engine == "auto" and installed is not None:
-            say(f"llama.cpp does not compute the paths: {obstacle}")
-        return TORCH
-
-    def read_chat_template(self, own: str | None) -> str | None:
-        """Return the chat template, if there is one. Raises StorageError."""
+    def read_chat_template(self, own: str | None) -> str:
+        """Return the chat template. Raises StorageError."""
         if self.chat_template is None:
-            return own
+            return own if own is not None else _NO_TEMPLATE
         try:
             return decoded(self.chat_template.read_bytes())
         except (OSError, UnicodeDecodeError) as error:
@@ -132,6 +102,8 @@ class ServeSettings(AnswerSettings):
 def run(settings: ServeSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     try:
+        import aiohttp  # noqa: F401
+        import gguf  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
@@ -140,54 +112,75 @@ def run(settings: ServeSettings) -> int:
         ) from None
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from dipaco.base.http_server import listen, serve_until_told
-    from dipaco.inference.service.app import Service, ServiceLimits
-    from dipaco.inference.service.engine import Engine, EngineLimits
 
+    from .serve.llama_server import check_installed
+
+    check_installed()
     socket = listen(settings.host, settings.port)
     device = settings.prepare_process()
-    source = settings.open_source(follow=True)
-    try:
-        engine = Engine(
-            source,
-            device,
-            EngineLimits(
-                memory_bytes=int(settings.memory_gb * 1e9),
-                slots=settings.parallel,
-                queue=settings.queue,
-                refresh_s=settings.refresh_s,
-            ),
-            settings.decoding_engine(source.plan, device.type),
-        )
-        service = Service(
-            engine,
-            limits=ServiceLimits(
-                body_bytes=int(settings.max_body_mb * 1e6), timeout_s=settings.timeout_s
-            ),
-            api_key=settings.key(),
-            template=settings.read_chat_template(engine.tokenizer.chat_template),
-        )
-    except BaseException:
-        source.close()
-        raise
-    paths = engine.grid.path_count
-    company = "a path" if engine.model.adapters is None else "all paths"
-    say(f"run '{engine.plan.name}' ({engine.plan.run_id[:16]}), {paths} paths")
-    say(
-        f"memory: {settings.memory_gb:g} GB hold {min(engine.capacity, paths)} paths of "
-        f"{engine.path_bytes / 1e6:.1f} MB; {settings.parallel} answers of {company} together"
-    )
-    if engine.base_bytes:
-        say(f"the base and the room for texts take {engine.base_bytes / 1e9:.1f} GB beside that")
-    engine.start()
-    try:
+    with (
+        settings.open_source(follow=True) as source,
+        tempfile.TemporaryDirectory(prefix="dipaco-serve-", ignore_cleanup_errors=True) as folder,
+    ):
+        route = service_of(settings, source, device, Path(folder))
         host, port = socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         say(f"serving at http://{shown}:{port} (page) and http://{shown}:{port}/v1 (OpenAI's)")
-        serve_until_told(service.application(), socket, settings.proxy_names)
-    finally:
-        service.close()
-        engine.close()
+        serve_until_told(route.application(), socket, settings.proxy_names)
     return 0
+
+
+def service_of(
+    settings: ServeSettings, source: StateSource, device: torch.device, folder: Path
+) -> OpenAiRoute:
+    """Return the service over a source. `folder` is for files of paths, and private.
+
+    Raises ConfigurationError if llama.cpp cannot serve the run, and as the source does.
+    """
+    from dipaco.modules.layout import parameter_counts
+
+    from .serve.gguf_files import GgufFiles, PathFile, server_bytes
+    from .serve.llama_server import LlamaParameters, LlamaServer
+    from .serve.openai_route import OpenAiRoute, RouteLimits
+    from .serve.path_servers import PathServers
+    from .serve.request_fields import RequestReader, path_name
+    from .serve.run_tokens import RunTokens
+
+    plan, model, paths = source.plan, source.model, source.grid.path_count
+    tokens = RunTokens(source.blob(plan.blobs.tokenizer))
+    files = GgufFiles(source, settings.dtype, folder, tokens.begin)
+    template = settings.read_chat_template(tokens.chat_template)
+    # One place is for another client than the one that has all others.
+    places = settings.parallel + 1
+
+    def launch(file: PathFile) -> LlamaServer:
+        return LlamaServer(
+            LlamaParameters(
+                name=path_name(file.path),
+                model=str(file.model),
+                adapter=None if file.adapter is None else str(file.adapter),
+                socket=str(folder / f"{file.number}.sock"),
+                context=model.sequence_length,
+                slots=places,
+                threads=settings.threads,
+                is_exact=settings.dtype == "float32",
+                uses_gpu=device.type != "cpu",
+                chat_template=template,
+            )
+        )
+
+    each = server_bytes(model, parameter_counts(source.grid)["path"], settings.dtype, places)
+    capacity = min(paths, max(1, int(settings.memory_gb * 1e9) // each))
+    say(f"run '{plan.name}' ({plan.run_id[:16]}), {paths} paths")
+    say(f"memory: {settings.memory_gb:g} GB hold {capacity} paths of about {each / 1e6:.0f} MB")
+    return OpenAiRoute(
+        PathServers(files, launch, capacity=capacity, refresh_s=settings.refresh_s),
+        RequestReader(tokens, template, paths, model.sequence_length, settings.parallel),
+        source.document_router(device),
+        plan,
+        RouteLimits(places=places, queue=settings.queue, timeout_s=settings.timeout_s),
+        settings.key(),
+    )
 
 
 COMMAND = Command(

@@ -19,7 +19,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = " ".join(message.split())
         self.parameter = parameter
         self.code = code
         self.retry_after_s = retry_after_s
@@ -36,3 +36,12 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the answer that belong to the error."""
+        found = {}
+        if self.retry_after_s is not None:
+            found["retry-after"] = str(self.retry_after_s)
+        if self.status == 401:
+            found["www-authenticate"] = "Bearer"
+        return found

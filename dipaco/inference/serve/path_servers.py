@@ -1,0 +1,280 @@
+"""Which paths have a server of llama.cpp: one for each path that is asked for, as memory allows.
+
+A path that is asked for gets a server. Where there is no room, the server that was used least
+recently ends first, once its answers have. Newer states get a new server while the old one answers
+what it has begun. Paths are started one at a time, in the order in which they were asked for, so
+none is kept out by others that are asked for more often.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+from .api_error import ApiError
+from .daemon_thread import DaemonThread
+from .gguf_files import GgufFiles, PathFile, PathStates
+from .llama_server import LlamaServer
+
+logger = logging.getLogger(__name__)
+
+# A path that could not be had is tried again after that.
+_RETRY_S = 30.0
+# A fetch under way is waited for no longer when the service ends.
+_END_LIMIT_S = 3.0
+
+
+class UnavailableError(ApiError):
+    """A path that cannot be had now."""
+
+    def __init__(self, path: int, reason: str) -> None:
+        super().__init__(503, f"path {path}: {reason}", parameter="model", code="path_unavailable")
+
+
+@dataclass(eq=False)
+class PathServer:
+    """A path and its server."""
+
+    path: int
+    states: PathStates
+    server: LlamaServer
+    users: int = 0
+    """Answers under way."""
+    used_s: float = field(default_factory=time.monotonic)
+    is_leaving: bool = False
+    """It ends when its last answer does."""
+
+
+class PathServers:
+    """The servers of paths, used in one event loop. Start it, and close it.
+
+    :param files: writes paths; only called in a thread of this object
+    :param launch: starts the process of a path's server
+    :param capacity: how many paths have a server at the same time. While newer states are taken
+        over, there is one more.
+    :param refresh_s: seconds between looks for newer states; 0 is never
+    """
+
+    def __init__(
+        self,
+        files: GgufFiles,
+        launch: Callable[[PathFile], LlamaServer],
+        *,
+        capacity: int,
+        refresh_s: float,
+    ) -> None:
+        self._files = files
+        self._launch = launch
+        self.capacity = capacity
+        self._refresh_s = refresh_s
+        self._source = DaemonThread("source of states")
+        self._starter = DaemonThread("start of llama.cpp")
+        self._enders = ThreadPoolExecutor(thread_name_prefix="ends of llama.cpp")
+        self._current: dict[int, PathServer] = {}
+        self._all: set[PathServer] = set()
+        self._waiting: dict[int, list[asyncio.Future[PathServer]]] = {}
+        """Who waits for a path that has no server."""
+        self._asked: deque[int] = deque()
+        """Paths that are to be started, each once, in their order."""
+        self._has_asked = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting: LlamaServer | None = None
+        self._is_closed = False
+        self.unavailable: dict[int, str] = {}
+        """Paths that could not be had when they were last asked for, and why."""
+        self.troubles: tuple[str, ...] = ()
+        """Why what is served may be old."""
+
+    def start(self) -> None:
+        """Begin; called in the event loop."""
+        self._tasks = [asyncio.create_task(self._start_asked())]
+        if self._refresh_s:
+            self._tasks.append(asyncio.create_task(self._refresh()))
+
+    async def close(self) -> None:
+        """End all servers. Bounded: a fetch under way is not waited for."""
+        self._is_closed = True
+        starting = self._starting
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for waiting in self._waiting.values():
+            for future in waiting:
+                if not future.done():
+                    future.set_exception(ApiError(503, "the service is shutting down"))
+        servers = [one.server for one in self._all]
+        if starting is not None:
+            servers.append(starting)
+        await asyncio.gather(*map(self._closed, servers))
+        self._starter.close(0)
+        await asyncio.to_thread(self._source.close, _END_LIMIT_S)
+
+    @property
+    def served(self) -> Mapping[int, PathStates]:
+        """The paths that have a server, and their states."""
+        return {path: one.states for path, one in self._current.items()}
+
+    @asynccontextmanager
+    async def use(self, paths: Sequence[int]) -> AsyncIterator[PathServer]:
+        """Give the server of the first of these paths that can be had, which does not end
+        meanwhile. Raises ApiError."""
+        server = await self._first_of(paths)
+        try:
+            yield server
+        finally:
+            self._give_back(server)
+
+    async def look_again(self) -> None:
+        """Look for newer states, and take them over."""
+        looked = await self._source.do(partial(self._files.look_again, self.served))
+        for line in set(looked.troubles) - set(self.troubles):
+            logger.warning("%s", line)
+        self.troubles = looked.troubles
+        self.unavailable.clear()
+        for path in looked.changed & self._current.keys():
+            self._ask(path)
+
+    # -- taking and giving back
+
+    async def _first_of(self, paths: Sequence[int]) -> PathServer:
+        for path in paths[:-1]:
+            with contextlib.suppress(UnavailableError):
+                return await self._taken(path)
+        return await self._taken(paths[-1])
+
+    async def _taken(self, path: int) -> PathServer:
+        current = self._current.get(path)
+        if current is not None and not current.server.is_alive:
+            logger.warning("the server of path %d ended: %s", path, current.server.reason())
+            self._leave(current)
+            current = None
+        if current is not None:
+            current.users += 1
+            current.used_s = time.monotonic()
+            return current
+        if path in self.unavailable:
+            raise UnavailableError(path, self.unavailable[path])
+        if self._is_closed:
+            raise ApiError(503, "the service is shutting down")
+        future: asyncio.Future[PathServer] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(path, []).append(future)
+        self._ask(path)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            # It may have come just then.
+            if future.done() and not future.cancelled() and not future.exception():
+                self._give_back(future.result())
+            raise
+
+    def _give_back(self, server: PathServer) -> None:
+        server.users -= 1
+        server.used_s = time.monotonic()
+        if server.is_leaving and not server.users:
+            self._end(server)
+
+    def _leave(self, server: PathServer) -> None:
+        """Let a server end with its last answer; it gets no more."""
+        if self._current.get(server.path) is server:
+            del self._current[server.path]
+        server.is_leaving = True
+        if not server.users:
+            self._end(server)
+
+    def _end(self, server: PathServer) -> None:
+        async def end() -> None:
+            await self._closed(server.server)
+            self._all.discard(server)
+            self._has_room.set()
+
+        self._tasks.append(asyncio.create_task(end()))
+        self._tasks = [task for task in self._tasks if not task.done()]
+
+    # -- starting
+
+    def _ask(self, path: int) -> None:
+        if path not in self._asked:
+            self._asked.append(path)
+            self._has_asked.set()
+
+    async def _start_asked(self) -> None:
+        """Start what is asked for, one path after the other, for as long as this object lives."""
+        while True:
+            while not self._asked:
+                self._has_asked.clear()
+                await self._has_asked.wait()
+            path = self._asked.popleft()
+            old = self._current.get(path)
+            if old is None and not self._waits(path):
+                continue
+            try:
+                if old is None:
+                    await self._make_room()
+                new = await self._started(path)
+            except Exception as error:  # whatever it is, those who wait for the path hear of it
+                reason = " ".join(str(error).split()) or type(error).__name__
+                logger.warning("path %d cannot be served: %s", path, reason)
+                if old is None:
+                    self.unavailable[path] = reason
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_RETRY_S, self.unavailable.pop, path, None)
+                for future in self._waiting.pop(path, []):
+                    if not future.done():
+                        future.set_exception(UnavailableError(path, reason))
+                continue
+            self._all.add(new)
+            self._current[path] = new
+            if old is not None:
+                self._leave(old)
+            for future in self._waiting.pop(path, []):
+                if not future.done():
+                    new.users += 1
+                    future.set_result(new)
+
+    def _waits(self, path: int) -> bool:
+        return any(not future.done() for future in self._waiting.get(path, []))
+
+    async def _make_room(self) -> None:
+        """Wait until there is room for one more server; the least recently used makes it."""
+        while len(self._all) >= self.capacity:
+            self._has_room.clear()
+            if not any(one.is_leaving for one in self._all):
+                # One that answers nobody at first, and then the one whose last answer began first.
+                self._leave(
+                    min(self._current.values(), key=lambda one: (one.users > 0, one.used_s))
+                )
+            await self._has_room.wait()
+
+    async def _started(self, path: int) -> PathServer:
+        file = await self._source.do(partial(self._files.write, path))
+        try:
+            server = self._starting = self._launch(file)
+            try:
+                await self._starter.do(server.wait_until_ready)
+            except Exception:
+                await self._closed(server)
+                raise
+            return PathServer(path, file.states, server)
+        finally:
+            self._starting = None
+            # llama.cpp has mapped it.
+            file.remove()
+
+    async def _refresh(self) -> None:
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            with contextlib.suppress(Exception):  # the next look may be better
+                await self.look_again()
+
+    async def _closed(self, server: LlamaServer) -> None:
+        """Wait for a process to end."""
+        await asyncio.get_running_loop().run_in_executor(self._enders, server.close)

@@ -1,0 +1,115 @@
+"""A run's tokens by the numbers that its exported files give them, and what is never one of a text.
+
+Prompts go to llama.cpp as the tokens that the run has for them: its own tokenizer takes names of
+special tokens in a text for these, and puts no begin in front where a base's tokenizer does not.
+
+A tokenizer came with a run, from somebody, and its patterns can loop over a text that somebody else
+wrote. So a process of its own cuts texts (`dipaco.base.bounded_process`), and reads the tokenizer.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dipaco.base.bounded_process import BoundedProcess, RefusedError, answer_lines
+from dipaco.base.errors import ConfigurationError
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.routing.tokens.chat_tokens import routed_tokens, special_names
+from dipaco.routing.tokens.tokenizer import Tokenizer, is_json
+from dipaco.routing.tokens.tokenizer_json import JsonPieces
+
+# Routing looks at the first few dozen tokens, and so many characters hold them.
+_ROUTED_LETTERS = 2**14
+_MEMORY_BYTES = 2 * 2**30
+# One of a large model is read in three, on a busy machine.
+_READ_LIMIT_S = 60.0
+
+
+class RunTokens:
+    """The tokens of a run, by the blob of its tokenizer. Used by one thread at a time.
+
+    Raises ConfigurationError for a tokenizer that cannot be read within bounds. Its methods raise
+    RefusedError for a text that cannot be cut within `limit_s`.
+    """
+
+    def __init__(self, blob: bytes, limit_s: float = 5.0) -> None:
+        first = base64.b64encode(blob).decode()
+        self._process = BoundedProcess(__name__, first, limit_s=limit_s, first_s=_READ_LIMIT_S)
+        try:
+            self._process.start()
+        except RefusedError as error:
+            raise ConfigurationError(f"the run's tokenizer cannot be used: {error}") from None
+        about: dict[str, Any] = self._process.first_answer
+        self.begin: int = about["begin"]
+        """The number of the token in front of every text."""
+        self.never_chosen: tuple[int, ...] = tuple(about["never_chosen"])
+        """Numbers of what is no part of a text: never chosen, as in `dipaco-generate`."""
+        self.rows: int = about["rows"]
+        """Numbers that a prompt of tokens may have."""
+        self.longest: int = about["longest"]
+        """Letters of the longest token."""
+        self.chat_template: str | None = about["chat_template"]
+        """What came with the tokenizer."""
+        self.special_names: dict[str, str] = about["special_names"]
+        """What a chat template is told of special tokens."""
+
+    def of_text(self, text: str) -> list[int]:
+        """Return the numbers of a text's tokens, with the begin."""
+        return self._asked("of_text", text)
+
+    def routed_by_text(self, text: str) -> list[int]:
+        """Return the run's tokens that a text is routed by: those of its beginning."""
+        return self._asked("routed_by_text", text[:_ROUTED_LETTERS])
+
+    def routed_by_numbers(self, numbers: Sequence[int]) -> list[int]:
+        """Return the run's tokens that a prompt of tokens is routed by."""
+        return self._asked("routed_by_numbers", list(numbers))
+
+    def routed_by_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the run's tokens that a chat is routed by: those of the user's first turn."""
+        cut = [{"role": m["role"], "content": m["content"][:_ROUTED_LETTERS]} for m in messages]
+        return self._asked("routed_by_chat", cut)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.close()
+
+    def _asked(self, what: str, of: Any) -> list[int]:
+        found: list[int] = self._process.ask([what, of])
+        return found
+
+
+def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[int]]]:
+    """Read a tokenizer; return what `RunTokens` says of it, and what answers its methods."""
+    data = base64.b64decode(blob)
+    tokenizer = Tokenizer(data)
+    size = tokenizer.vocabulary_size
+    rows, begin = size, BEGIN_TOKEN
+    if is_json(data):
+        pieces = JsonPieces(data, "the tokenizer")
+        rows, (_, begin, end, _) = pieces.origin.rows, pieces.special
+        # A begin that the run added behind the last row has the row of the end.
+        begin = begin if begin < rows else end
+    numbered = tokenizer.number_of_token
+    never = map(numbered, (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN))
+    about = {
+        "begin": begin,
+        "never_chosen": [n for n in never if n < rows and n != numbered(END_TOKEN)],
+        "rows": rows,
+        "longest": max(len(tokenizer.decode([token])) for token in range(size)),
+        "chat_template": tokenizer.chat_template,
+        "special_names": special_names(tokenizer),
+    }
+    ways: dict[str, Callable[[Any], list[int]]] = {
+        "of_text": lambda text: [begin, *map(numbered, tokenizer.encode(text))],
+        "routed_by_text": lambda text: [BEGIN_TOKEN, *tokenizer.encode(text)],
+        "routed_by_numbers": lambda given: tokenizer.tokens_of_numbers(given) or [BEGIN_TOKEN],
+        "routed_by_chat": lambda messages: routed_tokens(tokenizer, messages),
+    }
+    return about, lambda question: ways[question[0]](question[1])
+
+
+if __name__ == "__main__":
+    answer_lines(_MEMORY_BYTES, _begin)
