@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, Literal, get_args, get_origin
+from typing import Any, Generic, Literal, NoReturn, get_args, get_origin
 
 from .errors import ConfigurationError
 from .files import tidy
@@ -54,7 +54,7 @@ class Command(Generic[SettingsT]):
         """Return the parser. The help of `only_common` is one page, where some options are."""
         has_common = any(argument.option.common for argument in arguments_of(self.settings))
         only_common &= has_common
-        parser = argparse.ArgumentParser(
+        parser = _Parser(
             prog=self.name,
             usage=f"{self.name} [options] ADDR..." if only_common else None,
             description=self.description,
@@ -150,7 +150,7 @@ class Program:
     def parser(self) -> argparse.ArgumentParser:
         """Return the parser."""
         # Examples keep their lines.
-        parser = argparse.ArgumentParser(
+        parser = _Parser(
             prog=self.name,
             description=self.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -172,6 +172,16 @@ class Program:
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point. Returns the exit code."""
         return _run(lambda: self.parse(words))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what to type where several words follow a flag that takes one."""
+
+    def error(self, message: str) -> NoReturn:
+        """Write the message and end. Raises SystemExit."""
+        if message.startswith("unrecognized arguments"):
+            message += "; a flag such as --initial-peers takes one word: give it again for the next"
+        super().error(message)
 
 
 def _run(parse: Callable[[], argparse.Namespace]) -> int:

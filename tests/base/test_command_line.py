@@ -219,6 +219,13 @@ def test_a_text_behind_an_address_is_no_address(words):
     assert (settings.initial_peers, settings.prompt) == ((ADDRESS,), "def main")
 
 
+def test_the_second_of_two_addresses_behind_one_flag_is_refused_with_what_to_type(capsys):
+    command = generate_command.COMMAND
+    with pytest.raises(SystemExit):
+        command.parse(["--initial-peers", ADDRESS, ADDRESS, "def main"])
+    assert "give it again for the next" in capsys.readouterr().err
+
+
 def test_an_address_that_is_missing_is_asked_for_as_it_is_typed(capsys):
     with pytest.raises(SystemExit):
         status_command.COMMAND.read(status_command.COMMAND.parse([]), {})
