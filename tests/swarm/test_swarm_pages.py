@@ -27,7 +27,8 @@ def serving(folder, program, *words):
     with said.open("wb") as output:
         process = subprocess.Popen(
             [str(BIN / program), *words],
-            env=ENVIRONMENT,
+            # The curves of the status page are kept there.
+            env={**ENVIRONMENT, "XDG_STATE_HOME": str(folder / "state")},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -72,8 +73,7 @@ def test_the_pages_of_a_live_swarm(browser, swarm):
         swarm.start_peer(entry, "--path", "1", "--name", "second"),
     ]
     swarm.wait(peers, "outer_step", lambda event: event["round"] >= 1)
-    history = str(swarm.folder / "history.sqlite")
-    status = ("--initial-peers", entry, "--serve", "0", "--history", history)
+    status = ("--initial-peers", entry, "--serve", "0")
     service = ("--initial-peers", entry, "--port", "0", "--allow-genesis", "--threads", "1")
     with (
         serving(swarm.folder, "dipaco-status", *status) as page_of_status,
