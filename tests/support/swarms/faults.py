@@ -58,16 +58,12 @@ def first_after(member, kind, position):
     return next((e for e in member.read()[position:] if e["event"] == kind), None)
 
 
-def digests_by_version(members, lost=()):
-    """Return for each (module, version) the digests that members have had, and who had them.
-
-    `lost` are outer steps of a peer that was killed before anybody else could know of them.
-    """
-    ignored = {id(event) for event in lost}
+def digests_by_version(members):
+    """Return for each (module, version) the digests that members have had, and who had them."""
     found = {}
     for member in members:
         for event in member.read():
-            if event["event"] in STATE_EVENTS and id(event) not in ignored:
+            if event["event"] in STATE_EVENTS:
                 version = found.setdefault((event["module"], event["version"]), {})
                 version.setdefault(event["digest"], []).append(member.name)
     return found
@@ -79,16 +75,6 @@ def newest_versions(members):
     for module, version in digests_by_version(members):
         newest[module] = max(version, newest.get(module, 0))
     return newest
-
-
-def forks(members, lost=(), behind=None):
-    """Return the versions of modules of which there is more than one digest; with `behind` only
-    those later than a version."""
-    return {
-        (module, version): digests
-        for (module, version), digests in digests_by_version(members, lost).items()
-        if len(digests) > 1 and version > (behind or {}).get(module, 0)
-    }
 
 
 def partial_anchors(members):
@@ -105,8 +91,3 @@ def partial_anchors(members):
             elif event["event"] == "carry_on" and event["anchor"] != anchors.get(event["module"], event["anchor"]):
                 found.append(event)
     return found
-
-
-def last_steps(member, since_s):
-    """Return a killed peer's own states that nobody else may have: steps after `since_s`."""
-    return [event for event in member.of("outer_step") if event["time_s"] >= since_s]
