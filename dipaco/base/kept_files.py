@@ -77,7 +77,7 @@ class KeptFiles(BlobStore):
         super().__init__(folder)
         self.index = Index(self.folder / INDEX_FILE)
         self.max_bytes = MAX_CONTRIBUTIONS_BYTES
-        """Of all contributions."""
+        """The greatest sum of all contributions."""
         self.kept_s = math.inf
         """The seconds of three rounds."""
         self.has_contributed: Callable[[str], bool] = lambda peer: False

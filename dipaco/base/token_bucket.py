@@ -95,7 +95,7 @@ class Rates(Generic[ClassT]):
     """What peers of several classes may use of one thing."""
 
     each: Mapping[ClassT, Rate]
-    """For one peer."""
+    """The rate of one peer."""
     together: Mapping[ClassT, Rate]
     """For all of a class. A class that is not in it has no such limit."""
 

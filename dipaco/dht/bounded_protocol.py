@@ -1,4 +1,4 @@
-"""Hivemind's DHT protocol, mended: what a stranger may send a node, and what a node believes.
+"""Hivemind's DHT protocol with bounds: what a stranger may send a node, and what a node believes.
 
 * A node deals with others of its company only, see `company.py`: it asks them, stores at them and
   has them in its table. What others say or name is left out.

@@ -1,9 +1,9 @@
-"""Hivemind's DHT, mended where it leaves processes behind, loses requests or waits for ever.
+"""Hivemind's DHT, corrected where it leaves processes behind, loses requests or waits for ever.
 
 A peer consists of the training process, the DHT process and p2pd.
 Killed with SIGKILL, Hivemind's children would live on and go on answering for the dead peer. And
 a terminal sends Ctrl+C to all of them at once, so p2pd would be gone before the peer can say
-goodbye. Both are mended where the children start.
+goodbye. Both are corrected where the children start.
 
 `GuardedDHT` is the only door to the DHT process. A request is written as a whole, and the task
 made of it is held until it ends: Hivemind refers to the newest alone, and one that waits for p2pd

@@ -136,7 +136,7 @@ class Metering:
         try:
             await budget.pay(asker, count, LONGEST_WAIT_S)
         except TimeoutError:
-            raise Refused("it has been answered enough for now") from None
+            raise Refused("too many requests: ask again later") from None
 
     async def _throw_out(self, peer: PeerID) -> None:
         """Drop a connection: the next one costs its maker a handshake."""

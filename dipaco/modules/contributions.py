@@ -50,7 +50,7 @@ class Codec(ABC):
     block_values: int
     """Values that share a scale; divides `CHUNK_VALUES`."""
     bits: int
-    """Of a code."""
+    """The bits of a code."""
 
     def blocks(self, values: int) -> int:
         """Return how many scales a file has."""

@@ -238,7 +238,7 @@ def _new_trainer(
         node.plan,
         node.grid,
         device,
-        new_model=lambda: node.fetcher.mended(
+        new_model=lambda: node.fetcher.sound(
             node.plan.blobs.base,
             "the base model",
             lambda: node.run_folder.path_model(node.plan, device),

@@ -71,7 +71,7 @@ class _Place:
     """Counts those that were seen for the first time."""
     seen_s: float
     first_round: int = _NEVER
-    """Of its rows in the chain."""
+    """The first round of its rows in the chain."""
 
     @property
     def rank(self) -> tuple[int, int]:

@@ -60,13 +60,13 @@ class Bounds:
 
     total: int
     each: Mapping[Standing, int]
-    """For one asker."""
+    """The places of one asker."""
     together: Mapping[Standing, int]
-    """For all of a standing."""
+    """The places of all who have a standing."""
     grace_s: float
     """Everybody has this long, and the time for what it has moved at a rate."""
     wanted_rate_bytes_s: float = 2.0**16
-    """That of a place that others want."""
+    """The rate that keeps a place while others want it."""
 
 
 STRANGER, ADMITTED, CONTRIBUTOR = Standing.STRANGER, Standing.ADMITTED, Standing.CONTRIBUTOR

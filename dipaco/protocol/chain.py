@@ -61,7 +61,7 @@ class Row:
     file: str
     """SHA-256 of the encoded contribution, 64 hexadecimal digits."""
     bytes: int
-    """Its length."""
+    """The length of the file."""
     signature: Packed = field(default=b"", compare=False)
 
     @property

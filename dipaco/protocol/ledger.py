@@ -29,7 +29,7 @@ class Credit:
     rows: int = 0
     """Over all modules."""
     last_round: int = 0
-    """Of the newest run; -1 for a peer that is in earlier ones only."""
+    """The last round of the newest run; -1 for a peer that is in earlier runs only."""
 
 
 def credits_of(chains: Mapping[str, Iterable[Step]]) -> dict[str, Credit]:

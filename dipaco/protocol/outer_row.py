@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OuterRow:
-    """Who contributes how much to a module."""
+    """How much a peer contributes to a module."""
 
     path: int
     peer: str

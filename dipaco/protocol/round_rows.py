@@ -32,7 +32,7 @@ class RoundRows:
         """Rows whose files are none."""
         self._wanted_s: dict[str, float] = {}
         self._round_of: dict[str, int] = {}
-        """Of the rows in the last three."""
+        """The round of each row that the last three name."""
 
     def note(self, row: Row, has_room_first: Callable[[str], bool]) -> bool:
         """Take a row in; returns whether it counts. `has_room_first` tells which peers have room

@@ -104,7 +104,7 @@ class Curves:
                 self.thin(status["time_s"])
 
     def thin(self, now_s: float) -> None:
-        """Of hours that are over a day old, drop all rows but the first."""
+        """Drop all rows but the first of each hour that is over a day old."""
         self._rows.execute(_THIN, {"young": (now_s - DAY_S) // HOUR_S * HOUR_S})
 
     def series(self, run: str) -> dict[str, list[Any]]:

@@ -40,7 +40,7 @@ class Rows:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     in_trouble: tuple[bool, ...]
-    """Of each row, whether a problem is about it."""
+    """Whether a problem is about each of the rows."""
 
 
 def render(status: dict[str, Any], height: int | None = None) -> Group:

@@ -344,7 +344,7 @@ def test_a_long_answer_is_paid_for_before_it_is_put_together():
     key = record_key("progress", RUN_ID, "0")
     # A stranger has 4 MiB at once, and each of these answers has 0.75 MiB.
     assert [len(node.find(key).popitem()[1].data) for _ in range(5)] == [32] * 5
-    with pytest.raises(Refused, match="answered enough"):
+    with pytest.raises(Refused, match="too many requests"):
         node.find(key)
     assert node.find("another key") != {}, "short answers are had yet"
     node.asker = Asker(ADMITTED, "a member")

@@ -44,7 +44,7 @@ class Served:
             plan=plan,
             grid=self.own.grid(plan),
             run_folder=self.own,
-            fetcher=SimpleNamespace(blob=self._fetch, mended=lambda sha256, what, read: read()),
+            fetcher=SimpleNamespace(blob=self._fetch, sound=lambda sha256, what, read: read()),
         )
         return PathFiles(node)
 

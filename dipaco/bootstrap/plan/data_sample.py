@@ -87,5 +87,5 @@ def look_at_chats(config: RunConfig) -> ChatSample | None:
     finally:
         encoder.close()
     if not learned:
-        raise CorpusError(f"nothing is to be learned in the first chats; {reasons[0]}")
+        raise CorpusError(f"the first chats have no tokens to learn from; {reasons[0]}")
     return ChatSample(len(documents), len(reasons), tokens, learned)

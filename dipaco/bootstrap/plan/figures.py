@@ -52,7 +52,7 @@ class Expected:
     line_mbit_per_s: float = 20.0
     """The slowest line among them, up and down."""
     tokens_per_s: float | None = None
-    """That each of them trains; None: nobody knows."""
+    """The speed at which each of them trains; None: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class LevelFigures:
     modules: int
     paths_per_module: int
     trainers: int
-    """Of one module, as many as are expected."""
+    """The peers that are expected to train one module."""
     rows: int
-    """Of them, as many as one step takes in."""
+    """The rows that one step takes in."""
     parameters: int
     """Of one module."""
     state_bytes: int
@@ -103,11 +103,11 @@ class BaseFigures:
     name: str
     parameters: int
     in_tables: int
-    """Of them in its embedding and head, which grow with the vocabulary."""
+    """The parameters in its embedding and head, which grow with the vocabulary."""
     rank: int | None
-    """Of the adapters; None without."""
+    """The rank of the adapters; None without adapters."""
     memory_bytes: dict[str, int]
-    """That it takes below adapters, by format."""
+    """The memory that it takes below adapters, by format."""
 
 
 @dataclass(frozen=True)
@@ -127,18 +127,18 @@ class PlanFigures:
     levels: tuple[LevelFigures, ...]
     tokens_per_step: int
     tokens_per_round: int | None
-    """Of one path; None when a round has as many steps as fit."""
+    """The tokens of one path in a round; None when a round has as many steps as fit."""
     line_mbit_per_s: float
     gather_s: float
     """After a boundary a step is made with what is there by then."""
     codec: str
-    """Of the run."""
+    """The codec of the run."""
     codecs: dict[str, CodecFigures]
     moved_bytes: int
     """In a round with the run's codec: sent, and as much received."""
     round_mbit_per_s: float
     requests: int
-    """That a peer makes in a round to others: rows told, files and steps fetched."""
+    """The requests of a peer to others in a round: rows told, files and steps fetched."""
     crowd: Crowd
     traffic: dict[str, dict[str, dict[str, int]]]
     """Bytes that a peer moves in a round of such a swarm, with the run's codec: by whether it can

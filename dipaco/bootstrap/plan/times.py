@@ -24,7 +24,7 @@ class Times:
     """Seconds, with all devices alike; what waits for others or for the line is not in them."""
 
     tokens_per_s: float
-    """Of one device that trains a path."""
+    """The speed of one device that trains a path."""
     base_s: float
     """The base model, in `prepare`; tokenising and routing come on top."""
     round_s: float

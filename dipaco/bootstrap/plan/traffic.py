@@ -48,7 +48,7 @@ class Crowd:
     """The peers of a swarm."""
 
     peers: int
-    """That train."""
+    """The peers that train."""
     closed_share: float = 0.2
     """The part of them that cannot be called."""
     bootstrap_nodes: int = 1
@@ -62,7 +62,7 @@ class LevelLoad:
     path_share: float
     """The part of all paths that leads through one of them."""
     file_bytes: int
-    """Of a contribution."""
+    """The bytes of a contribution."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class SwarmTraffic:
     serves: Traffic
     """A bootstrap node."""
     copies: float
-    """That a peer which can be called keeps, on average."""
+    """The copies that a peer which can be called keeps, on average."""
     turns: float
-    """That it has in a round, on average."""
+    """The turns as first mailbox that it has in a round, on average."""
 
     @property
     def called(self) -> Traffic:
-        """Of a peer that trains and can be called, with the copies and turns that it has."""
+        """The traffic of a peer that trains and can be called, with its copies and turns."""
         return self.trains + self.keeps * self.copies + self.leads * self.turns
 
 
@@ -97,13 +97,13 @@ class _Group:
     load: LevelLoad
     trainers: float
     closed: float
-    """Of the trainers, who cannot be called."""
+    """The trainers that cannot be called."""
     kept: float
     """Copies at peers that do not train it."""
     kept_for_closed: float
     """The same, where it is known of a trainer that it cannot be called."""
     mailboxes: int
-    """That a peer which cannot be called gives its file to."""
+    """The mailboxes that a peer which cannot be called gives its file to."""
 
     @property
     def followers(self) -> float:
@@ -201,7 +201,7 @@ def _group(load: LevelLoad, rounds: RoundsConfig, crowd: Crowd) -> _Group:
 
 
 def _train(group: _Group) -> Traffic:
-    """All others are told the own row and fetch the own file, and it is the same with theirs."""
+    """A peer tells all others its row, and they fetch its file; the same holds for theirs."""
     others, fetched, told = group.followers - 1, group.trainers - 1, CALL_BYTES + ROW_BYTES
     return _moved(
         others * group.file_bytes,

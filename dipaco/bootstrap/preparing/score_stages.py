@@ -36,7 +36,7 @@ class Sample:
 
     tokens: TokensStage
     prefix_tokens: int
-    """That routing sees of each."""
+    """The tokens of each document that routing sees."""
     most: int
     seed: int
     longer_than_tokens: int = 0

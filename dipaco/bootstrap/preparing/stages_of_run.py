@@ -34,7 +34,7 @@ class Stages:
     """Where a frozen base comes from."""
     tokenizer: TokenizerStage
     tokens: tuple[TokensStage, ...]
-    """Of the run's corpus, or of each path that is added."""
+    """The tokens of the run's corpus, or of each path that is added."""
     base: BaseStage
     router: RouterStage
     shards: ShardsStage

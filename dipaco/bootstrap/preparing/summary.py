@@ -34,7 +34,7 @@ SUMMARY_OPERATIONS = 2e12
 
 @dataclass
 class Summary:
-    """Of one preparation, all of which is done."""
+    """The summary of one preparation that is done."""
 
     job: Job
     stages: Stages

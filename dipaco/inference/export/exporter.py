@@ -47,7 +47,7 @@ class Exporter:
         self._rows = file_rows(self.tokenizer, plan.model.vocabulary_size)
         self._model: PathModel | None = None
         self._shards: dict[tuple[str, str], Path] = {}
-        """Of the paths written so far, the file of each module and digest."""
+        """The file of each module and digest of the paths written so far."""
         if form.format == "gguf":
             check_gguf(plan.model, None if self.form.is_adapter else self.tokenizer)
 

@@ -19,7 +19,7 @@ class Check:
     value: str
     remedy: str = ""
     error: DipacoError | None = None
-    """Of a problem: what joining ends with."""
+    """The error with which joining would end, if there is a problem."""
 
     def __str__(self) -> str:
         line = f"{SIGNS[self.verdict]} {self.name}: {self.value}"

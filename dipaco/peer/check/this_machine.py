@@ -47,7 +47,7 @@ class Gpu:
     free_bytes: int
     total_bytes: int
     number_format: str
-    """Of passes: bf16, fp16 or fp32."""
+    """The number format of passes: bf16, fp16 or fp32."""
 
 
 def check_system(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Check:

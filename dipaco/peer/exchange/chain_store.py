@@ -102,7 +102,7 @@ class ChainStore:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """All of the run."""
+        """All modules of the run."""
         return tuple(self._modules)
 
     # -- what is learned

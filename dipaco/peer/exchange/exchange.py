@@ -254,7 +254,7 @@ class Exchange:
     # -- put
 
     def put(self, peer: str, row: Row, data: bytes | Path, timeout_s: float = 600.0) -> bool:
-        """Push the file of the own row to a mailbox; blocks. True when it has it."""
+        """Push the file of this peer's row to a mailbox; blocks. True when the mailbox has it."""
         run = self._run
         content = data if isinstance(data, bytes) else data.read_bytes()
         request = PutRequest(

@@ -121,7 +121,7 @@ class ContentFetcher:
             self._hub_cache_lacks_it = not found
             return found
 
-    def mended(self, sha256: str, what: str, read: Callable[[], ReadT]) -> ReadT:
+    def sound(self, sha256: str, what: str, read: Callable[[], ReadT]) -> ReadT:
         """Return what `read` makes of a blob that is here. One that is damaged is fetched again.
 
         Raises what `read` does of a blob that is whole, and what `needed_blob` does.

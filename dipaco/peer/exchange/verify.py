@@ -48,7 +48,7 @@ class RowCheck:
         self._plan, self._grid, self._gate = plan, grid, gate
         self._max_bytes, self._now = max_bytes, now
         self.modules = frozenset(grid.modules())
-        """All of the run."""
+        """All modules of the run."""
         self._lock = threading.Lock()
         self._signed: OrderedDict[bytes, None] = OrderedDict()
         self._rounds: OrderedDict[tuple[str, int, str, str], set[str]] = OrderedDict()

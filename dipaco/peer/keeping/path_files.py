@@ -52,9 +52,9 @@ class PathFiles:
         self._wanted: int | None = None
         """The path that is about to begin."""
         self._fetched: PathData | None = None
-        """What it needs, once it is here."""
+        """The data of a path, once it is here."""
         self._taken: PathData | None = None
-        """Of the path in training."""
+        """The data of the path in training."""
 
     @property
     def path(self) -> int | None:
@@ -144,7 +144,7 @@ class PathFiles:
             return tokens
 
         node.fetcher.blob(sha256, what)
-        return node.fetcher.mended(sha256, what, checked)
+        return node.fetcher.sound(sha256, what, checked)
 
     def genesis_state(self, module: str) -> ModuleState:
         """Return the state a module starts from: of the successor's index, or of the base.
@@ -157,7 +157,7 @@ class PathFiles:
             node.fetcher.blob(plan.blobs.base, "the base model")
             with self._lock:
                 if self._first is None:
-                    self._first = node.fetcher.mended(
+                    self._first = node.fetcher.sound(
                         plan.blobs.base,
                         "the base model",
                         lambda: node.run_folder.first_parameters(plan),
@@ -165,12 +165,12 @@ class PathFiles:
                 return node.run_folder.genesis_state(plan, module, self._first)
         what = f"the genesis state of {module}"
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
-        digests = node.fetcher.mended(
+        digests = node.fetcher.sound(
             plan.blobs.genesis, "the genesis index", lambda: node.run_folder.genesis_index(plan)
         )
         assert digests is not None
         node.fetcher.blob(digests[module], what)
-        return node.fetcher.mended(
+        return node.fetcher.sound(
             digests[module], what, lambda: node.run_folder.genesis_state(plan, module)
         )
 

@@ -33,7 +33,7 @@ CHAINS_TRIED, STATES_TRIED = 8, 4
 
 
 class WinningStates:
-    """Of one run. Blocking; bounded."""
+    """The winning states of one run. Its methods block, within bounds."""
 
     def __init__(self, node: Node, files: PathFiles) -> None:
         self._node, self._files = node, files

@@ -37,7 +37,7 @@ class Entered:
     through: tuple[str, ...]
     """The addresses that it was joined through."""
     manifest: bytes | None = None
-    """That of the run whose swarm this process starts again."""
+    """The manifest of the run whose swarm this process starts again."""
 
 
 @dataclass(frozen=True)

@@ -142,12 +142,12 @@ class Node(Membership):
             plan, files, fetcher = self.plan, self.run_folder, self.fetcher
             what = "the shard index"
             fetcher.needed_blob(plan.blobs.shards, what)
-            index = fetcher.mended(plan.blobs.shards, what, lambda: files.shard_index(plan))
+            index = fetcher.sound(plan.blobs.shards, what, lambda: files.shard_index(plan))
             fetcher.use_shards(index)
             if plan.blobs.genesis is not None:
                 what = "the genesis index"
                 fetcher.needed_blob(plan.blobs.genesis, what)
-                found = fetcher.mended(plan.blobs.genesis, what, lambda: files.genesis_index(plan))
+                found = fetcher.sound(plan.blobs.genesis, what, lambda: files.genesis_index(plan))
                 fetcher.use_genesis(found or {})
             self.shard_index = index
         return self.shard_index

@@ -219,8 +219,8 @@ _LINES = {
     "kept": lambda v: f"keeps a copy of {v['module']} version {v['version']}",
     "successor": _successor_line,
     "twin": lambda v: (
-        f"ANOTHER MACHINE IS THE SAME PEER, at {v['addresses'][0]}: both do one peer's work. Stop "
-        "one of them and delete its identity.key"
+        f"another machine has this peer's identity, at {v['addresses'][0]}: both do one peer's "
+        "work. Stop one of them and delete its identity.key"
     ),
 }
 

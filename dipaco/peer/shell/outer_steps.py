@@ -120,7 +120,7 @@ class OuterSteps:
         # Short writes, which do not wait for states.
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="telling")
         self._boundary_s: dict[str, float] = {}
-        """Of each module, when the round ended that was published last."""
+        """When the round of each module ended that was published last."""
         self._coming: set[Head] = set()
         self._stopping = threading.Event()
         self._complaints = Complaints(COMPLAIN_AGAIN_S, 1)

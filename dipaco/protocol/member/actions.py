@@ -65,12 +65,12 @@ class Ask(Action):
     peer: str
     module: str
     locator: tuple[str, ...]
-    """Names of the own chain, newest first (`ChainBook.locator`)."""
+    """Names of steps of this peer's chain, newest first (`ChainBook.locator`)."""
 
 
 @dataclass(frozen=True)
 class Put(Action):
-    """Push the file of the own row to mailboxes, because nobody can call this peer: to the first
+    """Push the file of this peer's row to mailboxes, because nobody can call it: to the first
     ones that take it. One that has died is still in view for a while."""
 
     peers: tuple[str, ...]

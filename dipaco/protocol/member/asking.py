@@ -20,7 +20,7 @@ MAX_ASKED = 1024
 
 
 class Asking:
-    """Of one module: requests for steps and rows. It counts those of a round."""
+    """The requests of one module for steps and rows. It counts those of a round."""
 
     def __init__(self, situation: Situation, group: Group) -> None:
         self._at, self._group = situation, group
@@ -30,7 +30,7 @@ class Asking:
         """Peers that were asked and have not answered yet."""
 
     def ask(self, peer: str, again_s: float = ASK_AGAIN_S) -> None:
-        """Ask a peer for the steps after the own chain and for rows, if it was not just now."""
+        """Ask a peer for rows and for steps that are not here, unless it was asked just now."""
         now_s = self._known.now_s
         # Less than nothing, where the clock was set back meanwhile.
         is_just_asked = 0 <= now_s - self._asked_s.get(peer, -math.inf) < again_s

@@ -12,7 +12,7 @@ from .knowledge import Knowledge
 
 
 class Contributors:
-    """Of one module: recent contributors that the view does not show."""
+    """The recent contributors of one module that the view does not show."""
 
     def __init__(self, known: Knowledge, module: str) -> None:
         self._known, self._module = known, module

@@ -62,7 +62,7 @@ class Answered(Event):
     """Of the chain that the peer serves, behind the newest of the locator's names that is on it;
     oldest first."""
     rows: tuple[Row, ...] = ()
-    """Of the last rounds, as many as it knows."""
+    """The rows of the last rounds, as many as it knows."""
     has_more: bool = False
     """Whether more steps follow: ask again from the last. Who says so without end is not handed
     on (`exchange.pages`)."""

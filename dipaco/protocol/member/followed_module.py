@@ -165,7 +165,7 @@ class FollowedModule:
                 self._taking.fetch_failed(head.step)
 
     def on_time(self) -> None:
-        """Time has passed."""
+        """Do what is due now."""
         self._publishing.make_rounds_that_are_heard_of()
         self._taking.hurry()
         if self._taking.stage is Stage.IDLE:
@@ -235,7 +235,7 @@ class FollowedModule:
     # -- 4. steps
 
     def hear_steps(self, steps: Iterable[Step], teller: str) -> None:
-        """Steps of others are here, oldest first: they may make a chain heavier than the own."""
+        """Take in steps of others, oldest first: they may make a chain heavier than this peer's."""
         steps, book = tuple(steps), self.chain.book
         others = "" if teller == self.known.me else teller
         for step in steps:
@@ -263,7 +263,7 @@ class FollowedModule:
             self._gathering.hear_rows_of(step)
 
     def consider(self) -> None:
-        """Take the next step if it is not the own one, nor on top of what is being taken."""
+        """Take the next step, unless this peer stands on it or takes one below it."""
         taking, best = self._taking, self.chain.best()
         if taking.stage is not Stage.IDLE:
             target = self.chain.book.link(taking.target)
@@ -285,7 +285,7 @@ class FollowedModule:
             taking.begin(best)
 
     def _know(self, link: Link) -> None:
-        """Of a mailbox: know the chain, without a state."""
+        """Let a mailbox know the chain up to a step, without a state."""
         self.chain.serve(link.name)
         self.chain.stand = link.name
         self.chain.prune()

@@ -13,7 +13,7 @@ from .situation import Role, Situation
 
 
 class Gathering:
-    """Of one module. It changes the rows, and notes steps that lack files."""
+    """The files of one module's rows. It changes the rows, and notes steps that lack files."""
 
     def __init__(self, situation: Situation, group: Group, asking: Asking) -> None:
         self._at, self._group, self._asking = situation, group, asking

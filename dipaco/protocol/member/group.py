@@ -21,7 +21,7 @@ WITHHELD_ROUNDS = 3
 
 
 class Group:
-    """Of one module. It changes nothing of the situation."""
+    """The peers that share one module. It changes nothing of the situation."""
 
     def __init__(self, situation: Situation) -> None:
         self._at, self._known, self._chain = situation, situation.known, situation.chain

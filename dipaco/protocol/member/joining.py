@@ -215,7 +215,7 @@ class Joining:
     # -- time, and what is said
 
     def on_turn(self) -> None:
-        """Time has passed."""
+        """Do what is due now."""
         known = self._known
         if self._phase is _Phase.FETCHING:
             self._turn_fetching()

@@ -63,7 +63,7 @@ class ModuleChain:
         return schedule.boundary(round_index, self.level).time_s
 
     def recent(self, step: str | None = None) -> frozenset[str]:
-        """Return who contributed to the last steps up to one, by itself the own."""
+        """Return who contributed to the last steps up to one: by default, to this peer's."""
         if step and step != self.stand:
             return self.book.contributors(step)
         if self._recent[0] != self.stand:
@@ -88,7 +88,7 @@ class ModuleChain:
         return is_majority(made, self.voters(fork))
 
     def is_of_own_round(self, step: str) -> bool:
-        """Tell whether a step stands where the own one does, and holds this peer's row: it would
+        """Tell whether a step stands where this peer's does, and holds this peer's row: it would
         have been taken if it had come first."""
         link = self.book.link(step)
         stands_beside = step != self.stand and link.parent == self.link.parent

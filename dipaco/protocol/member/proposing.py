@@ -38,7 +38,7 @@ LATE_GRACES = 3.0
 
 
 class Proposing:
-    """Of one module. It changes nothing of the situation."""
+    """Decides when a step of one module is made. It changes nothing of the situation."""
 
     def __init__(self, situation: Situation, group: Group) -> None:
         self._at, self._group = situation, group
@@ -60,7 +60,7 @@ class Proposing:
         return self._known.now_s - self.due_s(self._at.round.index)
 
     def is_told(self) -> bool:
-        """Tell whether the best step that is known is of this round, on top of the own one."""
+        """Tell whether the best step that is known is of this round and stands on this peer's."""
         best = self._chain.best()
         return best.parent == self._chain.stand and best.round_index == self._at.round.index
 

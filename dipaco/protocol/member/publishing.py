@@ -92,7 +92,7 @@ class Publishing:
             self._spread(row)
 
     def _spread(self, row: Row) -> None:
-        """Make the step of the own row, if it is time; otherwise others hear of it."""
+        """Make the step of this peer's row, if it is time; otherwise tell others of the row."""
         if self._propose():
             return
         boxes = () if self._known.can_be_called else self._group.mailboxes()

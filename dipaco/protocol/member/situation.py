@@ -22,7 +22,7 @@ class Role(Enum):
     KEEPER = auto()
     """It holds a copy of the state, or wants one."""
     TRAINER = auto()
-    """It contributes."""
+    """The peer contributes."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Situation:
 
     @property
     def module(self) -> str:
-        """Its name."""
+        """The name of the module."""
         return self.chain.module
 
     @property

@@ -16,8 +16,8 @@ See design 4.4, chain.
                  otherwise                IDLE, and it is taken
 
 Nobody takes a state over its own computation. Arithmetic is exact, so where a step names another
-state than the one here, one of both is a fault or a lie: the own step is computed once more, and
-with the same digest the other step is refused.
+state than the one here, one of both is a fault or a lie: this peer's step is computed once more,
+and with the same digest the other step is refused.
 
 A step is computed from a state that is held here, if a few steps lead from there and their files
 are fewer bytes, or from one whose digest the rows of a step in the chain name. No state is taken on
@@ -69,7 +69,7 @@ class _Plan:
     is_vouched: bool = False
     """The base is named by rows, and not held here."""
     way: int = 0
-    """Of those in which the state is vouched for (`ChainBook.vouched`)."""
+    """Which of the ways in which the state is vouched for is tried (`ChainBook.vouched`)."""
     is_base_here: bool = True
     missing: dict[str, Row] = field(default_factory=dict)
     """Rows whose files are not here yet, by name."""
@@ -142,7 +142,7 @@ class Taking:
             self.contradicted = link.name
 
     def _repeat(self, step: str) -> bool:
-        """Compute the own step once more, if that can be done; returns whether it is."""
+        """Compute this peer's step once more, if that can be done; return whether it is."""
         head, before, link = self._chain.head, self._chain.before, self._chain.book.link(step)
         if head is None or before is None or link.step is None:
             return False

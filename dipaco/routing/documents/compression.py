@@ -50,7 +50,7 @@ class StreamReader(io.RawIOBase):
         self._content = memoryview(b"")
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True: it can be read."""
         return True
 
     def readinto(self, buffer: Any, /) -> int:

@@ -61,7 +61,7 @@ class Invariants:
         self._training: dict[tuple[str, str], float] = {}
         """By peer and module: since when it trains."""
         self._trained_s: dict[int, float] = {}
-        """Of each path: when its work was last adopted."""
+        """When the work of each path was last adopted."""
         self._greatest_wait_s = 0.0
         self.last_rounds: dict[int, int] = {}
         """Of each path: the last round of which an honest peer has adopted its work."""

@@ -203,7 +203,7 @@ class _Call:
     callee: str
     verb: str
     life: int
-    """Of the caller."""
+    """The life of the caller."""
     limit_s: float
     on_answer: Callable[[Any], None] | None
     answered_s: float = 0.0

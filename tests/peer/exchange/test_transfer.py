@@ -165,9 +165,9 @@ def test_a_liar_is_not_asked_for_the_same_again_for_some_minutes(blobs):
             fetch(blobs, liar, refused=refused)
     assert len(liar.offsets) == 1
     other = b"other content"
-    mended = FakeHolder("peer Liar", content=other)
+    repaired = FakeHolder("peer Liar", content=other)
     sha = hashlib.sha256(other).hexdigest()
-    assert fetch(blobs, mended, sha=sha, refused=refused).read_bytes() == other
+    assert fetch(blobs, repaired, sha=sha, refused=refused).read_bytes() == other
     now_s[0] += FOR_S
     assert fetch(blobs, FakeHolder("peer Liar"), refused=refused).read_bytes() == CONTENT
 

@@ -78,7 +78,7 @@ def best_sample(samples: Iterable[ClockSample]) -> ClockSample | None:
 
 
 def agreed_offset_s(neighbours_s: Sequence[float]) -> float:
-    """Return swarm time minus own time: the median of all clocks, the own one included."""
+    """Return swarm time minus own time: the median of all clocks, this machine's included."""
     return statistics.median([0.0, *neighbours_s])
 
 

@@ -2,7 +2,7 @@
 
 A peer that needs some content asks for it again and again. A source with a wrong copy would send
 all of it each time, for nothing. So that source is not asked for the same content for ten minutes.
-By then the owner of a damaged disk may have mended it.
+By then the owner of a damaged disk may have repaired it.
 """
 
 from __future__ import annotations

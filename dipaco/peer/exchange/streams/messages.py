@@ -59,7 +59,7 @@ class Asking(Message):
 
     kind: str
     admission: AdmissionBytes | None = None
-    """Of who asks. It need not wait until its records are read."""
+    """The admission of the asker, which need not wait until its records are read."""
 
 
 class HelloRequest(Asking):
@@ -109,7 +109,7 @@ class TellRequest(Asking):
 
 
 class TellReply(Message):
-    """It has arrived."""
+    """The answer to a tell: it has arrived."""
 
 
 class AskRequest(Asking):
@@ -230,7 +230,7 @@ class Beginning:
     """What the first bytes of a request say."""
 
     size_bytes: int
-    """Of the whole request."""
+    """The size of the whole request."""
     data: bytes
     """The first of them."""
     kind: str
