@@ -59,17 +59,21 @@ class NodeSettings(Settings):
     host_maddrs: Annotated[
         tuple[str, ...],
         Option(
-            "addresses to listen on (default: all, /ip4/0.0.0.0/tcp/PORT and /ip6/::/tcp/PORT)",
+            "address to listen on; may be given again (default: all, /ip4/0.0.0.0/tcp/PORT and "
+            "/ip6/::/tcp/PORT)",
             "ADDR",
             check=partial(check_listen_address, flag="--host-maddrs"),
+            one_by_one=True,
         ),
     ] = ()
     announce_maddrs: Annotated[
         tuple[str, ...],
         Option(
-            "addresses to tell others, for example the router's when its port is forwarded",
+            "address to tell others, for example the router's when its port is forwarded; may be "
+            "given again",
             "ADDR",
             check=partial(check_listen_address, flag="--announce-maddrs"),
+            one_by_one=True,
         ),
     ] = ()
     invitation: Annotated[

@@ -7,6 +7,7 @@ import pytest
 from dipaco.bootstrap.bootstrap_command import COMMAND
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+TWO = ["--initial-peers", ADDRESS, "--initial-peers", ADDRESS]
 
 
 def parse(words):
@@ -17,11 +18,11 @@ def parse(words):
 @pytest.mark.parametrize(
     "words",
     [
-        ["my-run", "--initial-peers", ADDRESS, ADDRESS],
-        ["--initial-peers", ADDRESS, ADDRESS, "my-run"],
-        ["--initial-peers", ADDRESS, ADDRESS, "--port", "0", "my-run"],
-        ["--initial-peers", ADDRESS, ADDRESS, "--announce-maddrs", ADDRESS, "my-run"],
-        ["--host-maddrs", ADDRESS, "my-run", "--initial-peers", ADDRESS, ADDRESS],
+        ["my-run", *TWO],
+        [*TWO, "my-run"],
+        [*TWO, "--port", "0", "my-run"],
+        [*TWO, "--announce-maddrs", ADDRESS, "my-run"],
+        ["--host-maddrs", ADDRESS, "my-run", *TWO],
     ],
 )
 def test_the_folder_may_follow_addresses(words):

@@ -240,5 +240,5 @@ def test_flags_that_do_not_go_together(words, message):
 def test_without_the_server_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
     settings = status_command.StatusSettings(initial_peers=(ADDRESS,), serve="0")
-    with pytest.raises(ConfigurationError, match=r"install it with pip install 'dipaco\[serve\]'"):
+    with pytest.raises(ConfigurationError, match=r"install it with pip install 'dipaco\[status\]'"):
         settings.open_port()

@@ -99,7 +99,10 @@ class LlamaServer:
             )  # fmt: skip
         except OSError as error:
             raise LlamaServerError(f"llama.cpp cannot be started: {error}") from None
-        threading.Thread(target=self._listen, name="what llama.cpp says", daemon=True).start()
+        self._listening = threading.Thread(
+            target=self._listen, name="what llama.cpp says", daemon=True
+        )
+        self._listening.start()
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it ended already, and the wait for it tells why
             self._process.stdin.write(json.dumps(dataclasses.asdict(parameters)).encode() + b"\n")
@@ -133,6 +136,8 @@ class LlamaServer:
         """Return why the process ended, as far as it said so."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_LIMIT_S)
+            # What it said last may be on its way.
+            self._listening.join(_END_LIMIT_S)
         code = self._process.returncode
         how = "it was stopped" if code is None else f"exit code {code}"
         if code is not None and code < 0:

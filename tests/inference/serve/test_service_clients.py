@@ -307,7 +307,8 @@ def test_a_client_that_leaves_gives_its_place_back(busy):
     reading.close()
     # llama.cpp stops too, long before it has said all.
     wait_until(lambda: not any(slot["is_processing"] for slot in slots_of(route)), told=lambda: slots_of(route))
-    assert max(slot["next_token"][0]["n_decoded"] for slot in slots_of(route)) < LONG - 100
+    said = [slot["next_token"][0]["n_decoded"] for slot in slots_of(route) if "next_token" in slot]
+    assert max(said, default=0) < LONG - 100
 
 
 def test_an_answer_that_is_not_taken_is_given_up(busy, monkeypatch):
