@@ -81,6 +81,31 @@ def test_half_requests_that_are_renewed_keep_nobody_out(port, monkeypatch):
             assert halves[0].recv(1) == b"", "the oldest is closed"
 
 
+def test_of_256_connections_that_wait_for_a_request_none_is_closed_and_of_257_the_oldest(port, monkeypatch):
+    monkeypatch.setattr(http_server, "REQUEST_LIMIT_S", 100 * LIMIT_S)
+    begun, rest = asked("localhost")[:8], asked("localhost")[8:]
+
+    def half():
+        halves.append(held.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT_S)))
+        halves[-1].sendall(begun.encode())
+
+    with contextlib.ExitStack() as held:
+        halves = []
+        for _ in range(255):
+            half()
+        # The answer says that all of them are there: connections are taken in their order.
+        assert "hello, 0 bytes" in said(port, asked("localhost"))
+        halves[0].sendall(rest.encode())
+        assert b"hello, 0 bytes" in halves[0].makefile("rb").read()
+        half()
+        half()
+        assert "hello, 0 bytes" in said(port, asked("localhost"))
+        with contextlib.suppress(ConnectionResetError):
+            assert halves[1].recv(1) == b""
+        halves[2].sendall(rest.encode())
+        assert b"hello, 0 bytes" in halves[2].makefile("rb").read()
+
+
 def test_half_a_body_holds_no_place_for_ever(port):
     head = "POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n"
     assert "hello" not in said(port, head, "1234")

@@ -107,6 +107,10 @@ async def answer_the_second(_node, name):
     return BEGUN.count(name)
 
 
+async def begin(_node, name):
+    BEGUN.append(name)
+
+
 async def count_begun(_node, name):
     return BEGUN.count(name)
 
@@ -262,11 +266,25 @@ def test_who_waits_notices_that_the_dht_process_hangs(mortal_dht, monkeypatch):
 
 def test_who_waits_notices_that_p2pd_hangs(fresh_futures_again, monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
+    ping = GuardedDHT._ping_p2pd
+
+    async def ping_when_it_hangs(dht):
+        # A p2pd that is only starved is not taken for one that hangs.
+        while "to hang" not in BEGUN:
+            await asyncio.sleep(0.01)
+        await ping(dht)
+
+    monkeypatch.setattr(GuardedDHT, "_ping_p2pd", ping_when_it_hangs)
     monkeypatch.setattr(guarded_dht, "PING_S", 0.2)
-    monkeypatch.setattr(guarded_dht, "PING_LIMIT_S", 6.0)
+    monkeypatch.setattr(guarded_dht, "PING_LIMIT_S", 1.0)
     dht = start_dht()
     p2pd = dht.call(id_of_p2pd)
-    error = error_of_waiting(dht, lambda: os.kill(p2pd, signal.SIGSTOP))
+
+    def stop():
+        os.kill(p2pd, signal.SIGSTOP)
+        dht.call(begin, "to hang")
+
+    error = error_of_waiting(dht, stop)
     assert "because p2pd did not answer" in str(error)
     dht.shutdown()
 

@@ -17,12 +17,12 @@ print(work(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 THREADS = """
-import threading
+import resource, threading
 from pathlib import Path
 from dipaco.modules.device import keep_freed_memory
 assert keep_freed_memory()
 def resident_mib():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4 / 1024
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 def work():
     bytearray(b"1") * 2**22
     done.release()

@@ -393,6 +393,20 @@ def test_a_trimmed_mean_leaves_a_liar_out():
     assert (moved - wanted).norm() < 0.5 * (lied - wanted).norm()
 
 
+def test_of_three_contributions_the_trimmed_mean_takes_the_middle_and_of_two_the_mean():
+    rule = rule_of(outer=OuterConfig(learning_rate=1.0, momentum=0.0), combine="trimmed_mean", shorten=False)
+    said = [torch.full((SIZE,), value) for value in (1.0, 2.0, 1000.0)]
+    state = state_of(parameters=torch.zeros(SIZE), momentum=torch.zeros(SIZE))
+
+    def moved(*tensors):
+        rows = [OuterRow(path, str(path), 100) for path in range(len(tensors))]
+        stepped = rule.step(state, files_of(rule, *tensors), rows, 4)
+        return float(-stepped.parameters[0]) / math.sqrt(len(tensors))
+
+    assert moved(*said) == pytest.approx(2.0)
+    assert moved(*said[1:]) == pytest.approx(501.0)
+
+
 def zeros_of_both_signs(variant):
     """Return a file with blocks whose scale is 0: their values are 0 with the signs of their codes."""
     data = bytearray(made_file("int4", SIZE, variant=variant))

@@ -1,5 +1,6 @@
 """The machine is somebody's: hours, battery, pause and resume, niceness, names."""
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -272,6 +273,21 @@ def test_signals_do_what_the_commands_do(tmp_path):
         assert watch.change() == pauses.BY_COMMAND
         signal.raise_signal(signal.SIGUSR2)
         assert watch.change() == ""
+    finally:
+        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_signal_to_a_process_that_the_peer_has_forked_pauses_nobody(tmp_path):
+    """A terminal, or `kill` with a group, sends it to all of them; the peer itself has its own."""
+    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    try:
+        pauses.install_pause_signals(tmp_path)
+        child = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGUSR1,))
+        child.start()
+        child.join(60.0)
+        assert child.exitcode == 0
+        assert Pauses(tmp_path).change() is None
     finally:
         for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
             signal.signal(number, handler)

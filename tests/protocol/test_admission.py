@@ -18,7 +18,15 @@ from dipaco.peer.node.guests import admit, given_invitation
 from dipaco.protocol import admission as admission_module
 from dipaco.protocol.admission import AWAY_S, Admission, Gate
 from dipaco.protocol.identity import raw_public_key
-from dipaco.protocol.invitations import ADMISSION_BYTES, Terms, make_invitation, opened, read_invitation
+from dipaco.protocol.invitations import (
+    ADMISSION_BYTES,
+    GRANT_PREFIX,
+    Terms,
+    make_invitation,
+    opened,
+    pack_terms,
+    read_invitation,
+)
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
 from dipaco.protocol.record_keys import record_key, record_subkey
 from dipaco.protocol.records import RecordError
@@ -177,6 +185,29 @@ def test_four_keys_have_no_more_places_than_one_and_take_none_from_who_is_there(
     assert let_in(gate, 50, 0, 1) == [50, 0]
 
 
+def test_a_place_is_free_when_its_peer_was_not_seen_for_a_quarter_of_an_hour():
+    clock = Time()
+    gate, single = gate_at(clock), make_invitation(Terms(RUN, 1, 0), OPERATOR)
+    gate.check(peer(0), admission(0, single))
+    clock.s += 900.0
+    with pytest.raises(RecordError, match="all places"):
+        gate.check(peer(1), admission(1, single))
+    clock.s += 0.1
+    assert gate.check(peer(1), admission(1, single))
+
+
+@pytest.mark.parametrize(("places", "is_good"), [(0, False), (1, True), (10_000, True), (10_001, False)])
+def test_an_invitation_is_for_one_to_ten_thousand_peers(gate, places, is_good):
+    """Also one that the operator signed with another program."""
+    terms, good = Terms(RUN, places, 0), make_invitation(Terms(RUN, 2, 0), OPERATOR)
+    signature = OPERATOR.sign(GRANT_PREFIX + pack_terms(terms) + good.public_key)
+    mine = admission(0, dataclasses.replace(good, terms=terms, signature=signature))
+    with contextlib.nullcontext() if is_good else pytest.raises(RecordError, match="for 1 to 10000 peers"):
+        assert gate.check(peer(0), mine).places == places
+    with contextlib.nullcontext() if is_good else pytest.raises(ValueError, match="for 1 to 10000 peers"):
+        make_invitation(terms, OPERATOR)
+
+
 def test_what_outlasts_a_peer_keeps_no_place_for_it():
     """How far paths are stands in the DHT for a day: a volunteer who lost a key need not wait."""
     clock = Time()
@@ -227,6 +258,18 @@ def test_rows_in_the_chain_come_before_who_was_seen_first(gate):
     assert gate.admitted().keys() == {peer(2), peer(3)}, "its rows came later"
     gate.contributed(peer(0), 4)
     assert gate.admitted().keys() == {peer(0), peer(3)}
+
+
+def test_rows_of_rounds_after_the_end_of_an_invitation_give_no_place():
+    brief = make_invitation(Terms(RUN, 2, int(NOW_S) + 450), OPERATOR)
+    gate = Gate(RUN, raw_public_key(OPERATOR), start_s=NOW_S, round_s=100.0, now=Time())
+    for number in (0, 1):
+        gate.check(peer(number), admission(number, brief))
+    gate.verify(peer(2), admission(2, brief))
+    gate.contributed(peer(2), 5)
+    assert gate.admitted().keys() == {peer(0), peer(1)}
+    gate.contributed(peer(2), 4)
+    assert gate.admitted().keys() == {peer(0), peer(2)}
 
 
 def test_who_came_later_than_there_are_places_is_told_and_who_was_here_goes_on():

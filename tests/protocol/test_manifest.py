@@ -14,6 +14,7 @@ from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.protocol.manifest import (
     MAX_MANIFEST_BYTES,
     load_or_create_operator_key,
+    newest_run,
     run_and_operator,
     sign_manifest,
     verify_manifest,
@@ -222,3 +223,12 @@ def test_a_file_that_is_no_operator_key_is_kept(tmp_path):
     assert path.read_bytes() == wrong_kind
     with pytest.raises(StorageError, match="operator key"):
         load_or_create_operator_key(tmp_path)
+
+
+@pytest.mark.parametrize(("start_s", "follows"), [(1000.0, False), (1000.5, True)])
+def test_a_run_succeeds_one_that_starts_before_it(key_path, start_s, follows):
+    """So a chain of runs has an end, whatever its operator signs."""
+    key = load_or_create_operator_key(key_path)
+    first = verify_manifest(sign_manifest(make_plan(start_s=1000.0), key))
+    second = verify_manifest(sign_manifest(make_plan(start_s=start_s, successor_of=first.plan.run_id), key))
+    assert newest_run(first, [first, second]) == (second if follows else first)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,6 +147,56 @@ def test_nobody_moves_before_the_dwell_is_over():
 def test_nobody_moves_to_a_path_that_waited_less():
     view = view_of([claim(1, 0, round_index=2)], {0: 1, 1: 9, 2: 9, 3: 9})
     assert should_move(view, grid_of(), peer_name(1), rounds_on_path=4, dwell_rounds=1) is None
+
+
+@pytest.mark.parametrize(("last_round", "moves"), [(3, True), (4, False)])
+def test_a_path_has_waited_longer_when_its_last_round_is_before_the_one_that_was_trained_last(last_round, moves):
+    """Its own record may not have come yet: in round 5, round 4 is the last that the peer has trained."""
+    view = view_of([claim(1, 0, round_index=5)], {1: last_round, 2: 4, 3: 4})
+    assert bool(should_move(view, grid_of(), peer_name(1), rounds_on_path=4, dwell_rounds=1)) is moves
+
+
+@pytest.mark.parametrize(("dwell_rounds", "patience_s"), [(1, 600.0), (2, 900.0)])
+def test_a_lead_whose_turn_it_is_is_waited_for_three_dwells_and_three_rounds(dwell_rounds, patience_s):
+    """A trainer that hangs, or is older than this rule, never moves: the next one goes then (promise 6)."""
+    claims = [claim(1, 0, 0.0, round_index=9), claim(2, 1, 100.0, round_index=9), claim(3, 2, 200.0, round_index=9)]
+
+    def movers(now_s):
+        view = view_of(claims, {0: 8, 1: 8, 2: 8, 3: 0}, now_s)
+        return [
+            n
+            for n in (1, 2, 3)
+            if should_move(view, grid_of(), peer_name(n), rounds_on_path=9, dwell_rounds=dwell_rounds)
+        ]
+
+    assert movers(patience_s) == [1]
+    assert movers(patience_s + 1.0) == [2]
+
+
+def test_beside_a_trainer_that_never_moves_nobody_else_need_stay():
+    others = [claim(2, 0, since_s=5.0), claim(3, 1), claim(4, 2)]
+    pinned = claim(1, 0).model_copy(update={"pinned": True})
+    last_rounds = {0: 3, 1: 3, 2: 3, 3: 1}
+
+    def movers(claims):
+        view = view_of(claims, last_rounds)
+        return {
+            n: move.path
+            for n in (1, 2, 3, 4)
+            if (move := should_move(view, grid_of(), peer_name(n), rounds_on_path=0, dwell_rounds=2))
+        }
+
+    assert movers([pinned, *others]) == {2: 3}
+    assert movers(others) == {}, "alone it stays"
+
+
+@pytest.mark.parametrize(("elsewhere", "moves"), [(1, [2]), (2, [])])
+def test_a_path_of_three_trainers_gives_one_to_a_path_of_one_and_none_to_a_path_of_two(elsewhere, moves):
+    claims = [claim(n, 0, since_s=n) for n in range(3)]
+    claims += [claim(10 * path + n, path) for path in (1, 2, 3) for n in range(elsewhere)]
+    view = view_of(claims)
+    peers = [n for n in range(3) if should_move(view, grid_of(), peer_name(n), rounds_on_path=9, dwell_rounds=1)]
+    assert peers == moves
 
 
 def test_two_movers_take_different_paths():

@@ -172,6 +172,33 @@ def test_a_row_says_no_more_than_can_have_been_trained(plan):
     assert not believed(50, 10**6)
 
 
+def row_at(round_index, tokens):
+    return Row("L0.E0", round_index, "a" * 64, "5" * 64, 0, PEERS[0], tokens, "b" * 64, 10)
+
+
+def test_a_row_is_of_no_round_later_than_the_next_one_and_of_no_more_tokens_than_five_million_a_second(plan):
+    """Five rounds of 100 s have passed, so the sixth, which has the index 5, is under way."""
+    now_s = plan.start_s + 500.0
+    assert is_plausible_row(row_at(6, 1), plan, now_s)
+    assert not is_plausible_row(row_at(7, 1), plan, now_s)
+    assert is_plausible_row(row_at(4, 7 * 500_000_000), plan, now_s)
+    assert not is_plausible_row(row_at(4, 7 * 500_000_000 + 1), plan, now_s)
+
+
+def test_with_fixed_steps_a_row_says_the_tokens_of_one_round_more_than_there_were_at_most():
+    plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
+    a_round = 2 * 2 * 16  # steps, sequences, tokens of a sequence
+    now_s = plan.start_s + 500.0
+    assert is_plausible_row(row_at(4, 6 * a_round), plan, now_s)
+    assert not is_plausible_row(row_at(4, 6 * a_round + 1), plan, now_s)
+
+
+def test_a_claim_is_from_no_later_than_fifteen_seconds_in_the_future(plan, grid):
+    now_s = plan.start_s + 50.0
+    claims = (claim(PEERS[0], 1, since_s=now_s + 15.0), claim(PEERS[1], 1, since_s=now_s + 15.1))
+    assert set(view_at(plan, grid, 0, claims=claims).claims) == {PEERS[0]}
+
+
 def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid):
     plan = make_plan(rounds=RoundsConfig(duration_s=100.0, inner_steps=2))
     now_s = plan.start_s + 5.0

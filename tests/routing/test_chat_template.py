@@ -81,7 +81,7 @@ def test_one_that_loops_or_grows_is_ended(opened, text):
     for _ in range(2):
         with pytest.raises(TemplateError):
             template.render(MESSAGES, SPECIAL)
-    assert time.monotonic() - began_s < 20
+    assert time.monotonic() - began_s < 60
 
 
 @pytest.mark.parametrize("times", [3 * 10**6, 2 * 10**7, 5 * 10**7])

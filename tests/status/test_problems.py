@@ -236,6 +236,14 @@ def test_without_anybody_that_can_be_called_there_is_no_mailbox():
         assert "undialable" not in kinds(records)
 
 
+@pytest.mark.parametrize(("peers", "is_problem"), [(1, False), (2, True)])
+def test_two_peers_that_cannot_be_called_do_not_find_each_other(peers, is_problem):
+    records = swarm(peers)
+    for name in records.peers:
+        records.peers[name] = records.peers[name].model_copy(update={"reachable": "outgoing"})
+    assert ("undialable" in kinds(records)) is is_problem
+
+
 # -- order and number
 
 

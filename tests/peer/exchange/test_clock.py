@@ -152,6 +152,14 @@ def test_a_small_majority_of_liars_moves_a_newcomer_little_and_keeps_nobody_out(
     assert "timedatectl set-ntp true" in caplog.text
 
 
+@pytest.mark.parametrize(("said_s", "moved_s"), [(0.9, 0.9), (1.1, 1.0), (-0.9, -0.9), (-1.1, -1.0)])
+def test_neighbours_that_disagree_move_a_clock_by_a_second_at_most(said_s, moved_s):
+    clock = Clock(system_time=lambda: 100.0)
+    sign = 1 if said_s > 0 else -1
+    measured(clock, FakeNeighbours({"a": said_s, "b": 2.0 * sign, "c": -3.0 * sign, "d": 4.0 * sign}))
+    assert clock.offset_s == pytest.approx(moved_s)
+
+
 def test_most_in_one_voice_correct_a_wrong_clock():
     clock = Clock(system_time=lambda: 100.0)
     ahead = {f"Qm{n}": 3.0 for n in range(10)}

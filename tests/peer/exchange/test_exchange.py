@@ -18,8 +18,10 @@ from dipaco.peer.exchange.files import transfer
 from dipaco.peer.exchange.files.transfer import ContentAbsent
 from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.streams.messages import (
+    AskReply,
     AskRequest,
     GetRequest,
+    HelloReply,
     HelloRequest,
     PutReply,
     PutRequest,
@@ -474,7 +476,7 @@ def test_strangers_that_hold_streams_keep_nobody_out(peers, blobs, monkeypatch):
         node.exchange._thread.call(hold(node), LIMIT_S)
     assert get(member, blobs, holder) == CONTENT
     # A peer that no record which was read names, but that holds fewer than others.
-    assert newcomer.exchange.hello(holder.peer, timeout_s=20.0).run == RUN
+    assert newcomer.exchange.hello(holder.peer, timeout_s=LIMIT_S).run == RUN
     blobs.remove(SHA)
     assert get(newcomer, blobs, holder) == CONTENT
 
@@ -496,6 +498,22 @@ def test_a_reader_that_stands_still_gives_its_place(peers, blobs, monkeypatch):
     assert get(one, blobs, holder, sha=sha) == large
 
 
+def answer_to(node, to, request, reply):
+    """Send a request once and return the bytes of its answer: none when the stream is broken off."""
+
+    async def ask():
+        stream = await node.exchange._transport.open_stream(to.peer, PROTOCOL_NAME)
+        try:
+            await stream.write(framed(request), LIMIT_S)
+            return await read_frame(stream, reply.max_bytes)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            return b""
+        finally:
+            stream.close()
+
+    return node.exchange._thread.call(ask(), LIMIT_S)
+
+
 def test_who_asks_without_end_is_answered_so_much_and_no_more(peers, monkeypatch):
     rate = Rate(2.0**18, 2.0**10)
     monkeypatch.setattr(responder, "SENT", Rates(dict.fromkeys(Standing, rate), {}))
@@ -504,25 +522,8 @@ def test_who_asks_without_end_is_answered_so_much_and_no_more(peers, monkeypatch
     steps = chain_of(100, range(3, 9))
     holder.chains.note_admissions({peer(n): admission(n) for n in range(3, 9)})
     holder.chains.serve(MODULE, steps[-1].name, steps)
-    ask = framed(AskRequest(run=RUN, module=MODULE, locator=[bytes.fromhex(GENESIS)]))
-
-    def flood():
-        async def one():
-            stream = await greedy.exchange._transport.open_stream(holder.peer, PROTOCOL_NAME)
-            await stream.write(ask, LIMIT_S)
-            count = 0
-            try:
-                async with asyncio.timeout(0.5):
-                    while more := await stream.read(2**16):
-                        count += len(more)
-            except (TimeoutError, ConnectionError):
-                pass
-            stream.close()
-            return count
-
-        return greedy.exchange._thread.call(one(), LIMIT_S)
-
-    answers = [flood() for _ in range(12)]
+    ask = AskRequest(run=RUN, module=MODULE, locator=[bytes.fromhex(GENESIS)])
+    answers = [len(answer_to(greedy, holder, ask, AskReply)) for _ in range(12)]
     assert answers[0] > 2**15
     assert answers[-1] == 0
     assert holder.exchange.uplink.sent_bytes < 2**18 + 2**17
@@ -534,12 +535,8 @@ def test_who_asks_without_end_is_answered_so_much_and_no_more(peers, monkeypatch
 
 def hellos(node, holder, count):
     """Return how many of some hellos are answered."""
-    answered = 0
-    for _ in range(count):
-        with contextlib.suppress(NetworkError):
-            node.exchange.hello(holder.peer, timeout_s=0.5)
-            answered += 1
-    return answered
+    hello = HelloRequest(protocol=8, software="x", admission=node.exchange._transport.admission)
+    return sum(answer_to(node, holder, hello, HelloReply) != b"" for _ in range(count))
 
 
 def limited(each=1e9, together=1e9):
@@ -612,11 +609,9 @@ def test_a_stranger_that_goes_on_asking_in_vain_is_disconnected(peers, monkeypat
     holder, greedy, member = peers(), peers(is_in=False), peers()
     meet(member, holder)
     disconnected = holder.exchange._transport.disconnected
-    hello = framed(HelloRequest(protocol=8, software="x"))
-    for _ in range(3 + 32):
-        raw(greedy, holder, hello)
+    assert hellos(greedy, holder, 3 + 32) == 3
     assert disconnected == []
-    raw(greedy, holder, hello)
+    assert hellos(greedy, holder, 1) == 0
     wait_for(lambda: disconnected == [greedy.peer])
     assert hellos(member, holder, 3) == 3
 

@@ -84,7 +84,7 @@ def make(tmp_path):
 
 def test_four_verbs_a_hello_and_a_huge_length(make, tmp_path):
     one, other = make(CONTENT), make()
-    hello = other.exchange.hello(one.peer, timeout_s=20.0)
+    hello = other.exchange.hello(one.peer, timeout_s=LIMIT_S)
     assert (hello.peer_id, hello.run) == (one.peer, one.run.run_id)
     assert one.peer in other.exchange.connected_peers()
     # tell
@@ -119,7 +119,7 @@ def test_four_verbs_a_hello_and_a_huge_length(make, tmp_path):
         return found
 
     assert other.exchange._thread.call(shout(), LIMIT_S) == b""
-    assert other.exchange.hello(one.peer, timeout_s=20.0).run == one.run.run_id
+    assert other.exchange.hello(one.peer, timeout_s=LIMIT_S).run == one.run.run_id
 
 
 def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(make, tmp_path):

@@ -81,6 +81,21 @@ def test_an_invitation_counts_for_its_places_however_many_keys_were_made_with_it
     assert check.good_steps(MODULE, chain_of(1, (0, 1, 2)), known) == ()
 
 
+def test_of_one_round_no_third_row_of_two_places_is_let_through_when_a_place_changes_hands():
+    """Attack: a step with a row more than the invitation has places is refused by everybody."""
+    now = [PLAN.start_s + 10 * PLAN.rounds.duration_s]
+    gate = Gate(RUN, raw_public_key(OPERATOR), now=lambda: now[0])
+    check = RowCheck(PLAN, GRID, gate, max_bytes=lambda module: 1000, now=lambda: now[0])
+    narrow = make_invitation(Terms(RUN, 2, 0), OPERATOR)
+    known = {peer(n): admission(n, narrow) for n in range(4)}
+    old, new = 9, 19
+    for number in (0, 1):
+        assert check.good_rows(MODULE, [row_of(number, old)], known) == (row_of(number, old),)
+    now[0] += 901.0
+    assert check.good_rows(MODULE, [row_of(2, new)], known) == (row_of(2, new),), "its place is free"
+    assert check.good_rows(MODULE, [row_of(2, old)], known) == ()
+
+
 def test_a_row_of_long_ago_that_is_told_again_keeps_no_place():
     now = [PLAN.start_s + 10 * PLAN.rounds.duration_s]
     gate = Gate(RUN, raw_public_key(OPERATOR), now=lambda: now[0])
