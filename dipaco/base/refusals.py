@@ -1,4 +1,4 @@
-"""Who goes on asking although it is refused: its connection is worth less than what it costs."""
+"""Peers that go on asking although they are refused: their connections cost more than they give."""
 
 from __future__ import annotations
 

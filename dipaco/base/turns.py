@@ -1,4 +1,4 @@
-"""Who is next: so many at once, few of each owner, and the others in the order of their rank."""
+"""Places for owners that take turns: so many at once, few of each, the others by their rank."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Standing(IntEnum):
 
 
 class Asker(NamedTuple):
-    """Who pays for what is asked: a member for itself, a stranger for all at its address prefix.
+    """The payer of a request: a member pays for itself, a stranger for all at its address prefix.
 
     Keys cost nothing, addresses do, so ids of strangers count for nothing.
     """

@@ -1,4 +1,4 @@
-"""Who trains what in a simulation, and how; and what everybody begins with."""
+"""The peers of a simulation: what each trains, and how, and what everybody begins with."""
 
 from __future__ import annotations
 

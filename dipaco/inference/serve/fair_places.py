@@ -1,4 +1,4 @@
-"""Who is answered next: places are shared among clients, and nobody waits behind one of them.
+"""Places for answers: clients share them, and nobody waits behind one client.
 
 A client is an address, so that many connections of one have no more than one of each.
 """
@@ -98,7 +98,7 @@ class FairPlaces:
         longest.waiting.pop().turn.set_exception(error)
 
     def _give(self) -> None:
-        """Give free places to who is next. Who needs more places than are free is not overtaken."""
+        """Give free places to those who are next. A request for more places than are free waits first."""
         while True:
             self._clients = {n: c for n, c in self._clients.items() if c.taken or c.waiting}
             able = [c for c in self._clients.values() if c.waiting and c.taken < self.most]

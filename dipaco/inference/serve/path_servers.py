@@ -81,7 +81,7 @@ class PathServers:
         self._current: dict[int, PathServer] = {}
         self._all: set[PathServer] = set()
         self._waiting: dict[int, list[asyncio.Future[PathServer]]] = {}
-        """Who waits for a path that has no server."""
+        """The requests that wait for a path without a server."""
         self._asked: deque[int] = deque()
         """Paths that are to be started, each once, in their order."""
         self._has_asked = asyncio.Event()

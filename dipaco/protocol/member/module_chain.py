@@ -102,7 +102,7 @@ class ModuleChain:
         return step is not None and held.get(link.parent, step.state) != step.state
 
     def near(self) -> list[Link]:
-        """Return the steps that might be taken next: on top of the own one, or beside it and
+        """Return the steps that might be taken next: on top of this peer's, or beside it and
         heavier."""
         beside = self.book.on_top_of(self.link.parent) if self.link.parent else []
         heavier = [link for link in beside if link.rank < self.link.rank]

@@ -56,7 +56,7 @@ class ContributionFiles:
     # -- coming and going
 
     def add(self, row: Row, parts: Sequence[Data]) -> Path:
-        """Store an own contribution, which `row` names."""
+        """Store this peer's contribution, which `row` names."""
         path = self.kept.path(row.file)
         if self.kept.find(row.file) is None:
             atomic_write(path, parts)
