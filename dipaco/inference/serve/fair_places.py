@@ -98,7 +98,7 @@ class FairPlaces:
         longest.waiting.pop().turn.set_exception(error)
 
     def _give(self) -> None:
-        """Give free places to those who are next. A request for more places than are free waits first."""
+        """Give free places to those who are next. A large request is not overtaken."""
         while True:
             self._clients = {n: c for n, c in self._clients.items() if c.taken or c.waiting}
             able = [c for c in self._clients.values() if c.waiting and c.taken < self.most]
