@@ -1,4 +1,4 @@
-"""The state of the whole swarm, made of a view. Pure; printed by `cli.py`."""
+"""The state of the whole swarm, made of a view. Pure; printed by `screen.py`."""
 
 from __future__ import annotations
 

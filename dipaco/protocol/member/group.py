@@ -35,8 +35,8 @@ class Group:
         """Return who takes rows and files of this round and proposes, the first in front.
 
         Those whose rows are in the last steps, who still train the module and can be called; before
-        the first step all its trainers. Fewer than two are filled up with peers that keep a copy,
-        then with any.
+        the first step all its trainers. Fewer than two are filled up with other trainers, then
+        with peers that keep a copy, then with any.
         """
         known, chain = self._known, self._chain
         of = (known.edition, known.path, chain.stand, chain.head is None, self._at.round.index)
