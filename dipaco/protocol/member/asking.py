@@ -1,4 +1,4 @@
-"""Whom a peer asks about a module, and who may have what belongs to a step of it."""
+"""The peers that are asked about a module, and those that may have what belongs to a step."""
 
 from __future__ import annotations
 

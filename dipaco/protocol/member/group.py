@@ -1,4 +1,4 @@
-"""Whom a module concerns: its mailboxes, who is awaited, who is passed over, who is told.
+"""The peers that a module concerns: its mailboxes, those awaited, passed over and told.
 
 A *mailbox* takes rows and files of a round and proposes (design 4.2, publish). Peers that have
 shown lately that they train the module are *awaited* (design 4.3, gather and step).

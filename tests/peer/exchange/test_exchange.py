@@ -369,8 +369,8 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers):
 
 
 def test_a_row_that_says_less_of_another_s_file_brings_no_blame_on_its_owner(peers):
-    """Attack: an insider's row names an honest peer's file with a byte less. Whoever asked the owner
-    for it found that it has too many bytes, and did not ask it for its own row in ten minutes."""
+    """Attack: an insider's row names an honest peer's file with a byte less. A peer that asked the
+    owner for it found too many bytes, and did not ask the owner for its own row in ten minutes."""
     owner, one = peers(), peers()
     row = row_of(0, data=CONTENT)
     owner.files.add(row, (row.mark, CONTENT))

@@ -117,7 +117,7 @@ def test_what_begins_otherwise_is_refused_by_its_first_bytes(fields):
 
 
 def test_a_request_is_of_the_kind_that_it_begins_with():
-    """Whoever is not heard with a tell does not tell by saying "kind" twice."""
+    """A peer that may not tell cannot tell by saying "kind" twice."""
     hello = msgpack.packb({"kind": "hello", "protocol": 8, "software": "x"})
     both = b"\x8a" + hello[1:] + msgpack.packb(TELL)[1:]
     assert msgpack.unpackb(both)["kind"] == "tell"
