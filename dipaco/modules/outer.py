@@ -281,18 +281,20 @@ def advanced_progress(
     """Return a state's per-path counts after a step with these rows.
 
     A path's count is its place in the schedule. It grows by the lower median of what the path's
-    rows say, and at most by twice what is usual for it: nobody can check how many tokens another
-    peer has trained. A path that is new is measured by the path that usually grows most, and
-    behind a genesis by the lower median of all rows.
+    rows say, and at most by twice what it has grown by on average: nobody can check how many tokens
+    another peer has trained. So a path whose only rows are lies grows with the square of its steps
+    at most; with twice the last growth it would be the power of two. A path that is new is measured
+    by the lower median of the others' averages, and behind a genesis by that of all rows.
     """
     advanced = dict(progress)
-    usual = max((entry.usual for entry in progress.values()), default=0)
-    first = usual or _lower_median([row.tokens for row in rows])
+    averages = [entry.usual for entry in progress.values()]
+    first = _lower_median(averages or [row.tokens for row in rows])
     for path, tokens in _tokens_of_paths(rows).items():
-        before = progress.get(path, PathProgress(0, round_index, first))
-        grown = min(_lower_median(tokens), MAX_OF_USUAL * before.usual)
+        before = progress.get(path, PathProgress(0, round_index, 0))
+        usual = before.usual if before.steps else first
+        grown = min(_lower_median(tokens), max(1, MAX_OF_USUAL * usual))
         last_round = max(before.last_round, round_index)
-        advanced[path] = PathProgress(before.tokens + grown, last_round, grown)
+        advanced[path] = PathProgress(before.tokens + grown, last_round, before.steps + 1)
     return advanced
 
 

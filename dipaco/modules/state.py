@@ -48,8 +48,13 @@ class PathProgress:
     tokens: int
     """Its place in the schedule: what one of its peers trained, replicas counted once."""
     last_round: int
-    usual: int
-    """By how many tokens it grew in its last step."""
+    steps: int
+    """In how many steps of the module it grew."""
+
+    @property
+    def usual(self) -> int:
+        """By how many tokens it grew in a step, on average."""
+        return self.tokens // max(1, self.steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,7 +226,7 @@ def _header(
 ) -> bytes:
     """Return the one header that a state may have."""
     table = {
-        str(path): [entry.tokens, entry.last_round, entry.usual] for path, entry in progress.items()
+        str(path): [entry.tokens, entry.last_round, entry.steps] for path, entry in progress.items()
     }
     content = {"module": module, "version": version, "progress": table}
     shapes = list(zip(layout.names, layout.shapes, strict=True))

@@ -273,7 +273,7 @@ def computed_vectors():
         version=1,
         parameters=torch.tensor([1.0, 2.0, 3.0, 4.0]),
         momentum=torch.tensor([0.0, 0.0, 0.5, -0.5]),
-        progress={0: PathProgress(1024, 0, 1024)},
+        progress={0: PathProgress(1024, 0, 1)},
         layout=layout,
     )
     header = bytes(list(state_chunks(state))[1])
