@@ -34,7 +34,8 @@ class Numbers(Protocol):
 
 # Every codec's blocks fit into it whole, so a file can be decoded piece by piece in little memory.
 CHUNK_VALUES = 4096
-# No honest scale is greater; the greatest code times it is far below what fp32 can hold.
+# No honest scale, or number where there are none, is greater. So no step of checked files gives
+# what fp32 cannot hold, which would be the same for everybody and stop the module.
 MAX_SCALE = 2.0**100
 # Its upper half as fp32; those of greater scales, of negative ones and of what is no number are
 # greater.
@@ -147,8 +148,9 @@ class Float32(Codec):
         if len(data) != 4 * values:
             raise IntegrityError(f"{values} values have {4 * values} bytes, not {len(data)}")
         numbers = np.frombuffer(data, "<f4")
-        if not bool(np.isfinite(numbers).all()):
-            raise IntegrityError("a contribution has numbers that are not finite")
+        # Also false of what is not a number.
+        if not bool((np.abs(numbers) <= MAX_SCALE).all()):
+            raise IntegrityError("a contribution has numbers that no training gives")
         if bool((np.signbit(numbers) & (numbers == 0)).any()):
             raise IntegrityError("a contribution has a negative zero")
         if not numbers.any():

@@ -32,7 +32,7 @@ from .contributions import (
     pieces,
 )
 from .device import all_finite, own_pages
-from .state import ModuleState, PathProgress
+from .state import MAX_COUNT, ModuleState, PathProgress
 from .trimmed_mean import fp32
 
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
@@ -294,7 +294,9 @@ def advanced_progress(
         usual = before.usual if before.steps else first
         grown = min(_lower_median(tokens), max(1, MAX_OF_USUAL * usual))
         last_round = max(before.last_round, round_index)
-        advanced[path] = PathProgress(before.tokens + grown, last_round, before.steps + 1)
+        # Nobody could read a state with a greater count.
+        tokens_in_all = min(before.tokens + grown, MAX_COUNT)
+        advanced[path] = PathProgress(tokens_in_all, last_round, before.steps + 1)
     return advanced
 
 

@@ -48,6 +48,7 @@ from dipaco.peer.node.node import Node
 from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
 from dipaco.peer.owner.keep_awake import KeepAwake
 from dipaco.peer.owner.pause_reasons import (
+    Aside,
     FullDisk,
     Hours,
     Reason,
@@ -263,7 +264,7 @@ def reasons_to_pause(
     if settings.on_battery == "pause":
         reasons += [on_battery()]
     if settings.pause_while is not None:
-        reasons += [while_running(programs_of(settings.pause_while))]
+        reasons += [Aside(while_running(programs_of(settings.pause_while)))]
     if settings.max_gpu_temp is not None:
         reasons += [HotGpu(settings.max_gpu_temp, thermometer_of(device))]
     disk = FullDisk(settings.cache_folder, lambda said: events.emit("disk", what=said))

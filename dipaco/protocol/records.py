@@ -21,6 +21,8 @@ from .record_errors import OtherProtocolError as OtherProtocolError
 from .record_errors import RecordError as RecordError
 
 MAX_ENTRIES = 64
+# Of the held-out documents of a path together.
+MAX_NLL = 1e15
 DAY_S = 86_400.0
 # A record lives for this many refresh periods: one or two lost refreshes don't drop a claim.
 LIFE_PERIODS = 3.5
@@ -264,7 +266,7 @@ class ProgressEntry(BaseModel):
     path: PathNumber
     last_round: Count
     tokens: Count
-    validation_nll: Annotated[float, Field(ge=0, le=1e15)]
+    validation_nll: Annotated[float, Field(ge=0, le=MAX_NLL)]
     validation_tokens: Count
     shard_sequences: Count = 1
     """By which the held-out losses of the paths are weighted."""

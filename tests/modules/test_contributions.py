@@ -147,7 +147,7 @@ def test_files_of_another_length_are_refused(codec, change):
 
 
 @every_codec
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1.0, 2.0**101])
 def test_numbers_that_no_encoding_gives_are_refused(codec, value):
     data = bytearray(made_file(codec.name, VALUES))
     half = struct.pack("<f", value)[2:]

@@ -24,7 +24,7 @@ from dipaco.modules.outer import (
     canonical_rows,
     encode_in_place,
 )
-from dipaco.modules.state import ModuleState, PathProgress
+from dipaco.modules.state import MAX_COUNT, ModuleState, PathProgress
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
 from dipaco.protocol.outer_row import OuterRow
 from support.runs.contribution_files import made_file
@@ -366,6 +366,11 @@ def test_progress_never_goes_back():
     rows = [OuterRow(0, "a", 1), OuterRow(0, "b", 2)]
     assert advanced_progress(progress, rows, 5) == {0: PathProgress(11, 9, 3)}
     assert progress == {0: PathProgress(10, 9, 2)}
+
+
+def test_no_count_is_greater_than_one_that_a_state_can_say():
+    progress = {0: PathProgress(MAX_COUNT - 1, 9, 50)}
+    assert advanced_progress(progress, [OuterRow(0, "a", 20)], 10)[0].tokens == MAX_COUNT
 
 
 def test_a_step_is_never_to_what_is_not_finite():

@@ -318,3 +318,37 @@ def test_a_state_that_others_replaced_before_it_was_saved_keeps_no_memory(swarm)
     del states
     gc.collect()
     assert replaced() is None
+
+
+def test_what_everybody_fails_to_compute_is_said_to_be_so(swarm):
+    one, other, _ = swarm
+    step = Step.of([one.publish(), other.publish()])
+    one.gather(*step.rows)
+    rule = one.node.rule
+    one.node.rule = replace(rule, shard_sequences={0: 1000, 1: 0})
+    failed = one.do(a.Compute(MODULE, one.head0(MODULE), (step,)))
+    assert failed.is_final
+    one.node.rule = rule
+    assert one.compute(one.head0(MODULE), step).weight == 2
+
+
+def test_what_is_held_again_is_not_removed_by_an_earlier_drop(swarm):
+    """The disk is slow, and the module is trained again before the states were removed."""
+    one, other, keeper = swarm
+    step = Step.of([one.publish(), other.publish()])
+    keeper.gather(*step.rows)
+    head = keeper.compute(keeper.head0(MODULE), step)
+    keeper.adopt(head, step, save=True)
+    keeper.node.chains.serve(MODULE, step.name, [step], head)
+    is_slow = threading.Event()
+    keeper.outer._saving.submit(is_slow.wait, 60)
+    keeper.begin(a.Drop(MODULE))
+    assert keeper.node.held.get(MODULE) is None
+    keeper.outer.hold((head,))
+    is_slow.set()
+    keeper.outer._saving.submit(lambda: None).result(60)
+    keeper.node.held.load_from_disk()
+    assert keeper.node.held.get(MODULE) == head
+    keeper.begin(a.Drop(MODULE))
+    keeper.outer._saving.submit(lambda: None).result(60)
+    assert keeper.node.held.find(MODULE, step.name) is None

@@ -1,6 +1,10 @@
 """What a peer begins with in a successor run: fetched by digest, believed only if it fits."""
 
 import dataclasses
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,3 +122,30 @@ def test_an_index_that_is_none_is_refused(served):
     served.index["L1.E0"] = "../../etc/passwd"
     with pytest.raises(IntegrityError, match="not a table of modules and digests"):
         served.files().genesis_state(MODULE)
+
+
+def test_what_every_path_begins_with_is_read_once_and_not_kept(tmp_path, monkeypatch):
+    """It is as large as a path: a node that trains nothing would hold it for good."""
+    own = make_tiny_run(tmp_path / "run", documents_per_path=8)
+    plan = own.plan()
+    modules = own.grid(plan).modules()
+    fetcher = SimpleNamespace(blob=lambda *_: None, sound=lambda sha256, what, read: read())
+    files = PathFiles(SimpleNamespace(plan=plan, grid=own.grid(plan), run_folder=own, fetcher=fetcher))
+    read, reads, all_ask = own.first_parameters, [], threading.Event()
+
+    def slow(plan):
+        assert all_ask.wait(60)
+        first = read(plan)
+        reads.append([weakref.ref(tensor) for tensor in first.values()])
+        return first
+
+    monkeypatch.setattr(own, "first_parameters", slow)
+    with ThreadPoolExecutor(len(modules)) as workers:
+        asked = [workers.submit(lambda module=module: files.genesis_state(module).digest) for module in modules]
+        while files._asking < len(modules):
+            threading.Event().wait(0.01)
+        all_ask.set()
+        assert len({future.result(60) for future in asked}) == len(modules)
+    assert len(reads) == 1
+    gc.collect()
+    assert all(tensor() is None for tensor in reads[0]), "nothing holds it any more"

@@ -18,6 +18,7 @@ from dipaco.peer.owner import gpu_heat, pauses
 from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.gpu_heat import HotGpu, Thermometer, thermometer_of
 from dipaco.peer.owner.pause_reasons import (
+    Aside,
     FullDisk,
     Hours,
     is_on_battery,
@@ -359,3 +360,27 @@ def test_a_mistyped_command_is_no_bad_address(word, meant, capsys):
 @pytest.mark.parametrize(("percent", "rest"), [(100, 0.0), (50, 2.0), (25, 6.0)])
 def test_a_share_of_the_time_is_work(percent, rest):
     assert rest_s(2.0, percent) == pytest.approx(rest)
+
+
+def test_a_look_that_takes_long_holds_nobody_up():
+    """Reading what a process was called with waits while that process moves its memory."""
+    may_look, found = threading.Semaphore(0), iter(("steam runs", "", ""))
+
+    def slow():
+        assert may_look.acquire(timeout=60)
+        return next(found)
+
+    reason = Aside(slow, first_limit_s=0.01)
+    assert [reason() for _ in range(3)] == [""] * 3, "nothing is found yet"
+    for said in ("steam runs", ""):
+        may_look.release()
+        for _ in range(6000):
+            if reason() == said:
+                break
+            threading.Event().wait(0.01)
+        assert reason() == said
+    may_look.release()
+
+
+def test_a_peer_that_starts_knows_what_runs():
+    assert Aside(lambda: "steam runs", first_limit_s=60.0)() == "steam runs"

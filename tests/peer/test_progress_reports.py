@@ -8,6 +8,7 @@ import pytest
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.shell import progress_reports
 from dipaco.peer.shell.progress_reports import ProgressReports, ScoringBudget
+from dipaco.protocol.records import MAX_NLL
 from dipaco.training.scoring import LossSum
 
 
@@ -73,3 +74,21 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(monkeypatch, 
     assert scored_in == scored
     assert status.validation_loss == 2.0
     assert refresher.announce.call_count == 13
+
+
+def test_a_loss_that_is_finite_and_great_ends_no_peer():
+    """A path that has diverged: what no record can hold is told as the greatest that one can."""
+    node = SimpleNamespace(
+        plan=SimpleNamespace(rounds=SimpleNamespace(validation_every_rounds=1)),
+        schedule=SimpleNamespace(fixed_steps=0),
+        load_shard_index=lambda: SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)]),
+    )
+    trainer = MagicMock(path=0)
+    trainer.anchors.return_value = {}
+    trainer.loss_of = lambda path, states, rows: LossSum(2e15, 10**6)
+    status = PeerStatus()
+    reports = ProgressReports(node, MagicMock(), trainer, MagicMock(), status, MagicMock())
+    for round_index in range(2):
+        reports.end_round(round_index, 2e15)
+        assert status.progress[0].validation_nll == MAX_NLL
+        assert status.progress[0].train_loss == progress_reports.MAX_LOSS

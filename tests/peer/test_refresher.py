@@ -8,8 +8,10 @@ import pytest
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import ClockError, NetworkError
+from dipaco.base.patience import since_start_s
 from dipaco.peer.background import Background, BackgroundError
 from dipaco.peer.exchange.contact.known_contributors import Contributors
+from dipaco.peer.presence import refresher
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.presence.refresher import Refresher
 from dipaco.protocol.config import GridConfig, RoundsConfig
@@ -252,3 +254,16 @@ def test_peers_that_went_missing_are_called(peer):
     peer.refresher.refresh()
     peer.refresher.refresh()
     assert set(peer.directory.called) == {OTHER}
+
+
+def test_after_a_sleep_of_the_machine_the_records_are_renewed_at_once(peer, monkeypatch):
+    """A wait does not count a sleep: it would go on for up to ten minutes after it."""
+    monkeypatch.setattr(refresher, "LOOK_AT_CLOCK_S", 0.05)
+    peer.refresher.refresh()  # The next wait has begun after that.
+    heard = threading.Event()
+    peer.refresher.on_view(lambda view: heard.set())
+    peer.refresher.announce()
+    assert not heard.wait(0.2)
+    asleep_s = peer.refresher.period_s + 1.0
+    monkeypatch.setattr(refresher, "since_start_s", lambda: since_start_s() + asleep_s)
+    assert heard.wait(60)

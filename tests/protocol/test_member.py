@@ -535,3 +535,18 @@ def test_a_step_whose_files_the_disk_does_not_keep_is_left_for_a_round():
             member.gathered(lost)
         member.wait(1.0)
     assert 2 <= times <= 3
+
+
+def test_a_step_that_nobody_can_compute_is_refused_and_all_go_on_from_its_parent():
+    member = Trainer("A", "ABC")
+    member.publish()
+    member.hear("B", "C")
+    bad, good = (Step.of([member.row(p) for p in peers]) for peers in ("ABC", "AB"))
+    member.module.hear_steps([bad], "B")
+    (compute,) = member.take(a.Compute)
+    member.module.handle(e.Failed(compute, "its files give no state", is_final=True))
+    assert member.chain.best().version == 0
+    member.wait(DURATION_S)
+    assert not member.take(a.Compute), "it is not tried again"
+    member.module.hear_steps([good], "B")
+    assert [c.steps for c in member.take(a.Compute)] == [(good,)]

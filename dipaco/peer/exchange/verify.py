@@ -24,7 +24,9 @@ from dipaco.protocol.view import is_plausible_head, is_plausible_row, max_rounds
 logger = logging.getLogger("dipaco.peer.exchange.verify")
 
 REMEMBERED_ROWS = 2**16
-REMEMBERED_ROUNDS = 4096
+# Places are counted by module, round and invitation; of more than so many, those of the earliest
+# rounds are forgotten: nobody has rows of rounds to come.
+REMEMBERED_PLACES = 4096
 # Rows of so many rounds, one or two of them still to come, show that a peer is there.
 NEW_ROUNDS = 5
 
@@ -49,10 +51,13 @@ class RowCheck:
         self._max_bytes, self._now = max_bytes, now
         self.modules = frozenset(grid.modules())
         """All modules of the run."""
+        self.empty_paths = frozenset[int]()
+        """Paths whose shards have no sequences, once that is known: a step with a row of one could
+        not be computed."""
         self._lock = threading.Lock()
         self._signed: OrderedDict[bytes, None] = OrderedDict()
-        self._rounds: OrderedDict[tuple[str, int, str, str], set[str]] = OrderedDict()
-        """Peers by module, round, parent and invitation whose rows were let through."""
+        self._places: dict[tuple[int, str, str], set[str]] = {}
+        """Peers by round, module and invitation whose rows were let through."""
 
     def is_in(self, peer: str) -> bool:
         """Tell whether a peer is admitted and was not revoked."""
@@ -122,6 +127,8 @@ class RowCheck:
         """Check all but the admission. Raises `RecordError`."""
         if row.module != module or module not in self.modules:
             raise RecordError(f"a row of {row.module[:64]} among those of {module[:64]}")
+        if row.path in self.empty_paths:
+            raise RecordError(f"a row of path {row.path}, whose shard has no sequences")
         if not is_plausible_row(row, self._plan, self._now()):
             raise RecordError(f"a row of {row.peer} has more tokens than it can have trained")
         name = hashlib.sha256(row.statement + row.signature).digest()
@@ -154,12 +161,12 @@ class RowCheck:
     def _check_places(self, row: Row, found: Admission) -> None:
         """Let through so many rows of an invitation's peers as it has places. Places change hands
         while a round lasts, and a step with a row too many would be refused by everybody."""
-        key = (row.module, row.round_index, row.parent, found.invitation)
+        # Not by parent, which the signer of a row is free to invent.
+        key = (row.round_index, row.module, found.invitation)
         with self._lock:
-            peers = self._rounds.setdefault(key, set())
-            self._rounds.move_to_end(key)
-            while len(self._rounds) > REMEMBERED_ROUNDS:
-                self._rounds.popitem(last=False)
+            if key not in self._places and len(self._places) >= REMEMBERED_PLACES:
+                del self._places[min(self._places)]
+            peers = self._places.setdefault(key, set())
             if row.peer not in peers and len(peers) >= found.places:
                 raise RecordError(
                     f"more peers of {found.invitation} than its places, {found.places}"

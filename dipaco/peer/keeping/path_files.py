@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,14 @@ class PathFiles:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        # Modules are asked for at once, and what they begin with is as large as a path.
-        self._lock = threading.Lock()
+        # Modules are asked for at once, and what they begin with is as large as a path: it is read
+        # once for all of them, and forgotten when the last has its state.
+        self._first_lock = threading.Lock()
         self._first: dict[str, torch.Tensor] | None = None
         """What every path begins with."""
+        self._counting = threading.Lock()
+        self._asking = 0
+        """How many are asking for the genesis state of a module."""
         self._fetched_lock = threading.Lock()
         self._wanted: int | None = None
         """The path that is about to begin."""
@@ -155,14 +160,8 @@ class PathFiles:
         node, plan = self._node, self._node.plan
         if plan.blobs.genesis is None:
             node.fetcher.blob(plan.blobs.base, "the base model")
-            with self._lock:
-                if self._first is None:
-                    self._first = node.fetcher.sound(
-                        plan.blobs.base,
-                        "the base model",
-                        lambda: node.run_folder.first_parameters(plan),
-                    )
-                return node.run_folder.genesis_state(plan, module, self._first)
+            with self._first_parameters() as first:
+                return node.run_folder.genesis_state(plan, module, first)
         what = f"the genesis state of {module}"
         node.fetcher.blob(plan.blobs.genesis, "the genesis index")
         digests = node.fetcher.sound(
@@ -174,10 +173,29 @@ class PathFiles:
             digests[module], what, lambda: node.run_folder.genesis_state(plan, module)
         )
 
+    @contextlib.contextmanager
+    def _first_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield what every path begins with, to one after the other."""
+        node, plan = self._node, self._node.plan
+        with self._counting:
+            self._asking += 1
+        try:
+            with self._first_lock:
+                if self._first is None:
+                    self._first = node.fetcher.sound(
+                        plan.blobs.base,
+                        "the base model",
+                        lambda: node.run_folder.first_parameters(plan),
+                    )
+                yield self._first
+        finally:
+            with self._counting:
+                self._asking -= 1
+                if not self._asking:
+                    self._first = None
+
     def release(self) -> None:
-        """Forget what was fetched and not taken, and what paths begin with, which is as large as a
-        path; called when training begins or goes on."""
-        self._first = None
+        """Forget what was fetched and not taken; called when training begins or goes on."""
         with self._fetched_lock:
             self._wanted = self._fetched = None
 

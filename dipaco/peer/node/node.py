@@ -144,6 +144,9 @@ class Node(Membership):
             fetcher.needed_blob(plan.blobs.shards, what)
             index = fetcher.sound(plan.blobs.shards, what, lambda: files.shard_index(plan))
             fetcher.use_shards(index)
+            self.check.empty_paths = frozenset(
+                shard.path for shard in index.paths if not shard.train_sequences
+            )
             if plan.blobs.genesis is not None:
                 what = "the genesis index"
                 fetcher.needed_blob(plan.blobs.genesis, what)

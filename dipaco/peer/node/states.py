@@ -194,12 +194,16 @@ class States:
             self.save(state)
 
     def drop(self, module: str) -> None:
-        """Serve a module no more, and remove its states from the disk."""
+        """Serve a module no more. `remove_dropped` frees the disk."""
         with self._lock:
             self._held.pop(module, None)
             self._unsaved.pop(module, None)
         self._chains.hold(module, None)
-        self._store.remove(module)
+
+    def remove_dropped(self, module: str) -> None:
+        """Remove the states of a module from the disk, unless one has been held again since."""
+        if self.get(module) is None:
+            self._store.remove(module)
 
     def serve(self, module: str, step: str, steps: Sequence[Step] = ()) -> None:
         """Tell of the chain to a step, and of the state that is held.

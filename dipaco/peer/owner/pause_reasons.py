@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +23,8 @@ POWER_SUPPLIES = Path("/sys/class/power_supply")
 PROCESSES = Path("/proc")
 # What has to be free beside the reserve of the disk before a peer goes on.
 GOES_ON_BYTES = 2**28
+# How long a peer that starts waits for a look that may take long.
+FIRST_LOOK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,33 @@ def running_programs(processes: Path = PROCESSES) -> frozenset[str]:
             file = cmdline.partition("\0")[0]
             found |= {name.lower(), re.split(r"[/\\]", file)[-1].lower()}
     return frozenset(found)
+
+
+class Aside:
+    """A reason that is looked for on a thread of its own, because to look may take long: reading
+    what a process was called with waits while that process moves its memory.
+
+    Until a look has ended, what the one before it found goes on to count. The first one is waited
+    for, a moment.
+    """
+
+    def __init__(self, reason: Reason, first_limit_s: float = FIRST_LOOK_S) -> None:
+        self._reason, self._found = reason, ""
+        self._looking = threading.Thread()
+        self._look()
+        self._looking.join(first_limit_s)
+
+    def __call__(self) -> str:
+        if not self._looking.is_alive():
+            self._look()
+        return self._found
+
+    def _look(self) -> None:
+        self._looking = threading.Thread(target=self._find, name="pause-reason", daemon=True)
+        self._looking.start()
+
+    def _find(self) -> None:
+        self._found = self._reason()
 
 
 class FullDisk:

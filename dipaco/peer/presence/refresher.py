@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Protocol
 
 from dipaco.base.errors import AdmissionError, DipacoError, NetworkError
-from dipaco.base.patience import looks
+from dipaco.base.patience import looks, since_start_s
 from dipaco.dht.directory import Directory
 from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
@@ -35,6 +34,8 @@ DHT_LIMIT_S = 30.0
 LOOK_OFTEN_S = 2.0
 # A refresh that failed is followed by no other for so long.
 AGAIN_S = 1.0
+# Whether a refresh is due is looked at so often: a wait by itself does not count a sleep.
+LOOK_AT_CLOCK_S = 5.0
 
 
 class FurtherRecords(Protocol):
@@ -62,7 +63,7 @@ class Refresher:
         self._wide_view: SwarmView | None = None
         self._changed = threading.Event()
         self._wants_to_read = True
-        self._read_at = time.monotonic()
+        self._read_at = since_start_s()
         self._stopping = threading.Event()
         self._refreshed = threading.Condition()
         self._refresh_count = 0
@@ -110,7 +111,7 @@ class Refresher:
 
     def look_often(self) -> None:
         """Read the swarm again if the view is not quite new: something in it is waited for."""
-        if time.monotonic() - self._read_at > LOOK_OFTEN_S:
+        if since_start_s() - self._read_at > LOOK_OFTEN_S:
             with self._refreshed:
                 self._want_to_read()
 
@@ -167,7 +168,7 @@ class Refresher:
         while not self._stopping.is_set():
             with self._refreshed:
                 self._changed.clear()
-                is_due = time.monotonic() - self._read_at >= self.period_s
+                is_due = since_start_s() - self._read_at >= self.period_s
                 self._refreshing = is_due or self._wants_to_read
                 self._wants_to_read = False
                 further, self._further = self._further, set()
@@ -190,15 +191,22 @@ class Refresher:
                     self._refreshing, self._failure = False, failure
                     self._refresh_count += 1
                     self._refreshed.notify_all()
-                self._read_at = time.monotonic()
+                self._read_at = since_start_s()
                 if failure is not None:
                     # Those who wait ask again at once, and a DHT can fail at once.
                     self._stopping.wait(AGAIN_S)
                 if not self._stopping.is_set():
                     self._neighbours.look_after(self._view)
-            self._changed.wait(max(0.0, self._read_at + self.period_s - time.monotonic()))
+            self._wait_until_due()
         if self._withdrawing:
             self._own_records.say_goodbye()
+
+    def _wait_until_due(self) -> None:
+        """Wait until something has changed or is to be read again: at once after a sleep, as this
+        peer's records have expired."""
+        while (left_s := self._read_at + self.period_s - since_start_s()) > 0.0:
+            if self._changed.wait(min(left_s, LOOK_AT_CLOCK_S)):
+                return
 
     def _wake_waiting(self) -> None:
         with self._refreshed:

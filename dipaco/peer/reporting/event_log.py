@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ class EventLog:
     """Sends each event to the listeners and, as a JSON line, to a file. Thread-safe.
 
     An event has a kind (`claimed`, `outer_step`, `carry_on`, ...; listed in docs/monitoring.md) and
-    plain values. A full disk stops the file, not the peer.
+    plain values; in the file a number that is none, such as the loss of a path that has diverged,
+    is null. A full disk stops the file, not the peer.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -51,7 +53,7 @@ class EventLog:
             if self._file is not None:
                 record = {"event": kind, "time_s": round(time.time(), 3), **values}
                 try:
-                    self._file.write(json.dumps(record) + "\n")
+                    self._file.write(json.dumps(_strict(record), allow_nan=False) + "\n")
                     self._file.flush()
                 except OSError as error:
                     logger.warning("the event log stopped: %s", error.strerror)
@@ -65,3 +67,14 @@ class EventLog:
             if self._file is not None:
                 self._file.close()
                 self._file = None
+
+
+def _strict(value: Any) -> Any:
+    """Return a value without numbers that JSON does not have (RFC 8259, section 6)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(inner) for inner in value]
+    return value

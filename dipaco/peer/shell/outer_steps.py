@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from dipaco.base.errors import (
     ConfigurationError,
     CorpusError,
@@ -37,8 +39,7 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.base.repetition import Complaints
-from dipaco.modules.contributions import pieces
-from dipaco.modules.device import all_finite
+from dipaco.modules.contributions import MAX_SCALE, pieces
 from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import is_out_of_memory
 from dipaco.modules.outer import OuterRule
@@ -142,7 +143,7 @@ class OuterSteps:
             a.Gather: self._gather,
             a.Compute: self._begin_to_compute,
             a.FetchState: self._begin_to_fetch,
-            a.Drop: self._begin_to_drop,
+            a.Drop: self._drop,
             a.Serve: self._begin_to_serve,
             a.Forget: self._forget,
             a.SaveAll: self._save_all,
@@ -178,7 +179,7 @@ class OuterSteps:
     def _publish(self, action: a.Publish, snapshot: Snapshot) -> None:
         node, module = self._node, action.module
         gradient = snapshot.outer_gradient()
-        if not all(all_finite(gradient[begin:end]) for begin, end in pieces(gradient.numel())):
+        if not all(_are_numbers(gradient[begin:end]) for begin, end in pieces(gradient.numel())):
             reason = "the local parameters are no longer numbers"
             self._report(e.Failed(action, reason, is_final=True))
             return
@@ -240,12 +241,19 @@ class OuterSteps:
             raise StorageError(f"the state after {base.step[:12]} is not here any more")
         self._tell_what_is_gone(action)
         paths, before = node.grid.paths_of_module(module), state
-        for step in action.steps:
+        for number, step in enumerate(action.steps, 1):
             if step.state != state.digest:
                 raise IntegrityError(f"step {step.name[:12]} stands on another state than is here")
             files = [self._contribution(row) for row in step.rows]
             before = state
-            state = node.rule.step(before, files, step.outer_rows, step.round_index, paths)
+            try:
+                state = node.rule.step(before, files, step.outer_rows, step.round_index, paths)
+            except (IntegrityError, ValueError) as error:
+                # The files have their hashes, so everybody who computes the step comes to this.
+                logger.warning("%s: step %s cannot be computed: %s", module, step.name[:12], error)
+                failed = replace(action, steps=action.steps[:number])
+                self._report(e.Failed(failed, str(error), is_final=True))
+                return
         step, weight = action.steps[-1], base.weight
         weight += sum(len(taken.rows) for taken in action.steps)
         place_before = base.step, base.weight, base.round_index
@@ -397,13 +405,11 @@ class OuterSteps:
     def _save_all(self, action: a.SaveAll) -> None:
         self._submit(self._saving, self._node.held.save_all)
 
-    def _begin_to_drop(self, action: a.Drop) -> None:
-        self._submit(self._saving, lambda: self._drop(action))
-
     def _drop(self, action: a.Drop) -> None:
         logger.info("others keep copies of %s: dropped here", action.module)
         self._node.held.drop(action.module)
         self._announce()
+        self._submit(self._saving, lambda: self._node.held.remove_dropped(action.module))
 
     def hold(self, heads: tuple[Head, ...]) -> dict[str, ModuleState]:
         """Return what a path begins with, by module. Raises KeyError."""
@@ -442,6 +448,11 @@ class OuterSteps:
 
         if not self._stopping.is_set():
             workers.submit(run)
+
+
+def _are_numbers(values: torch.Tensor) -> bool:
+    """Tell whether values can be in a contribution; those that are no number cannot."""
+    return bool((values.abs_() <= MAX_SCALE).all())
 
 
 def _mapped(path: Path) -> memoryview:

@@ -17,7 +17,7 @@ from dipaco.peer.node.node import Node
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
 from dipaco.peer.reporting.event_log import EventLog
-from dipaco.protocol.records import ProgressEntry
+from dipaco.protocol.records import MAX_NLL, ProgressEntry
 from dipaco.training.interruption import PassInterrupted
 from dipaco.training.scoring import LossSum
 from dipaco.training.trainer import PathTrainer
@@ -104,7 +104,7 @@ class ProgressReports:
             path=path,
             last_round=round_index,
             tokens=max((progress.tokens for progress in counted if progress), default=0),
-            validation_nll=validation.nll,
+            validation_nll=min(validation.nll, MAX_NLL),
             validation_tokens=validation.tokens,
             shard_sequences=self._node.load_shard_index().paths[path].train_sequences,
             train_loss=train_loss if plain else MAX_LOSS,

@@ -26,8 +26,8 @@ class Failed(Event):
     action: Action
     reason: str
     is_final: bool = False
-    """It need not be tried again: the file came and is no contribution, or the local parameters
-    are no longer numbers."""
+    """It need not be tried again: the file came and is no contribution, the local parameters are
+    no longer numbers, or nobody can compute the last of the steps."""
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,9 @@ class FollowedModule:
                 self._asking.is_over(peer)
                 self._contributors.failed(peer)
             case e.Failed(action=a.Compute(steps=steps)):
-                self._taking.compute_failed(steps[-1].name)
+                self._taking.compute_failed(steps[-1].name, is_refused=event.is_final)
+                if event.is_final:
+                    self.consider()
             case e.Failed(action=a.FetchState(head=head)):
                 self._taking.fetch_failed(head.step)
 

@@ -10,7 +10,8 @@ over
                   are in its chain
     absent        its files, or a time, come     no: others may have built on it
 
-    refused   a file in it is no contribution, or it names another state than was computed here
+    refused   a file in it is no contribution, its files give no state, or it names another state
+              than was computed here
     doubted   held-out documents say that its state is much worse
     absent    nobody gives its files, or the state before it
 

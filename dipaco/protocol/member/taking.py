@@ -11,6 +11,7 @@ See design 4.4, chain.
     COMPUTING    the state is here        CHECKING where it parted from the own chain; else IDLE,
                                           and it is taken
                  a file is gone           GETTING, once
+                 nobody can compute it    IDLE; the step is refused
                  it failed otherwise      as if it had not come
     CHECKING     it is much worse         IDLE; the step is doubted
                  otherwise                IDLE, and it is taken
@@ -250,13 +251,18 @@ class Taking:
         if plan is not None and plan.base.step == step and not plan.is_base_here:
             self._failed(plan)
 
-    def compute_failed(self, step: str) -> None:
-        """What was gathered is gone again, or another state comes out than rows name.
+    def compute_failed(self, step: str, *, is_refused: bool) -> None:
+        """What was gathered is gone again, another state comes out than rows name, or nobody can
+        compute the step: that one is refused.
 
         Files that are gone were told of before. They are fetched again once: a disk may be too
         small for all of them.
         """
         plan = self._plan
+        if is_refused:
+            if plan is not None and step in (taken.name for taken in plan.steps):
+                self._refuse(step, "its files give no state")
+            return
         if plan is None or plan.target != step:
             return
         here = self._rows.here

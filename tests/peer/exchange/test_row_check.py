@@ -1,7 +1,11 @@
 """Which rows and steps of others are believed."""
 
 import dataclasses
+import hashlib
 
+import pytest
+
+from dipaco.peer.exchange import verify
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import AWAY_S, Gate
 from dipaco.protocol.chain import Step
@@ -126,3 +130,30 @@ def test_the_operator_alone_can_admit():
     forged = make_invitation(Terms(RUN, 100, 0), key(1001))
     known = {peer(0): admission(0, forged)}
     assert new_check().good_rows(MODULE, [row_of(0)], known) == ()
+
+
+def test_parents_that_are_invented_push_no_counts_of_places_out():
+    """Attack: one peer signs rows on thousands of parents, and of two places a third row counts."""
+    narrow = make_invitation(Terms(RUN, 2, 0), OPERATOR)
+    known = {peer(n): admission(n, narrow) for n in range(4)}
+    check = new_check()
+    rows = [row_of(n, 1) for n in range(4)]
+    assert check.good_rows(MODULE, rows[:2], known) == tuple(rows[:2])
+    invented = [row_of(0, 1, hashlib.sha256(str(n).encode()).hexdigest()) for n in range(20)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(verify, "REMEMBERED_PLACES", 8)
+        assert check.good_rows(MODULE, invented, known) == tuple(invented)
+        for round_index in range(20):
+            check.good_rows("L0.E0", [row_of(0, round_index, module="L0.E0", path=0)], known)
+    assert check.good_rows(MODULE, rows[2:], known) == ()
+
+
+def test_a_row_of_a_path_that_has_no_sequences_is_refused():
+    """Attack: no step with it could be computed, by anybody."""
+    check, known = new_check(), {peer(n): admission(n) for n in range(2)}
+    row = row_of(0)
+    step = chain_of(1, (0,))
+    assert check.good_steps(MODULE, step, known)
+    check.empty_paths = frozenset({row.path})
+    assert check.good_rows(MODULE, [row], known) == ()
+    assert check.good_steps(MODULE, step, known) == ()

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dipaco.base.errors import ClockError
+from dipaco.base.patience import since_start_s
 
 from .known_peers import peer_of
 
@@ -219,18 +220,13 @@ class Clock:
             self.offset_s = target_s
 
 
-def _since_start_s() -> float:
-    """Return the seconds since this machine has started; where that is known, also asleep."""
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
 def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock:
     """Return the clock of a node that has just joined through the addresses `initial_peers`.
 
     Raises `ClockError`. When nobody answers the hello, the machine's own time is used and a
     warning is logged.
     """
-    clock = Clock(steady_time=_since_start_s)
+    clock = Clock(steady_time=since_start_s)
     ids = [peer_of(address) for address in initial_peers]
     if not clock.measure(neighbours, ids):
         logger.warning("no neighbour told its time; this machine's clock is used as it is")
