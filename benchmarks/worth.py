@@ -103,9 +103,7 @@ def measure(chosen: Namespace) -> None:
     for number in missing:
         if swarm is None or chosen.decay:
             if chosen.decay:
-                # The schedule counts the steps of all replicas.
-                steps = number * chosen.steps * peers // paths
-                run = changed_run(chosen, {"inner.decay_steps": steps})
+                run = changed_run(chosen, {"inner.decay_steps": number * chosen.steps})
             swarm = new_swarm(chosen, run, peers)
         while swarm.next_round < number:
             if chosen.move_every and swarm.next_round % chosen.move_every == 0:

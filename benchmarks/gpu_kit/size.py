@@ -70,10 +70,9 @@ class Kit:
         self, name: str, rounds: list[int], rate: float, base: str, *more: str
     ) -> Namespace:
         """Return the options of worth.py for an arm whose cosine ends with the last round."""
-        replicas = PEERS if "--peers" in more else 1
         changes = {
             "inner.learning_rate": rate,
-            "inner.decay_steps": rounds[-1] * self.steps * replicas,
+            "inner.decay_steps": rounds[-1] * self.steps,
             "blobs.base": base,
         }
         return worth.options([

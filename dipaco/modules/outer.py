@@ -285,18 +285,25 @@ def advanced_progress(
     another peer has trained. So a path whose only rows are lies grows with the square of its steps
     at most; with twice the last growth it would be the power of two. A path that is new is measured
     by the lower median of the others' averages, and behind a genesis by that of all rows.
+    Its place in the shard grows by what all rows say, `MAX_OF_MEDIAN` times that growth each at
+    most: a lie changes which texts come next.
     """
     advanced = dict(progress)
     averages = [entry.usual for entry in progress.values()]
     first = _lower_median(averages or [row.tokens for row in rows])
     for path, tokens in _tokens_of_paths(rows).items():
-        before = progress.get(path, PathProgress(0, round_index, 0))
+        before = progress.get(path, PathProgress(0, round_index, 0, 0))
         usual = before.usual if before.steps else first
         grown = min(_lower_median(tokens), max(1, MAX_OF_USUAL * usual))
         last_round = max(before.last_round, round_index)
-        # Nobody could read a state with a greater count.
-        tokens_in_all = min(before.tokens + grown, MAX_COUNT)
-        advanced[path] = PathProgress(tokens_in_all, last_round, before.steps + 1)
+        read = before.read + sum_of_counts(min(row, MAX_OF_MEDIAN * grown) for row in tokens)
+        # Nobody could read a state with greater counts.
+        advanced[path] = PathProgress(
+            tokens=min(before.tokens + grown, MAX_COUNT),
+            last_round=last_round,
+            steps=before.steps + 1,
+            read=min(read, MAX_COUNT),
+        )
     return advanced
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from .canonical_file import (
 from .device import all_finite, own_pages
 from .layout import ModuleLayout
 
-STATE_FORMAT = "dipaco-state/2"
+STATE_FORMAT = "dipaco-state/3"
 # Of tokens and rounds: sums of two still fit into 64 bits.
 MAX_COUNT = 2**62
 
@@ -50,6 +50,8 @@ class PathProgress:
     last_round: int
     steps: int
     """In how many steps of the module it grew."""
+    read: int
+    """Its place in the shard: what all of its peers trained together."""
 
     @property
     def usual(self) -> int:
@@ -172,7 +174,7 @@ def max_state_bytes(layout: ModuleLayout, path_count: int) -> int:
     Called before a state is fetched, to bound the transfer.
     """
     greatest = MAX_COUNT
-    progress = {greatest + path: PathProgress(*[greatest] * 3) for path in range(path_count)}
+    progress = {greatest + path: PathProgress(*[greatest] * 4) for path in range(path_count)}
     header = _header("L0000000.E0000000", greatest, progress, layout)
     return 8 + len(header) + 8 * layout.size
 
@@ -225,9 +227,7 @@ def _header(
     module: str, version: int, progress: Mapping[int, PathProgress], layout: ModuleLayout
 ) -> bytes:
     """Return the one header that a state may have."""
-    table = {
-        str(path): [entry.tokens, entry.last_round, entry.steps] for path, entry in progress.items()
-    }
+    table = {str(path): list(astuple(entry)) for path, entry in progress.items()}
     content = {"module": module, "version": version, "progress": table}
     shapes = list(zip(layout.names, layout.shapes, strict=True))
     parts = [
@@ -242,7 +242,7 @@ def _parse_header(header: bytes) -> StateSummary:
         content = parse_metadata(header, STATE_FORMAT, "state")
         module, version, table = content["module"], content["version"], content["progress"]
         progress = {
-            _count(int(path)): PathProgress(*(_count(number) for number in _three(entry)))
+            _count(int(path)): PathProgress(*(_count(number) for number in _four(entry)))
             for path, entry in table.items()
         }
         if not isinstance(module, str):
@@ -250,9 +250,9 @@ def _parse_header(header: bytes) -> StateSummary:
         return StateSummary(module, _count(version), dict(sorted(progress.items())))
 
 
-def _three(entry: Any) -> list[Any]:
-    if not isinstance(entry, list) or len(entry) != 3:
-        raise ValueError("progress is not three numbers")
+def _four(entry: Any) -> list[Any]:
+    if not isinstance(entry, list) or len(entry) != 4:
+        raise ValueError("progress is not four numbers")
     return entry
 
 

@@ -118,7 +118,6 @@ class MixedBatches:
         rows = batch_indices(
             self._plan.seed,
             self._stream,
-            0,
             step,
             self._plan.inner.batch_sequences,
             int(self._ends[-1]),

@@ -85,7 +85,9 @@ class ReferenceSwarm:
         self.peers = checked_peers(peers, self.grid.path_count)
         self.states = first_states(run, states or {})
         """The anchors: the newest state of every module."""
-        self.trainers = new_trainers(run, self.peers, self.states, self.settings)
+        self.trainers = new_trainers(
+            run, self.peers, self.states, self.steps_per_round, self.settings
+        )
         """The trainer of each peer."""
         self.next_round = first_round
         self.on_steps: Callable[[int], None] = lambda steps: None

@@ -86,6 +86,7 @@ def new_trainers(
     run: RunFolder,
     peers: Sequence[SimulatedPeer],
     states: Mapping[str, ModuleState],
+    steps_per_round: int,
     settings: SimulatorSettings,
 ) -> dict[SimulatedPeer, PathTrainer]:
     """Return a trainer for each peer, which begins with these states of its path's modules.
@@ -106,6 +107,7 @@ def new_trainers(
             # PyTorch compiles once for all trainers of one shape.
             compile_model=device.type == "cuda",
             exact=settings.exact,
+            steps_per_round=steps_per_round,
         )
         batches = BatchStream(
             run.train_tokens(plan, peer.path),

@@ -99,10 +99,11 @@ class PathTrainer:
         micro_batch_size: int | None = None,
         compile_model: bool = False,
         exact: bool | None = None,
+        steps_per_round: int | None = None,
         is_interrupted: Callable[[], bool] | None = None,
     ) -> None:
         """Make the model. `exact` is for all who must get the same bits; by default that is so
-        in a run with fixed steps.
+        in a run with fixed steps. `steps_per_round` are those of a simulation, or the plan's.
 
         With adapters `new_model` gives one on the frozen base, for `device`. It is made when a
         path begins, because the base may not be here before. Once `is_interrupted`, a step or a
@@ -114,6 +115,7 @@ class PathTrainer:
         self._optimizer, self._compile_model = optimizer, compile_model
         self._micro_batch_size = micro_batch_size
         self._exact = bool(plan.rounds.inner_steps) if exact is None else exact
+        self._steps_per_round = steps_per_round or plan.rounds.inner_steps
         self._scoring = scoring_at_once(device)
         self._is_interrupted = is_interrupted
         self._new_model = new_model or (lambda: PathModel(plan.model).to(device))
@@ -122,7 +124,9 @@ class PathTrainer:
             self._make_model()
         self.path: int | None = None
         self.path_step = 0
+        # This peer's place among the replicas of the path.
         self.replica = 0
+        self._discarded_batches = 0
         self._stream: BatchStream | None = None
         self._modules: dict[str, _Module] = {}
 
@@ -181,6 +185,7 @@ class PathTrainer:
         else:
             self.inner.reset()
         self.path, self.replica, self._stream = path, 0, stream
+        self._discarded_batches = 0
         self._modules = {
             module: _Module(states[module]) for module in self.grid.modules_of_path(path)
         }
@@ -195,12 +200,40 @@ class PathTrainer:
     def inner_step(self) -> float:
         """Train one batch and return its mean loss in nats a token."""
         assert self._stream is not None
-        tokens = self._stream.batch(self.path_step, self.replica)
+        tokens = self._stream.batch(self._place())
         loss = self.inner.step(tokens, self.path_step)
         self.path_step += 1
         for progress in self._modules.values():
             progress.tokens += self.tokens_per_step
         return loss
+
+    def _place(self) -> int:
+        """Return the place in the shard, in batches (design 4.6, claims).
+
+        Replicas read side by side: they begin where all of them were at the anchor, and each is as
+        many batches further on as those before it read in a usual round. One module of the path
+        decides, because the rounds of levels end at different times: that whose first round is the
+        longest.
+        """
+        assert self.path is not None
+        assert self._stream is not None
+        reading = self._modules[self._reading_module]
+        progress = reading.anchor.progress.get(self.path)
+        if self._steps_per_round:
+            apart = self._steps_per_round
+        elif progress:
+            apart = progress.usual // self.tokens_per_step
+        else:
+            # Nobody has counted yet what a round is: an eighth of the shard keeps most apart.
+            apart = self._stream.batches_per_epoch // 8
+        begin = progress.read // self.tokens_per_step if progress else 0
+        own = self._discarded_batches + reading.tokens // self.tokens_per_step
+        return begin + self.replica * apart + own
+
+    @property
+    def _reading_module(self) -> str:
+        level_offset = self.grid.level_offset
+        return max(self._modules, key=lambda module: level_offset(self.grid.level_of(module)))
 
     def snapshot(self, module: str) -> Snapshot:
         """Copy a module at a boundary, in place of an earlier copy."""
@@ -230,6 +263,8 @@ class PathTrainer:
                 add_to_module(self.model, self.grid, module, state.parameters, taken.local)
             progress.tokens -= taken.tokens
         progress.anchor, progress.snapshot = state, None
+        if module == self._reading_module:
+            self._discarded_batches = 0
         # The schedule follows what all replicas of the path trained together.
         own_steps = progress.tokens // self.tokens_per_step
         self.path_step = max(self.path_step, self._counted_steps(state) + own_steps)
@@ -238,6 +273,9 @@ class PathTrainer:
         """Go back to the anchor: the local parameters are no longer numbers."""
         progress = self._modules[module]
         scatter_module(self.model, self.grid, module, progress.anchor.parameters)
+        if module == self._reading_module:
+            # What made the parameters no numbers is not read again.
+            self._discarded_batches += progress.tokens // self.tokens_per_step
         progress.snapshot = None
         progress.tokens = 0
         self.inner.reset()
@@ -267,6 +305,7 @@ class PathTrainer:
         """
         return {
             "path_step": self.path_step,
+            "discarded_batches": self._discarded_batches,
             "tokens": {module: progress.tokens for module, progress in self._modules.items()},
             "parameters": {name: p.detach() for name, p in self.model.named_parameters()},
             "optimizer": self.inner.lent_state_dict(),
@@ -292,6 +331,7 @@ class PathTrainer:
         for module, progress in self._modules.items():
             progress.tokens = int(kept["tokens"][module])
         self.path_step = int(kept["path_step"])
+        self._discarded_batches = int(kept["discarded_batches"])
 
     def optimizer_state(self) -> dict[str, object]:
         """Return the optimizer's state, which the next step changes, to be kept on disk."""

@@ -27,7 +27,7 @@ def trained(grid):
             7,
             torch.randn(layout.size, generator=generator),
             torch.randn(layout.size, generator=generator),
-            {path: PathProgress(64, 6, 16) for path in grid.paths_of_module(module)},
+            {path: PathProgress(64, 6, 16, 64) for path in grid.paths_of_module(module)},
             layout,
         )
     return states

@@ -33,13 +33,13 @@ from support.runs.exact_numbers import square_roots
 SIZE = 1000
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))
 ROWS = canonical_rows([OuterRow(0, "a", 100), OuterRow(1, "b", 300)])
-GOLDEN_TRIMMED_DIGEST = "9f20d737e8f2c99de637d16f6c6daf38f9c0c24ff9a61c8e871c0088965e2db5"
+GOLDEN_TRIMMED_DIGEST = "07b85b9069158986aec46352d6271b7f29aba41a16fe72713bc18992969b257a"
 GOLDEN_NORM = "0x1.b9eb6d909be22p+12"
 GOLDEN_DIGESTS = {
-    "float32": "238936011991a1e691da1f1add618458ba6572830352195493df36591b8f41fa",
-    "int4": "91e946d2c80e821f9da20005e5839244a902ef73a5bfc4c8c1e941cba95494d9",
-    "int2": "53ce960dca33a37db64e4be8e168879ec3df94939114ae36c03e44437a026693",
-    "sign": "ae93aff9db4e04bd347ea1f4ac17e0b3af50937a0e06388747b53c017d8553bf",
+    "float32": "1da55d17368a695febde60454c466fa6704352359eb4d0d7cf414956ea2a6846",
+    "int4": "db9bfc5d90b027d6118f4fa3b4fdae802f3b45412de1b8cc6b596c16497e2ff2",
+    "int2": "e4af22ebd169ae748866b2ae2fafb653e12510d057ea05d2d21832ebb933cf75",
+    "sign": "5278f056835938d862b4f0ce3fcd69e3f9d097b87d9b1b0e04c3073bca63ae69",
 }
 
 
@@ -69,7 +69,7 @@ def state_of(seed=0, **overrides):
         "version": 3,
         "parameters": drawn(seed),
         "momentum": drawn(seed + 1, 0.1),
-        "progress": {0: PathProgress(1000, 2, 5)},
+        "progress": {0: PathProgress(1000, 2, 5, 1000)},
         "layout": LAYOUT,
     }
     return ModuleState(**{**values, **overrides})
@@ -115,7 +115,7 @@ def test_a_single_process_needs_no_peer_names():
 
 def usually(tokens):
     """Return the progress of paths that grow so much in a step."""
-    return {path: PathProgress(10 * usual, 9, 10) for path, usual in tokens.items()}
+    return {path: PathProgress(10 * usual, 9, 10, 10 * usual) for path, usual in tokens.items()}
 
 
 @given(rows, st.lists(st.integers(1, 10**6), min_size=6, max_size=6), st.booleans())
@@ -163,7 +163,8 @@ def test_a_path_grows_by_the_lower_median_of_its_rows_and_at_most_twice_what_is_
         said = sorted(row.tokens for row in rows if row.path == path)
         counted = min(said[(len(said) - 1) // 2], 2 * usual.get(path, first))
         steps = 11 if path in usual else 1
-        assert grown[path] == PathProgress(10 * usual.get(path, 0) + counted, 9, steps)
+        before, read = 10 * usual.get(path, 0), sum(min(tokens, 4 * counted) for tokens in said)
+        assert grown[path] == PathProgress(before + counted, 9, steps, before + read)
     assert all(grown[path] == progress[path] for path in usual if path not in {row.path for row in rows})
 
 
@@ -195,7 +196,7 @@ def test_lies_that_grow_each_round_move_the_schedule_of_their_path_with_the_squa
 
 
 def test_a_faster_peer_on_a_path_counts_in_full_as_soon_as_the_average_of_the_path_allows():
-    progress = {0: PathProgress(3 * 1000, 2, 3)}
+    progress = {0: PathProgress(3 * 1000, 2, 3, 3 * 1000)}
     for number in range(12):
         progress = advanced_progress(progress, [OuterRow(0, "fast", 4000)], 3 + number)
     assert progress[0].tokens >= 0.8 * (3 * 1000 + 12 * 4000)
@@ -347,7 +348,7 @@ def test_a_step_keeps_its_inputs_and_counts():
     assert state.digest == digest
     assert files == before
     assert stepped.version == 4
-    assert stepped.progress == {0: PathProgress(1100, 4, 6), 1: PathProgress(300, 4, 1)}
+    assert stepped.progress == {0: PathProgress(1100, 4, 6, 1100), 1: PathProgress(300, 4, 1, 300)}
     assert stepped.tokens == 1400
     with pytest.raises(ValueError, match=r"no paths \[1\]"):
         PLAIN.step(state, files, ROWS, 4, paths=(0,))
@@ -358,14 +359,14 @@ def test_rescaling_counts_paths_not_peers():
     alone = canonical_rows([OuterRow(0, "a", 10)])
     same = drawn(9)
     first = PLAIN.step(state_of(), files_of(PLAIN, *[same] * 4), replicas, 4)
-    assert first.digest == PLAIN.step(state_of(), files_of(PLAIN, same), alone, 4).digest
+    assert torch.equal(first.parameters, PLAIN.step(state_of(), files_of(PLAIN, same), alone, 4).parameters)
 
 
 def test_progress_never_goes_back():
-    progress = {0: PathProgress(10, 9, 2)}
+    progress = {0: PathProgress(10, 9, 2, 10)}
     rows = [OuterRow(0, "a", 1), OuterRow(0, "b", 2)]
-    assert advanced_progress(progress, rows, 5) == {0: PathProgress(11, 9, 3)}
-    assert progress == {0: PathProgress(10, 9, 2)}
+    assert advanced_progress(progress, rows, 5) == {0: PathProgress(11, 9, 3, 13)}
+    assert progress == {0: PathProgress(10, 9, 2, 10)}
 
 
 def test_no_count_is_greater_than_one_that_a_state_can_say():

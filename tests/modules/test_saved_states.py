@@ -25,7 +25,7 @@ def state_of(version, module="L0.E0", value=None):
         version=version,
         parameters=torch.full((4,), float(version if value is None else value)),
         momentum=torch.zeros(4),
-        progress={1: PathProgress(100 * version, version, 100)} if version else {},
+        progress={1: PathProgress(100 * version, version, 100, 100 * version)} if version else {},
         layout=LAYOUT,
     )
 

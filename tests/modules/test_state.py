@@ -24,7 +24,7 @@ from dipaco.modules.state import (
 )
 
 LAYOUT = ModuleLayout(("a.weight", "b.weight"), ((2, 3), (4,)))
-GOLDEN_DIGEST = "04c4776822e77160132d899a5dcfff00ef7e656b2fd9a35e405e6a0f9b804412"
+GOLDEN_DIGEST = "55f6e867c93910fcef6152d8e1844aec9d1161254dfcd256800c44c2d0a0955a"
 
 
 def state_of(**overrides):
@@ -33,7 +33,7 @@ def state_of(**overrides):
         "version": 7,
         "parameters": torch.arange(10, dtype=torch.float32) / 8,
         "momentum": -torch.arange(10, dtype=torch.float32) / 16,
-        "progress": {3: PathProgress(4096, 6, 1024), 2: PathProgress(512, 5, 512)},
+        "progress": {3: PathProgress(4096, 6, 1024, 4096), 2: PathProgress(512, 5, 512, 512)},
         "layout": LAYOUT,
     }
     return ModuleState(**{**values, **overrides})
@@ -76,7 +76,7 @@ def test_any_safetensors_tool_reads_it(tmp_path):
         assert set(tensors.keys()) == {f"{part}/{name}" for part in ("momentum", "parameters") for name in LAYOUT.names}
         assert torch.equal(tensors.get_tensor("parameters/b.weight"), state.parameters[6:])
         assert torch.equal(tensors.get_tensor("momentum/a.weight"), state.momentum[:6].view(2, 3))
-        assert tensors.metadata()["format"] == "dipaco-state/2"
+        assert tensors.metadata()["format"] == "dipaco-state/3"
 
 
 @pytest.mark.parametrize("as_file", [True, False])
@@ -106,7 +106,7 @@ def test_digest_sees_everything():
         state_of(parameters=one),
         state_of(momentum=one),
         state_of(progress={}),
-        state_of(progress={2: PathProgress(512, 5, 512), 3: PathProgress(4096, 7, 1024)}),
+        state_of(progress={2: PathProgress(512, 5, 512, 512), 3: PathProgress(4096, 7, 1024, 4096)}),
         state_of(layout=ModuleLayout(("a.weight", "c.weight"), ((2, 3), (4,)))),
         state_of(layout=ModuleLayout(("a.weight", "b.weight"), ((3, 2), (4,)))),
     ]
@@ -170,7 +170,7 @@ def _swap_offsets(header, content):
 @pytest.mark.parametrize(
     "change",
     [
-        _set_metadata("format", "dipaco-state/3"),
+        _set_metadata("format", "dipaco-state/4"),
         _set_metadata("more", "x"),
         _set_content("version", -1),
         _set_content("version", True),
@@ -178,14 +178,14 @@ def _swap_offsets(header, content):
         _set_content("version", MAX_COUNT),
         _set_content("module", 3),
         _set_content("extra", 1),
-        _set_content("progress", {"2": [-1, 0, 1]}),
-        _set_content("progress", {"-2": [1, 0, 1]}),
-        _set_content("progress", {"02": [1, 0, 1]}),
-        _set_content("progress", {"x": [1, 0, 1]}),
-        _set_content("progress", {"2": [1, 0]}),
-        _set_content("progress", {"2": [1, 0, 0, 0]}),
+        _set_content("progress", {"2": [-1, 0, 1, 1]}),
+        _set_content("progress", {"-2": [1, 0, 1, 1]}),
+        _set_content("progress", {"02": [1, 0, 1, 1]}),
+        _set_content("progress", {"x": [1, 0, 1, 1]}),
+        _set_content("progress", {"2": [1, 0, 1]}),
+        _set_content("progress", {"2": [1, 0, 0, 0, 0]}),
         _set_content("progress", {"2": "10"}),
-        _set_content("progress", [[1, 0, 1]]),
+        _set_content("progress", [[1, 0, 1, 1]]),
         _set_dtype,
         _add_tensor,
         _swap_offsets,

@@ -107,7 +107,7 @@ def test_what_is_no_first_state_of_the_module_is_refused(served):
     for bad, message in (
         (served.genesis["L0.E0"], "expected a state of L0.E1, got one of L0.E0"),
         (dataclasses.replace(good, version=3), "has version 3"),
-        (dataclasses.replace(good, progress={0: PathProgress(7, 0, 7)}), "counts 7 tokens|differ|describes"),
+        (dataclasses.replace(good, progress={0: PathProgress(7, 0, 7, 7)}), "counts 7 tokens|differ|describes"),
         (dataclasses.replace(good, parameters=good.parameters / 0), "not finite"),
     ):
         served.index[MODULE] = served.serve(bad)

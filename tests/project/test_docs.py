@@ -273,7 +273,7 @@ def computed_vectors():
         version=1,
         parameters=torch.tensor([1.0, 2.0, 3.0, 4.0]),
         momentum=torch.tensor([0.0, 0.0, 0.5, -0.5]),
-        progress={0: PathProgress(1024, 0, 1)},
+        progress={0: PathProgress(1024, 0, 1, 1024)},
         layout=layout,
     )
     header = bytes(list(state_chunks(state))[1])
@@ -299,9 +299,9 @@ def computed_vectors():
         "row_statement": rows[0].statement.hex(),
         "row_mark": rows[0].mark.hex(),
         "step_name": Step("L0.E0", 1, parent, tuple(rows)).name,
-        "batch_0": repr(batch_indices(0, 0, 0, 0, 4, 10).tolist()),
-        "batch_2": repr(batch_indices(0, 0, 0, 2, 4, 10).tolist()),
-        "batch_replica": repr(batch_indices(7, 3, 1, 0, 5, 1000).tolist()),
+        "batch_0": repr(batch_indices(0, 0, 0, 4, 10).tolist()),
+        "batch_2": repr(batch_indices(0, 0, 2, 4, 10).tolist()),
+        "batch_of_path_3": repr(batch_indices(7, 3, 1, 5, 1000).tolist()),
     }
 
 

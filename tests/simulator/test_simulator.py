@@ -116,6 +116,16 @@ def test_replicas_share_a_path_but_no_batches(shared_run):
     assert not torch.equal(gradients[0], gradients[1])
 
 
+def test_replicas_of_a_path_read_each_row_once(shared_run, monkeypatch):
+    """Four replicas with orders of their own would read 67 % of an epoch, and the rest again."""
+    places, batch = [], BatchStream.batch
+    monkeypatch.setattr(BatchStream, "batch", lambda stream, place: places.append(place) or batch(stream, place))
+    swarm = ReferenceSwarm(shared_run, peers=[SimulatedPeer(1, number) for number in range(4)])
+    for _ in range(3):
+        swarm.run_round()
+    assert sorted(places) == list(range(3 * 4 * swarm.plan.rounds.inner_steps))
+
+
 def test_untrained_paths_keep_their_states(private_run):
     swarm = ReferenceSwarm(private_run, peers=[SimulatedPeer(0)])
     before = swarm.report()

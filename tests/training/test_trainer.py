@@ -22,8 +22,13 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture
-def trainer(tmp_path):
-    run = make_tiny_run(tmp_path / "run")
+def inner_steps():
+    return 4
+
+
+@pytest.fixture
+def trainer(tmp_path, inner_steps):
+    run = make_tiny_run(tmp_path / "run", inner_steps=inner_steps)
     plan, grid = run.plan(), run.grid(run.plan())
     made = PathTrainer(plan, grid, torch.device("cpu"))
     base = run.base_parameters(plan)
@@ -46,14 +51,14 @@ def local(trainer, module=MODULE):
     return gather_module(trainer.model, trainer.grid, module)
 
 
-def following(state, shift, tokens=0):
-    """Return a next state, `shift` away, with so many more tokens of the path in it."""
-    before = state.progress.get(PATH, PathProgress(0, 0, 1))
+def following(state, shift, tokens=0, replicas=1):
+    """Return a next state, `shift` away, with so many more tokens of each of the path's peers in it."""
+    before = state.progress.get(PATH, PathProgress(0, 0, 0, 0))
     return replace(
         state,
         version=state.version + 1,
         parameters=state.parameters + shift,
-        progress={PATH: PathProgress(before.tokens + tokens, 0, tokens)},
+        progress={PATH: PathProgress(before.tokens + tokens, 0, before.steps + 1, before.read + replicas * tokens)},
     )
 
 
@@ -107,6 +112,33 @@ def test_the_path_step_follows_what_replicas_trained(trainer):
     snapshot = trainer.snapshot(MODULE)
     trainer.adopt(MODULE, following(snapshot.anchor, 0.0, 7 * trainer.tokens_per_step))
     assert trainer.path_step == 7
+
+
+def places_of(trainer, steps, monkeypatch):
+    found, batch = [], BatchStream.batch
+    with monkeypatch.context() as patched:
+        patched.setattr(BatchStream, "batch", lambda stream, place: found.append(place) or batch(stream, place))
+        for _ in range(steps):
+            trainer.inner_step()
+    return found
+
+
+@pytest.mark.parametrize("inner_steps", [0])
+def test_replicas_read_side_by_side_in_rounds_of_the_clock(trainer, monkeypatch):
+    tokens, first = trainer.tokens_per_step, trainer.anchor(OTHER)
+    # Nobody has counted yet.
+    assert places_of(trainer, 2, monkeypatch) == [0, 1]
+    # Three peers trained two steps each. The module at the other end of its round says nothing new.
+    trainer.snapshot(OTHER)
+    assert places_of(trainer, 1, monkeypatch) == [2]
+    trainer.adopt(OTHER, following(first, 0.0, 2 * tokens, replicas=3))
+    trainer.adopt(MODULE, following(trainer.anchor(MODULE), 0.0, 5 * tokens, replicas=3))
+    assert places_of(trainer, 1, monkeypatch) == [7]
+    trainer.replica = 2
+    assert places_of(trainer, 2, monkeypatch) == [6 + 2 * 2 + 2, 6 + 2 * 2 + 3]
+    # A batch after which the parameters were no numbers does not come again.
+    trainer.discard(OTHER)
+    assert places_of(trainer, 1, monkeypatch) == [6 + 2 * 2 + 4]
 
 
 def test_what_the_encoding_loses_stays_once(trainer):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
@@ -73,16 +72,6 @@ class PathFiles:
         with self._fetched_lock:
             data = self._taken or self._fetched
         return _NO_ROWS if data is None else data.validation
-
-    def replica_number(self, lead_rank: int) -> int:
-        """Return which stream of batches a replica draws: 0 for the lead, its own otherwise.
-
-        Two replicas whose views differ must not draw the same batches, so the number comes from
-        the peer id and not from the rank.
-        """
-        if lead_rank == 0:
-            return 0
-        return 1 + zlib.crc32(self._node.me.encode()) % (2**31 - 2)
 
     def want(self, path: int) -> bool:
         """Note which path is about to begin; returns whether that is another than was noted last.

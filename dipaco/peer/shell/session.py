@@ -144,7 +144,7 @@ class Session:
             self._stopping.wait(min(left_s, LONGEST_WAIT_S))
             return None
         if instruction.rank is not None:
-            self._trainer.replica = self._files.replica_number(instruction.rank)
+            self._trainer.replica = instruction.rank
         started = time.perf_counter()
         try:
             self._last_loss = self._trainer.inner_step()
