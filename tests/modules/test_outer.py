@@ -370,8 +370,8 @@ def test_progress_never_goes_back():
 
 
 def test_no_count_is_greater_than_one_that_a_state_can_say():
-    progress = {0: PathProgress(MAX_COUNT - 1, 9, 50)}
-    assert advanced_progress(progress, [OuterRow(0, "a", 20)], 10)[0].tokens == MAX_COUNT
+    progress = {0: PathProgress(MAX_COUNT - 1, 9, 50, MAX_COUNT - 1)}
+    assert advanced_progress(progress, [OuterRow(0, "a", 20)], 10) == {0: PathProgress(MAX_COUNT, 10, 51, MAX_COUNT)}
 
 
 def test_a_step_is_never_to_what_is_not_finite():
