@@ -38,7 +38,7 @@ from .layout import ModuleLayout
 
 STATE_FORMAT = "dipaco-state/3"
 # Of tokens and rounds: sums of two still fit into 64 bits.
-MAX_COUNT = 2**62
+MAX_COUNT = 2**62 - 1
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ def _four(entry: Any) -> list[Any]:
 
 
 def _count(value: Any) -> int:
-    return checked_count(value, MAX_COUNT - 1)
+    return checked_count(value, MAX_COUNT)
 
 
 def _check_header(header: bytes, summary: StateSummary, layout: ModuleLayout) -> None:

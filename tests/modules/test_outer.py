@@ -24,7 +24,7 @@ from dipaco.modules.outer import (
     canonical_rows,
     encode_in_place,
 )
-from dipaco.modules.state import MAX_COUNT, ModuleState, PathProgress
+from dipaco.modules.state import MAX_COUNT, ModuleState, PathProgress, read_state, state_chunks
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
 from dipaco.protocol.outer_row import OuterRow
 from support.runs.contribution_files import made_file
@@ -371,7 +371,10 @@ def test_progress_never_goes_back():
 
 def test_no_count_is_greater_than_one_that_a_state_can_say():
     progress = {0: PathProgress(MAX_COUNT - 1, 9, 50, MAX_COUNT - 1)}
-    assert advanced_progress(progress, [OuterRow(0, "a", 20)], 10) == {0: PathProgress(MAX_COUNT, 10, 51, MAX_COUNT)}
+    progress = advanced_progress(progress, [OuterRow(0, "a", 20)], 10)
+    assert progress == {0: PathProgress(MAX_COUNT, 10, 51, MAX_COUNT)}
+    state = state_of(progress=progress)
+    assert read_state(b"".join(state_chunks(state)), LAYOUT).digest == state.digest
 
 
 def test_a_step_is_never_to_what_is_not_finite():

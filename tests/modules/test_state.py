@@ -175,7 +175,7 @@ def _swap_offsets(header, content):
         _set_content("version", -1),
         _set_content("version", True),
         _set_content("version", 1.0),
-        _set_content("version", MAX_COUNT),
+        _set_content("version", MAX_COUNT + 1),
         _set_content("module", 3),
         _set_content("extra", 1),
         _set_content("progress", {"2": [-1, 0, 1, 1]}),
