@@ -64,7 +64,7 @@ def test_one_peer_makes_others_fetch_a_few_of_its_files_alone():
 
 def test_a_mailbox_fetches_a_few_files_of_one_peer_who_tells_steps_without_end():
     member = Trainer("N", "ABC", closed="ABC")
-    member.module.follow(Role.MAILBOX)
+    member.module.follow(Role.ONLY_MAILBOX)
     member.known.path = None
     steps = [Step.of([member.row("A", tokens=n, file=name(f"{n}"))]) for n in range(1, 100)]
     for step in sorted(steps, key=lambda step: step.name, reverse=True):
@@ -107,7 +107,7 @@ def test_a_mailbox_that_trains_nothing_is_not_led_into_the_next_round():
     """Nobody who trains can be called, and one row is of the round that is under way."""
     member = Trainer("N", "ABC", closed="ABC")
     module, known = member.module, member.known
-    module.follow(Role.MAILBOX)
+    module.follow(Role.ONLY_MAILBOX)
     known.path = None
     module.hear_rows([member.row("A", round_index=1)], "A")
     module.hear_rows([member.row(peer) for peer in "BC"], "B")
@@ -123,7 +123,7 @@ def test_a_row_of_the_round_after_the_next_takes_no_round_from_the_others():
     """It is told once the last round has its step, and before the next one's boundary comes."""
     member = Trainer("N", "ABC", closed="ABC")
     module, known = member.module, member.known
-    module.follow(Role.MAILBOX)
+    module.follow(Role.ONLY_MAILBOX)
     known.path = None
     member.hear("A", "B", "C")
     member.wait(GATHER_S + 0.1)
@@ -143,7 +143,7 @@ def test_a_row_of_the_round_after_the_next_takes_no_round_from_the_others():
 def test_a_mailbox_stands_on_no_step_with_a_file_that_is_no_contribution():
     """Nobody who trains can be called: it alone makes steps, from rows that stand where it does."""
     member = Trainer("N", "ABC", closed="ABC")
-    member.module.follow(Role.MAILBOX)
+    member.module.follow(Role.ONLY_MAILBOX)
     member.known.path = None
     member.hear("B", "C")
     member.hear("A", gathered=False)

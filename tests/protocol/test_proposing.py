@@ -132,7 +132,7 @@ def test_a_late_step_is_taken_once_a_round_was_in_vain():
 def test_a_newcomer_that_computed_another_state_than_rows_name_computes_it_again():
     member = Trainer("D", "ABC")
     module = member.module
-    module.follow(Role.MAILBOX)
+    module.follow(Role.ONLY_MAILBOX)
     module.want()
     first = Step.of([member.row(peer) for peer in "ABC"])
     member.gathered(*first.rows)

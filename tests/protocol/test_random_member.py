@@ -74,7 +74,7 @@ class History:
         elif draw < 0.63 and module.head is not None:
             module.follow(Role.TRAINER)
         elif draw < 0.64:
-            module.follow(Role.KEEPER if module.head is not None else Role.MAILBOX)
+            module.follow(Role.KEEPER if module.head is not None else Role.ONLY_MAILBOX)
 
     def tell_steps(self):
         """Tell a new step and some of those that it stands on."""

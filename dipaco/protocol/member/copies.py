@@ -119,7 +119,7 @@ class Copies:
                 continue
             if len(self._copies(followed) - {known.me}) >= copies:
                 known.do(Drop(followed.module))
-                followed.follow(Role.MAILBOX)
+                followed.follow(Role.ONLY_MAILBOX)
                 return
 
     def hand_over(self) -> bool:

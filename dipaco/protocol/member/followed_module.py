@@ -276,7 +276,7 @@ class FollowedModule:
                 return
             taking.give_up()
         is_heavier = best.rank < self.link.rank
-        if self.role is Role.MAILBOX:
+        if self.role is Role.ONLY_MAILBOX:
             if is_heavier and self._proposing.is_time(best):
                 self._know(best)
         elif self.head is None:
@@ -324,7 +324,7 @@ class FollowedModule:
     def want(self) -> None:
         """Hold a state that a path can begin with; holders are asked for their chains first."""
         known, self._wanted_s = self.known, self.known.now_s
-        if self.role is Role.MAILBOX:
+        if self.role is Role.ONLY_MAILBOX:
             self.situation.role = Role.KEEPER
         held = sorted(
             known.view.holdings.get(self.module, ()),
@@ -352,7 +352,7 @@ class FollowedModule:
     def follow(self, role: Role) -> None:
         """Train the module from the state that is held on, or keep it, or only know it."""
         self.situation.role, self._wanted_s = role, None
-        if role is Role.MAILBOX:
+        if role is Role.ONLY_MAILBOX:
             self.chain.head = self.chain.before = None
         self.situation.round.is_open = False
         self._taking.give_up()
@@ -362,11 +362,11 @@ class FollowedModule:
         """No path begins with it: what is held stays, as a copy for others."""
         self._wanted_s = None
         if self.head is None:
-            self.follow(Role.MAILBOX)
+            self.follow(Role.ONLY_MAILBOX)
 
     def keep(self) -> None:
         """Hold a copy from now on."""
-        if self.role is Role.MAILBOX:
+        if self.role is Role.ONLY_MAILBOX:
             self.situation.role = Role.KEEPER
             self._taking.begin(self.chain.best())
 

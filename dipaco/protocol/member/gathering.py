@@ -52,7 +52,7 @@ class Gathering:
         """Note the steps that might be taken next and cannot be had now: those that lack the file
         of a peer that keeps files back. A mailbox computes nothing, so of it a step counts once all
         its files are here."""
-        over, is_mailbox = self._group.passed_over(), self._at.role is Role.MAILBOX
+        over, is_mailbox = self._group.passed_over(), self._at.role is Role.ONLY_MAILBOX
         if not over and not is_mailbox:
             return
         for link in self._chain.near():

@@ -13,7 +13,7 @@ from .situation import Situation
 
 # For so many rounds a claim is young: a peer that has just come is awaited before its first row.
 YOUNG_ROUNDS = 2
-# Peers that take rows and files of a round.
+# A round has at least so many mailboxes, where so many peers can be called.
 MAILBOXES = 2
 # Rounds for which a peer is not awaited, and its rows are left out, after a step that nobody could
 # have because of its file.

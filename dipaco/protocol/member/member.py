@@ -146,7 +146,7 @@ class Member:
 
     def _on_told(self, event: e.Told) -> None:
         if event.module not in self.modules:
-            mailboxes = sum(s.role is Role.MAILBOX for s in self.modules.values())
+            mailboxes = sum(s.role is Role.ONLY_MAILBOX for s in self.modules.values())
             if mailboxes >= MAX_MAILBOXES or not self.known.grid.has_module(event.module):
                 return
         followed = self._module(event.module)
@@ -170,7 +170,7 @@ class Member:
         self._copies.on_view()
         longest_s = SILENT_ROUNDS * self.known.schedule.duration_s
         for module, followed in list(self.modules.items()):
-            is_idle = followed.role is Role.MAILBOX
+            is_idle = followed.role is Role.ONLY_MAILBOX
             if is_idle and self.known.now_s - followed.last_told_s > longest_s:
                 del self.modules[module]
 

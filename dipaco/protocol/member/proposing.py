@@ -146,24 +146,21 @@ class Proposing:
         if not self.is_turn():
             return None
         rows = self.ready_rows()
-        if self._why_not(rows):
+        if not self._are_a_step(rows):
             return None
         step = Step.of(self._chosen(list(rows.values())))
         # One that cannot be taken here would be told again at every event.
         return None if step.name in self._chain.book else step
 
-    def _why_not(self, rows: dict[str, Row]) -> str:
-        """Return why these rows make no step now, if there is a reason."""
-        if not rows:
-            return "no file is here"
-        if self._chain.best().weight >= self._at.link.weight + len(rows):
-            return "a step that is told has as many rows"
+    def _are_a_step(self, rows: dict[str, Row]) -> bool:
+        """Tell whether these rows make a step now: more than any that was told, of enough voters,
+        and before G only with all who are awaited."""
+        if not rows or self._chain.best().weight >= self._at.link.weight + len(rows):
+            return False
         if not may_propose(rows.keys(), self._voters(), self._at.rounds_in_vain):
-            return "they are of no more than half of the voters"
+            return False
         is_early = self.late_s() < 0 and not self.is_told()
-        if is_early and not self._group.awaited() <= self._heard():
-            return "others are awaited"
-        return ""
+        return not is_early or self._group.awaited() <= self._heard()
 
     def _chosen(self, rows: list[Row]) -> list[Row]:
         """Return as many rows as a step may have: first of those who were in none lately."""

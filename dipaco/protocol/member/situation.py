@@ -15,9 +15,10 @@ from .module_chain import ModuleChain
 
 
 class Role(Enum):
-    """What a peer has to do with a module."""
+    """What a peer has to do with a module. Trainers and keepers are its mailboxes too, in turn
+    (`Group.mailboxes`)."""
 
-    MAILBOX = auto()
+    ONLY_MAILBOX = auto()
     """It knows the chain, the rows and the files, and no state."""
     KEEPER = auto()
     """It holds a copy of the state, or wants one."""
@@ -45,7 +46,7 @@ class Situation:
     known: Knowledge
     chain: ModuleChain
     rows: RoundRows = field(default_factory=RoundRows)
-    role: Role = Role.MAILBOX
+    role: Role = Role.ONLY_MAILBOX
     round: Round = field(default_factory=Round)
     rounds_in_vain: int = 0
     """Rounds in a row that brought no step."""
