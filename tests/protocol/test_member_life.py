@@ -16,6 +16,7 @@ from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.protocol.records import Claim, Holding, PeerRecord, refresh_period_s
+from dipaco.protocol.trunk import Trunk
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
 
@@ -36,7 +37,7 @@ class Life:
         row = Row(MODULE, 5, genesis, name(genesis), 0, "A", 10, name("file"), 100)
         self.step = Step.of([row])
         self.head = Head(MODULE, self.step.name, 1, 1, 5, name(self.step.name), 10)
-        given = {"steps": [self.step], "held": [self.head]} if holds else {}
+        given = {"chains": {MODULE: (Trunk(), [self.step])}, "held": [self.head]} if holds else {}
         self.member = Member(MemberSettings(me, **settings), plan, self.grid, **given)
         self.now_s = plan.start_s + 6.3 * DURATION_S
         self.wanted = []

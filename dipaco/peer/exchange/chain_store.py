@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgpack
 
@@ -20,6 +21,7 @@ from dipaco.base.index import Index
 from dipaco.protocol.chain import Head, Row, Step, genesis_name, unpack_step
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.round_rows import RoundRows
+from dipaco.protocol.trunk import Trunk
 
 logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 
@@ -27,6 +29,8 @@ logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
 # Steps that are read from the disk at once.
 PAGE_STEPS = 64
+# And names of steps.
+PAGE_NAMES = 1024
 # Admissions beside those of peers in the chains and rows that are told.
 MAX_KEPT_ADMISSIONS = 50_000
 # Steps of a module that are kept though no chain that is told has them any more.
@@ -220,14 +224,18 @@ class ChainStore:
         )
         return self._unpacked(found[0]) if found else None
 
-    def _unpacked(self, packed: _Packed) -> Step:
+    def _unpacked(self, packed: tuple[Any, ...]) -> Step:
         """Return a step that is in the index. Raises `StorageError` for what cannot have been
         written so."""
         step = _unpacked(packed)
         if step is None:
-            self._index.condemn()
-            raise StorageError(f"the chain of {packed[1]} is damaged on this disk; start again")
+            raise self._damaged(packed[1])
         return step
+
+    def _damaged(self, module: str) -> StorageError:
+        """Have the index made anew, and return the error that says so."""
+        self._index.condemn()
+        return StorageError(f"the chain of {module} is damaged on this disk; start again")
 
     def _write(self, kept: _Module) -> None:
         """Let the index tell what is told. Raises `StorageError`."""
@@ -296,20 +304,46 @@ class ChainStore:
         begin = 0 if newest is None else max(0, safe + len(unsafe) - newest)
         return self._steps(kept, begin, safe, unsafe)
 
+    def remembered(self, module: str, newest: int) -> tuple[Trunk, tuple[Step, ...]]:
+        """Return the told chain: its `newest` steps, and the names of those before them. Raises
+        `StorageError`."""
+        kept, trunk, last = self._modules[module], Trunk(), self._genesis[module]
+        with self._lock:
+            safe, unsafe = kept.safe, kept.unsafe
+        end = min(safe, max(0, safe + len(unsafe) - newest))
+        while len(trunk) < end:
+            page = self._page(kept, _NAMES, len(trunk), min(end, len(trunk) + PAGE_NAMES))
+            if not page:
+                break  # Another chain has taken its place meanwhile.
+            for name, parent, weight, round_index, rows in page:
+                try:
+                    peers = [str(peer) for _, peer, *_ in msgpack.unpackb(rows, raw=False)]
+                except (ValueError, TypeError):
+                    raise self._damaged(module) from None
+                trunk.append(name.hex(), round_index, peers)
+                if (parent.hex(), weight) != (last, trunk.weight(len(trunk))):
+                    raise self._damaged(module)
+                last = name.hex()
+        return trunk, tuple(self._steps(kept, len(trunk), safe, unsafe))
+
+    def _page(self, kept: _Module, what: str, begin: int, end: int) -> list[tuple[Any, ...]]:
+        """Return so much of the steps of the safe part of a chain behind the first `begin`."""
+        return self._index.read(
+            f"SELECT {what} FROM told JOIN steps ON steps.id = step"
+            " WHERE owner = ? AND told.module = ? AND told.version > ? AND told.version <= ?"
+            " ORDER BY told.version",
+            (self._owner, kept.name, begin, end),
+        )
+
     def _steps(
         self, kept: _Module, begin: int, safe: int, unsafe: tuple[Step, ...]
     ) -> Iterator[Step]:
         """Yield the steps of a chain behind the first `begin`."""
         while begin < safe:
-            page = self._index.read(
-                f"SELECT {_STEP} FROM told JOIN steps ON steps.id = step"
-                " WHERE owner = ? AND told.module = ? AND told.version > ? AND told.version <= ?"
-                " ORDER BY told.version",
-                (self._owner, kept.name, begin, min(safe, begin + PAGE_STEPS)),
-            )
+            page = self._page(kept, _STEP, begin, min(safe, begin + PAGE_STEPS))
             if not page:
                 return  # Another chain has taken its place meanwhile.
-            yield from map(self._unpacked, page)
+            yield from (self._unpacked(packed) for packed in page)
             begin += len(page)
         yield from unsafe[begin - safe :]
 
@@ -341,11 +375,11 @@ def _insert(writer: sqlite3.Connection, step: Step, version: int, weight: int) -
     )
 
 
+_NAMES = "name, parent, weight, round, rows"
 _STEP = "name, steps.module, round, parent, state, rows"
-_Packed = tuple[bytes, str, int, bytes, bytes, bytes]
 
 
-def _unpacked(packed: _Packed) -> Step | None:
+def _unpacked(packed: tuple[Any, ...]) -> Step | None:
     """Return a step that is in the index; None of what is damaged."""
     name, *place, rows = packed
     try:

@@ -24,6 +24,7 @@ from dipaco.protocol.member.actions import Action, Left, TakeStep, Wait
 from dipaco.protocol.member.events import Event, LeaveWanted, Meanwhile, Turn, Viewed
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
+from dipaco.protocol.member.module_chain import REMEMBERED_STEPS
 from dipaco.training.trainer import PathTrainer
 
 from .handlers import Handlers
@@ -40,9 +41,9 @@ LONGEST_WAIT_S = 0.25
 
 def start_member(node: Node, settings: MemberSettings) -> Member:
     """Return the member of a node, which knows what lies on this disk."""
-    held = node.held.all()
-    steps = [step for head in held for step in node.chains.chain(head.module)]
-    return Member(settings, node.plan, node.grid, steps=steps, held=held)
+    held, remembered = node.held.all(), node.chains.remembered
+    chains = {head.module: remembered(head.module, REMEMBERED_STEPS) for head in held}
+    return Member(settings, node.plan, node.grid, chains=chains, held=held)
 
 
 class Shell:

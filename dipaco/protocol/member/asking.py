@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from dipaco.protocol.chain import Head
@@ -97,8 +98,8 @@ class Asking:
         held = known.view.holdings.get(self._chain.module, ())
         said = [h.peer_id for h in held if h.head.step in book]
         near = [h.peer_id for h in held if h.head.step in book and self._is_near(h.head, link)]
-        nexts = [other for other in book.back_from(target) if other.name != link.name]
-        signed = [p for n in nexts[:RECENT_STEPS] if n.step for p in sorted(n.step.peers)]
+        nexts = (other for other in book.back_from(target) if other.name != link.name)
+        signed = [p for n in itertools.islice(nexts, RECENT_STEPS) for p in sorted(n.peers)]
         told = [*book.tellers(link.name), *book.tellers(target)]
         found = dict.fromkeys((*near, *told, *signed, *said))
         return tuple(peer for peer in found if peer != known.me)

@@ -24,10 +24,11 @@ A path begins with states that are held like any copy: a module is *wanted* unti
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from dipaco.protocol.chain import Head, Row, Step
 from dipaco.protocol.chain_book import MAX_REPLAY, Link
+from dipaco.protocol.trunk import Trunk
 
 from . import actions as a
 from . import events as e
@@ -370,11 +371,12 @@ class FollowedModule:
             self.situation.role = Role.KEEPER
             self._taking.begin(self.chain.best())
 
-    def restore(self, head: Head, steps: Collection[Step]) -> None:
+    def restore(self, head: Head, trunk: Trunk, steps: Sequence[Step]) -> None:
         """Begin with what is on this disk: the state is held, as a copy."""
+        self.chain.book.begin_with(self.module, trunk)
         for step in steps:
             self.chain.book.add(step)
         if head.step in self.chain.book:
-            self.chain.serve(head.step)
+            self.known.do(a.Serve(self.module, head.step, tuple(steps)))
             self.chain.head, self.chain.stand = head, head.step
             self.situation.role = Role.KEEPER

@@ -11,14 +11,16 @@ life around it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
+from types import MappingProxyType
 
 from dipaco.protocol.agreement import trained_in_sight
 from dipaco.protocol.chain import Head, Step
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.policy import Decision, lead_rank
+from dipaco.protocol.trunk import Trunk
 
 from . import actions as a
 from . import events as e
@@ -51,7 +53,11 @@ class _Phase(Enum):
 
 
 class Member:
-    """One peer's decisions in one run. `held` are the states on its disk, `steps` their chains."""
+    """One peer's decisions in one run.
+
+    :param held: the states on its disk
+    :param chains: those of their modules: the newest steps, and the trunk that these stand on
+    """
 
     def __init__(
         self,
@@ -59,7 +65,7 @@ class Member:
         plan: RunPlan,
         grid: Grid,
         *,
-        steps: Sequence[Step] = (),
+        chains: Mapping[str, tuple[Trunk, Sequence[Step]]] = MappingProxyType({}),
         held: Sequence[Head] = (),
     ) -> None:
         self.known = known = Knowledge(settings, plan, grid)
@@ -84,7 +90,7 @@ class Member:
         self.rounds_done = 0
         """Rounds that ended here."""
         for head in held:
-            self._module(head.module).restore(head, [s for s in steps if s.module == head.module])
+            self._module(head.module).restore(head, *chains[head.module])
 
     def _module(self, module: str) -> FollowedModule:
         if module not in self.modules:

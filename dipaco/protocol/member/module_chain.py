@@ -12,7 +12,8 @@ from .knowledge import Knowledge
 from .next_step import Candidates, Notes, candidates
 from .quorums import is_majority
 
-# Branches that parted so many steps ago are forgotten, and not looked at.
+# Branches that parted so many steps ago are forgotten, and not looked at; of older steps of the
+# own chain, too, only the names are in memory.
 REMEMBERED_STEPS = 64
 
 

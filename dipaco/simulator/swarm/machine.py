@@ -33,6 +33,7 @@ from dipaco.protocol.member.events import (
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.protocol.records import ProgressEntry, refresh_period_s
+from dipaco.protocol.trunk import Trunk
 from dipaco.protocol.view import claimed_tokens
 
 from .carrying import Carrying
@@ -189,10 +190,12 @@ class Machine:
 
     def _make_member(self) -> Member:
         book, held = self.world.book, tuple(self.store.held.values())
-        chains = (book.steps_between(book.genesis(head.module), head.step) for head in held)
-        steps = [step for chain in chains for step in chain]
+        genesis = {head: book.genesis(head.module) for head in held}
+        chains = {
+            head.module: (Trunk(), book.steps_between(genesis[head], head.step)) for head in held
+        }
         settings = MemberSettings(self.peer, trains=self.trains)
-        return Member(settings, self.world.plan, self.world.grid, steps=steps, held=held)
+        return Member(settings, self.world.plan, self.world.grid, chains=chains, held=held)
 
     def crash(self, *, hangs: bool, empty_disk: bool) -> None:
         """End without a word. If it `hangs`, callers are not even refused."""

@@ -50,6 +50,19 @@ def test_what_is_served_is_there_after_a_restart(tmp_path):
     assert again.served("L0.E0") == (genesis_name(RUN, "L0.E0"), None)
 
 
+@pytest.mark.parametrize("newest", [0, 3, 40, 50])
+def test_a_member_is_told_the_newest_steps_and_the_names_of_the_others(tmp_path, monkeypatch, newest):
+    monkeypatch.setattr(chain_store, "PAGE_NAMES", 7)
+    _, steps = filled(tmp_path, 40)
+    trunk, told = opened(tmp_path).remembered(MODULE, newest)
+    assert told == (tuple(steps[-newest:]) if newest else ())
+    assert len(trunk) + len(told) == 40
+    for version, step in enumerate(steps[: len(trunk)], 1):
+        found = (trunk.name(version), trunk.round_index(version), trunk.peers(version), trunk.weight(version))
+        assert found == (step.name, step.round_index, step.peers, 2 * version)
+        assert trunk.version(step.name) == version
+
+
 def damages(whole):
     """Yield what a disk may make of a file: cut anywhere, with a page or a byte of something else,
     or no such file."""
@@ -72,6 +85,9 @@ def test_a_damaged_index_tells_the_chain_or_nothing_and_can_be_gone_on_with(tmp_
         (folder / INDEX_FILE).write_bytes(content)
         with contextlib.suppress(StorageError):  # What reading alone shows the next start mends.
             started(folder).chain(MODULE)
+        with contextlib.suppress(StorageError):
+            trunk, _ = started(folder).remembered(MODULE, 10)
+            assert [trunk.name(n) for n in range(1, len(trunk) + 1)] == [step.name for step in steps[: len(trunk)]]
         found = started(folder)
         told.add(len(found.chain(MODULE)))
         found.serve(MODULE, steps[-1].name, steps)
