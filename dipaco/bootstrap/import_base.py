@@ -38,7 +38,7 @@ from dipaco.modules.llama import (
     read_llama_parameters,
 )
 from dipaco.modules.transformer import EMBEDDING, HEAD
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, ModelConfig, ModelFields, parse_config
+from dipaco.protocol.config import END_TOKEN, ModelConfig, ModelFields, parse_config
 from dipaco.protocol.plan import BaseFile, BaseSource
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import (
@@ -98,12 +98,17 @@ class ImportedBase:
         Raises StorageError, ConfigurationError or IntegrityError if it cannot be imported.
         """
         stored = self._stored_model
-        size = len(self._numbered.order) if self._numbered else stored.vocabulary_size
+        order = self._numbered.order if self._numbered else range(stored.vocabulary_size)
+        added = [token for token, row in enumerate(order) if row is None]
         with storage_errors(self.folder):
             check_llama_parameters(self.folder, stored)
         return parse_config(
             ModelConfig,
-            {**stored.model_dump(mode="json"), "vocabulary_size": size},
+            {
+                **stored.model_dump(mode="json"),
+                "vocabulary_size": len(order),
+                "added_tokens": added,
+            },
             str(self.folder / CONFIG_FILE),
         )
 
@@ -281,7 +286,6 @@ def added_tokens(folder: Path) -> list[dict[str, Any]]:
 def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
     """Return the tokenizer of a checkpoint that has a `tokenizer.json`, for `rows` of an embedding.
 
-    A new begin has the row of the end, which separates the documents that such a base has seen.
     Raises ConfigurationError naming what is missing or impossible, IntegrityError if it is broken.
     """
     file = folder / TOKENIZER_JSON
@@ -298,7 +302,7 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
     content = with_added_tokens(_json_object(file), added_tokens(folder), str(file))
     splits = _settings(folder).get(SPLITS_SPECIAL) is True
     generation = _json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
-    model, new = pack_tokenizer(
+    model = pack_tokenizer(
         content, special, template, str(file),
         rows=rows,
         stated=_stated(SpecialNumbers, read_config_file(folder)),
@@ -306,17 +310,8 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         splits_special=splits,
     )  # fmt: skip
     pieces = JsonPieces(model, str(file))
-    numbers = pieces.file_order(max(rows, pieces.vocabulary_size)).tolist()
-    without_row = [number for number in numbers if number >= rows and number not in new]
-    if without_row:
-        raise ConfigurationError(
-            f"{file} has a token {max(without_row)}, but {folder / CONFIG_FILE} has a vocab_size "
-            f"of {rows}; they are of different models"
-        )
-    order = [None if number in new else number for number in numbers]
-    if order[BEGIN_TOKEN] is None:
-        order[BEGIN_TOKEN] = order[END_TOKEN]
-    return NumberedTokenizer(model, tuple(order))
+    numbers = pieces.file_order(pieces.vocabulary_size).tolist()
+    return NumberedTokenizer(model, tuple(n if n < rows else None for n in numbers))
 
 
 def _special_names(folder: Path) -> list[str | None]:

@@ -27,7 +27,7 @@ _BROKEN_CHARACTER = "\ufffd"
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """Return the tokens of a prompt: the beginning of a document."""
-    return [BEGIN_TOKEN, *tokenizer.encode(prompt)]
+    return tokenizer.beginning(prompt)
 
 
 def chat_tokens(tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int]]:

@@ -148,7 +148,7 @@ def service_of(
 
     plan, model, paths = source.plan, source.model, source.grid.path_count
     tokens = RunTokens(source.blob(plan.blobs.tokenizer))
-    files = GgufFiles(source, settings.dtype, folder, tokens.begin)
+    files = GgufFiles(source, settings.dtype, folder)
     template = settings.read_chat_template(tokens.chat_template)
     # One place is for another client than the one that has all others.
     places = settings.parallel + 1

@@ -338,11 +338,29 @@ class PathModel(nn.Module):
         return self.logits(self.hidden_states(tokens))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them."""
+        """Return logits [..., V] for outputs [..., H] of `hidden_states`, or for some of them.
+
+        Tokens that no text has get -inf, so they have no probability in any softmax.
+        """
         hidden = self.model.norm(hidden)
-        if self.lm_head is None:
-            return product(hidden, self.model.embed_tokens.weight)
-        return self.lm_head(hidden)
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return product(hidden, head.weight, self._exclusion(hidden))
+
+    def _exclusion(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Return what is added to logits, [V], None if nothing is.
+
+        A bias of the head costs nothing in either pass; -inf written into the logits would have
+        the backward pass copy their gradient.
+        """
+        added = self.config.added_tokens
+        if not added:
+            return None
+        bias = torch.zeros(
+            self.config.vocabulary_size, dtype=format_of_products(hidden), device=hidden.device
+        )
+        for token in added:  # a list of indices would be sent to a GPU in each pass
+            bias[token] = -torch.inf
+        return bias
 
     def hidden_states(
         self,

@@ -151,8 +151,17 @@ class ModelFields(Config):
 class ModelConfig(ModelFields):
     """One path: a Llama-shaped decoder (RMSNorm, RoPE, SwiGLU, grouped-query attention)."""
 
+    added_tokens: tuple[int, ...] = Field(
+        (),
+        max_length=4,
+        description="Tokens that a run has and its imported base has not. No text has them, and "
+        "they have no probability.",
+    )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if not all(0 <= token < self.vocabulary_size for token in self.added_tokens):
+            raise ValueError(f"added_tokens {self.added_tokens} are not in the vocabulary")
         if self.head_width is None and self.hidden_size % self.head_count:
             raise ValueError(
                 f"head_count {self.head_count} does not divide hidden_size {self.hidden_size}"

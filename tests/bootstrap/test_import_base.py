@@ -219,7 +219,7 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(exported, tmp_path):
     shutil.copy(exported[1] / "tokenizer.model", checkpoint)
     run, plan = prepared(tmp_path)
     ours = run.tokenizer(plan)
-    assert ours.vocabulary_size == plan.model.vocabulary_size == 322
+    assert ours.vocabulary_size == plan.model.vocabulary_size == 324
     assert ours.special_names()[2] == "<|im_end|>"
     assert ours.chat_template == tokenizer.chat_template
     source = DiskSource(run.path, SourceSettings(allow_genesis=True))

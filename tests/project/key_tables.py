@@ -13,18 +13,18 @@ from typing import Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from dipaco.bootstrap.run_config import RunConfig
+from dipaco.bootstrap.run_config import RunToml
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 TOP_LEVEL = "top-level"
 _MARKED = re.compile(r"(<!-- keys ([\w-]+) -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 
 
-def sections(config=RunConfig, name=TOP_LEVEL):
+def sections(config=RunToml, name=TOP_LEVEL):
     """Return the tables of a RUN.toml: the top level, then every class that is a field of it."""
     found = {name: config}
     for key, field in config.model_fields.items():
-        table = _table_of(field.annotation, may_be_left_out=config is RunConfig)
+        table = _table_of(field.annotation, may_be_left_out=config is RunToml)
         if table is not None:
             found.update(sections(table, key))
     return found
@@ -46,7 +46,7 @@ def table(config):
     rows = ["| key | default | bounds | meaning |", "|---|---|---|---|"]
     # What kind something is comes first.
     for key, field in sorted(config.model_fields.items(), key=lambda item: item[0] != "kind"):
-        if _table_of(field.annotation, may_be_left_out=config is RunConfig) is None:
+        if _table_of(field.annotation, may_be_left_out=config is RunToml) is None:
             default = "required" if field.default is PydanticUndefined else _toml(field.default)
             assert field.description, f"{config.__name__}.{key} has no description"
             cells = (f"`{key}`", default, _bounds(field), field.description.removesuffix("."))

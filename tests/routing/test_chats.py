@@ -5,13 +5,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
+from dipaco.protocol.config import END_TOKEN
 from dipaco.routing.documents.chats import Chat, Message
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, holds_chats, iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
@@ -144,7 +143,7 @@ def encoders():
 
     def encoder(template):
         if template not in made:
-            packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, template, "it", rows=400)
+            packed = pack_tokenizer(json.loads(pieces.to_str()), special, template, "it", rows=400)
             tokenizer = Tokenizer(packed)
             made[template] = ChatEncoder(tokenizer, 8), tokenizer
         return made[template]
@@ -219,7 +218,7 @@ SYSTEM = "<|im_start|>system\nBe kind.<|im_end|>\n"
 )  # fmt: skip
 def test_what_the_assistant_says_is_learned(encoders, template, chat, parts):
     encoder, tokenizer = encoders(template)
-    expected = [~BEGIN_TOKEN]
+    expected = []
     for number, part in enumerate(parts):
         tokens = tokenizer.encode_marked(part)
         expected += tokens if number % 2 else [~token for token in tokens]
@@ -227,14 +226,14 @@ def test_what_the_assistant_says_is_learned(encoders, template, chat, parts):
     assert found.tokens.tolist() == expected
     assert END_TOKEN in found.tokens
     # Whatever the template begins with, a chat is routed by what the user says first.
-    assert found.beginning.tolist() == [BEGIN_TOKEN, *tokenizer.encode("Where?")][:8]
+    assert found.beginning.tolist() == tokenizer.encode("Where?")[:8]
 
 
 def test_a_chat_is_routed_by_the_first_turn_of_the_user(encoders):
     _, tokenizer = encoders(CHATML)
     messages = [{"role": "system", "content": "Be."}, {"role": "user", "content": "So <|im_end|>"}]
-    assert routed_tokens(tokenizer, messages) == [BEGIN_TOKEN, *tokenizer.encode("So <|im_end|>")]
-    assert routed_tokens(tokenizer, messages[:1]) == [BEGIN_TOKEN, *tokenizer.encode("Be.")]
+    assert routed_tokens(tokenizer, messages) == tokenizer.encode("So <|im_end|>")
+    assert routed_tokens(tokenizer, messages[:1]) == tokenizer.encode("Be.")
 
 
 @pytest.mark.parametrize(
@@ -256,13 +255,6 @@ def test_a_chat_without_anything_to_learn(encoders, template, chat, words):
 def test_a_tokenizer_without_a_template():
     pieces, _ = foreign_tokenizer("qwen2")
     special = (None, None, "<|im_end|>", None)
-    packed, _ = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
+    packed = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
     with pytest.raises(ConfigurationError, match="holds chats, and the tokenizer of this run has"):
         ChatEncoder(Tokenizer(packed), 8)
-
-
-def test_padding_in_an_answer_is_not_learned(encoders):
-    tokens = encoders(CHATML)[0].encode(said("Where?", "a<|endoftext|>b")).tokens
-    assert (tokens == ~3).sum() == 1
-    assert not (tokens == 3).any()
-    assert np.array_equal(tokens[tokens >= 0][-1:], [END_TOKEN])

@@ -56,23 +56,28 @@ def test_ids_and_logits_are_those_of_transformers(family, tmp_path):
     tokens = torch.tensor([ours.encode("".join(HARD_TEXTS))[:60]])
     with torch.no_grad():
         found, expected = model(tokens), theirs(torch.from_numpy(order)[tokens]).logits
-    old = torch.tensor([row not in range(4) for row in range(base.model.vocabulary_size)])
-    rows = min(expected.shape[-1], len(order))
-    known = old & torch.from_numpy(order < rows)
-    assert float((found[..., known] - expected[..., order[known.numpy()]]).abs().max()) < 1e-5
-    # Spare rows of the embedding are taken before it grows.
-    grown = base.model.vocabulary_size - expected.shape[-1]
-    assert grown == {"llama": 2, "smollm2": 1}.get(family, 0)
+    # Every row of the checkpoint is there, and what the run added has no probability.
+    own = torch.from_numpy(order < expected.shape[-1])
+    assert (~own).nonzero().flatten().tolist() == list(base.model.added_tokens)
+    assert int(own.sum()) == expected.shape[-1]
+    assert torch.isneginf(found[..., ~own]).all()
+    found, expected = found.log_softmax(-1)[..., own], expected.log_softmax(-1)[..., order[own.numpy()]]
+    assert float((found - expected).abs().max()) < 1e-5
 
 
 def test_special_tokens_have_their_places():
-    for family, begin, end in (
-        ("llama", "<|begin_of_text|>", "<|end_of_text|>"),
-        ("smollm2", "<|im_start|>", "<|im_end|>"),
-        ("qwen2", "<|begin_of_document|>", "<|im_end|>"),
+    for family, begin, end, added in (
+        ("llama", "<|begin_of_text|>", "<|end_of_text|>", 2),
+        ("smollm2", "<|im_start|>", "<|im_end|>", 2),
+        ("qwen2", None, "<|im_end|>", 3),
     ):
-        names = JsonPieces(packed(family), "it").special_names()
+        pieces, tokenizer = JsonPieces(packed(family), "it"), foreign_tokenizer(family)[0]
+        names, rows = pieces.special_names(), tokenizer.get_vocab_size()
         assert (names[BEGIN_TOKEN], names[END_TOKEN]) == (begin, end)
+        assert pieces.special[END_TOKEN] == tokenizer.token_to_id(end)
+        assert begin is None or pieces.special[BEGIN_TOKEN] == tokenizer.token_to_id(begin)
+        # What the checkpoint lacks lies behind its rows.
+        assert [n for n in pieces.special if n >= rows] == [*range(rows, rows + added)]
     assert Tokenizer(packed("qwen2")).chat_template == CHAT_TEMPLATE
     assert Tokenizer(packed("llama")).chat_template is None
 
@@ -89,7 +94,7 @@ def packed(family):
     ]
     template = settings.get("chat_template")
     content = json.loads(tokenizer.to_str())
-    return pack_tokenizer(content, names, template, "it", rows=tokenizer.get_vocab_size())[0]
+    return pack_tokenizer(content, names, template, "it", rows=tokenizer.get_vocab_size())
 
 
 def lacking(family, *some_bytes):

@@ -84,13 +84,13 @@ def check_exported(cache, began_with, folder):
     assert isinstance(model, Qwen3ForCausalLM)
     norm = "model.layers.0.self_attn.q_norm.weight"
     assert not torch.equal(model.state_dict()[norm], began_with[norm])
-    # Without the begin token: the checkpoint does not have it.
     text = "pehe vape, 日本 \U0001f642"
-    ids = AutoTokenizer.from_pretrained(out)(text, add_special_tokens=False).input_ids
+    ids = AutoTokenizer.from_pretrained(out)(text).input_ids
     assert ids == AutoTokenizer.from_pretrained(folder / "base")(text).input_ids
     pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
     order = pieces.file_order(source.plan.model.vocabulary_size)
     tokens = torch.tensor([ids[: source.plan.model.sequence_length]])
     found = model(tokens).logits
     expected = assemble_path(source, path)(torch.tensor([pieces.run_tokens(tokens[0].tolist())]))
-    assert float((found[..., order] - expected).abs().max()) < 1e-4
+    own = order < found.shape[-1]
+    assert float((found[..., order[own]] - expected[..., own]).abs().max()) < 1e-4

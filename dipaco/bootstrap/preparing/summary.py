@@ -12,7 +12,7 @@ from dipaco.base.files import atomic_write
 from dipaco.modules.compose import load_path
 from dipaco.modules.layout import parameter_counts, parameter_shapes
 from dipaco.modules.transformer import PathModel
-from dipaco.protocol.config import BEGIN_TOKEN, PAD_TOKEN, ModelConfig
+from dipaco.protocol.config import PAD_TOKEN, ModelConfig
 from dipaco.protocol.plan import RunPlan
 from dipaco.routing.report import report_routing
 from dipaco.routing.routers.document_routing import prefix_features
@@ -151,9 +151,12 @@ class Summary:
         each = max(1, SUMMARY_SEQUENCES // grown.grid.path_count)
         for path in range(grown.grid.path_count):
             windows = self.folder.validation_tokens(self.plan, path)
-            # A long document has several windows, and only the first begins like a document.
-            begins = windows[windows[:, 0] == BEGIN_TOKEN][:each]
-            rows = np.asarray(begins[:, : self.plan.routing.prefix_tokens], dtype=np.int64)
+            # A long document has several windows, and the later ones begin with what the one
+            # before ends with.
+            prefix = self.plan.routing.prefix_tokens
+            goes_on = (windows[1:, :prefix] == windows[:-1, -prefix:]).all(axis=1)
+            begins = windows[:, :prefix][np.append(True, ~goes_on)[: len(windows)]][:each]
+            rows = np.asarray(begins, dtype=np.int64)
             found += [row[row != PAD_TOKEN] for row in rows]
         return found
 

@@ -29,7 +29,7 @@ GENERATION_FILE = "generation_config.json"
 def checkpoint_files(model: ModelConfig, tokenizer: bytes, dtype: torch.dtype) -> dict[str, bytes]:
     """Return the small files of a checkpoint, by name: configuration and tokenizer. Those of an
     imported base say what its own said."""
-    rows = file_rows(tokenizer, model.vocabulary_size)
+    rows = file_rows(tokenizer)
     size = model.vocabulary_size if rows is None else len(rows)
     config = {**llama_config(model, dtype), "vocab_size": size, **special_numbers(tokenizer)}
     return {

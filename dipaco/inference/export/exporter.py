@@ -44,7 +44,7 @@ class Exporter:
         self.dtype: torch.dtype = getattr(torch, "float32" if form.format == "gguf" else form.dtype)
         adapters = plan.model.adapters
         self._alpha = 0.0 if adapters is None else adapters.scale * adapters.rank
-        self._rows = file_rows(self.tokenizer, plan.model.vocabulary_size)
+        self._rows = file_rows(self.tokenizer)
         self._model: PathModel | None = None
         self._shards: dict[tuple[str, str], Path] = {}
         """The file of each module and digest of the paths written so far."""

@@ -20,8 +20,7 @@ from .adapter_peft import written_rank
 from .form import ExportForm
 from .path_gguf import GGUF_TYPES, gguf_name, ollama_name
 from .rounding import Rounding
-from .router_files import begin_row
-from .tokenizer_files import file_rows, lack_of_transformers, text_habits
+from .tokenizer_files import file_rows, lack_of_transformers, names_are_text
 
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
 # Widths of heads that vLLM's attention has kernels for by its sources, on GPUs and CPUs alike.
@@ -70,8 +69,7 @@ def model_card(
         is_adapter=form.is_adapter,
         largest_rank=max(16, written_rank(adapters.rank)) if adapters else None,
         chats=source.shard_index().marked,
-        habits=text_habits(tokenizer),
-        begin=begin_row(plan) if form.is_adapter else None,
+        names_are_text=names_are_text(tokenizer),
         lack=None if form.is_adapter else lack_of_transformers(tokenizer),
         vllm=model.width_of_head in _HEADS_OF_VLLM,
         path=path,
@@ -95,7 +93,7 @@ def model_card(
 
 def _exported_parameters(model: ModelConfig, tokenizer: bytes) -> int:
     """Return how many parameters a whole path has, without rows that the run added to its base."""
-    rows = file_rows(tokenizer, model.vocabulary_size)
+    rows = file_rows(tokenizer)
     added = 0 if rows is None else model.vocabulary_size - len(rows)
     tables = 1 if model.tied_embedding else 2
     return base_parameter_count(model) - tables * added * model.hidden_size

@@ -22,7 +22,7 @@ from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TO
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 
-from .tokenizer_files import begins_texts, file_rows, json_pieces
+from .tokenizer_files import file_rows, json_pieces
 
 # Its classes are made at import, where no type checker sees them.
 sentencepiece_format: Any = sentencepiece_model_pb2
@@ -109,14 +109,12 @@ def write_gguf(
     *,
     stored: str,
     name: str,
-    begin: int | None = None,
 ) -> None:
     """Write a path's parameters, by name in the order of the run's tokens, to `file`.
 
     A file without a tokenizer is for a program that gives tokens, which are the run's. `stored` is
-    one of `GGUF_TYPES`: matrices have it, vectors are fp32. `begin` is the number of the token that
-    stands in front of a text, if another one or none does in the tokenizer's file. Raises what
-    `check_gguf` does, StorageError if the disk is full.
+    one of `GGUF_TYPES`: matrices have it, vectors are fp32. Raises what `check_gguf` does,
+    StorageError if the disk is full.
     """
     gguf = gguf_library()
     check_gguf(model, tokenizer)
@@ -127,7 +125,7 @@ def write_gguf(
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     writer.add_name(name)
     _add_model(writer, gguf, model)
-    rows = _add_tokenizer(writer, model.vocabulary_size, tokenizer, begin)
+    rows = _add_tokenizer(writer, model.vocabulary_size, tokenizer)
     writer.add_vocab_size(model.vocabulary_size if rows is None else len(rows))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model.family.upper()], model.block_count)
     for key, parameter in parameters:
@@ -235,9 +233,7 @@ def add_tensor(writer: Any, gguf: Any, name: str, array: np.ndarray, stored: str
         writer.add_tensor(name, half)
 
 
-def _add_tokenizer(
-    writer: Any, rows: int, tokenizer: bytes | None, begin: int | None
-) -> torch.Tensor | None:
+def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> torch.Tensor | None:
     """Write the tokenizer; return which of the run's tokens stands in each row, if not the same."""
     if tokenizer is None:
         writer.add_tokenizer_model("none")
@@ -245,9 +241,9 @@ def _add_tokenizer(
     if not is_json(tokenizer):
         _add_sentencepiece(writer, rows, tokenizer)
         return None
-    stored = file_rows(tokenizer, rows)
+    stored = file_rows(tokenizer)
     assert stored is not None
-    _add_byte_level(writer, len(stored), json_pieces(tokenizer), begin)
+    _add_byte_level(writer, len(stored), json_pieces(tokenizer))
     return stored
 
 
@@ -284,8 +280,8 @@ def _with_plain_bytes(pieces: list[tuple[str, float, int]]) -> list[tuple[str, f
     return found
 
 
-def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces, begin: int | None) -> None:
-    content = pieces.own_tokenizer()
+def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
+    content = pieces.tokenizer
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [_UNUSED] * rows
     for token, number in content["model"]["vocab"].items():
@@ -301,9 +297,10 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces, begin: int | Non
     writer.add_add_space_prefix(False)
     numbers = {token: number for number, token in enumerate(tokens)}
     special = [None if name is None else numbers[name] for name in pieces.origin.names]
-    if begin is not None:
-        special[BEGIN_TOKEN] = begin
-    _add_specials(writer, special, begins=begin is not None or begins_texts(content))
+    if pieces.begin:
+        # llama.cpp puts one token in front of a text, and calls that the begin.
+        special[BEGIN_TOKEN] = pieces.file_number(pieces.begin[0])
+    _add_specials(writer, special, begins=bool(pieces.begin))
     if pieces.chat_template is not None:
         writer.add_chat_template(pieces.chat_template)
 

@@ -18,16 +18,16 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.inference.sources import StateSource
 from dipaco.modules.llama import CONFIG_FILE, WEIGHTS_FILE, llama_config
-from dipaco.protocol.config import BEGIN_TOKEN
-from dipaco.protocol.plan import RunPlan
+from dipaco.protocol.config import END_TOKEN
+from dipaco.protocol.plan import BaseSource
 from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.routers.router import FeatureRouter, Prefixes
 from dipaco.routing.routers.simple_routers import LabelRouter
-from dipaco.routing.tokens.tokenizer import is_json
+from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .checkpoint import in_file_order, save_tensors
 from .export_folder import note_of, read_note, whole_folder
-from .tokenizer_files import file_rows, json_bytes, json_pieces, tokenizer_files
+from .tokenizer_files import file_rows, json_bytes, tokenizer_files
 
 SCRIPT = Path(__file__).with_name("route.py.txt")
 _BASE_FOLDER = "base"
@@ -53,7 +53,7 @@ def write_router(source: StateSource, folder: Path, base: str | None, names: lis
         atomic_write(folder / "route.py", SCRIPT.read_bytes())
         settings |= {
             "base": _BASE_FOLDER if plan.base_source is None else base,
-            "begin_token": begin_number(source),
+            **text_tokens(source),
             "prefix_tokens": plan.routing.prefix_tokens,
         }
         if plan.base_source is None:
@@ -75,16 +75,18 @@ def linear_router(router: FeatureRouter) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_base(source: StateSource, folder: Path) -> None:
-    """Write the model whose features the router sees, unless it is there: in fp32, and with what
-    the run added to its tokenizer, so that a document has the tokens that it had in the run."""
+    """Write the model whose features the router sees, unless it is there: in fp32, and with a
+    tokenizer that gives a document the tokens that it had in the run."""
     plan = source.plan
     note = note_of(plan, "base", states={"base": plan.blobs.base})
     if read_note(folder) == note:
         return
     tokenizer, model = source.blob(plan.blobs.tokenizer), plan.model
-    rows = file_rows(tokenizer, model.vocabulary_size, as_in_run=True)
+    rows = file_rows(tokenizer)
     files = tokenizer_files(tokenizer, model.context, as_in_run=True)
     config = llama_config(model, torch.float32)
+    if rows is not None:
+        config["vocab_size"] = len(rows)
     # It ends no text and pads none, so its special tokens have no numbers.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     files[CONFIG_FILE] = json_bytes(config)
@@ -96,26 +98,26 @@ def write_base(source: StateSource, folder: Path) -> None:
         save_tensors(ordered, staging / WEIGHTS_FILE, torch.float32)
 
 
-def begin_number(source: StateSource) -> int:
-    """Return the number that the token in front of every document has for the tokenizer with
-    which texts are routed: that of the public base, or the one that `write_base` writes."""
-    if source.plan.base_source is not None:
-        return begin_row(source.plan)
-    tokenizer = source.blob(source.plan.blobs.tokenizer)
-    return json_pieces(tokenizer).special[BEGIN_TOKEN] if is_json(tokenizer) else BEGIN_TOKEN
+def text_tokens(source: StateSource) -> dict[str, Any]:
+    """Return what stands in front of every text, and what an empty text has where that is nothing
+    (`Tokenizer.beginning`), by the numbers of the tokenizer with which texts are routed: that of
+    the public base, or the one that `write_base` writes."""
+    tokenizer, base = Tokenizer(source.blob(source.plan.blobs.tokenizer)), source.plan.base_source
+
+    def number(token: int) -> int:
+        return tokenizer.number_of_token(token) if base is None else base_row(base, token)
+
+    return {"begin_tokens": [*map(number, tokenizer.begin)], "end_token": number(END_TOKEN)}
 
 
-def begin_row(plan: RunPlan) -> int:
-    """Return the number that the token in front of every document has in the public base of a run
-    with adapters. Raises ConfigurationError if the base has none."""
-    assert plan.base_source is not None
-    place = BEGIN_TOKEN
-    for first, count in plan.base_source.rows:
+def base_row(base: BaseSource, token: int) -> int:
+    """Return the number that one of the run's tokens has in the public base of a run with adapters.
+    Raises ConfigurationError if the base does not have it."""
+    place = token
+    for first, count in base.rows:
         if place < count:
             if first >= 0:
                 return first + place
             break
         place -= count
-    raise ConfigurationError(
-        f"the run's base {plan.base_source.name} has no token that begins a text"
-    )
+    raise ConfigurationError(f"the run's base {base.name} has no row for the run's token {token}")

@@ -1,8 +1,7 @@
 """A run's tokenizer as the tokenizer files that `transformers` reads.
 
 A `tokenizer.json` that came with an imported base goes back as it was, with its own numbers and
-special tokens: what the run added has no place in it. Only beside the router, where documents must
-look as in the run, it stays.
+special tokens: what the run added has no place in it.
 
 A SentencePiece model is written as one. The plain conversion of `transformers` changes ids: it adds
 a space in front, parses `<s>` where a text has it, and takes U+2581 for a space. Here a space stays
@@ -16,11 +15,9 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from sentencepiece import sentencepiece_model_pb2
 
@@ -42,15 +39,14 @@ _NEVER_CHOSEN = -1000.0
 def tokenizer_files(tokenizer: bytes, context: int, *, as_in_run: bool = False) -> dict[str, bytes]:
     """Return the tokenizer's files of a checkpoint, by name. `tokenizer` is the blob of the run.
 
-    Of a SentencePiece model that `lack_of_transformers`, the model alone. `as_in_run`: with the
-    special tokens that the run added, and with its begin token before a text.
+    Of a SentencePiece model that `lack_of_transformers`, the model alone. `as_in_run`: it reads a
+    text as documents were read.
     """
     if is_json(tokenizer):
         pieces = json_pieces(tokenizer)
-        names = pieces.special_names() if as_in_run else pieces.origin.names
         content = {
-            TOKENIZER_JSON: pieces.for_texts if as_in_run else pieces.own_tokenizer(),
-            TOKENIZER_SETTINGS: _json_settings(pieces, names, context),
+            TOKENIZER_JSON: pieces.for_texts if as_in_run else pieces.tokenizer,
+            TOKENIZER_SETTINGS: _json_settings(pieces, context),
         }
         return {name: json_bytes(value) for name, value in content.items()}
     files = {TOKENIZER_FILE: tokenizer}
@@ -60,17 +56,13 @@ def tokenizer_files(tokenizer: bytes, context: int, *, as_in_run: bool = False) 
     return files
 
 
-def file_rows(tokenizer: bytes, rows: int, *, as_in_run: bool = False) -> torch.Tensor | None:
-    """Return which of the run's tokens stands in each row of an exported embedding, of `rows` that
-    the run has; None where the numbers of the file are those of the run.
-
-    Rows that the run added are left out, unless `as_in_run`.
-    """
+def file_rows(tokenizer: bytes) -> torch.Tensor | None:
+    """Return which of the run's tokens stands in each row of an exported embedding; None where the
+    numbers of the file are those of the run. Rows that the run added are left out."""
     if not is_json(tokenizer):
         return None
     pieces = json_pieces(tokenizer)
-    of_run = torch.from_numpy(np.argsort(pieces.file_order(rows)))
-    return of_run if as_in_run else of_run[: pieces.origin.rows]
+    return torch.tensor(pieces.run_tokens(range(pieces.origin.rows)))
 
 
 def special_numbers(tokenizer: bytes) -> dict[str, Any]:
@@ -96,45 +88,18 @@ def generation_settings(tokenizer: bytes) -> dict[str, Any]:
     }
 
 
-def begins_texts(content: Mapping[str, Any]) -> bool:
-    """Return whether a `tokenizer.json` puts a token in front of a text."""
-    part = content["post_processor"] or {}
-    parts = part.get("processors", [part])
-    return any("SpecialToken" in (part.get("single") or [{}])[0] for part in parts)
+def names_are_text(tokenizer: bytes) -> bool:
+    """Return whether the tokenizer of an exported path takes names of special tokens in a text for
+    text, as training does; `tokenizer` is the blob of the run."""
+    return not is_json(tokenizer) or json_pieces(tokenizer).splits_special
 
 
-@dataclass(frozen=True)
-class TextHabits:
-    """How the tokenizer of an exported path treats a text, as the model card says it."""
-
-    begin: int
-    """The number, in the files, of the token that stood in front of a text in training."""
-    puts_begin: bool
-    """Whether the tokenizer puts it there by itself."""
-    names_are_text: bool
-    """Whether names of special tokens in a text are text, as in training."""
-
-
-def text_habits(tokenizer: bytes) -> TextHabits:
-    """Return what the tokenizer of an exported path does; `tokenizer` is the blob of the run."""
-    if not is_json(tokenizer):
-        return TextHabits(begin=BEGIN_TOKEN, puts_begin=True, names_are_text=True)
-    pieces = json_pieces(tokenizer)
-    begin, end = (pieces.special[place] for place in (BEGIN_TOKEN, END_TOKEN))
-    return TextHabits(
-        # A begin that the run added behind the last row has the row of the end.
-        begin=begin if begin < pieces.origin.rows else end,
-        puts_begin=begins_texts(pieces.own_tokenizer()),
-        names_are_text=pieces.splits_special,
-    )
-
-
-def _json_settings(pieces: JsonPieces, names: Sequence[str | None], context: int) -> dict[str, Any]:
+def _json_settings(pieces: JsonPieces, context: int) -> dict[str, Any]:
     keys = ("unk_token", "bos_token", "eos_token", "pad_token")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
-        **dict(zip(keys, names, strict=True)),
+        **dict(zip(keys, pieces.origin.names, strict=True)),
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }

@@ -69,17 +69,14 @@ class Looked:
 class GgufFiles:
     """Writes paths to `folder`, with matrices as `dtype`, a key of `GGUF_TYPES`.
 
-    `begin` is the number of the token in front of every text.
-
     Raises ConfigurationError if llama.cpp cannot compute the run's model or cut its texts.
     """
 
-    def __init__(self, source: StateSource, dtype: str, folder: Path, begin: int) -> None:
+    def __init__(self, source: StateSource, dtype: str, folder: Path) -> None:
         self._source = source
         self._stored = GGUF_TYPES[dtype]
         self._folder = folder
         self._tokenizer = source.blob(source.plan.blobs.tokenizer)
-        self._begin = begin
         # A server gives a text as many tokens as its file says, and no more.
         self._model = source.model.model_copy(update={"context_length": None})
         self._base: Path | None = None
@@ -136,7 +133,6 @@ class GgufFiles:
             file,
             stored=self._stored,
             name=file.stem,
-            begin=self._begin,
         )
 
 

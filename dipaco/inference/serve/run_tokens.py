@@ -42,8 +42,6 @@ class RunTokens:
         except RefusedError as error:
             raise ConfigurationError(f"the run's tokenizer cannot be used: {error}") from None
         about: dict[str, Any] = self._process.first_answer
-        self.begin: int = about["begin"]
-        """The number of the token in front of every text."""
         self.never_chosen: tuple[int, ...] = tuple(about["never_chosen"])
         """Numbers of what is no part of a text: never chosen, as in `dipaco-generate`."""
         self.rows: int = about["rows"]
@@ -56,7 +54,7 @@ class RunTokens:
         """What a chat template is told of special tokens."""
 
     def of_text(self, text: str) -> list[int]:
-        """Return the numbers of a text's tokens, with the begin."""
+        """Return the numbers of a text's tokens, with what stands in front of it."""
         return self._asked("of_text", text)
 
     def routed_by_text(self, text: str) -> list[int]:
@@ -86,26 +84,21 @@ def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[
     data = base64.b64decode(blob)
     tokenizer = Tokenizer(data)
     size = tokenizer.vocabulary_size
-    rows, begin = size, BEGIN_TOKEN
-    if is_json(data):
-        pieces = JsonPieces(data, "the tokenizer")
-        rows, (_, begin, end, _) = pieces.origin.rows, pieces.special
-        # A begin that the run added behind the last row has the row of the end.
-        begin = begin if begin < rows else end
+    # What the run added to its base is behind the rows that a file has.
+    rows = JsonPieces(data, "the tokenizer").origin.rows if is_json(data) else size
     numbered = tokenizer.number_of_token
     never = map(numbered, (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN))
     about = {
-        "begin": begin,
-        "never_chosen": [n for n in never if n < rows and n != numbered(END_TOKEN)],
+        "never_chosen": [number for number in never if number < rows],
         "rows": rows,
         "longest": max(len(tokenizer.decode([token])) for token in range(size)),
         "chat_template": tokenizer.chat_template,
         "special_names": special_names(tokenizer),
     }
     ways: dict[str, Callable[[Any], list[int]]] = {
-        "of_text": lambda text: [begin, *map(numbered, tokenizer.encode(text))],
-        "routed_by_text": lambda text: [BEGIN_TOKEN, *tokenizer.encode(text)],
-        "routed_by_numbers": lambda given: tokenizer.tokens_of_numbers(given) or [BEGIN_TOKEN],
+        "of_text": lambda text: [*map(numbered, tokenizer.beginning(text))],
+        "routed_by_text": tokenizer.beginning,
+        "routed_by_numbers": lambda given: tokenizer.tokens_of_numbers(given) or [END_TOKEN],
         "routed_by_chat": lambda messages: routed_tokens(tokenizer, messages),
     }
     return about, lambda question: ways[question[0]](question[1])

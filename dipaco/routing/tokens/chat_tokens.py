@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.protocol.config import END_TOKEN
 from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
 from dipaco.routing.documents.chats import Chat, first_question
 
@@ -148,15 +148,14 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
     the last one has no such token, it gets one: an answer ends.
     """
     # Whether the template writes it or not: a text begins once.
-    position = len(_begin_written(tokenizer, text))
-    tokens = [~BEGIN_TOKEN]
+    tokens = [~token for token in _begin_lacking(tokenizer, text)]
+    position = 0
     for start, end in answers:
         tokens += [~token for token in tokenizer.encode_marked(text[position:start])]
         said = tokenizer.encode_marked(text[start:end])
         has_end = END_TOKEN in said
         learned = len(said) - said[::-1].index(END_TOKEN) if has_end else len(said)
-        # Padding stands between documents, and so is never learned.
-        tokens += [token if token != PAD_TOKEN else ~token for token in said[:learned]]
+        tokens += said[:learned]
         tokens += [~token for token in said[learned:]]
         position = end
     rest = text[position:]
@@ -168,20 +167,22 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
 
 
 def question_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of a chat's text up to where the answer begins, with the begin token."""
-    return [BEGIN_TOKEN, *tokenizer.encode_marked(text[len(_begin_written(tokenizer, text)) :])]
+    """Return the tokens of a chat's text up to where the answer begins."""
+    return [*_begin_lacking(tokenizer, text), *tokenizer.encode_marked(text)]
 
 
 def routed_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return what a chat is routed by: the begin, and the first turn of the user."""
-    return [BEGIN_TOKEN, *tokenizer.encode(first_question(messages))]
+    """Return what a chat is routed by: the first turn of the user, as a text."""
+    return tokenizer.beginning(first_question(messages))
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
     """Return what a chat template is told of special tokens: `bos_token` and so on."""
-    return dict(zip(SPECIAL_NAMES, tokenizer.special_names(), strict=True))
+    named = zip(SPECIAL_NAMES, tokenizer.special_names(), strict=True)
+    return {key: name for key, name in named if name is not None}
 
 
-def _begin_written(tokenizer: Tokenizer, text: str) -> str:
-    begin = special_names(tokenizer)["bos_token"]
-    return begin if text.startswith(begin) else ""
+def _begin_lacking(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Return what stands in front of texts, if a template has not written it itself."""
+    name = special_names(tokenizer).get("bos_token")
+    return () if name and text.startswith(name) else tokenizer.begin

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from dipaco.base.errors import CorpusError, IntegrityError
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
+from dipaco.protocol.config import END_TOKEN, PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.growing_files import GrowingFiles, read_progress
 
@@ -309,7 +309,7 @@ def _given_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
             f"only {tokenizer.vocabulary_size} pieces; were the tokens made with another one?"
         )
     tokens = tokenizer.tokens_of_numbers(numbers.tolist())
-    begin = [] if tokens[0] == BEGIN_TOKEN else [BEGIN_TOKEN]
+    begin = [] if tuple(tokens[: len(tokenizer.begin)]) == tokenizer.begin else tokenizer.begin
     end = [] if tokens[-1] == END_TOKEN else [END_TOKEN]
     return np.concatenate([begin, tokens, end]).astype(np.int64)
 

@@ -64,7 +64,18 @@ class Tokenizer:
         """
         return self._pieces.chat_template
 
-    def special_names(self) -> list[str]:
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """What stands in front of every text; nothing where the checkpoint that the tokenizer came
+        with puts nothing there."""
+        return self._pieces.begin
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """What ends an answer: the end of a text, and whatever else the checkpoint says."""
+        return self._pieces.ends
+
+    def special_names(self) -> list[str | None]:
         """Return the names of unknown, begin, end and padding, as a chat template writes them."""
         return self._pieces.special_names()
 
@@ -101,9 +112,14 @@ class Tokenizer:
             return self._texts[token]
         return self._pieces.decode([int(token) for token in tokens])
 
+    def beginning(self, text: str) -> list[int]:
+        """Return the tokens of a text that goes on, with what stands in front of it. Where that is
+        nothing, an empty text has the end of the one before it."""
+        return [*self.begin, *self.encode(text)] or [END_TOKEN]
+
     def document_tokens(self, text: str) -> list[int]:
-        """Return what a document is in a shard: begin, its tokens, end."""
-        return [BEGIN_TOKEN, *self.encode(text), END_TOKEN]
+        """Return what a document is in a shard: what stands in front, its tokens, the end."""
+        return [*self.begin, *self.encode(text), END_TOKEN]
 
     def tokens_of_documents(self, texts: Sequence[str], threads: int = 1) -> list[list[int]]:
         """Return the `document_tokens` of many texts, computed by several threads.
@@ -111,15 +127,17 @@ class Tokenizer:
         Called where a corpus is tokenised; the texts should be thousands, for threads to pay.
         """
         encoded = self._pieces.encode([_clean(text) for text in texts], threads)
-        return [[BEGIN_TOKEN, *tokens, END_TOKEN] for tokens in encoded]
+        return [[*self.begin, *tokens, END_TOKEN] for tokens in encoded]
 
 
 class SentencePieces:
     """A SentencePiece model; used through `Tokenizer`."""
 
     chat_template = None
+    begin = (BEGIN_TOKEN,)
+    ends = frozenset((END_TOKEN,))
 
-    def special_names(self) -> list[str]:
+    def special_names(self) -> list[str | None]:
         """Return the names of unknown, begin, end and padding."""
         return ["<unk>", "<s>", "</s>", "<pad>"]
 

@@ -2,14 +2,16 @@
 
 A run's tokens 0 to 3 are unknown, begin, end and padding, whatever numbers they have in the file.
 So every token has two numbers: that of the run, and that of the file, which exports have again.
+Unknown and padding are the run's own, and so is begin where the checkpoint has none: no text has
+these, and their numbers lie behind all rows of the checkpoint, so an export leaves them out.
 
-The blob of such a tokenizer is JSON: the file as it is (with the special tokens that it lacked),
-the numbers of the four in it, the chat template of its checkpoint, and what an export needs to say
-again of it (`Origin`).
+The blob of such a tokenizer is JSON: the file as it is, the numbers of the four, the chat template
+of its checkpoint, and what an export needs to say again of it (`Origin`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -24,12 +26,10 @@ from pydantic import Field, JsonValue, ValidationError
 
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import canonical_json
-from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, Config
+from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, Config
 
 FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"
-# Names of special tokens that a checkpoint lacks: unknown, begin, end, padding.
-NEW_NAMES = ("<|unknown|>", "<|begin_of_document|>", "<|end_of_document|>", "<|padding|>")
 _FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
 _MAX_BYTES = 2**27
 _MAX_TOKENS = 2**20
@@ -85,9 +85,16 @@ class Origin(Config):
     rows: int = Field(ge=1, le=_MAX_TOKENS, description="Of its embedding.")
     numbers: SpecialNumbers = SpecialNumbers()
     generation: GenerationSettings | None = None
-    post_processor: dict[str, JsonValue] | None = Field(
-        None, description="Of its tokenizer.json: what is put around a text."
+    turn_end: int | None = Field(
+        None, description="The token that its chat template writes behind an answer."
     )
+
+    @property
+    def ends(self) -> set[int]:
+        """All that it says ends an answer, but for its `eos_token`."""
+        said = (self.generation or self.numbers).eos_token_id
+        listed = said if isinstance(said, list) else [said]
+        return {number for number in (*listed, self.turn_end) if number is not None}
 
 
 class JsonPieces:
@@ -114,13 +121,23 @@ class JsonPieces:
         space, whatever added tokens are named in them."""
         self._plain = _load_for_texts(self.for_texts, source)
         numbers = set(self._marked.get_vocab(with_added_tokens=True).values())
-        self.vocabulary_size = max(numbers, default=0) + 1
-        if self.vocabulary_size > _MAX_TOKENS or not set(self.special) <= numbers:
-            raise IntegrityError(
-                f"{source} lacks its special tokens, or has a token {self.vocabulary_size - 1}"
-            )
-        self._to_file = self.file_order(max(self.vocabulary_size, self.origin.rows))
+        rows = self.origin.rows
+        new = [number for number in self.special if number not in numbers]
+        if max(numbers, default=0) >= rows or new != [*range(rows, rows + len(new))]:
+            raise IntegrityError(f"{source} numbers its tokens, or its special ones, otherwise")
+        if self.special[END_TOKEN] in new:
+            raise IntegrityError(f"{source} has nothing that ends a text")
+        self.vocabulary_size = rows + len(new)
+        self._to_file = self.file_order(self.vocabulary_size)
         self._to_run = np.argsort(self._to_file)
+        with _panics(source):
+            in_front = _put_in_front(self.tokenizer.get("post_processor"))
+            self.begin = tuple(self.run_tokens(in_front))
+            """What stands in front of every text: what the checkpoint's tokenizer puts there."""
+        # What a text is made of ends nothing: some config.json has the numbers of another model.
+        ends = self.origin.ends & {token["id"] for token in self.tokenizer["added_tokens"]}
+        self.ends = frozenset((END_TOKEN, *self.run_tokens(sorted(ends))))
+        """What ends an answer."""
         self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
             self._unwritable = _unwritable(self)
@@ -135,17 +152,9 @@ class JsonPieces:
         rest = np.setdiff1d(np.arange(rows), self.special)
         return np.concatenate([np.array(self.special, dtype=np.int64), rest])
 
-    def special_names(self) -> list[str]:
-        """Return unknown, begin, end and padding as they stand in the file."""
-        return [str(self._marked.id_to_token(number)) for number in self.special]
-
-    def own_tokenizer(self) -> dict[str, Any]:
-        """Return the `tokenizer.json` of the checkpoint, without what was added for the run."""
-        named = zip(self.special, self.special_names(), self.origin.names, strict=True)
-        new = {number for number, name, own in named if name != own}
-        added = [token for token in self.tokenizer["added_tokens"] if token["id"] not in new]
-        post_processor = self.origin.post_processor
-        return {**self.tokenizer, "added_tokens": added, "post_processor": post_processor}
+    def special_names(self) -> list[str | None]:
+        """Return what the checkpoint calls unknown, begin, end and padding."""
+        return list(self.origin.names)
 
     def run_tokens(self, numbers: Sequence[int]) -> list[int]:
         """Return the run's tokens for the numbers of the file."""
@@ -219,13 +228,15 @@ def pack_tokenizer(
     stated: SpecialNumbers | None = None,
     generation: GenerationSettings | None = None,
     splits_special: bool = False,
-) -> tuple[bytes, frozenset[int]]:
-    """Return the blob of a `tokenizer.json` whose unknown, begin, end and padding are `special`,
-    and the numbers that are new in the file.
+    turn_end: int | None = None,
+) -> bytes:
+    """Return the blob of a `tokenizer.json` of a checkpoint that calls unknown, begin, end and
+    padding `special` and has so many `rows`.
 
-    Where one is None, unknown to the file, or the same as another, the file gets a new token
-    behind its last. `rows`, `stated` and `generation` are for the `Origin`. Called when a base is
-    imported. Raises as `JsonPieces` does.
+    A begin that is None, unknown to the file, or the same as the end is a new token of the run, as
+    unknown and padding always are. `stated`, `generation` and `turn_end` are for the `Origin`.
+    Called when a base is imported. Raises as `JsonPieces` does, ConfigurationError for tokens that
+    have no row.
     """
     content = {**tokenizer, "truncation": None, "padding": None}
     known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
@@ -234,50 +245,37 @@ def pack_tokenizer(
             f"{source} has no token {special[END_TOKEN]!r}, which shall end a text; write another "
             f"eos_token in the tokenizer_config.json beside it"
         )
-    chosen = _chosen_special(special, known)
-    content["added_tokens"] = _with_special(tokenizer.get("added_tokens") or (), chosen)
+    if max(known.values()) >= rows:
+        raise ConfigurationError(
+            f"{source} has a token {max(known.values())}, but the model beside it has a vocab_size "
+            f"of {rows}; they are of different models"
+        )
+    begin, end = special[BEGIN_TOKEN], str(special[END_TOKEN])
+    own = [end] if begin == end or begin not in known else [begin, end]
+    added = tokenizer.get("added_tokens") or ()
+    content["added_tokens"] = _with_special(added, {name: known[name] for name in own})
+    content["post_processor"] = _known_post_processor(tokenizer.get("post_processor"))
+    new = itertools.count(rows)
+    numbers = [next(new), known[begin] if begin in own else next(new), known[end], next(new)]
     origin = Origin(
         names=(special[0], special[1], special[2], special[3]),
         rows=rows,
         numbers=stated or SpecialNumbers(),
         generation=generation,
-        post_processor=_known_post_processor(tokenizer.get("post_processor")),
+        turn_end=turn_end,
     )
-    content["post_processor"] = _begin_in_front(list(chosen)[BEGIN_TOKEN], chosen)
     blob = canonical_json(
         {
             "format": FORMAT,
-            "special": list(chosen.values()),
+            "special": numbers,
             "chat_template": chat_template,
             "tokenizer": content,
             "origin": origin.model_dump(mode="json"),
             **({SPLITS_SPECIAL: True} if splits_special else {}),
         }
     )
-    found = JsonPieces(blob, source).special_names()
-    if found != list(chosen):
-        raise ConfigurationError(
-            f"{source} numbers its tokens with gaps: {', '.join(NEW_NAMES)} would be {found}; "
-            f"save it again with save_pretrained"
-        )
-    return blob, frozenset(chosen.values()) - frozenset(known.values())
-
-
-def _chosen_special(special: Sequence[str | None], known: Mapping[str, int]) -> dict[str, int]:
-    """Return the names and numbers of unknown, begin, end and padding, in this order; `known` are
-    the tokens of the file, behind which new ones are numbered."""
-    names: list[str | None] = [None] * 4
-    # The end first: it is what a model says by itself.
-    for place in (END_TOKEN, BEGIN_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN):
-        if special[place] in known and special[place] not in names:
-            names[place] = special[place]
-    after = max(known.values(), default=-1) + 1
-    numbers = dict(known)
-    for place, name in enumerate(names):
-        if name is None:
-            names[place] = new = _new_name(place, numbers)
-            numbers[new], after = after, after + 1
-    return {str(name): numbers[str(name)] for name in names}
+    JsonPieces(blob, source)
+    return blob
 
 
 def _with_special(
@@ -300,28 +298,20 @@ def _known_post_processor(part: Any) -> dict[str, JsonValue] | None:
     return dict(part) if part and kinds <= _POST_PROCESSORS else None
 
 
-def _new_name(place: int, known: Mapping[str, int]) -> str:
-    name = NEW_NAMES[place]
-    while name in known:
-        name = f"{name[:-2]}_|>"
-    return name
-
-
 def _added_token(number: int, name: str) -> dict[str, Any]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": name, **flags, "special": True}
 
 
-def _begin_in_front(name: str, numbers: Mapping[str, int]) -> dict[str, Any]:
-    """Every document of a run begins with this token, so a text does for other tools too."""
-    begin = {"SpecialToken": {"id": name, "type_id": 0}}
-    sequences = [{"Sequence": {"id": key, "type_id": index}} for index, key in enumerate("AB")]
-    return {
-        "type": "TemplateProcessing",
-        "single": [begin, sequences[0]],
-        "pair": [begin, *sequences],
-        "special_tokens": {name: {"id": name, "ids": [numbers[name]], "tokens": [name]}},
-    }
+def _put_in_front(post_processor: Any) -> list[int]:
+    """Return the numbers of the tokens that a post-processor puts in front of a text."""
+    found: list[int] = []
+    for part in _parts(post_processor):
+        for piece in part["single"] if part["type"] == "TemplateProcessing" else ():
+            if "SpecialToken" not in piece:
+                break
+            found += part["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return found
 
 
 def _content(data: bytes, source: str) -> dict[str, Any]:
@@ -350,8 +340,6 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         origin = Origin.model_validate(content["origin"])
     except (ValidationError, RecursionError):
         raise IntegrityError(f"{source} is a broken tokenizer: no such origin") from None
-    if origin.post_processor is not None and not _known_post_processor(origin.post_processor):
-        raise IntegrityError(f"{source} is a broken tokenizer: another kind of post_processor")
     return {**content, "origin": origin}
 
 

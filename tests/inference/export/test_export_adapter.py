@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dipaco.inference import export_command
 from dipaco.inference.export.adapter_peft import written_rank
 from dipaco.inference.export.rounding import Rounding, RoundingMeter
-from dipaco.inference.export.router_files import begin_row, linear_router
+from dipaco.inference.export.router_files import linear_router
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.routers.discriminative import DiscriminativeRouter
@@ -46,15 +46,17 @@ def check_logits(folder, path, model):
     """Compare the logits after each token of a text with the run's, in the base's order."""
     source = DiskSource(folder / "out")
     pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
-    tokens = [1, *pieces.encode([TEXT], 1)[0]]
+    tokens = source.tokenizer().beginning(TEXT)
     order = torch.from_numpy(pieces.file_order(source.plan.model.vocabulary_size))
     logits = assemble_path(source, path)(torch.tensor([tokens]))[0]
     expected = torch.empty_like(logits)
     expected[:, order] = logits
-    ids = order[tokens]
-    ids[0] = begin_row(source.plan)
-    found = model.float().eval()(ids[None]).logits[0]
-    torch.testing.assert_close(found, expected[:, : found.shape[1]], atol=1e-4, rtol=1e-4)
+    found = model.float().eval()(order[tokens][None]).logits[0]
+    rows = found.shape[1]
+    torch.testing.assert_close(found, expected[:, :rows], atol=1e-4, rtol=1e-4)
+    # And so has every token the same probability.
+    chances = expected.softmax(-1)[:, :rows]
+    torch.testing.assert_close(found.softmax(-1), chances, atol=1e-5, rtol=1e-4)
 
 
 def test_a_folder_for_peft_puts_the_path_on_the_unchanged_base(folder, tmp_path, capsys):
@@ -111,9 +113,9 @@ def test_merged_it_is_a_plain_checkpoint_that_its_card_describes(folder, tmp_pat
     numbers = sum(t.numel() for t in safetensors.torch.load_file(out / "model.safetensors").values())
     assert f"model of {numbers:,} parameters" in card
     # As SmolLM2's, this tokenizer puts nothing in front of a text, and reads names of tokens.
-    begin = begin_row(DiskSource(folder / "out").plan)
-    assert begin not in AutoTokenizer.from_pretrained(out)("a").input_ids
-    assert f"token {begin} stood in front of every text" in card
+    assert DiskSource(folder / "out").tokenizer().begin == ()
+    assert len(AutoTokenizer.from_pretrained(out)("a").input_ids) == 1
+    assert "a text had in front of it what this tokenizer puts there" in card
     assert "are read as text, as in training" not in card
 
 

@@ -1,6 +1,7 @@
 """What the service says is what the path says: as dipaco-generate, and transformers on the export."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -76,7 +77,9 @@ def test_every_text_is_read_as_in_training(client, run, text):
     source = DiskSource(run)
     tokens = prompt_tokens(source.tokenizer(), text)
     if len(tokens) <= source.model.sequence_length - 4:
-        assert said(client, prompt=text, model="path-2", max_tokens=4) == greedy_text(source, 2, tokens, 4)
+        found = said(client, prompt=text, model="path-2", max_tokens=4)
+        # Of a character that may still be completed llama.cpp says nothing, nor of what is behind it.
+        assert re.fullmatch(re.escape(found) + "(\ufffd.{0,3})?", greedy_text(source, 2, tokens, 4), re.DOTALL)
 
 
 def test_a_prompt_of_tokens_has_the_numbers_of_the_export(client, run):
