@@ -1,8 +1,9 @@
 """A path as a checkpoint of Hugging Face (Llama, Qwen2, Qwen3), and such a one as a run's base.
 
 The parameter names and the arithmetic are the same, so only the configuration is translated. A
-Mistral without a window has a Llama's. Of what a `config.json` may ask for, everything that
-`PathModel` does not do is refused by name.
+Mistral has a Llama's. A window of attention does nothing to sequences that fit into it, so it is a
+greatest length here. Of what a `config.json` may ask for, everything else that `PathModel` does not
+do is refused by name.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ _TYPE_DEFAULTS: dict[str, dict[str, Any]] = {
     _MISTRAL: {"num_key_value_heads": 8, "max_position_embeddings": 131072},
 }
 # What transformers takes where a config.json names none.
-_MISTRAL_WINDOW = 4096
+_DEFAULT_WINDOW = 4096
+_DEFAULT_WINDOW_LAYERS = 28
 _DEFAULT_ROPE_THETA = 10_000.0
 # Our name and that in config.json, of what stretches the rotary frequencies.
 _SCALING_FIELDS = {
@@ -80,7 +82,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "quantization_config": (None,),
     "rope_interleaved": (False, None),
-    "use_sliding_window": (False, None),
     "num_experts": (0, None),
     "num_local_experts": (0, None),
     "n_routed_experts": (0, None),
@@ -192,6 +193,8 @@ def _model_values(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
     head_width = values["head_width"]
     if isinstance(heads, int) and isinstance(head_width, int) and head_width * heads == width:
         values["head_width"] = None
+    if (window := _window(config)) and isinstance(values["sequence_length"], int):
+        values["sequence_length"] = min(values["sequence_length"], window)
     rope = _rope(config)
     values["family"] = family
     values["rope_theta"] = rope.get("rope_theta", config.get("rope_theta", _DEFAULT_ROPE_THETA))
@@ -221,12 +224,11 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         if config.get(field) not in allowed:
             yield field, config[field], json.dumps(allowed[0]).replace('"', "'")
     layers = set(config.get("layer_types") or ())
-    if layers - {"full_attention"}:
-        yield "layer_types", sorted(layers), "'full_attention'"
-    # Qwen names a window that use_sliding_window switches off; Mistral has one unless it says no.
-    window = config.get("sliding_window", _MISTRAL_WINDOW if model_type == _MISTRAL else None)
-    if window and "use_sliding_window" not in config:
-        yield "sliding_window", window, "null"
+    if layers - {"full_attention", "sliding_attention"}:
+        yield "layer_types", sorted(layers), "'full_attention' or 'sliding_attention'"
+    window = config.get("sliding_window")
+    if window is not None and (type(window) is not int or window < 1):
+        yield "sliding_window", window, "null or a number of tokens"
     rope = _rope(config)
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     names = _SCALING_FIELDS.get(_rope_kind(rope), {}).values()
@@ -238,6 +240,26 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield field, rope, f"rope_type '{_rope_kind(rope)}' with {', '.join(names) or 'rope_theta'}"
     elif rope.get("partial_rotary_factor", 1) != 1:
         yield field, rope, "partial_rotary_factor 1"
+
+
+def _window(config: Mapping[str, Any]) -> int | None:
+    """Return to how many tokens some layer limits its attention, as transformers reads it."""
+    window: int | None = config.get("sliding_window", _DEFAULT_WINDOW)
+    match config["model_type"]:
+        case "llama":
+            return None
+        case "mistral":
+            return window
+    if not config.get("use_sliding_window"):
+        return None
+    if layers := config.get("layer_types"):
+        return window if "sliding_attention" in layers else None
+    first, count = (
+        config.get("max_window_layers", _DEFAULT_WINDOW_LAYERS),
+        config["num_hidden_layers"],
+    )
+    is_beyond = isinstance(first, int) and isinstance(count, int) and first >= count
+    return None if is_beyond else window
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:

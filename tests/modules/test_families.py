@@ -49,6 +49,11 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**SMALL, tie_word_embeddings=True)),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True)),
     "mistral": (MistralForCausalLM, MistralConfig(**SMALL, head_dim=12, sliding_window=None)),
+    "mistral-window": (MistralForCausalLM, MistralConfig(**SMALL, sliding_window=60)),
+    "qwen2-window": (
+        Qwen2ForCausalLM,
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=61, max_window_layers=1),
+    ),
     "qwen3-biases": (Qwen3ForCausalLM, Qwen3Config(**SMALL, head_dim=16, attention_bias=True)),
 }
 TOKENS = torch.arange(60)[None] * 7 % 300
@@ -91,9 +96,33 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     assert float((found - expected).abs().max()) < 1e-5  # of logits up to 2.7
     back = exported(ours, tmp_path / "back")
     # A Mistral without a window is a Llama, and a path of it is exported as one.
-    assert type(back) is (LlamaForCausalLM if name == "mistral" else type(theirs))
+    assert type(back) is (LlamaForCausalLM if "mistral" in name else type(theirs))
     assert torch.equal(back(TOKENS).logits, expected)
     assert imported(tmp_path / "back").config == ours.config
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (MistralConfig(**SMALL, sliding_window=None), 64),
+        (MistralConfig(**SMALL, sliding_window=16), 16),
+        # transformers' Mistral has a window whatever this key says.
+        (MistralConfig(**SMALL, sliding_window=16, use_sliding_window=False), 16),
+        (Qwen2Config(**SMALL, sliding_window=16, use_sliding_window=False), 64),
+        (Qwen2Config(**SMALL, sliding_window=16, use_sliding_window=True, max_window_layers=1), 16),
+        (Qwen2Config(**SMALL, sliding_window=16, use_sliding_window=True, max_window_layers=2), 64),
+        (Qwen3Config(**SMALL, sliding_window=16, use_sliding_window=True, max_window_layers=0), 16),
+        (LlamaConfig(**SMALL, sliding_window=16), 64),
+    ],
+)
+def test_a_sequence_is_no_longer_than_a_window_that_reaches_a_layer(config, longest, tmp_path):
+    config.save_pretrained(tmp_path)
+    assert read_llama_config(tmp_path)["sequence_length"] == longest
+    # So it is in files of older versions, which do not tell the layers one by one.
+    file = tmp_path / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in values.items() if name != "layer_types"}))
+    assert read_llama_config(tmp_path)["sequence_length"] == longest
 
 
 @torch.no_grad()
