@@ -2,7 +2,8 @@
 
     main = Command("dipaco-serve", ServeSettings, serve, "Serve a run.").main
 
-A flag wins over the settings file (`settings_file`), that over the default. Every command knows
+A flag wins over one of the last time, that over the settings file (`settings_file`), and that over
+the default. Every command knows
 `--config`, `--debug` and `--version` beside its settings. Nothing large is imported here: `--help`
 and mistakes are answered at once.
 """
@@ -22,11 +23,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, Literal, NoReturn, get_args, get_origin
 
-from .errors import ConfigurationError
+from .errors import DipacoError
 from .files import tidy
 from .output import outlast_audience
 from .running import SettingsT, run_with_settings
-from .settings import Argument, arguments_of
+from .settings import Argument, Typed, arguments_of
 from .settings_file import CONFIG_VARIABLE, find_file, read_settings
 
 
@@ -41,6 +42,12 @@ class Command(Generic[SettingsT]):
     epilog: str | None = None
     summary: str = ""
     """Its line in the help of a program with several commands."""
+
+    last_time: (
+        Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Path, dict[str, Any]]] | None
+    ) = None
+    """Given what was typed and what a settings file says, what was typed before, and the file that
+    it is kept in. Its settings have a field `typed` of the type `Typed`."""
 
     settings_of: str = ""
     """The program whose table in a settings file it reads, if not its own."""
@@ -120,19 +127,29 @@ class Command(Generic[SettingsT]):
         if file is not None:
             table, is_shared = self.table(parsed._program), bool(self.settings_of)
             read = read_settings(file, table, found, commands=parsed._commands, is_shared=is_shared)
-        values = read | flags
+        last: dict[str, Any] = {}
+        last_file = None
+        if self.last_time is not None:
+            last_file, last = self.last_time(flags, read)
+        values = read | last | flags
         missing = [a for a in found if a.default is MISSING and a.name not in values]
         if missing:
             # What stands behind the command without a flag is asked for in that way.
             names = [(a.option.loose and a.option.metavar) or a.shown for a in missing]
             parsed._parser.error(f"the following arguments are required: {', '.join(names)}")
+        if self.last_time is not None:
+            values["typed"] = Typed(flags, {name: last[name] for name in last if name not in flags})
         try:
             return self.settings(**values)
-        except ConfigurationError as error:
-            of_file = [a.shown for a in found if a.name in read and a.name not in flags]
-            said = [f for f in of_file if re.search(rf"(?<![\w-]){f}(?![\w-])", str(error))]
-            hint = f" ({' and '.join(said)} stands in {file})" if said else ""
-            raise ConfigurationError(f"{error}{hint}") from None
+        except DipacoError as error:
+            hint = ""
+            for source, given in ((file, read), (last_file, last)):
+                # Of two that say it, the later one counts.
+                counts = {n for n in given.keys() - flags.keys() if values[n] is given[n]}
+                stated = [a for a in found if a.name in counts]
+                said = [a.shown for a in stated if _is_named(str(error), a, given[a.name])]
+                hint += f" ({' and '.join(said)} stands in {source})" if said else ""
+            raise type(error)(f"{error}{hint}") from None
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point of a program with this command alone. Returns the exit code."""
@@ -182,6 +199,14 @@ class _Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments"):
             message += "; a flag such as --initial-peers takes one word: give it again for the next"
         super().error(message)
+
+
+def _is_named(message: str, argument: Argument, value: Any) -> bool:
+    """Tell whether a message speaks of an argument, or of the text that is its value."""
+    texts = value if argument.takes_words else (value,)
+    return bool(re.search(rf"(?<![\w-]){argument.shown}(?![\w-])", message)) or any(
+        f"'{text}'" in message for text in texts
+    )
 
 
 def _run(parse: Callable[[], argparse.Namespace]) -> int:

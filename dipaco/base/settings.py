@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType
 from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -119,6 +119,14 @@ class Settings:
             argument.check(getattr(self, argument.name))
 
 
+@dataclass(frozen=True)
+class Typed:
+    """What a user typed of settings, by name of the field: now, and of what still holds before."""
+
+    now: Mapping[str, Any] = field(default_factory=dict)
+    before: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
     """Which run of a swarm is meant."""
@@ -158,13 +166,15 @@ def arguments_of(settings: type[Settings]) -> list[Argument]:
     hints = get_type_hints(settings, include_extras=True)
     classes = [base for base in settings.__mro__ if issubclass(base, Settings)]
     found = []
-    for field in fields(settings):
+    for one in fields(settings):
+        if get_origin(hints[one.name]) is not Annotated:
+            continue
         # A field that is written again, with another default, stays in the group of the first.
-        owner = [c for c in classes if field.name in vars(c).get("__annotations__", {})][-1]
-        annotation, option = get_args(hints[field.name])
+        owner = [c for c in classes if one.name in vars(c).get("__annotations__", {})][-1]
+        annotation, option = get_args(hints[one.name])
         kinds = get_args(annotation)
         kind = kinds[0] if len(kinds) == 2 and kinds[1] is NoneType else annotation
-        argument = Argument(field, option, kind, vars(owner).get("group", ""))
+        argument = Argument(one, option, kind, vars(owner).get("group", ""))
         found.append((classes.index(owner), argument))
     needed = {place for place, argument in found if argument.default is MISSING}
     found.sort(key=lambda pair: (pair[0] not in needed, pair[0]))

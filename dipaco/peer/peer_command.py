@@ -5,13 +5,16 @@ dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooW...
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
 from dipaco.base.command_line import Command
+from dipaco.base.errors import ConfigurationError
 from dipaco.peer.node.given_address import kept_addresses
 
+from .kept_flags import as_last_time, kept_flags
 from .pause_command import COMMANDS as CONTROL_COMMANDS
 from .peer_settings import PeerSettings
 from .service_unit import install_service
@@ -21,8 +24,12 @@ from .trainers import run_trainers, trainer_settings
 def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
     """Join and train until stopped; with --check only look whether that would work, and with
     --install-service let systemd start the command of these words."""
-    if not settings.initial_peers and not settings.check:
-        settings = replace(settings, initial_peers=kept_addresses(settings.cache_folder))
+    if line := as_last_time(settings.typed):
+        print(line, flush=True)
+    if not settings.initial_peers:
+        # A look at this machine alone needs no address.
+        with contextlib.suppress(*([ConfigurationError] if settings.check else [])):
+            settings = replace(settings, initial_peers=kept_addresses(settings.cache_folder))
     if settings.install_service:
         print(install_service(words))
         return 0
@@ -46,9 +53,11 @@ COMMAND = Command(
     "dipaco-peer",
     PeerSettings,
     run,
+    last_time=kept_flags,
     description="Join a swarm with one address and train a path of its model on this machine.",
     epilog="Example: dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer\n"
-    "Ctrl+C leaves cleanly, and the same command continues; a second Ctrl+C exits at once.\n"
+    "Ctrl+C leaves cleanly; dipaco-peer alone continues as last time. A second Ctrl+C exits at "
+    "once.\n"
     "dipaco-peer pause and dipaco-peer resume let it rest and continue.",
 )
 

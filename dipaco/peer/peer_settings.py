@@ -11,7 +11,14 @@ from typing import Annotated, Literal
 from dipaco.base.errors import ConfigurationError, nearest_name
 from dipaco.base.files import folder_variable, home_folder
 from dipaco.base.host_and_port import host_and_port
-from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings, check_device
+from dipaco.base.settings import (
+    ComputeSettings,
+    Option,
+    RunSettings,
+    Settings,
+    Typed,
+    check_device,
+)
 from dipaco.dht.addresses import (
     check_given_peer,
     check_listen_address,
@@ -151,6 +158,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     install_service: Annotated[
         bool, Option("do not join: write a systemd unit that starts this peer")
     ] = False
+    fresh: Annotated[bool, Option("forget the flags of last time, all but the address")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
     path: Annotated[
         int | None, Option("train this path only (default: the least served)", "P", least=0)
@@ -247,6 +255,9 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         tuple[str, ...],
         Option("train on each of these devices, with one peer for each: cuda:0 cuda:1", "D"),
     ] = ()
+
+    typed: Typed = field(default_factory=Typed)
+    """What is kept for the next start."""
 
     @property
     def port_file(self) -> Path:

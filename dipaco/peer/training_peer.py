@@ -71,6 +71,7 @@ from dipaco.protocol.records import Reachability
 from dipaco.training.trainer import PathTrainer
 
 from .background import Background
+from .kept_flags import keep_flags
 from .node_process import NodeProcess, begin_process
 from .peer_settings import NodeSettings, PeerSettings
 
@@ -116,6 +117,7 @@ def run_peer(settings: PeerSettings, runs_folder: Path | None = None, sharers: i
         note_port(settings.port_file)
         node.admit(invitation)
         keep_addresses(settings.cache_folder, settings.initial_peers)
+        keep_flags(runs_folder or settings.cache_folder, settings.typed)
         if settings.path is not None and settings.path >= node.grid.path_count:
             raise ConfigurationError(
                 f"--path {settings.path}: this run has paths 0 to {node.grid.path_count - 1}"
