@@ -28,6 +28,7 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(_codecs(figures))
     console.print(_traffic(figures))
     console.print(_sizes("On a peer's disk", figures.disk_bytes))
+    console.print(_sizes("Written to a peer's disk in a day", figures.written_bytes))
     if figures.shard_bytes is None:
         console.print("There are no token files; --corpus-tokens N estimates their sizes")
     console.print(_sizes("In a peer's GPU memory, at least", figures.device_bytes))

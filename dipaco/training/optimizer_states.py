@@ -19,6 +19,9 @@ from dipaco.base.files import atomic_file, remove_stale_temporaries, storage_err
 logger = logging.getLogger("dipaco.training.optimizer_states")
 
 KEPT_OPTIMIZERS = 2
+# It is as large as the states of a path's modules, and no work is in it: a peer that is killed goes
+# on with one that is older than its anchors.
+SAVE_EVERY_S = 1800.0
 _FILE = re.compile(r"path-\d+\.pt")
 
 

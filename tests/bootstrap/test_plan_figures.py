@@ -163,6 +163,10 @@ def test_memory_is_what_training_keeps(optimizer, named):
     moments = sum(t.nbytes for entry in kept_by for t in entry.values() if t.numel() > 1)
     assert figures.device_bytes[named] == moments
     assert figures.disk_bytes["optimizer states"] == KEPT_OPTIMIZERS * moments
+    rounds = 86_400 / config.rounds.duration_s
+    states = sum(level.state_bytes for level in figures.levels)
+    assert figures.written_bytes["own states"] == round(rounds * states)
+    assert figures.written_bytes["optimizer states"] == round(moments * min(rounds, 48))
     assert figures.device_bytes["gradients"] == sum(p.nbytes for p in model.parameters())
 
     kept = {}
@@ -245,6 +249,8 @@ def test_the_command_prints_both_ways(capsys):
     assert "In a peer's GPU memory, at least" in shown
     assert shown_bytes(figures.device_total_bytes) in shown
     assert "In a peer's main memory" in shown
+    assert "Written to a peer's disk in a day" in shown
+    assert shown_bytes(sum(figures.written_bytes.values())) in shown
     assert shown_bytes(figures.main_memory_total_bytes) in shown
 
 

@@ -14,9 +14,10 @@ import torch
 from dipaco.base.errors import IntegrityError, NetworkError
 from dipaco.base.files import canonical_json
 from dipaco.modules.state import PathProgress, state_chunks
-from dipaco.peer.keeping.path_files import PathData, PathFiles
+from dipaco.peer.keeping.path_files import OptimizerFiles, PathData, PathFiles
 from dipaco.protocol.plan import RunPlan
 from dipaco.routing.run_folder import RunFolder
+from dipaco.training.optimizer_states import load_optimizer
 from support.runs.tiny_run import make_tiny_run
 
 MODULE = "L0.E1"
@@ -149,3 +150,26 @@ def test_what_every_path_begins_with_is_read_once_and_not_kept(tmp_path, monkeyp
     assert len(reads) == 1
     gc.collect()
     assert all(tensor() is None for tensor in reads[0]), "nothing holds it any more"
+
+
+def test_an_optimizer_is_saved_every_half_an_hour_and_when_a_peer_goes(tmp_path):
+    """It is as large as the states of the path: in every round it would be half of all that is written."""
+    now_s, moments = [0.0], {"n": 0}
+    trainer = SimpleNamespace(path=3, optimizer_state=lambda: dict(moments))
+    with ThreadPoolExecutor(1) as saver:
+        files = OptimizerFiles(tmp_path, trainer, saver, SimpleNamespace(watch=lambda *_: None), lambda: now_s[0])
+        saved = []
+        for moments["n"] in range(1, 14):
+            files.save()
+            saver.submit(lambda: None).result(60)
+            saved.append(load_optimizer(tmp_path, 3)["n"])
+            now_s[0] += 300.0
+        assert saved == [1] * 6 + [7] * 6 + [13]
+        moments["n"] = 20
+        files.keep()
+        assert load_optimizer(tmp_path, 3)["n"] == 20
+        files.load(3)
+        moments["n"] = 21
+        files.save()
+        saver.submit(lambda: None).result(60)
+        assert load_optimizer(tmp_path, 3)["n"] == 21, "after the first round of a path"

@@ -27,6 +27,7 @@ from dipaco.peer.check.needs import (
     main_memory_bytes,
     paths_per_module,
     state_bytes,
+    written_bytes,
 )
 from dipaco.protocol.chain import MAX_ROWS
 from dipaco.protocol.grid import Grid
@@ -148,6 +149,8 @@ class PlanFigures:
     shard_bytes: int | None
     """Token file of a path on average; None when the tokens of the corpus are not given."""
     disk_bytes: dict[str, int]
+    written_bytes: dict[str, int]
+    """To that disk in a day."""
     device_bytes: dict[str, int]
     """Memory of the GPU, or of whatever trains the path."""
     main_memory_bytes: dict[str, int]
@@ -240,6 +243,7 @@ def plan_figures(
         join_bytes=base_file_bytes(config.model) + states,
         shard_bytes=shard,
         disk_bytes=disk_bytes(config, grid, shard or 0),
+        written_bytes=written_bytes(config, grid),
         device_bytes=device_bytes(config, counts["path"]),
         main_memory_bytes=main_memory_bytes(config, grid, counts["path"]),
         manifest_bytes=manifest_bytes,

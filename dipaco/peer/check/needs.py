@@ -33,12 +33,13 @@ from dipaco.protocol.config import (
 )
 from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 from dipaco.training.muon import is_for_muon
-from dipaco.training.optimizer_states import KEPT_OPTIMIZERS
+from dipaco.training.optimizer_states import KEPT_OPTIMIZERS, SAVE_EVERY_S
 
 OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
 LOGITS = "logits, at most"
 FROZEN_BASE = "frozen base"
+DAY_S = 86_400.0
 
 
 class Run(Protocol):
@@ -135,6 +136,22 @@ def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
         "optimizer states": KEPT_OPTIMIZERS * moments_bytes(run, path_parameters),
         "base model": base_file_bytes(run.model),
         "token files": (1 + keepers) * shard_bytes,
+    }
+
+
+def written_bytes(run: Run, grid: Grid) -> dict[str, int]:
+    """Return what a peer writes to its disk in a day, if every round takes as long as it may."""
+    rounds = DAY_S / run.rounds.duration_s
+    keepers = min(run.rounds.copies, grid.path_count)
+    states = {level: state_bytes(grid, level) for level in grid.level_names}
+    copies = (keepers - 1) * states.get(PRIVATE_LEVEL, 0)
+    received = sum(received_bytes(run, grid, level) for level in grid.level_names)
+    moments = moments_bytes(run, parameter_counts(grid)["path"])
+    return {
+        "own states": round(rounds * sum(states.values())),
+        "copies of private states": round(rounds * copies),
+        "contributions": round(rounds * (received + sent_bytes(run, grid))),
+        "optimizer states": round(DAY_S / max(SAVE_EVERY_S, run.rounds.duration_s) * moments),
     }
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.tokens.token_files import check_tokens, even_sample
-from dipaco.training.optimizer_states import load_optimizer, write_optimizer
+from dipaco.training.optimizer_states import SAVE_EVERY_S, load_optimizer, write_optimizer
 from dipaco.training.trainer import PathTrainer
 
 logger = logging.getLogger("dipaco.peer.keeping.path_files")
@@ -196,23 +198,33 @@ class PathFiles:
 
 
 class OptimizerFiles:
-    """The AdamW states of a peer's trainer, written while it goes on."""
+    """The AdamW states of a peer's trainer, written while it goes on: after the first round of a
+    path, then every half an hour, and when the peer moves, pauses or leaves."""
 
     def __init__(
-        self, folder: Path, trainer: PathTrainer, saver: Executor, background: Background
+        self,
+        folder: Path,
+        trainer: PathTrainer,
+        saver: Executor,
+        background: Background,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._trainer = folder, trainer
+        self._clock_s, self._saved_s = clock_s, -math.inf
         self._saver, self._background = saver, background
         self._saving: Future[None] = saver.submit(lambda: None)
 
     def load(self, path: int) -> dict[str, Any] | None:
         """Return the state of a path that begins, if one is here."""
+        self._saved_s = -math.inf
         return load_optimizer(self._folder, path)
 
     def save(self) -> None:
-        """Write the present one; the disk is waited for in the background."""
-        if not self._saving.done():
+        """Write the present one, unless that was done lately; the disk is waited for in the
+        background."""
+        if not self._saving.done() or self._clock_s() - self._saved_s < SAVE_EVERY_S:
             return
+        self._saved_s = self._clock_s()
         self._saving = self._saver.submit(self._finish, self._write())
         self._background.watch("saving", self._saving)
 
