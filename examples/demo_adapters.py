@@ -220,7 +220,7 @@ def report(demo: Demo, arms: dict[str, dict[str, Any]]) -> None:
     for column in (*labels, "all"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     scores: dict[str, list[float]] = {
-        "SmolLM2 as it is": [arms["paths"]["labels"][label]["base_perplexity"] for label in labels]
+        "SmolLM2 in Q4_1": [arms["paths"]["labels"][label]["base_perplexity"] for label in labels]
         + [arms["paths"]["base_perplexity"]]
     }
     for name, key in (
