@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.chain_book import BRANCHES_OF_A_TELLER
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.situation import Role
@@ -305,3 +306,15 @@ def test_steps_that_one_peer_invents_are_bounded_however_its_message_ends(last):
             member.stand_on(honest)
     assert len(book.tips(MODULE)) < 20
     assert len(book) < 60
+
+
+def test_a_message_of_more_branches_than_a_teller_may_have_is_survived():
+    """Attack: the last of them are forgotten as they come, and their files were asked for."""
+    member = Trainer("A", "ABC")
+    steps = [Step.of([member.row("B", file=name(f"file {number}"))]) for number in range(40)]
+    for part in (steps, steps[::-1]):
+        member.module.hear_steps(part, "B")
+    assert len(member.chain.book.tips(MODULE)) <= BRANCHES_OF_A_TELLER
+    member.publish()
+    member.hear("B", "C")
+    assert member.chain.book.link(member.module.stand).version == 0

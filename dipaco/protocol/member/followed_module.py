@@ -250,6 +250,8 @@ class FollowedModule:
                     break
             except ValueError:
                 break  # No honest peer says so.
+            if step.name not in book:
+                break  # It was forgotten at once: its teller has told of too many branches.
             self.last_told_s = self.known.now_s
             # A newcomer hears of the first steps of the run too: their files are gone anywhere.
             if is_new and step.round_index + MAX_REPLAY > steps[-1].round_index:
