@@ -40,6 +40,7 @@ from dipaco.modules.llama import (
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.protocol.config import END_TOKEN, ModelConfig, ModelFields, parse_config
 from dipaco.protocol.plan import BaseFile, BaseSource
+from dipaco.routing.tokens.chat_tokens import SPECIAL_NAMES, turn_end
 from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import (
     SPLITS_SPECIAL,
@@ -301,6 +302,11 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         )
     content = with_added_tokens(_json_object(file), added_tokens(folder), str(file))
     splits = _settings(folder).get(SPLITS_SPECIAL) is True
+    turn_end_name = None
+    if template is not None and not splits:
+        named = zip(SPECIAL_NAMES, special, strict=True)
+        controls = [token["content"] for token in content["added_tokens"] if token["special"]]
+        turn_end_name = turn_end(template, {k: n for k, n in named if n is not None}, controls)
     generation = _json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
     model = pack_tokenizer(
         content, special, template, str(file),
@@ -308,6 +314,7 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         stated=_stated(SpecialNumbers, read_config_file(folder)),
         generation=None if generation is None else _stated(GenerationSettings, generation),
         splits_special=splits,
+        turn_end=turn_end_name,
     )  # fmt: skip
     pieces = JsonPieces(model, str(file))
     numbers = pieces.file_order(pieces.vocabulary_size).tolist()

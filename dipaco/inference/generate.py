@@ -21,7 +21,7 @@ from .sources import StateSource, assemble_path
 
 # An unfinished character has at most three bytes, each of which may be decoded as one of these.
 _MAX_BROKEN = 3
-_NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
+NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 _BROKEN_CHARACTER = "\ufffd"
 
 
@@ -53,8 +53,10 @@ def generate_tokens(
     prompt: Sequence[int],
     sampling: Sampling,
     mixed_with: Sequence[PathModel] = (),
+    ends: frozenset[int] = frozenset((END_TOKEN,)),
 ) -> Iterator[int]:
-    """Yield the tokens with which `model` continues `prompt`, until the document ends.
+    """Yield the tokens with which `model` continues `prompt`, until one of `ends`
+    (`Tokenizer.ends`).
 
     The context is at most the model's sequence length: when it is full, generation goes on from its
     newer half. Other paths may be mixed in.
@@ -63,13 +65,14 @@ def generate_tokens(
     longest = model.config.sequence_length
     context = list(prompt)[-longest:]
     decoder, is_read = Decoder([model, *mixed_with]), False
+    never = [token for token in NEVER_CHOSEN if token not in ends]
     for _ in range(sampling.max_tokens):
         if is_read and decoder.length == longest:
             context, is_read = context[-(longest // 2) :], False
         logits = decoder.step(context[-1]) if is_read else decoder.read(context)
         is_read = True
-        token = choose_token(logits, sampling, generator)
-        if token == END_TOKEN:
+        token = choose_token(logits, sampling, generator, never)
+        if token in ends:
             return
         yield token
         context = [*context[-longest:], token]
@@ -91,17 +94,22 @@ def cheapest_path(
     return paths[costs.index(min(costs))]
 
 
-def choose_token(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def choose_token(
+    logits: torch.Tensor,
+    sampling: Sampling,
+    generator: torch.Generator,
+    never: Sequence[int] = NEVER_CHOSEN,
+) -> int:
     """Choose the next token by its logits, fp32 [V] on the CPU, which are not changed.
 
-    Pieces that are never part of a text (unknown, begin, padding) are never chosen.
+    What is never part of a text (unknown, begin, padding) is never chosen.
     """
     if sampling.temperature == 0:
         # NumPy's calls cost less.
         likeliest = int(logits.numpy().argmax())
-        if likeliest not in _NEVER_CHOSEN:
+        if likeliest not in never:
             return likeliest
-    logits = logits.index_fill(0, torch.tensor(_NEVER_CHOSEN), -torch.inf)
+    logits = logits.index_fill(0, torch.tensor(never, dtype=torch.int64), -torch.inf)
     if sampling.temperature == 0:
         return int(logits.argmax())
     count = min(sampling.top_k or len(logits), len(logits))

@@ -81,7 +81,8 @@ def run(settings: GenerationSettings) -> int:
             say(f"path {path} ({', '.join(source.grid.modules_of_path(path))})")
         if not settings.chat:
             print(prompt, end="", flush=True)
-        made = generate_tokens(models[0], tokens, settings.sampling(), models[1:])
+        sampling, ends = settings.sampling(), tokenizer.ends
+        made = generate_tokens(models[0], tokens, sampling, models[1:], ends)
         for piece in stream_text(tokenizer, made):
             print(piece, end="", flush=True)
     print(flush=True)

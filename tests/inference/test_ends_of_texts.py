@@ -1,17 +1,31 @@
 """A run over a base says what transformers says on it, and its texts and answers end where the base's do."""
 
+import json
+import shutil
+
 import pytest
+import safetensors.torch
 import torch
+from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.checkpoint import checkpoint_files, in_file_order, save_tensors
+from dipaco.inference.export.exporter import Exporter
+from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.tokenizer_files import file_rows
+from dipaco.inference.generate import chat_tokens, generate_tokens
+from dipaco.inference.sampling import Sampling
+from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.protocol.config import END_TOKEN, PAD_TOKEN, AdaptersConfig, InnerConfig
+from dipaco.routing.documents.chats import Message
+from dipaco.routing.tokens.chat_tokens import ChatEncoder
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.training.inner import InnerLoop
+from support.programs.service import greedy_text, service
+from support.runs.chat_templates import CHATML
 from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
 from support.runs.tiny_run import make_tiny_run
 
@@ -115,3 +129,107 @@ def test_an_end_of_a_fifth_is_learned_as_a_fifth_and_exported_so(family, tied, t
     tensors = ((name, in_file_order(name, tensor, rows)) for name, tensor in model.iterate_whole())
     save_tensors(tensors, folder / "model.safetensors", torch.float32)
     assert difference(pair, model, AutoModelForCausalLM.from_pretrained(folder)) < 1e-4
+
+
+# -- ends of answers
+
+
+def base_with_ends(folder, stated, template=CHATML):
+    """Write a Qwen 2 to `folder` as its base models are: a text ends with <|endoftext|>, a turn of its template with
+    <|im_end|>. `stated` are the ends by its generation_config.json."""
+    make_foreign_base(folder, "qwen2", tie_word_embeddings=False)
+    auto = AutoTokenizer.from_pretrained(folder)
+    numbers = auto.convert_tokens_to_ids(stated)
+    for name, changes in {
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>", "chat_template": template},
+        "generation_config.json": {"eos_token_id": numbers if len(numbers) > 1 else numbers[0]},
+    }.items():
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, **changes}))
+
+
+def names(tokenizer, tokens):
+    return {tokenizer._pieces._marked.id_to_token(tokenizer.number_of_token(token)) for token in tokens}
+
+
+PHI = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}{{ eos_token }}"
+
+
+@pytest.mark.parametrize(
+    ("stated", "template", "ends"),
+    [
+        (["<|im_end|>", "<|endoftext|>"], None, {"<|im_end|>", "<|endoftext|>"}),
+        (["<|im_start|>"], None, {"<|im_start|>", "<|endoftext|>"}),
+        (["<|endoftext|>"], CHATML, {"<|im_end|>", "<|endoftext|>"}),
+        (["<|endoftext|>"], PHI, {"<|im_end|>", "<|endoftext|>"}),
+        (["<|endoftext|>"], "{{ messages[-1].content }}", {"<|endoftext|>"}),
+        (["<|endoftext|>"], "{{ raise_exception('no') }}", {"<|endoftext|>"}),
+        (["<|endoftext|>"], "{% if %}", {"<|endoftext|>"}),
+        # What texts are made of ends nothing.
+        (["a"], None, {"<|endoftext|>"}),
+    ],
+)
+def test_what_a_base_says_ends_an_answer(stated, template, ends, tmp_path):
+    base_with_ends(tmp_path / "base", stated, template)
+    tokenizer = Tokenizer(ImportedBase(tmp_path / "base").tokenizer)
+    assert names(tokenizer, tokenizer.ends) == ends
+
+
+def test_an_answer_is_learned_up_to_the_end_of_its_turn(tmp_path):
+    base_with_ends(tmp_path / "base", ["<|endoftext|>"])
+    tokenizer = Tokenizer(ImportedBase(tmp_path / "base").tokenizer)
+    encoder = ChatEncoder(tokenizer, 8)
+    said = zip(("user", "assistant") * 2, ("ba", "du", "pe", "he"), strict=True)
+    tokens = encoder.encode(tuple(Message(*one) for one in said)).tokens
+    encoder.close()
+    learned = tokens[tokens >= 0].tolist()
+    assert learned == tokenizer.encode_marked("du<|im_end|>he<|im_end|>")
+    assert END_TOKEN not in learned
+
+
+def test_an_answer_ends_alike_everywhere(tmp_path):
+    """With dipaco-generate, the service, and transformers on an export; also where the base says nothing of it."""
+    base = tmp_path / "base"
+    base_with_ends(base, ["<|endoftext|>"])
+    auto = AutoTokenizer.from_pretrained(base)
+    chat = [{"role": "user", "content": "ba du"}]
+    asked = auto.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    theirs = AutoModelForCausalLM.from_pretrained(base)
+    first, *more = theirs.generate(**asked, max_new_tokens=12, do_sample=False)[0, asked.input_ids.shape[1] :].tolist()
+    # The end of a turn becomes a little likelier than a token that is said later.
+    turn_end, later = auto.convert_tokens_to_ids("<|im_end|>"), next(number for number in more if number != first)
+    with torch.no_grad():
+        theirs.lm_head.weight[turn_end] = 1.1 * theirs.lm_head.weight[later]
+    shutil.rmtree(base)
+    base_with_ends(base, ["<|endoftext|>"])
+    for file in base.glob("*.safetensors"):
+        tensors = {name: theirs.state_dict()[name] for name in safetensors.torch.load_file(file)}
+        safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+
+    adapters = AdaptersConfig(rank=2, base_format="float32")
+    run = make_tiny_run(tmp_path / "run", imported=ImportedBase(base), adapters=adapters)
+    source = DiskSource(run.path, SourceSettings(allow_genesis=True, context_length=64))
+    tokenizer = source.tokenizer()
+    tokens, _ = chat_tokens(tokenizer, "ba du")
+    assert [*map(tokenizer.number_of_token, tokens)] == asked.input_ids[0].tolist()
+    made = generate_tokens(assemble_path(source, 0), tokens, Sampling(max_tokens=12, temperature=0))
+    made = [*made]
+    end = tokenizer.tokens_of_numbers([turn_end])[0]
+    length = made.index(end)
+    assert 0 < length < len(made)
+    wanted = tokenizer.decode(made[:length])
+    assert greedy_text(source, 0, tokens, 12) == wanted
+
+    Exporter(source, ExportForm("transformers", "float32")).write_path(0, tmp_path / "export")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generate(
+        **asked, max_new_tokens=12, do_sample=False
+    )
+    numbers = found[0, asked.input_ids.shape[1] :].tolist()
+    assert tokenizer.tokens_of_numbers(numbers) == [*made[:length], end]
+
+    with service(source) as route, TestClient(route.application()) as client:
+        body = {"messages": chat, "model": "path-0", "temperature": 0, "max_completion_tokens": 12}
+        answer = client.post("/v1/chat/completions", json=body).json()
+    choice, usage = answer["choices"][0], answer["usage"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (wanted, "stop")
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(tokens), length + 1)

@@ -301,6 +301,11 @@ def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
         # llama.cpp puts one token in front of a text, and calls that the begin.
         special[BEGIN_TOKEN] = pieces.file_number(pieces.begin[0])
     _add_specials(writer, special, begins=bool(pieces.begin))
+    ends = sorted(map(pieces.file_number, pieces.ends - {END_TOKEN}))
+    ends.sort(key=lambda number: number != pieces.origin.turn_end)
+    # llama.cpp has room for two beside that of a text, and knows many others by their names.
+    for add, number in zip((writer.add_eot_token_id, writer.add_eom_token_id), ends, strict=False):
+        add(number)
     if pieces.chat_template is not None:
         writer.add_chat_template(pieces.chat_template)
 

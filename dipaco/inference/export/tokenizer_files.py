@@ -75,9 +75,15 @@ def special_numbers(tokenizer: bytes) -> dict[str, Any]:
 def generation_settings(tokenizer: bytes) -> dict[str, Any]:
     """Return the content of `generation_config.json`: that of the base, or as `dipaco-generate`."""
     if is_json(tokenizer):
-        origin = json_pieces(tokenizer).origin
-        found = origin.generation or origin.numbers
-        return found.model_dump(mode="json", exclude_none=True)
+        pieces = json_pieces(tokenizer)
+        said = pieces.origin.generation or pieces.origin.numbers
+        settings = said.model_dump(mode="json", exclude_none=True)
+        ends, stated = {*map(pieces.file_number, pieces.ends)}, settings.get("eos_token_id", [])
+        known = {*stated} if isinstance(stated, list) else {stated}
+        if not ends <= known:
+            # What the base's template writes behind an answer ends it here too.
+            settings["eos_token_id"] = sorted(ends | known)
+        return settings
     return {
         **special_numbers(tokenizer),
         "do_sample": True,

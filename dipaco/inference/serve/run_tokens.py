@@ -87,7 +87,8 @@ def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[
     # What the run added to its base is behind the rows that a file has.
     rows = JsonPieces(data, "the tokenizer").origin.rows if is_json(data) else size
     numbered = tokenizer.number_of_token
-    never = map(numbered, (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN))
+    special = {UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN} - tokenizer.ends
+    never = map(numbered, sorted(special))
     about = {
         "never_chosen": [number for number in never if number < rows],
         "rows": rows,

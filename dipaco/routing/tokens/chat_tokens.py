@@ -8,7 +8,7 @@ relied on. Each side's text is tokenised by itself, as it is when the model is a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -144,8 +144,8 @@ def _alike(one: str, other: str) -> int:
 def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the marked tokens of a chat's text, int64 [N], with the answers to be learned.
 
-    An answer is learned up to the token that ends a text, not what a template writes behind it. If
-    the last one has no such token, it gets one: an answer ends.
+    An answer is learned up to the token that ends it, not what a template writes behind it. If the
+    last one has no such token, it gets that of a text: an answer ends.
     """
     # Whether the template writes it or not: a text begins once.
     tokens = [~token for token in _begin_lacking(tokenizer, text)]
@@ -153,8 +153,9 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
     for start, end in answers:
         tokens += [~token for token in tokenizer.encode_marked(text[position:start])]
         said = tokenizer.encode_marked(text[start:end])
-        has_end = END_TOKEN in said
-        learned = len(said) - said[::-1].index(END_TOKEN) if has_end else len(said)
+        end_place = next((n for n, token in enumerate(said) if token in tokenizer.ends), None)
+        has_end = end_place is not None
+        learned = len(said) if end_place is None else end_place + 1
         tokens += said[:learned]
         tokens += [~token for token in said[learned:]]
         position = end
@@ -164,6 +165,26 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
     else:
         tokens += [~token for token in tokenizer.encode_marked(rest)]
     return np.asarray(tokens, dtype=np.int64)
+
+
+def turn_end(template: str, special: Mapping[str, str], names: Iterable[str]) -> str | None:
+    """Return which of these tokens' `names` a chat template writes behind an answer, the first of
+    several; None if it writes none, or cannot be used. `special` is as for `ChatTemplate.render`.
+    """
+    question, answer = "What is two and two?", "It is four, as everybody knows."
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    try:
+        filled = ChatTemplate(template)
+    except ConfigurationError:
+        return None
+    try:
+        behind = filled.render(chat, special, answer_follows=False).rpartition(answer)[2]
+    except TemplateError:
+        return None
+    finally:
+        filled.close()
+    found = {behind.find(name): name for name in sorted(names, key=len) if name in behind}
+    return found[min(found)] if found else None
 
 
 def question_tokens(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -228,7 +228,7 @@ def pack_tokenizer(
     stated: SpecialNumbers | None = None,
     generation: GenerationSettings | None = None,
     splits_special: bool = False,
-    turn_end: int | None = None,
+    turn_end: str | None = None,
 ) -> bytes:
     """Return the blob of a `tokenizer.json` of a checkpoint that calls unknown, begin, end and
     padding `special` and has so many `rows`.
@@ -262,7 +262,7 @@ def pack_tokenizer(
         rows=rows,
         numbers=stated or SpecialNumbers(),
         generation=generation,
-        turn_end=turn_end,
+        turn_end=known.get(str(turn_end)),
     )
     blob = canonical_json(
         {

@@ -85,5 +85,5 @@ def service(source, **options):
 def greedy_text(source, path, tokens, count):
     """Return what `dipaco-generate` says after the tokens of a run."""
     sampling = Sampling(max_tokens=count, temperature=0)
-    made = generate_tokens(assemble_path(source, path), tokens, sampling)
+    made = generate_tokens(assemble_path(source, path), tokens, sampling, ends=source.tokenizer().ends)
     return "".join(stream_text(source.tokenizer(), made))
