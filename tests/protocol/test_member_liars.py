@@ -278,6 +278,9 @@ def test_a_peer_that_slept_catches_up_although_a_step_of_a_round_to_come_is_on_t
     member.gathered(*steps[-1].rows)
     for compute in member.take(a.Compute):
         member.module.handle(e.StateHere(MODULE, member.head(compute.steps[-1])))
+    # It was fetched, so held-out texts are asked.
+    (check,) = member.take(a.Check)
+    member.module.handle(e.Checked(MODULE, check.step, 2.0, 2.1, 4.0))
     assert member.module.stand == steps[-1].name
 
 

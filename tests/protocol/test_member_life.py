@@ -47,6 +47,14 @@ class Life:
         """Peers in sight, each with the path that it trains, or None."""
         self.holdings = []
         self.said = a.Say("serving", None, 0.0, "", False)
+        self.ruined = set()
+        """Digests of states that read held-out texts badly."""
+
+    def score(self, action):
+        """Answer with what each state is worth."""
+        is_ruined = {head.module: head.digest in self.ruined for head in action.heads}
+        without = {m: 9.0 if any(is_ruined[o] for o in is_ruined if o != m) else 3.0 for m in action.modules}
+        return e.Scored(action.heads, 9.0 if any(is_ruined.values()) else 2.5, without)
 
     def see(self, *, is_answer=False):
         """Let it read the swarm."""
@@ -81,6 +89,8 @@ class Life:
                         self.tell(e.Failed(action, "it is silent"))
                     case a.FetchPath():
                         self.tell(e.PathReady(action.path))
+                    case a.Score():
+                        self.tell(self.score(action))
                     case a.FetchState(head=head):
                         here = replace(head, digest=name(head.step), bytes=100)
                         self.tell(e.StateHere(head.module, here))
@@ -358,6 +368,69 @@ def test_a_newcomer_fetches_the_state_that_rows_name_and_computes_the_steps_on_t
     wanted = [w for w in life.wanted if isinstance(w, a.FetchState) and w.head.version]
     assert {(fetch.head.step, fetch.head.digest) for fetch in wanted} == {(steps[-2].name, name(steps[-2].name))}
     assert {row for gather in life.take(a.Gather) for row in gather.rows} >= {*steps[-1].rows}
+
+
+def newcomer_to(*steps):
+    """Return the life of a newcomer that has heard of a chain, and has its files."""
+    life = Life("Z", pinned=0)
+    life.silent, life.others = {a.Ask, a.FetchPath}, {"B": 0}
+    life.now_s += 4 * DURATION_S
+    life.live(3.0)
+    life.tell(e.Answered("B", MODULE, tuple(steps)))
+    for step in steps[-3:]:
+        for row in step.rows:
+            life.tell(e.Gathered(MODULE, row))
+    life.tell(e.PathReady(0))
+    return life
+
+
+def compute_all(life, seconds):
+    """Let time pass; files come, and what is to be computed comes out."""
+    done = set()
+    for _ in range(int(seconds)):
+        life.live(1.0)
+        for row in [row for w in life.wanted if isinstance(w, a.Gather) for row in w.rows if row not in done]:
+            done.add(row)
+            life.tell(e.Gathered(MODULE, row))
+        for action in [w for w in life.wanted if isinstance(w, a.Compute) and w not in done]:
+            done.add(action)
+            last, base = action.steps[-1], action.base
+            version, weight = base.version + len(action.steps), base.weight + len(action.steps)
+            head = Head(MODULE, last.name, version, weight, last.round_index, name(last.name), 10)
+            life.tell(e.StateHere(MODULE, head))
+
+
+def test_a_newcomer_refuses_a_state_that_reads_held_out_texts_much_worse_than_the_genesis():
+    """Whoever vouches for it. It begins with the state before, and stays with that."""
+    steps = chain_on(Life().step, 6, 7, 8)
+    life = newcomer_to(*steps)
+    life.ruined = {name(steps[-1].name)}
+    compute_all(life, 20.0)
+    (start,) = [action for action in life.wanted if isinstance(action, a.StartPath)]
+    assert start.heads[0].step == steps[-2].name
+    assert any("with the genesis" in warn.text for warn in life.wanted if isinstance(warn, a.Warn))
+    # Not even when more stand on it.
+    life.tell(e.Told("B", MODULE, steps=(*steps, *chain_on(steps[-1], 9)[1:])))
+    life.live(30.0)
+    assert life.member.modules[MODULE].head.step == steps[-2].name
+
+
+def test_a_newcomer_begins_with_a_state_that_reads_held_out_texts_well_and_scores_it_once():
+    steps = chain_on(Life().step, 6, 7, 8)
+    life = newcomer_to(*steps)
+    compute_all(life, 20.0)
+    (start,) = [action for action in life.wanted if isinstance(action, a.StartPath)]
+    assert start.heads[0].step == steps[-1].name
+    assert [score.modules for score in life.take(a.Score)] == [(MODULE,)]
+
+
+def test_a_path_without_rows_in_one_of_its_chains_is_not_scored():
+    """Modules that never were together may fit each other worse than at their genesis."""
+    first = Step.of([replace(row, path=1) for row in Life().step.rows])
+    life = newcomer_to(first, Step.of([replace(row_of("B", first.name, name(first.name), 6), path=1)]))
+    compute_all(life, 20.0)
+    assert life.has(a.StartPath)
+    assert not life.has(a.Score)
 
 
 def test_a_copy_of_a_chain_that_has_hardly_begun_is_computed_and_nobody_is_believed():

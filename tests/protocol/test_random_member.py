@@ -109,7 +109,7 @@ class History:
                 failed = e.Failed(a.Gather(MODULE, (row,)), "nobody gives it", self.random.random() < 0.1)
                 handle(e.Gathered(MODULE, row) if is_good else failed)
         elif isinstance(action, a.Check):
-            handle(e.Checked(MODULE, action.step, 1.0, self.random.choice([1.0, 1.0, 9.0, None])))
+            handle(e.Checked(MODULE, action.step, 1.0, self.random.choice([1.0, 1.0, 9.0, None]), 9.0))
         elif not is_good:
             handle(e.Failed(action, "it failed"))
         elif isinstance(action, a.Compute):

@@ -75,6 +75,12 @@ class PathFiles:
             data = self._taken or self._fetched
         return _NO_ROWS if data is None else data.validation
 
+    def held_out_of(self, path: int) -> torch.Tensor:
+        """Held-out rows of a path that is in training or about to begin; none of another."""
+        with self._fetched_lock:
+            found = [d for d in (self._fetched, self._taken) if d is not None and d.path == path]
+        return found[0].validation if found else _NO_ROWS
+
     def want(self, path: int) -> bool:
         """Note which path is about to begin; returns whether that is another than was noted last.
 

@@ -36,6 +36,7 @@ from dipaco.base.errors import (
     DipacoError,
     IntegrityError,
     MachineError,
+    NetworkError,
     StorageError,
 )
 from dipaco.base.repetition import Complaints
@@ -151,7 +152,12 @@ class OuterSteps:
 
     def model_handlers(self) -> Handlers:
         """Return what carries out the actions that read or change the model."""
-        return {a.Publish: self._take_snapshot, a.Check: self._check, a.Adopt: self._adopt}
+        return {
+            a.Publish: self._take_snapshot,
+            a.Score: self._score,
+            a.Check: self._check,
+            a.Adopt: self._adopt,
+        }
 
     # -- publish
 
@@ -315,6 +321,28 @@ class OuterSteps:
 
     # -- check
 
+    def _score(self, action: a.Score) -> e.Scored | None:
+        """Score what a path is about to begin with, beside the genesis of each module. Costs about
+        an inner step. None if the peer leaves meanwhile."""
+        trainer, path = self._trainer, action.path
+        rows = self._files.held_out_of(path)[:CHECKED_ROWS]
+        found = {head.module: self._node.held.find(head.module, head.step) for head in action.heads}
+        states = {module: state for module, state in found.items() if state is not None}
+        if trainer is None or not len(rows) or states.keys() != found.keys():
+            return e.Scored(action.heads, None, {})
+        with_genesis = {}
+        try:
+            loss = trainer.loss_of(path, states, rows).loss
+            for module in action.modules:
+                others = {**states, module: self._files.genesis_state(module)}
+                with_genesis[module] = trainer.loss_of(path, others, rows).loss or 0.0
+        except PassInterrupted:
+            return None
+        except (NetworkError, IntegrityError) as error:
+            logger.warning("what was fetched of path %d is not scored: %s", path, error)
+            return e.Scored(action.heads, None, {})
+        return e.Scored(action.heads, loss, with_genesis)
+
     def _check(self, action: a.Check) -> e.Checked | None:
         """Score a state that waits; beside the anchors, or beside what else is here of the path
         that is about to begin, once all of it is. None if the peer leaves meanwhile."""
@@ -328,15 +356,19 @@ class OuterSteps:
         if action.module not in grid.modules_of_path(path):
             return nothing
         before, after = trainer.anchors(), trainer.anchors()
+        genesis = None
         if trainer.path is None:
             modules = grid.modules_of_path(path)
             after = {m: found for m in modules if (found := held.newest(m)) is not None}
             if {*after, action.module} != set(modules):
                 return nothing  # Modules that were trained do not fit to others that were not.
             before = {module: self._files.genesis_state(module) for module in modules}
+        else:
+            genesis = {**after, action.module: self._files.genesis_state(action.module)}
         after[action.module] = state
+        scored = (before, after) if genesis is None else (before, after, genesis)
         try:
-            losses = [trainer.loss_of(path, states, rows).loss for states in (before, after)]
+            losses = [trainer.loss_of(path, states, rows).loss for states in scored]
         except PassInterrupted:
             return None
         return e.Checked(action.module, action.step, *losses)

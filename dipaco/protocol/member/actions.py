@@ -109,6 +109,18 @@ class FetchPath(Action):
 
 
 @dataclass(frozen=True)
+class Score(Action):
+    """Score the states that a path is about to begin with on its held-out texts: all of them, and
+    with the genesis in place of each of some modules. Answered by `Scored` at once."""
+
+    path: int
+    heads: tuple[Head, ...]
+    """One of every module of the path, in level order."""
+    modules: tuple[str, ...]
+    """Those whose states this peer has not trained itself."""
+
+
+@dataclass(frozen=True)
 class StartPath(Action):
     """Begin to train a path from states that were fetched; earlier work on a path is gone."""
 

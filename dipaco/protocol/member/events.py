@@ -7,6 +7,7 @@ was checked by the shell: rows are signed, of admitted peers, plausible and of t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dipaco.protocol.chain import Head, Row, Step
@@ -108,6 +109,16 @@ class PathReady(Event):
 
 
 @dataclass(frozen=True)
+class Scored(Event):
+    """Answers `Score`: the held-out loss with all states, and with the genesis in place of each
+    module's. None and nothing where there is nothing to score with."""
+
+    heads: tuple[Head, ...]
+    loss: float | None
+    with_genesis: Mapping[str, float]
+
+
+@dataclass(frozen=True)
 class Published(Event):
     """Answers `Publish`: the file is in the content store, and this row names it."""
 
@@ -126,13 +137,14 @@ class StateHere(Event):
 
 @dataclass(frozen=True)
 class Checked(Event):
-    """Answers `Check`: the held-out loss with the anchors, and with the state in place of one. None
-    where there is nothing to score with."""
+    """Answers `Check`: the held-out loss with the anchors, with the state in place of one, and with
+    the genesis in its place. None where there is nothing to score with."""
 
     module: str
     step: str
     loss_before: float | None
     loss_after: float | None
+    loss_of_genesis: float | None = None
 
 
 @dataclass(frozen=True)

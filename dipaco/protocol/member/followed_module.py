@@ -361,6 +361,20 @@ class FollowedModule:
         self._taking.give_up()
         self._gathering.see_what_lacks_files()
 
+    def has_rows_of(self, path: int) -> bool:
+        """Tell whether a path was trained in the chain up to the state that is held."""
+        steps = (link.step for link in self.chain.book.back_from(self.stand) if link.step)
+        return any(row.path == path for step in steps for row in step.rows)
+
+    def refuse_state(self, reason: str) -> None:
+        """Begin with another state than the one that is held, which was fetched: never with this
+        one, nor with what stands on it."""
+        self._taking.give_up()
+        self.known.do(a.Warn(f"{self.module}: a state is refused: {reason}"))
+        self.chain.notes.refuse(self.stand)
+        self.chain.head = self.chain.before = None
+        self.consider()
+
     def stop_wanting(self) -> None:
         """No path begins with it: what is held stays, as a copy for others."""
         self._wanted_s = None

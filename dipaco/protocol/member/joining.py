@@ -2,6 +2,12 @@
 
 Then get what the path needs.
 
+What was fetched is scored before the path begins. Held-out texts are read with all states, and with
+the genesis in place of each. The state for which the genesis is better by most, and by more than
+`MUCH_WORSE_NATS`, is refused, whoever vouches for it, and another one is looked for. A path that
+has no rows in one of its chains is not scored: modules that never were trained together may fit
+each other worse than at their genesis.
+
 What cannot be had is tried again, since a holder that has just gone is ordinary. Where it does not
 come for long, a newcomer takes another path, and a peer that moves goes on with its old one.
 """
@@ -12,14 +18,17 @@ import math
 from collections.abc import Callable
 from enum import Enum, auto
 
+from dipaco.protocol.chain import Head
 from dipaco.protocol.policy import Decision, choose_path, resolve_collision
 from dipaco.protocol.records import ClaimState
 
-from .actions import FetchPath, Say, StartPath, Wait, Warn
+from .actions import FetchPath, Say, Score, StartPath, Wait, Warn
+from .events import Scored
 from .followed_module import FollowedModule
 from .knowledge import Knowledge
 from .path_choice import PathChoice
 from .situation import Role
+from .taking import is_much_worse
 
 MAX_LOOKS = 5
 # How long newcomers wait before the second look: not equally long, or they would collide again.
@@ -60,6 +69,10 @@ class Joining:
         self._ask_s = math.inf
         """When the shard is asked for; infinite once it was."""
         self._reason = ""
+        self._scoring: tuple[Head, ...] = ()
+        """What is being scored, to begin with."""
+        self._sound: tuple[Head, ...] = ()
+        """What was scored last, and may be begun with."""
         self.has_begun = False
         """Whether a path can be trained now."""
         self.failure = ""
@@ -132,6 +145,7 @@ class Joining:
         self._phase = _Phase.FETCHING
         self._since_s = self._known.now_s
         self._has_shard, self._ask_s, self._reason = False, 0.0, ""
+        self._scoring = self._sound = ()
 
     @property
     def _modules(self) -> tuple[str, ...]:
@@ -149,13 +163,39 @@ class Joining:
                 followed.want()
                 followed.consider()
         missing = [followed.module for followed in modules if not followed.is_settled]
-        if self._has_shard and not missing:
+        if self._has_shard and not missing and self._is_sound(path, modules):
             self._start(path)
         elif known.now_s > self._limit_s(missing):
             self._leave_alone(self._reason or f"waited in vain for {self._waits_for(missing)}")
         else:
-            what = self._waits_for(missing) + (f" ({self._reason})" if self._reason else "")
+            what = "held-out texts to score what was fetched"
+            if missing or not self._has_shard:
+                what = self._waits_for(missing) + (f" ({self._reason})" if self._reason else "")
             known.do(Wait(what, max(0.0, self._limit_s(missing) - known.now_s)))
+
+    def _is_sound(self, path: int, modules: list[FollowedModule]) -> bool:
+        """Tell whether what is here may be begun with; otherwise have it scored."""
+        heads = tuple(followed.head for followed in modules if followed.head is not None)
+        fetched = [f for f in modules if f.head and f.head.version and f.role is not Role.TRAINER]
+        if not fetched or not all(followed.has_rows_of(path) for followed in modules):
+            return True
+        if heads not in (self._sound, self._scoring):
+            self._scoring = heads
+            self._known.do(Score(path, heads, tuple(followed.module for followed in fetched)))
+        return heads == self._sound
+
+    def on_scored(self, event: Scored) -> None:
+        """Held-out texts say what the states are worth that were fetched."""
+        if self._phase is not _Phase.FETCHING or event.heads != self._scoring:
+            return
+        self._scoring = ()
+        losses = event.with_genesis
+        worst = min(losses, key=lambda module: losses[module], default="")
+        if worst and is_much_worse(event.loss, losses[worst]):
+            reason = f"held-out loss {event.loss:.3f}, with the genesis {losses[worst]:.3f}"
+            self._module(worst).refuse_state(reason)
+        else:
+            self._sound = event.heads
 
     def _limit_s(self, missing: list[str]) -> float:
         """Return when it is given up: later if all that is missing is on its way."""

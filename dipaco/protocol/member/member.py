@@ -121,6 +121,8 @@ class Member:
                 self.rounds.steps_in_round += 1
             case e.PathReady():
                 self._joining.on_path(event.path)
+            case e.Scored():
+                self._joining.on_scored(event)
             case e.LeaveWanted():
                 self._part_or_leave()
             case e.PauseWanted():

@@ -8,12 +8,14 @@ See design 4.4, chain.
                  a file is none           IDLE; the step is refused
                  it is late, or failed    GETTING from a state that rows vouch for; then IDLE, and
                                           the step is absent
-    COMPUTING    the state is here        CHECKING where it parted from the own chain; else IDLE,
-                                          and it is taken
+    COMPUTING    the state is here        CHECKING where it parted from the own chain, or was
+                                          fetched by a peer that trains; else IDLE, and it is taken
                  a file is gone           GETTING, once
                  nobody can compute it    IDLE; the step is refused
                  it failed otherwise      as if it had not come
-    CHECKING     it is much worse         IDLE; the step is doubted
+    CHECKING     it was fetched, and is   IDLE; the step is refused
+                 much worse than the genesis
+                 it is much worse         IDLE; the step is doubted
                  otherwise                IDLE, and it is taken
 
 Nobody takes a state over its own computation. Arithmetic is exact, so where a step names another
@@ -40,12 +42,17 @@ from .events import Checked, StateHere
 from .gathering import Gathering
 from .group import Group
 from .quorums import is_majority
-from .situation import Situation
+from .situation import Role, Situation
 
 # A state that makes the held-out loss worse by more nats than this is not believed.
 MUCH_WORSE_NATS = 0.5
 # A step whose state nobody gave is tried again after so many rounds.
 ABSENT_ROUNDS = 1.0
+
+
+def is_much_worse(loss: float | None, than: float | None) -> bool:
+    """Tell whether a held-out loss is much worse than another; no, where one of them is unknown."""
+    return loss is not None and than is not None and not loss < than + MUCH_WORSE_NATS
 
 
 class Stage(Enum):
@@ -92,6 +99,7 @@ class Taking:
         gathering: Gathering,
         on_taken: Callable[[Head, Head | None], None],
     ) -> None:
+        self._at = situation
         self._known, self._chain, self._rows = situation.known, situation.chain, situation.rows
         self._group, self._asking, self._gathering = group, asking, gathering
         self._on_taken = on_taken
@@ -329,7 +337,9 @@ class Taking:
         if plan.steps:
             chain.computed.add(head.step)
         is_fork = chain.head is not None and not chain.book.stands_on(head.step, chain.stand)
-        if is_fork and not chain.is_of_own_round(head.step):
+        # What a path begins with is scored when all of it is here (`Joining`).
+        is_fetched = plan.is_vouched and plan.base.version > 0 and self._at.role is Role.TRAINER
+        if is_fetched or (is_fork and not chain.is_of_own_round(head.step)):
             self.stage = Stage.CHECKING
             self._known.do(Check(chain.module, head.step))
         else:
@@ -342,9 +352,11 @@ class Taking:
         plan = self._plan
         if plan is None or plan.head is None or event.step != plan.target:
             return
-        before, after = event.loss_before, event.loss_after
-        is_worse = before is not None and after is not None and not after < before + MUCH_WORSE_NATS
-        if is_worse and not self._chain.is_of_most(event.step):
+        before, after, first = event.loss_before, event.loss_after, event.loss_of_genesis
+        is_worse = is_much_worse(after, before)
+        if plan.is_vouched and is_much_worse(after, first):
+            self._refuse(event.step, f"held-out loss {after:.3f}, with the genesis {first:.3f}")
+        elif is_worse and not self._chain.is_of_most(event.step):
             self.give_up()
             self._chain.notes.doubt(event.step)
             self._warn(f"held-out loss {before:.3f}, with it {after:.3f}")

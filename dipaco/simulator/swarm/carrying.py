@@ -75,6 +75,7 @@ class Carrying:
             actions.Publish: self._publish,
             actions.Compute: self._compute,
             actions.FetchState: self._fetch_state,
+            actions.Score: self._score,
             actions.Check: self._check,
             actions.Adopt: self._adopt,
             actions.Forget: self._forget,
@@ -390,16 +391,28 @@ class Carrying:
         store.at_hand[found.step] = found
         machine.deliver(events.StateHere(wanted.module, found))
 
+    def _score(self, action: actions.Score) -> None:
+        machine, world = self._machine, self._world
+        found = {head.module: machine.store.find(head.module, head.step) for head in action.heads}
+        losses = {module: world.loss(head) for module, head in found.items() if head is not None}
+        if losses.keys() != found.keys():
+            self._wrong(f"scores states of path {action.path} that are not here")
+            return
+        with_genesis = {m: max({**losses, m: SOUND_LOSS}.values()) for m in action.modules}
+        loss = max(losses.values())
+        machine.answers.append(events.Scored(action.heads, loss, with_genesis))
+
     def _check(self, action: actions.Check) -> None:
         machine, world = self._machine, self._world
-        losses: tuple[float | None, float | None] = (None, None)
+        losses: tuple[float | None, ...] = (None, None)
         checked = machine.store.find(action.module, action.step)
         if checked is None:
             self._wrong(f"checks a state of {action.module} that is not here")
         elif machine.trains:
             held = machine.store.held.get(action.module)
             is_anchor = action.module in machine.works and held is not None
-            losses = (world.loss(held) if is_anchor else SOUND_LOSS, world.loss(checked))
+            before = world.loss(held) if is_anchor else SOUND_LOSS
+            losses = (before, world.loss(checked), SOUND_LOSS)
         machine.answers.append(events.Checked(action.module, action.step, *losses))
 
     def _adopt(self, action: actions.Adopt) -> None:
