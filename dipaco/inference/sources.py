@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import numpy as np
 import torch
 
 from dipaco.base.errors import (
@@ -34,8 +35,11 @@ from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokens.token_files import check_tokens, even_sample
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.training.scoring import LossSum
+
+from .held_out_check import ROWS, ruined_module
 
 if TYPE_CHECKING:
     from dipaco.peer.reader import SwarmReader
@@ -105,6 +109,14 @@ class StateSource(ABC):
                 state = self._genesis_state(module)
             self._states[module] = state
         return self._states[module]
+
+    def check(self, path: int, states: Mapping[str, ModuleState], model: PathModel | None) -> bool:
+        """Tell whether the states of a path are fit to be read with. Of those that are not, one is
+        refused: then `state` gives another one. What is on the own disk is.
+
+        :param model: to be lent for that; None: one is made
+        """
+        return True
 
     def missing_modules(self, path: int) -> tuple[str, ...]:
         """Return the modules that keep a path from being put together, having no state."""
@@ -276,6 +288,8 @@ class SwarmSource(StateSource):
         self._keeps = settings.follow
         self._unserved: set[str] = set()
         """Modules whose last good state is given, as nobody serves one."""
+        self._checked: set[tuple[str, ...]] = set()
+        """Digests of the states of paths that were checked, in the order of the modules."""
 
     def _newest_state(self, module: str) -> ModuleState | None:
         self._unserved.discard(module)
@@ -290,6 +304,43 @@ class SwarmSource(StateSource):
             if state is not None:
                 self._unserved.add(module)
         return state
+
+    def check(self, path: int, states: Mapping[str, ModuleState], model: PathModel | None) -> bool:
+        """See `ruined_module`. What cannot be checked, as nobody gives the texts for it, is told.
+
+        Nor can a path be that has no rows in one of its chains: modules that never were trained
+        together may fit each other worse than at their genesis.
+        """
+        digests = tuple(state.digest for state in states.values())
+        fetched = [m for m, state in states.items() if state.version and m not in self._unserved]
+        is_trained = all(path in self._reader.trained_paths(module) for module in fetched)
+        if digests in self._checked or not fetched or len(fetched) < len(states) or not is_trained:
+            return True
+        try:
+            ruined = ruined_module(
+                model or self.path_model(torch.device("cpu")),
+                self.grid,
+                path,
+                states,
+                self._held_out_rows(path),
+                self.plan.routing.prefix_tokens,
+                self._genesis_state,
+            )
+        except DipacoError as error:
+            logger.warning("path %d is not checked with held-out texts: %s", path, error)
+            return True
+        if ruined is None:
+            self._checked.add(digests)
+            return True
+        self._reader.refuse(states[ruined])
+        self._states.pop(ruined, None)
+        return False
+
+    def _held_out_rows(self, path: int) -> torch.Tensor:
+        self._require_blob(self.shard_index().paths[path].validation_sha256)
+        rows = even_sample(self._run.validation_tokens(self.plan, path), ROWS)
+        check_tokens(rows, self.plan.model.vocabulary_size, f"the held-out split of path {path}")
+        return torch.from_numpy(rows.astype(np.int64))
 
     def troubles(self) -> tuple[str, ...]:
         """Return which modules nobody serves, and which run goes on in place of this one."""
@@ -426,15 +477,24 @@ def assemble_path(
     Raises ConfigurationError if there is no such path; StorageError (disk) or NetworkError
     (swarm), naming the module, if there is no state of one of its modules.
     """
-    states = path_states(source, path)
     if model is None:
         model = source.path_model(device or torch.device("cpu"))
+    states = path_states(source, path, model)
     load_path(model, source.grid, path, states)
     return model.eval()
 
 
-def path_states(source: StateSource, path: int) -> dict[str, ModuleState]:
-    """Return the newest states of the modules of a path. Raises as `assemble_path` does."""
+def path_states(
+    source: StateSource, path: int, model: PathModel | None = None
+) -> dict[str, ModuleState]:
+    """Return the newest states of the modules of a path that are fit to be read with; `model` is
+    lent for that. Raises as `assemble_path` does."""
+    while not source.check(path, states := _newest_states(source, path), model):
+        pass  # Each time one state less can be given, of the few that are tried.
+    return states
+
+
+def _newest_states(source: StateSource, path: int) -> dict[str, ModuleState]:
     states: dict[str, ModuleState] = {}
     for module in source.grid.modules_of_path(path):
         state = source.state(module)

@@ -116,6 +116,15 @@ class SwarmReader:
         book = self._winning.chains(module, self.view())
         return book.steps_between(book.genesis(module), book.tips(module)[0].name)
 
+    def trained_paths(self, module: str) -> frozenset[int]:
+        """Return the paths that were trained in the chain of a state that was fetched."""
+        return self._winning.trained_paths(module)
+
+    def refuse(self, state: ModuleState) -> None:
+        """Never give a state again that was fetched last, nor what stands on it."""
+        self._winning.refuse(state.module)
+        self._node.states.kept.remove(state.digest)
+
     def winning_state(self, module: str) -> ModuleState | None:
         """Fetch the state of a module whose chain is the heaviest; None when there is none yet.
 

@@ -1,5 +1,6 @@
 """Evaluation: the perplexity that training reported, and an account of what could not be scored."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -239,6 +240,33 @@ def test_a_swarm_gives_the_same_as_a_directory(trained, tmp_path):
     assert sorted(set(reader.fetched)) == sorted(source.grid.modules())
     assert len([m for m in reader.fetched if m.startswith("L")]) == 4
     assert report == evaluate(DiskSource(trained[0]), held_out(), device=CPU)
+
+
+class NoisyReader(FakeReader):
+    """Most contributors of one module have named a state of noise."""
+
+    noisy = "P0"
+
+    def winning_state(self, module):
+        state = super().winning_state(module)
+        if module != self.noisy:
+            return state
+        generator = torch.Generator().manual_seed(0)
+        return dataclasses.replace(state, parameters=torch.randn(state.layout.size, generator=generator))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_a_reader_refuses_a_state_that_reads_held_out_texts_much_worse_than_the_genesis(trained, tmp_path, is_trained):
+    reader = NoisyReader(trained[0], tmp_path)
+    if not is_trained:
+        # Modules that never were trained together may fit each other worse than at their genesis.
+        reader.trained_paths = lambda module: frozenset()
+    with SwarmSource(reader) as source:
+        if is_trained:
+            with pytest.raises(NetworkError, match=r"no state of its module P0"):
+                assemble_path(source, 0)
+        assemble_path(source, 1 if is_trained else 0)
+    assert reader.refused == (["P0"] if is_trained else [])
 
 
 def test_what_a_swarm_does_not_serve_is_missing(trained, tmp_path):

@@ -18,7 +18,7 @@ from dipaco.base.kept_files import KeptFiles
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.node.states import Named, States, head_of
-from dipaco.protocol.chain import MARK_BYTES, Step
+from dipaco.protocol.chain import MARK_BYTES, Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.routing.run_folder import RunFolder
@@ -162,6 +162,26 @@ def test_a_state_that_is_fetched_is_checked_and_goes_under_the_work(swarm):
     state = one.node.held.find(MODULE, step.name)
     assert torch.equal(one.local(), lost(one, row, trained) + state.parameters)
     assert isinstance(one.do(a.Publish(MODULE, 1, step.name, state.digest, 0.0)), e.Failed)
+
+
+def test_what_a_path_begins_with_is_scored_beside_the_genesis_of_each_module(swarm):
+    """A state that others made up reads worse with everything than its genesis does."""
+    one, _, _ = swarm
+    modules = one.grid.modules_of_path(0)
+    heads = tuple(one.node.held.get(module) for module in modules)
+    one.outer._files.held_out_of = lambda path: one.outer._files.validation
+    scored = one.do(a.Score(0, heads, modules))
+    assert scored.heads == heads
+    assert scored.with_genesis == dict.fromkeys(modules, scored.loss)
+    genesis = one.genesis[MODULE]
+    noise = replace(genesis, version=1, parameters=torch.randn(genesis.layout.size))
+    one.node.held.put("5" * 64, noise)
+    named = Head(MODULE, "5" * 64, 1, 1, 0, noise.digest, noise.byte_size)
+    scored = one.do(a.Score(0, tuple(named if h.module == MODULE else h for h in heads), modules))
+    assert scored.loss > scored.with_genesis[MODULE] + 0.5
+    # What is not here, or has no texts, is not scored.
+    one.outer._files.held_out_of = lambda path: torch.empty((0, 0))
+    assert one.do(a.Score(0, heads, modules)) == e.Scored(heads, None, {})
 
 
 def test_a_state_that_is_on_its_way_is_not_fetched_beside_itself(swarm):

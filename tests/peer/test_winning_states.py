@@ -81,6 +81,15 @@ def test_a_few_who_announce_what_they_have_not_hide_no_chain(tmp_path):
     assert swarm.newest_round() == 2
 
 
+def test_a_state_that_was_refused_is_not_given_again_nor_what_stands_on_it(tmp_path):
+    swarm = Swarm(tmp_path, {})
+    reader = swarm.reader
+    assert reader.state(MODULE, swarm.view).round_index == 2
+    assert reader.trained_paths(MODULE) == {row.path for row in STEPS[-1].rows}
+    reader.refuse(MODULE)
+    assert reader.state(MODULE, swarm.view) is None
+
+
 def test_so_many_are_asked_and_no_more(tmp_path):
     swarm = Swarm(tmp_path, {number: [] for number in range(10, 200)}, honest=())
     assert swarm.newest_round() is None

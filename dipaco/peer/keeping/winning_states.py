@@ -39,6 +39,20 @@ class WinningStates:
         self._node, self._files = node, files
         self._not_given: set[str] = set()
         """Rows whose files nobody gave for the state that is looked for: they may take long."""
+        self._given: dict[str, tuple[str, frozenset[int]]] = {}
+        """By module: after which step the state is that was given last, and which paths have rows
+        in the chain up to it."""
+        self._refused: set[str] = set()
+        """Steps whose states were given and are not wanted."""
+
+    def trained_paths(self, module: str) -> frozenset[int]:
+        """Return the paths that have rows in the chain of the state that was given last."""
+        return self._given.get(module, ("", frozenset()))[1]
+
+    def refuse(self, module: str) -> None:
+        """Never give the state again that was given last, nor one that stands on it."""
+        if module in self._given:
+            self._refused.add(self._given[module][0])
 
     def chains(self, module: str, view: SwarmView) -> ChainBook:
         """Return the chains of a module as those who announce states of it tell, checked.
@@ -98,13 +112,21 @@ class WinningStates:
             for link in itertools.islice(book.back_from(tip.name), STATES_TRIED):
                 if link.step is None:
                     break
-                if link.name in in_vain:
+                if link.name in in_vain or self._is_refused(book, link):
                     continue
                 state = self._state_after(book, link, view, stored)
                 if state is not None:
+                    chain = [back.step for back in book.back_from(link.name) if back.step]
+                    paths = frozenset(row.path for step in chain for row in step.rows)
+                    self._given[module] = link.name, paths
                     return state
                 in_vain.add(link.name)
         return None
+
+    def _is_refused(self, book: ChainBook, link: Link) -> bool:
+        if not self._refused:
+            return False
+        return any(back.name in self._refused for back in book.back_from(link.name))
 
     def _state_after(
         self,

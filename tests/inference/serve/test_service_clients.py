@@ -409,7 +409,9 @@ def test_a_server_that_aborts_is_told_of_and_started_anew(busy):
 def test_newer_states_answer_once_they_are_there(out, tmp_path, kind):
     folder = tmp_path / "run"
     shutil.copytree(out, folder)
-    source = DiskSource(folder) if kind == "disk" else SwarmSource(FakeReader(folder, folder))
+    reader = FakeReader(folder, folder)
+    reader.trained_paths = lambda module: frozenset()  # What is made here is of no training.
+    source = DiskSource(folder) if kind == "disk" else SwarmSource(reader)
     body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 9, "temperature": 0}
     with service(source, refresh_s=0.2) as route, TestClient(route.application()) as client:
         before = client.post("/v1/completions", json=body)
@@ -429,6 +431,7 @@ def test_newer_states_answer_once_they_are_there(out, tmp_path, kind):
 
 def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out):
     swarm = FakeReader(out, out)
+    swarm.trained_paths = lambda module: frozenset()  # What is served here is of no training.
     source = SwarmSource(swarm, SourceSettings(follow=True))
     with service(source, refresh_s=0.2) as route, TestClient(route.application()) as client:
         body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 4, "temperature": 0}

@@ -17,6 +17,7 @@ class FakeReader:
         self.folder = cache
         self.fetched = []
         self.closed = False
+        self.refused = []
         self.next_run = None
         self.present = ["a peer"]
 
@@ -29,6 +30,13 @@ class FakeReader:
             raise NetworkError("none serves it")
         layout = layout_of(self._served.grid(self.plan), module)
         return self._served.states.load_latest(module, layout)
+
+    def trained_paths(self, module):
+        return frozenset(range(self._served.grid(self.plan).path_count))
+
+    def refuse(self, state):
+        self.refused.append(state.module)
+        self.unserved = (*self.unserved, state.module)
 
     def view(self):
         return SimpleNamespace(progress={}, present=self.present)
