@@ -35,8 +35,9 @@ from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokens.bounded_reading import check_tokenizer
 from dipaco.routing.tokens.token_files import check_tokens, even_sample
-from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer, is_json
 from dipaco.training.scoring import LossSum
 
 from .held_out_check import ROWS, ruined_module
@@ -79,6 +80,7 @@ class StateSource(ABC):
         self._allow_genesis = settings.allow_genesis
         self._states: dict[str, ModuleState | None] = {}
         self._shards: ShardIndex | None = None
+        self._is_tokenizer_checked = False
         self.plan = plan
         self.model = with_context(plan, settings.context_length)
         """As paths are put together, which may read more than a training sequence."""
@@ -87,6 +89,16 @@ class StateSource(ABC):
     @abstractmethod
     def _newest_state(self, module: str) -> ModuleState | None:
         """Return the newest good state of a module, or None if there is none."""
+
+    def _require_tokenizer(self) -> None:
+        """Make sure that the tokenizer is here, and can be read: a child finds out, once."""
+        if self._is_tokenizer_checked:
+            return
+        sha256 = self.plan.blobs.tokenizer
+        self._require_blob(sha256)
+        if is_json(blob := self._run.blobs.read(sha256)):
+            check_tokenizer(blob)
+        self._is_tokenizer_checked = True
 
     @abstractmethod
     def _require_blob(self, sha256: str) -> None:
@@ -124,12 +136,13 @@ class StateSource(ABC):
 
     def tokenizer(self) -> Tokenizer:
         """Return the run's tokenizer."""
-        self._require_blob(self.plan.blobs.tokenizer)
+        self._require_tokenizer()
         return self._run.tokenizer(self.plan)
 
     def document_router(self, device: torch.device) -> DocumentRouter:
         """Return what finds the path of a document, its base model on `device`."""
-        for sha256 in (self.plan.blobs.tokenizer, self.plan.blobs.base, self.plan.blobs.router):
+        self._require_tokenizer()
+        for sha256 in (self.plan.blobs.base, self.plan.blobs.router):
             self._require_blob(sha256)
         return self._run.document_router(self._read_plan(), device)
 
@@ -149,6 +162,8 @@ class StateSource(ABC):
 
     def blob(self, sha256: str) -> bytes:
         """Return the content of a blob of the run, fetched if need be. Raises IntegrityError."""
+        if sha256 == self.plan.blobs.tokenizer:
+            self._require_tokenizer()
         self._require_blob(sha256)
         return self._run.blobs.read(sha256)
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import time
 
 import pytest
 import tokenizers
@@ -16,6 +17,7 @@ from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.tokenizer_files import tokenizer_files
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
+from dipaco.routing.tokens.bounded_reading import check_tokenizer
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces, pack_tokenizer
 from support.runs.foreign_base import (
@@ -305,3 +307,22 @@ def test_added_tokens_that_do_not_fit_are_refused(changes, words, tmp_path):
     _write(tmp_path / "base" / "tokenizer_config.json", **changes)
     with pytest.raises(DipacoError, match=words.replace("|", r"\|")):
         _ = ImportedBase(tmp_path / "base").model
+
+
+def test_a_tokenizer_is_read_for_the_first_time_in_a_process_with_bounds():
+    """Whoever exports, evaluates or serves a run reads what its operator chose."""
+    check_tokenizer(packed("qwen2"))
+    slow = {
+        "type": "Split",
+        "behavior": "Isolated",
+        "invert": False,
+        "pattern": {"Regex": 3 * "[\u0600-\u07ff]*" + "[\uc000-\ud7ff]"},
+    }
+    split = json.loads(packed("qwen2"))["tokenizer"]["pre_tokenizer"]
+    looping = part(pre_tokenizer={"type": "Sequence", "pretokenizers": [slow, split]})
+    began_s = time.monotonic()
+    with pytest.raises(ConfigurationError, match="the run's tokenizer cannot be used"):
+        check_tokenizer(looping, limit_s=3.0)
+    assert time.monotonic() - began_s < 60.0
+    with pytest.raises(ConfigurationError, match="is not JSON"):
+        check_tokenizer(b"{")
