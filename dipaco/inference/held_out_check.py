@@ -1,4 +1,4 @@
-"""Whether what a swarm gave is fit to be read with: held-out texts say so (design 4.4).
+"""Whether what a swarm gave is fit to be read with: held-out texts say so (design 4.4, chain).
 
 A reader begins with states that most contributors name, and most can lie. So it reads a few
 held-out texts of the path with them, and with the genesis in place of each module. A state for
