@@ -168,7 +168,7 @@ class Joining:
         elif known.now_s > self._limit_s(missing):
             self._leave_alone(self._reason or f"waited in vain for {self._waits_for(missing)}")
         else:
-            what = "held-out texts to score what was fetched"
+            what = ""  # What was fetched is being scored.
             if missing or not self._has_shard:
                 what = self._waits_for(missing) + (f" ({self._reason})" if self._reason else "")
             known.do(Wait(what, max(0.0, self._limit_s(missing) - known.now_s)))
