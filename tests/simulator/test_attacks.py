@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from dipaco.protocol.chain_book import BRANCHES_OF_A_TELLER
 from support.insiders.histories import ATTACKS, run_attacked, run_faulty
 
 # 2x2 modules by the clock, one path with fixed steps, one path by the clock.
@@ -40,6 +41,22 @@ def test_a_first_proposer_decides_nothing(attack):
     assert figures["victims left out"] <= 0.05 * figures["steps of victims"]
     steps = figures["rounds with a step"] + figures["rounds without a step"]
     assert figures["rounds without a step"] <= 0.05 * steps
+
+
+def test_steps_that_one_peer_invents_fill_nobodys_book():
+    for seed in SEEDS:
+        machines = run_attacked(seed, "15", rounds=4).world.machines.values()
+        for machine in machines:
+            followed = machine.member.modules if machine.is_honest and machine.is_alive else {}
+            # Of the insider, and of what others tell of the same.
+            assert all(len(m.chain.book.tips(name)) <= 4 * BRANCHES_OF_A_TELLER for name, m in followed.items())
+
+
+def test_empty_rows_of_whoever_claims_no_path_are_in_no_step():
+    for seed in SEEDS:
+        world = run_attacked(seed, "16").world
+        for module in world.grid.modules():
+            assert not any("p1" in link.peers for link in world.book.back_from(world.watch.final(module)))
 
 
 def test_an_insider_without_an_attack_is_a_peer_like_others():

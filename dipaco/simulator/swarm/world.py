@@ -94,10 +94,14 @@ class World:
         return row
 
     def add(self, step: Step) -> bool:
-        """Take a step into the book of all steps; tells whether its chain is known."""
+        """Take a step into the book of all steps; tells whether its chain is known, and it can
+        follow its parent."""
         if step.name in self.book:
             return True
-        if not self.book.add(step):
+        try:
+            if not self.book.add(step):
+                return False
+        except ValueError:
             return False
         contents = [self.files[row.file].content for row in step.rows if row.file in self.files]
         losses = sorted(LOSSES.get(content, POISONED_LOSS) for content in contents) or [SOUND_LOSS]

@@ -8,6 +8,7 @@ from dipaco.simulator.swarm.history import run_history
 from dipaco.simulator.swarm.machine import Machine
 from dipaco.simulator.swarm.scenario import Scenario, draw_scenario
 
+from .attacks_by_rounds import BadTells, InflatedTokens, InventedDigest, RoundToCome
 from .attacks_by_rows import BareQuorum, Crowd, Drips, ForeignFiles, PushedOut, Revoked
 from .attacks_by_states import (
     FalseDigests,
@@ -36,6 +37,10 @@ ATTACKS = {
     "11 perfect": KeptBackPerfectly,
     "12": Drips,
     "13": Revoked,
+    "14": RoundToCome,
+    "15": BadTells,
+    "16": InflatedTokens,
+    "17": InventedDigest,
 }
 # Very many rows take very long to live through: so many rounds are enough.
 ROUNDS = {"8": 6}
