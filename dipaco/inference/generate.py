@@ -40,7 +40,8 @@ def chat_tokens(tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int
     messages = [{"role": "user", "content": message}]
     template = ChatTemplate(tokenizer.chat_template)
     try:
-        text = template.render(messages, special_names(tokenizer))
+        asked = [{"role": "user", "content": tokenizer.shielded(message)}]
+        text = template.render(asked, special_names(tokenizer))
     except TemplateError as error:
         raise ConfigurationError(f"the chat template refuses this message: {error}") from None
     finally:

@@ -31,7 +31,7 @@ def opened():
     [
         "{% for m in messages %}<{{ m.role }}>{{ {'text': m.content} | tojson }}{% endfor %}",
         "{{ messages | tojson(indent=2) }}{{ bos_token }}",
-        "{{ strftime_now('%Y') }}{% for m in messages %}{{ m.content }}{% break %}{% endfor %}",
+        "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}",
         "{% if add_generation_prompt %}<a>{% endif %}{{ eos_token }}",
         "{%- if tools is defined and tools is none %}no tools{% endif %}{{ documents }}{{ sep }}",
         "{% for m in messages %}\n  {% if m %}\n {{- unk_token }}\n{% endif %}\n{% endfor %}",
@@ -47,6 +47,11 @@ def test_it_gives_what_transformers_gives(opened, text):
         conversations=[MESSAGES], chat_template=text, add_generation_prompt=True, **SPECIAL
     )
     assert opened(text).render(MESSAGES, SPECIAL) == expected
+
+
+def test_every_day_a_template_is_filled_with_the_same_date(opened):
+    """Else the tokens of a run, and their hashes, would depend on the day on which it was prepared."""
+    assert opened("{{ strftime_now('%d %b %Y') }}").render(MESSAGES, SPECIAL) == "26 Jul 2024"
 
 
 def test_a_base_without_a_template_has_one_in_the_examples(opened):

@@ -178,7 +178,10 @@ class RequestReader:
             message = message | {"content": plain["content"]}
         if message["role"] == "developer" and "developer" not in self.chat_template:
             message = message | {"role": "system"}
-        return message
+        return {
+            key: value if key == "role" else _without_names(value, self.tokens.control_names)
+            for key, value in message.items()
+        }
 
     def path_of(self, model: Any) -> int | None:
         """Return the path of a model's name, None for `auto`."""
@@ -358,6 +361,20 @@ def _plain(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, str):
         _refuse("messages", f"{where}.content: give a text, or parts that are texts")
     return {"role": message["role"], "content": content}
+
+
+def _without_names(value: Any, names: Sequence[str]) -> Any:
+    """Return what a message says with a zero-width space in each name of a special token: llama.cpp
+    would take it for the token, and so for the template's own."""
+    if isinstance(value, str):
+        for name in names:
+            value = value.replace(name, f"{name[0]}\u200b{name[1:]}")
+        return value
+    if isinstance(value, list):
+        return [_without_names(one, names) for one in value]
+    if isinstance(value, dict):
+        return {key: _without_names(one, names) for key, one in value.items()}
+    return value
 
 
 def _stops(value: Any) -> list[str]:

@@ -52,6 +52,8 @@ class RunTokens:
         """What came with the tokenizer."""
         self.special_names: dict[str, str] = about["special_names"]
         """What a chat template is told of special tokens."""
+        self.control_names: list[str] = about["control_names"]
+        """Names that llama.cpp takes for special tokens wherever a chat has them."""
 
     def of_text(self, text: str) -> list[int]:
         """Return the numbers of a text's tokens, with what stands in front of it."""
@@ -95,6 +97,7 @@ def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[
         "longest": max(len(tokenizer.decode([token])) for token in range(size)),
         "chat_template": tokenizer.chat_template,
         "special_names": special_names(tokenizer),
+        "control_names": tokenizer.control_names(),
     }
     ways: dict[str, Callable[[Any], list[int]]] = {
         "of_text": lambda text: [*map(numbered, tokenizer.beginning(text))],

@@ -89,7 +89,8 @@ class ChatEncoder:
         self._template.close()
 
     def _filled(self, chat: Chat, *, answer_follows: bool) -> str:
-        messages = [message.plain() for message in chat]
+        shielded = self._tokenizer.shielded
+        messages = [message.plain() | {"content": shielded(message.content)} for message in chat]
         return self._template.render(messages, self._special, answer_follows=answer_follows)
 
 

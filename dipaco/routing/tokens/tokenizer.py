@@ -79,6 +79,10 @@ class Tokenizer:
         """Return the names of unknown, begin, end and padding, as a chat template writes them."""
         return self._pieces.special_names()
 
+    def control_names(self) -> list[str]:
+        """Return the names of all special tokens."""
+        return self._pieces.control_names()
+
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without begin and end. Names of special tokens are text."""
         return self._pieces.encode([_clean(text)], 1)[0]
@@ -90,8 +94,12 @@ class Tokenizer:
 
     def encode_marked(self, text: str) -> list[int]:
         """Return the tokens of a text in which names of special tokens, as a chat template writes
-        them, are these tokens. Never for the text of a stranger."""
+        them, are these tokens. What strangers wrote is `shielded` before a template is filled."""
         return self._pieces.encode_marked(_clean(text))
+
+    def shielded(self, text: str) -> str:
+        """Return a text whose names of special tokens stay text for `encode_marked`."""
+        return self._pieces.shielded(text)
 
     def tokens_of_numbers(self, numbers: Sequence[int]) -> list[int]:
         """Return the tokens that others, with the tokenizer of an export or of the base, know by
@@ -164,6 +172,12 @@ class SentencePieces:
                 f"with byte_fallback=True, or leave out model_file"
             )
 
+    def control_names(self) -> list[str]:
+        """Return the names of all special pieces."""
+        pieces = self._pieces
+        rows = range(self.vocabulary_size)
+        return [pieces.id_to_piece(n) for n in rows if pieces.is_control(n) or pieces.is_unknown(n)]
+
     def writable(self, text: str) -> str:
         """Return the text: every one can be written."""
         return text
@@ -188,6 +202,10 @@ class SentencePieces:
     def encode_marked(self, text: str) -> list[int]:
         """Return the tokens of a text; names of special pieces are text in any case."""
         return self.encode([text], 1)[0]
+
+    def shielded(self, text: str) -> str:
+        """Return the text, whose names are text in any case."""
+        return text
 
     def run_tokens(self, numbers: Sequence[int]) -> list[int]:
         """Return the numbers: those of the file are those of the run."""

@@ -35,6 +35,8 @@ _MAX_BYTES = 2**27
 _MAX_TOKENS = 2**20
 _MAX_PATTERN = 4096
 _MAX_TEMPLATE = 2**18
+# A code point that Unicode keeps out of texts that are exchanged.
+_SHIELD = "\ufdd0"
 # All replacements of a normalizer, or of a decoder, together make a text at most so many times as
 # long: each multiplies what those before it made, and a few would fill any memory.
 _MAX_GROWTH = 16
@@ -112,9 +114,10 @@ class JsonPieces:
         self.origin: Origin = content["origin"]
         self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
         """Names of special tokens are text even in a chat."""
-        # Names of special tokens in a text stay text in `_plain`; `_marked` reads them as tokens.
-        self._marked = _load(self.tokenizer, source)
-        self._marked.encode_special_tokens = self.splits_special
+        # Both read names of special tokens as text; `_marked` is for what lies between these.
+        self._marked = _load_for_texts(self.tokenizer, source)
+        self._controls = {} if self.splits_special else _controls(self.tokenizer)
+        self._named_control = _named(self._controls.values())
         with _panics(source):
             self.for_texts = _without_stripping(self.tokenizer)
         """The `tokenizer.json` as documents are read with it: they come back whole, with all white
@@ -156,6 +159,10 @@ class JsonPieces:
         """Return what the checkpoint calls unknown, begin, end and padding."""
         return list(self.origin.names)
 
+    def control_names(self) -> list[str]:
+        """Return the names of all special tokens."""
+        return [t["content"] for t in self.tokenizer["added_tokens"] if t["special"]]
+
     def run_tokens(self, numbers: Sequence[int]) -> list[int]:
         """Return the run's tokens for the numbers of the file."""
         tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
@@ -181,9 +188,27 @@ class JsonPieces:
         return [self.run_tokens(ids) for ids in found]
 
     def encode_marked(self, text: str) -> list[int]:
-        """Return the run's tokens of a text in which names of special tokens are these."""
-        written = self.writable(text)
-        return self.run_tokens(self._marked.encode(written, add_special_tokens=False).ids)
+        """Return the run's tokens of a text in which names of special tokens are these, unless they
+        were `shielded`."""
+        numbers, position = [], 0
+        for found in self._named_control.finditer(text) if self._named_control else ():
+            numbers += self._numbers_between(text[position : found.start()])
+            assert found.lastindex is not None  # each name is a group
+            numbers.append([*self._controls][found.lastindex - 1])
+            position = found.end()
+        return self.run_tokens([*numbers, *self._numbers_between(text[position:])])
+
+    def _numbers_between(self, text: str) -> list[int]:
+        written = self.writable(text.replace(_SHIELD, ""))
+        found: list[int] = self._marked.encode(written, add_special_tokens=False).ids
+        return found
+
+    def shielded(self, text: str) -> str:
+        """Return a text with a mark in each name of a special token, which `encode_marked` takes
+        out again. So a name stays text where a chat template writes the text among its own."""
+        if self._named_control is None:
+            return text
+        return self._named_control.sub(lambda name: f"{name[0][0]}{_SHIELD}{name[0][1:]}", text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the run's tokens; special ones vanish."""
@@ -421,6 +446,25 @@ def _parts(part: Any) -> Iterator[Mapping[str, Any]]:
             listed = part.get(key)
             for inner in listed if isinstance(listed, list) else ():
                 yield from _parts(inner)
+
+
+def _controls(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Return what finds each special token in a text, by number: its name, with the white space
+    around it that it takes. Of names that begin alike the longest comes first."""
+    special = [token for token in tokenizer.get("added_tokens") or () if token["special"]]
+    special.sort(key=lambda token: -len(token["content"]))
+    return {
+        token["id"]: r"\s*" * token["lstrip"]
+        + re.escape(token["content"])
+        + r"\s*" * token["rstrip"]
+        for token in special
+    }
+
+
+def _named(patterns: Iterable[str]) -> re.Pattern[str] | None:
+    """Return what finds any of these, each in a group of its own; None if there is none."""
+    groups = [f"({pattern})" for pattern in patterns]
+    return re.compile("|".join(groups)) if groups else None
 
 
 def _unwritable(pieces: JsonPieces) -> re.Pattern[str] | None:
