@@ -6,6 +6,8 @@ swarm by any node that serves the folder; `DIR/invitations.jsonl` is the operato
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -35,6 +37,8 @@ DAY_S = 86_400.0
 OWN_PLACES = 8
 # A list needs up to half a round from the folder to every peer, and a refresh may fail.
 KNOWN_ROUNDS, KNOWN_S = 2.0, 60.0
+# How like an id of the list another must be to be taken for a slip: a digit or two.
+_ALIKE = 0.8
 
 
 def invite(
@@ -67,7 +71,8 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
     A peer that has the list takes in no more rows by them. Steps in which others took such rows in
     count up to the round by which everybody can have the list: a step that counts for some peers
     and not for others would divide them for good.
-    Raises ConfigurationError for what is no id of an invitation, and for that of an open run.
+    Raises ConfigurationError for what is no id of an invitation, for a slip of one in the
+    operator's list, and for that of an open run.
     """
     manifest, gate, key = _open(folder, operator_key)
     invitations = tuple(invitations)
@@ -76,6 +81,14 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
             f"run '{manifest.plan.name}' is open: everybody is in by {gate.everybody}, which "
             "cannot be revoked; prepare a successor by invitation"
         )
+    whose = _noted(folder)
+    for one in invitations:
+        slips = difflib.get_close_matches(one, whose, n=1, cutoff=_ALIKE)
+        if one not in whose and slips:
+            raise ConfigurationError(
+                f"{one} is no invitation in {folder / LIST_FILE}; did you mean {slips[0]} "
+                f"({whose[slips[0]]})?"
+            )
     file, version = folder / REVOCATIONS, 1
     known_s = max(KNOWN_S, KNOWN_ROUNDS * manifest.plan.rounds.duration_s)
     revoked = dict.fromkeys(invitations, int(time.time() + known_s))
@@ -93,10 +106,11 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
         ) from None
     atomic_write(file, [envelope])
     count = "1 invitation is" if len(revoked) == 1 else f"{len(revoked)} invitations are"
+    said = [f"{one} ({whose.get(one, f'not in {folder / LIST_FILE}')})" for one in invitations]
     return (
-        f"{count} revoked (version {version} of the list); let a node serve {folder} within "
-        f"{known_s:.0f} s, so that the list reaches all peers; later, those that have it refuse "
-        f"steps of those that lack it"
+        f"revoked: {', '.join(said)}; {count} revoked in all (version {version} of the list); let "
+        f"a node serve {folder} within {known_s:.0f} s, so that the list reaches all peers; "
+        f"later, those that have it refuse steps of those that lack it"
     )
 
 
@@ -148,6 +162,19 @@ def _open(
     if raw_public_key(key) != manifest.operator_key:
         raise ManifestError(f"{file} is not the key that signed {path}; give --operator-key")
     return manifest, gate, key
+
+
+def _noted(folder: Path) -> dict[str, str]:
+    """Return the invitations of the operator's list: id to whom it was made for."""
+    file, found = folder / LIST_FILE, {}
+    with storage_errors(file):
+        lines = file.read_bytes().splitlines() if file.exists() else []
+    for line in lines:
+        # The end of one may be missing after a power cut.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            one = json.loads(line)
+            found[str(one["id"])] = str(one["name"])
+    return found
 
 
 def _note(folder: Path, invitation: Invitation, name: str) -> None:

@@ -84,6 +84,8 @@ class SwarmPage:
         self._interval_s = interval_s
         self.status: dict[str, Any] | None = None
         """The newest status."""
+        self.error: str | None = None
+        """Why the swarm could not be read the last time."""
         self.ledger: Answer | None = None
         self.newest = self._answer()
         self.series = Answer.of(dict.fromkeys(COLUMNS, ()))
@@ -94,17 +96,17 @@ class SwarmPage:
             status = self._read()
             if self.status is not None and self.status["run"] == status["run"]:
                 status = with_what_was_known(status, self.status)
-            self.status = status
+            self.status, self.error = status, None
             self.newest = self._answer()
             self._curves.write(status)
             self.series = Answer.of(self._curves.series(status["run"]["id"]))
         except DipacoError as error:
             logger.warning("%s", error)
-            self.newest = self._answer(str(error))
+            self._fail(str(error))
         except Exception as error:
             # The page must not go on showing old values as if they were new.
             logger.exception("reading the swarm failed")
-            self.newest = self._answer(f"reading the swarm failed: {type(error).__name__}")
+            self._fail(f"reading the swarm failed: {type(error).__name__}")
 
     def count(self, run: str) -> None:
         """Read the ledger of the run that is shown, of `run` before the first reading."""
@@ -117,11 +119,15 @@ class SwarmPage:
         except Exception:
             logger.exception("reading the ledger failed")
 
-    def _answer(self, error: str | None = None) -> Answer:
+    def _fail(self, error: str) -> None:
+        self.error = error
+        self.newest = self._answer()
+
+    def _answer(self) -> Answer:
         return Answer.of(
             {
                 "interval_s": self._interval_s,
-                "error": error,
+                "error": self.error,
                 "has_ledger": self.ledger is not None,
                 "status": self.status,
             }
@@ -204,7 +210,11 @@ def application(page: SwarmPage) -> Starlette:
     async def metrics(request: Request) -> Response:
         if page.status is None:
             raise HTTPException(503, "nothing has been read yet; ask again later")
-        body = generate_latest(swarm_metrics(page.status))
+        status = page.status
+        if page.error is not None:
+            # What was seen before is no proof of health now.
+            status = {**status, "healthy": False}
+        body = generate_latest(swarm_metrics(status))
         return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
 
     def answer(of: Callable[[], Answer | None]) -> Callable[[Request], Awaitable[Response]]:

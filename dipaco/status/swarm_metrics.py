@@ -48,7 +48,11 @@ def swarm_metrics(status: Mapping[str, Any]) -> CollectorRegistry:
     gauge("read_timestamp_seconds", status["time_s"], "when the swarm was read, in Unix time")
     gauge("round", now, "the round by the clock")
     gauge("round_duration_seconds", status["round_duration_s"], "seconds of a round")
-    gauge("healthy", status["healthy"], "1 without problems, otherwise 0")
+    gauge(
+        "healthy",
+        status["healthy"],
+        "1 without problems, 0 with some and when the swarm could not be read",
+    )
     counts("problems", problems, "kind", "kind", "problems that dipaco-status lists")
     counts("peers", peers, "state", "state", "peers by what they do")
     counts("peers_reachable", peers, "how", "reachable", "peers by how others call them")

@@ -39,21 +39,26 @@ def files_of(root, folders):
 
 
 def test_the_archives_hold_everything(tmp_path):
-    """The source archive holds the sources, tests and pages. The wheel, which is made from it,
-    holds every module and what else lies in their folders.
+    """The source archive holds all that its own `make test` needs. The wheel, which is made from
+    it, holds every module and what else lies in their folders.
     """
-    others = ("docs", "examples", "tests", "benchmarks")
+    others = (".ci", ".github", "benchmarks", "docs", "examples", "requirements", "site", "tests")
     tree = tmp_path / "tree"
     for folder in ("dipaco", *others):
         shutil.copytree(ROOT / folder, tree / folder, symlinks=True, ignore=LEFT_OUT)
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile"):
+    names = {file.name for file in ROOT.iterdir() if file.is_file() and file.name != "PKG-INFO"}
+    if (ROOT / ".git").exists():
+        tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        folders = {line.split("/")[0] for line in tracked.splitlines() if "/" in line}
+        assert folders == {"dipaco", *others}
+        names &= set(tracked.splitlines())
+    for name in names:
         shutil.copy(ROOT / name, tree)
     _build(tree, "sdist", tmp_path)
     [archive] = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as source:
         source.extractall(tmp_path / "unpacked", filter="data")
     [unpacked] = (tmp_path / "unpacked").iterdir()
-    names = {"pyproject.toml", "README.md", "LICENSE", "Makefile"}
     modules = files_of(tree, ("dipaco",))
     wanted = modules | files_of(tree, others) | names
     assert wanted <= files_of(unpacked, (".",))

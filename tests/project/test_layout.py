@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dipaco"
 ROOMS = sorted(file.parent.name for file in PACKAGE.glob("*/__init__.py"))
@@ -60,6 +62,8 @@ def test_what_is_decided_loads_no_tensors():
 
 def test_the_root_has_a_link_to_each_room_that_the_layout_demands():
     assert set(AT_THE_ROOT) < set(ROOMS)
+    if (ROOT / "PKG-INFO").is_file():
+        pytest.skip("a source archive has no links to folders")
     for room in AT_THE_ROOT:
         assert (ROOT / room).readlink() == Path("dipaco", room)
 

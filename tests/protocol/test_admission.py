@@ -492,8 +492,14 @@ def test_the_operator_invites_and_revokes(tmp_path):
     gate = Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes()))
     assert gate is not None
     gate.check_invitation(found)
-    assert "1 invitation is revoked (version 1" in revoke(tmp_path, [found.id])
-    assert "2 invitations are revoked (version 2" in revoke(tmp_path, ["a" * 16])
+    slip = found.id[:-1] + ("0" if found.id[-1] != "0" else "1")
+    with pytest.raises(ConfigurationError, match=rf"{slip} is no invitation in .*; did you mean {found.id} \(Ada\)\?"):
+        revoke(tmp_path, [slip])
+    assert not (tmp_path / "revocations.json").exists()
+    said = revoke(tmp_path, [found.id])
+    assert f"revoked: {found.id} (Ada); 1 invitation is revoked in all (version 1" in said
+    # Of another folder, for example.
+    assert f"{'a' * 16} (not in {tmp_path / 'invitations.jsonl'}); 2 invitations are" in revoke(tmp_path, ["a" * 16])
     assert gate.revoke((tmp_path / "revocations.json").read_bytes())
     assert gate.revoked == {found.id, "a" * 16}
     with pytest.raises(ConfigurationError, match="16 hexadecimal digits"):

@@ -144,6 +144,9 @@ def test_visitors_never_make_a_reading(statuses):
             for _ in range(5):
                 found = client.get("/api/status").json()
             said.append((found["error"], found["status"]["round"]))
+            # What was seen before is no proof of health now.
+            healthy = f"dipaco_swarm_healthy {float(found['error'] is None and found['status']['healthy'])}"
+            assert healthy in client.get("/metrics").text
         # What is old can be told from what is new.
         assert f"dipaco_swarm_read_timestamp_seconds {statuses[1]['time_s']}" in client.get("/metrics").text
         assert len(client.get("/api/series").json()["time_s"]) == 2
