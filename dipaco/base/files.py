@@ -109,6 +109,11 @@ def home_folder() -> Path:
         return Path("/")
 
 
+def at_home(name: str) -> str:
+    """Return a file's name with the home folder in the place of `~`."""
+    return str(home_folder() / name[2:]) if name == "~" or name.startswith("~/") else name
+
+
 def decoded(content: bytes) -> str:
     """Return a text that a person has saved, also as Windows does: with a byte order mark, or in
     UTF-16 or UTF-32. Raises UnicodeDecodeError."""

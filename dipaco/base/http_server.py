@@ -15,6 +15,7 @@ import h11
 import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dipaco.base.errors import AddressError
@@ -131,6 +132,18 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
+class _KnownHosts(TrustedHostMiddleware):
+    """Answers to these names, and to who gives none: a health check of HTTP/1.0 does, and a browser
+    never."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if scope["type"] == "http" and b"host" not in names:
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
 def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicorn.Server:
     """Return the server of an application, which serves when it is run.
 
@@ -138,7 +151,7 @@ def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicor
     """
     return _Server(
         uvicorn.Config(
-            TrustedHostMiddleware(application, allowed_hosts=names, www_redirect=False),
+            _KnownHosts(application, allowed_hosts=names, www_redirect=False),
             http=type("_Protocol", (_Protocol,), {"_waiting": OrderedDict()}),
             log_level="warning",
             access_log=False,

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from dipaco.base.errors import ConfigurationError, DipacoError
-from dipaco.base.files import read_toml
+from dipaco.base.files import at_home, read_toml
 from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
 from dipaco.modules.llama import CONFIG_FILE, llama_weight_files
 from dipaco.protocol.config import (
@@ -246,7 +246,9 @@ def read_run_toml(path: Path, changes: Sequence[str] = ()) -> RunToml:
     written, folder = parse_config(RunToml, values, str(path)), path.absolute().parent
     tokenizer = written.tokenizer
     if tokenizer.model_file is not None:
-        tokenizer = tokenizer.model_copy(update={"model_file": folder / tokenizer.model_file})
+        tokenizer = tokenizer.model_copy(
+            update={"model_file": folder / at_home(str(tokenizer.model_file))}
+        )
     return written.model_copy(
         update={
             "data": written.data.relative_to(folder),
@@ -431,7 +433,7 @@ def _placed_base(base: BaseConfig, folder: Path, source: str) -> BaseConfig:
     hub calls it. Raises ConfigurationError."""
     if base.checkpoint is None:
         return base
-    given = str(base.checkpoint)
+    given = at_home(str(base.checkpoint))
     place, name = folder / given, _plain_word(base.checkpoint.name)
     if not (place / CONFIG_FILE).is_file() and is_hub_name(given):
         snapshots = cached_snapshots(given)
@@ -442,6 +444,15 @@ def _placed_base(base: BaseConfig, folder: Path, source: str) -> BaseConfig:
             )
         if snapshots:
             place, name = _whole_snapshot(snapshots, given, source), given
+    elif not place.exists():
+        # An address of the Hub, a revision of a model, or the name of a folder on another system.
+        meant = re.search(r"([\w.-]+/[\w.-]+?)(?:@[\w.-]+)?/?$", given)
+        is_of_hub = meant and ("huggingface.co" in given or given.count("/") < 3)
+        hint = f"; did you mean the Hub's name '{meant[1]}'?" if meant and is_of_hub else ""
+        raise ConfigurationError(
+            f"{source}: base '{given}' is no folder ({place}), and no name of the Hub "
+            f"(OWNER/NAME){hint}"
+        )
     return base.model_copy(update={"checkpoint": place, "name": base.name or name})
 
 

@@ -114,3 +114,7 @@ def test_half_a_body_holds_no_place_for_ever(port):
 def test_a_request_that_can_be_read_in_two_ways_gets_no_answer(port):
     two = "POST / HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4\r\ntransfer-encoding: chunked"
     assert "hello" not in said(port, f"{two}\r\n\r\n0\r\n\r\nGET /")
+
+
+def test_a_health_check_without_a_name_is_answered(port):
+    assert said(port, "GET / HTTP/1.0\r\n\r\n").startswith("HTTP/1.1 200")

@@ -11,11 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.bootstrap.import_base import ImportedBase, number_pieces
-from dipaco.bootstrap.run_config import load_run_config
+from dipaco.bootstrap.run_config import load_run_config, read_run_toml
 from dipaco.inference import export_command
 from dipaco.inference.export.exporter import Exporter
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
+from dipaco.routing.documents.corpus import corpus_files
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.simulator import simulate_command as simulator_cli
@@ -117,7 +118,7 @@ def test_a_base_for_long_texts_trains_on_shorter_ones_unless_it_is_told_to(expor
 def test_a_base_is_a_folder_or_a_table(tmp_path):
     for text, words in {
         "base = 3": "base",
-        'base = "nowhere"': "nowhere is not a checkpoint: it has no config.json",
+        'base = "nowhere"': "'nowhere' is no folder",
         'base = ""': "it has no config.json",
     }.items():
         toml = TOML.replace('base = "checkpoint"', text)
@@ -390,3 +391,23 @@ def test_a_head_beside_a_tied_embedding_must_be_the_same(exported, tmp_path):
     safetensors.torch.save_file({**tensors, "lm_head.weight": head + 1}, file)
     with pytest.raises(IntegrityError, match="tie_word_embeddings"):
         ImportedBase(checkpoint).parameters()
+
+
+def test_the_home_folder_may_be_meant_in_a_run_toml(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "home/base").mkdir(parents=True)
+    (tmp_path / "home/texts.jsonl").write_text('{"text": "one"}')
+    toml = tmp_path / "RUN.toml"
+    toml.write_text('name = "home"\nbase = "~/base"\n[data]\ntrain = "~/*.jsonl"\n')
+    written = read_run_toml(toml)
+    assert written.base.checkpoint == tmp_path / "home/base"
+    assert corpus_files(written.data, "train") == [tmp_path / "home/texts.jsonl"]
+    for base, hint in (
+        ("https://huggingface.co/OWNER/NAME", "did you mean the Hub's name 'OWNER/NAME'?"),
+        ("OWNER/NAME@main", "did you mean the Hub's name 'OWNER/NAME'?"),
+        ("C:/models", "is no folder"),
+    ):
+        toml.write_text(f'name = "home"\nbase = "{base}"\n[data]\ntrain = "x"\n')
+        with pytest.raises(ConfigurationError) as raised:
+            read_run_toml(toml)
+        assert hint in str(raised.value)

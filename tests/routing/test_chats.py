@@ -258,3 +258,26 @@ def test_a_tokenizer_without_a_template():
     packed = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
     with pytest.raises(ConfigurationError, match="holds chats, and the tokenizer of this run has"):
         ChatEncoder(Tokenizer(packed), 8)
+
+
+def test_rows_that_say_nothing_are_left_out_wherever_they_stand(tmp_path):
+    rows = ({"messages": None}, {"messages": MESSAGES}, {"messages": None, "text": None, "id": 3})
+    assert chats_of(tmp_path / "a.jsonl", *rows) == [CHAT, ()]
+
+
+def test_a_role_by_another_name(tmp_path):
+    turns = [{"role": "developer", "content": "Be brief."}, MESSAGES[0], {"role": "model", "content": "By the river."}]
+    assert chats_of(tmp_path / "a.jsonl", {"messages": turns}) == [(Message("system", "Be brief."), *CHAT)]
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_column_of_json_is_what_it_says(tmp_path, is_list):
+    values = [[json.dumps(turn) for turn in MESSAGES]] if is_list else [json.dumps(MESSAGES)]
+    kind = pyarrow.json_(pyarrow.string())
+    kind, plain = (pyarrow.list_(kind), pyarrow.list_(pyarrow.string())) if is_list else (kind, pyarrow.string())
+    column = pyarrow.array(values, plain).cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"messages": column}), tmp_path / "a.parquet")
+    config = CorpusConfig(train=str(tmp_path / "a.parquet"))
+    assert [document.chat for document in iterate_documents(config, "train")] == [CHAT]
+    with pytest.raises(CorpusError, match="is a text with JSON in it"):
+        chats_of(tmp_path / "b.jsonl", {"messages": json.dumps(MESSAGES)})

@@ -143,7 +143,8 @@ class RequestReader:
         body = self._passed(given, _SAMPLING | _CHAT)
         body["messages"] = [self._told(*pair) for pair in zip(messages, plain, strict=True)]
         for name, most in (("tools", _MOST_SCHEMA), ("chat_template_kwargs", _MOST_SCHEMA)):
-            if given.get(name) is not None:
+            # Clients write the empty list as a text, too.
+            if given.get(name) not in (None, "", "[]", "{}"):
                 body[name] = _short(given[name], name, most)
         if isinstance(given.get("tool_choice"), dict):
             body["tool_choice"] = _short(given["tool_choice"], "tool_choice", _MOST_SCHEMA)

@@ -27,6 +27,7 @@ _REFUSED = ("tools", "functions", "system")
 _ROLES = {
     "system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
     "human": "user", "gpt": "assistant",
+    "developer": "system", "model": "assistant",
 }  # fmt: skip
 # What a row is looked at for.
 CHAT_KEYS = (*_KEYS, *_REFUSED)
@@ -68,11 +69,20 @@ def is_chat(row: Mapping[str, Any], text_field: str) -> bool:
     return bool(_forms(row) or (text_field not in row and (_half(row) or _slips(row))))
 
 
+def says_nothing(row: Mapping[str, Any], text_field: str) -> bool:
+    """Tell whether a row has keys of a chat and none of them says anything: joined tables are
+    filled up with such rows."""
+    values = [row.get(key) for key in (*CHAT_KEYS, text_field)]
+    return any(key in row for key in _KEYS) and all(value is None for value in values)
+
+
 def read_chat(
     row: Mapping[str, Any], text_field: str, place: str, label_field: str | None = None
 ) -> Chat:
     """Return the chat of a row. Raises CorpusError; `place` is where it stands, as file:line."""
     forms = _forms(row)
+    if says_nothing(row, text_field):
+        return ()
     if not forms:
         for key, meant in _slips(row):
             raise CorpusError(f"{place} has the key '{key}'; did you mean '{meant}'?")
@@ -143,6 +153,8 @@ def _part(value: Any, key: str, role: str, place: str) -> Chat:
 def _turns(value: Any, name: str, keys: tuple[str, str], place: str) -> Chat:
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
         shown = json.dumps(value, default=str)[:60]
+        if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
+            shown = f"a text with JSON in it, {value[:50]}"
         raise CorpusError(
             f"{place}: {name} is {shown}, and must be a list of "
             f'{{"{keys[0]}": "...", "{keys[1]}": "..."}}'

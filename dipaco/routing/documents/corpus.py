@@ -15,9 +15,10 @@ import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from dipaco.base.errors import CorpusError, DipacoError, nearest_name
+from dipaco.base.files import at_home
 from dipaco.protocol.config import Config
 
-from .chats import CHAT_KEYS, FORMS_SAID, Chat, chat_content, is_chat, read_chat
+from .chats import CHAT_KEYS, FORMS_SAID, Chat, chat_content, is_chat, read_chat, says_nothing
 from .corpus_files import identity_of, matched_files
 from .hub import hub_rows
 from .rows import Row, form_of, rows_of
@@ -177,12 +178,12 @@ class CorpusConfig(Config):
                 if (folder / name).exists()
                 # Only what is written in the RUN.toml is a pattern.
                 else os.path.join(glob.escape(str(folder)), name)
-                for name in patterns
+                for name in map(at_home, patterns)
             )
 
         files = {"train": placed(self.train), "validation": placed(self.validation)}
-        if self.hub and (folder / self.hub).is_dir():
-            return self.model_copy(update={**files, "hub": str(folder / self.hub)})
+        if self.hub and (folder / at_home(self.hub)).is_dir():
+            return self.model_copy(update={**files, "hub": str(folder / at_home(self.hub))})
         return self.model_copy(update=files)
 
 
@@ -240,7 +241,7 @@ def iterate_documents(
                 names.update(row)
                 if number == ROWS_WITHOUT_A_FIELD:
                     _check_fields(names, source.name, config, chats)
-                if chats is None and row:
+                if chats is None and row and not says_nothing(row, config.text_field):
                     chats = _is_chat(row, config)
                 document = _document(row, number, source.name, config, chats)
                 if document is not None:
@@ -350,7 +351,7 @@ def _document(
     """Turn a row into a document, or None if it has no text."""
     if config.tokens_field is not None:
         return _tokenised_document(row, number, source, config, config.tokens_field)
-    if not row and chats is not False:
+    if chats is not False and (not row or (chats is None and says_nothing(row, config.text_field))):
         return None
     place = f"{source}:{number}"
     if chats:

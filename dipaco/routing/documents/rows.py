@@ -200,5 +200,22 @@ def _arrow_rows(file: BinaryIO, fields: Collection[str]) -> Iterator[Row]:
 
 def _table_rows(names: list[str], batch: Any) -> Iterator[Row]:
     nothing = dict.fromkeys(names)
+    depths = {field.name: depth for field in batch.schema if (depth := _json_depth(field.type))}
     for row in batch.to_pylist():
+        for name, depth in depths.items():
+            row[name] = _parsed(row[name], depth)
         yield nothing | row
+
+
+def _json_depth(kind: Any) -> int:
+    """Return 1 for a column of JSON, 2 for one of lists of it, ..., and 0 for others."""
+    if getattr(kind, "extension_name", "") == "arrow.json":
+        return 1
+    inner = _json_depth(kind.value_type) if hasattr(kind, "value_type") else 0
+    return inner + 1 if inner else 0
+
+
+def _parsed(value: Any, depth: int) -> Any:
+    if isinstance(value, list) and depth > 1:
+        return [_parsed(item, depth - 1) for item in value]
+    return json.loads(value) if isinstance(value, str) else value

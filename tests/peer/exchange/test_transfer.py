@@ -450,7 +450,7 @@ def mirror(tmp_path, monkeypatch):
     folder = tmp_path / "mirror"
     folder.mkdir()
 
-    def find(address):
+    def find(address, **options):
         return fsspec.filesystem("file"), str(folder.joinpath(*address.split("/")[-2:]))
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", find)
@@ -483,7 +483,7 @@ def test_a_mirror_resumes_and_is_checked(blobs, mirror):
 
 @pytest.mark.parametrize("address", HOSTILE_MIRRORS)
 def test_a_mirror_that_is_no_plain_address_is_never_opened(blobs, monkeypatch, address):
-    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda address: pytest.fail("it was opened"))
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda address, **options: pytest.fail("it was opened"))
     with pytest.raises(NetworkError, match="is not a mirror"):
         fetch(blobs, MirrorSource(address))
 
@@ -519,3 +519,30 @@ def test_spread_is_an_order_of_the_holders(holders, me):
     order = spread(SHA, holders | {me}, me)
     assert set(order) == holders - {me}
     assert order == spread(SHA, sorted(holders), me)
+
+
+def test_a_mirror_is_asked_through_the_proxy_which_looks_its_name_up(blobs, mirror, monkeypatch):
+    (mirror / SHA[:2]).mkdir(exist_ok=True)
+    (mirror / SHA[:2] / SHA).write_bytes(CONTENT)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("the name was looked up"))
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:3128")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert fetch(blobs, MirrorSource("https://example.org/blobs/")).read_bytes() == CONTENT
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.1", 443))])
+    for address in ("https://10.0.0.1/blobs", "https://localhost/blobs"):
+        with pytest.raises(NetworkError, match="private address"):
+            fetch(blobs, MirrorSource(address), sha="1" * 64)
+
+
+def test_a_mirror_that_cannot_be_reached_is_not_one_that_lacks_the_file(blobs):
+    aiohttp = pytest.importorskip("aiohttp")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{port}")
+        patch.delenv("NO_PROXY", raising=False)
+        patch.delenv("no_proxy", raising=False)
+        with pytest.raises(NetworkError, match=r"cannot be read: .*127\.0\.0\.1"):
+            fetch(blobs, MirrorSource("https://mirror.example.org/blobs"))
+    assert aiohttp

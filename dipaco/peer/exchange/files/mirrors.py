@@ -6,6 +6,7 @@ import ipaddress
 import socket
 from typing import BinaryIO
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import fsspec
 
@@ -19,11 +20,22 @@ def refuse_private(address: str) -> None:
     """Raise OSError for an https mirror at an address that not everybody can call: a manifest must
     not send volunteers to what is in their own networks."""
     place = urlsplit(address)
-    if place.scheme != "https":
+    if place.scheme != "https" or _is_behind_proxy(place.hostname or ""):
         return
     for *_, found in socket.getaddrinfo(place.hostname, place.port or 443):
         if not ipaddress.ip_address(str(found[0]).partition("%")[0]).is_global:
             raise OSError(f"the mirror is at the private address {found[0]}")
+
+
+def _is_behind_proxy(host: str) -> bool:
+    """Tell whether a host is called by way of the proxy of this machine, which looks its name up.
+    An address that is private by its number is one everywhere."""
+    if "https" not in getproxies() or proxy_bypass(host):
+        return False
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return host != "localhost"
 
 
 class MirrorSource:
@@ -41,7 +53,10 @@ class MirrorSource:
         # Laid out as the folder of blobs of a run is.
         address = f"{check_mirror(self._address)}/{sha256[:2]}/{sha256}"
         refuse_private(self._address)
-        system, path = fsspec.core.url_to_fs(address)
+        # The HTTP client reads the proxy of this machine only when it is told to.
+        is_https = address.startswith("https:")
+        options = {"client_kwargs": {"trust_env": True}} if is_https else {}
+        system, path = fsspec.core.url_to_fs(address, **options)
         try:
             total_bytes = system.size(path)
             if total_bytes is None:
@@ -49,7 +64,11 @@ class MirrorSource:
             if offset > total_bytes:
                 raise OffsetBeyondEnd
             file = system.open(path, "rb")
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            # So is every failure called at https; a mirror that cannot be reached lacks nothing.
+            cause = error.__cause__
+            if is_https and cause is not None and getattr(cause, "status", 0) not in (404, 410):
+                raise OSError(f"{self.name} cannot be read: {cause}") from None
             raise ContentAbsent from None
         file.seek(offset)
         return _MirrorStream(file), int(total_bytes)
