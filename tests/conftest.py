@@ -1,7 +1,6 @@
 """Settings of all tests."""
 
 import os
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -36,18 +35,6 @@ def pytest_terminal_summary(terminalreporter):
     reasons = Counter(str(report.longrepr[2]) for report in skipped)
     for reason, count in reasons.items():
         terminalreporter.write_line(f"{count} not run: {reason.removeprefix('Skipped: ')}")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def fresh_futures():
-    """Give every module its own locks of Hivemind's futures.
-
-    A test that kills a DHT process may kill it with the lock held that all processes share, and
-    a process that is forked later would wait for it for ever.
-    """
-    module = sys.modules.get("hivemind.utils.mpfuture")
-    if module is not None:
-        module.MPFuture.reset_backend()
 
 
 @pytest.fixture(scope="module")

@@ -120,7 +120,8 @@ EXIT_CODES = (
     ExitCode(
         errors.NetworkError.exit_code,
         "network",
-        "the network layer died, a connection broke, or a bounded wait for other peers ran out",
+        "the network layer died and could not be started again for an hour, a connection broke, or "
+        "a bounded wait for other peers ran out",
         "start again; the peer resumes from its cache folder",
     ),
     ExitCode(

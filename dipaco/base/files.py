@@ -238,6 +238,14 @@ def atomic_write(
             handle.write(chunk)
 
 
+def note(path: Path, text: str) -> None:
+    """Write a short text that others read, whole or not at all, and that nobody misses after a
+    power cut: it waits for no disk. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
 def append(path: Path, data: bytes) -> None:
     """Write behind the end of a file, in an existing folder; it is on the disk afterwards.
 

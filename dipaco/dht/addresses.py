@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from multiaddr import Multiaddr
 
@@ -129,3 +129,18 @@ def port_of(address: Multiaddr) -> int | None:
         return int(address.value_for_protocol("tcp"))
     except Exception:
         return None
+
+
+def with_ports_of(places: Iterable[str], listening: Iterable[str]) -> tuple[str, ...]:
+    """Return addresses to listen at, where any port did, with the port of the `places` where it
+    came to be. It stays "any" where that is not plain."""
+    ports: dict[str, set[int]] = {}
+    for place in places:
+        family, port = place.split("/")[1], port_of(Multiaddr(place))
+        ports.setdefault(family, set()).update([port] if port else [])
+    found = []
+    for address in listening:
+        of_family = ports.get(address.split("/")[1], set())
+        is_plain = address.endswith("/tcp/0") and len(of_family) == 1
+        found.append(f"{address[:-1]}{min(of_family)}" if is_plain else address)
+    return tuple(found)

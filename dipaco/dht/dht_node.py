@@ -154,10 +154,9 @@ def join_dht(
     shorten_sockets()
     _check_addresses(initial_peers, announce_maddrs, host_maddrs, needs_ports=not client_mode)
     dht = GuardedDHT(
-        initial_peers=None if is_first else list(initial_peers) or None,
-        start=False,
-        given=tuple(initial_peers),
-        host_maddrs=list(host_maddrs),
+        () if is_first else initial_peers,
+        given=initial_peers,
+        host_maddrs=host_maddrs,
         announce_maddrs=list(announce_maddrs) or None,
         client_mode=client_mode,
         identity_path=str(identity.path),
@@ -170,7 +169,7 @@ def join_dht(
         use_relay=False,
     )
     try:
-        dht.run_in_background(timeout=STARTUP_TIMEOUT_S + 15.0)
+        dht.start(STARTUP_TIMEOUT_S + 15.0)
     except Exception as error:
         dht.shutdown()
         logger.debug("joining failed", exc_info=True)
@@ -206,7 +205,7 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
     """
     for _ in range(attempts):
         try:
-            found = dht.get_visible_maddrs(latest=True, limit_s=ADDRESSES_LIMIT_S)
+            found = dht.get_visible_maddrs(limit_s=ADDRESSES_LIMIT_S)
             addresses = [str(address) for address in found]
         except NetworkError as error:
             if dht.failure is not None:
@@ -265,7 +264,7 @@ def be_client(dht: GuardedDHT, is_client: bool) -> None:
 
     Raises `NetworkError`.
     """
-    dht.call(introduce, b"", is_client)
+    dht.keep("client", introduce, b"", is_client)
 
 
 def _explain(error: Exception, initial_peers: Sequence[str]) -> DipacoError:

@@ -56,7 +56,8 @@ from dipaco.protocol.revocations import read_revocations
 from dipaco.protocol.view import SwarmView, view_of_records
 
 from .bounded_protocol import introduce, let_in, note_contributors, serve_run
-from .guarded_dht import GuardedDHT, start_task
+from .dht_process import start_task
+from .guarded_dht import GuardedDHT
 from .quotas import KnownRun
 
 logger = logging.getLogger("dipaco.dht.directory")
@@ -125,8 +126,13 @@ class Directory:
 
     @property
     def failure(self) -> str | None:
-        """What is wrong when nothing can be read or written any more, else None."""
+        """Why nothing will be read or written any more, else None."""
         return self._dht.failure
+
+    def say_all_again(self) -> None:
+        """Publish every record at the next opportunity, as a node does whose store is new."""
+        with self._lock:
+            self._said.clear()
 
     def serve(self, grid: Grid) -> None:
         """Have this node store the records of the run for others. Raises `NetworkError`."""
@@ -138,17 +144,17 @@ class Directory:
             buckets=bucket_count(grid.path_count),
             gate=self.gate,
         )
-        self._dht.call(serve_run, run)
         self._served = run
+        self._dht.keep(f"run {self.run_id}", serve_run, run)
 
     def be_admitted(self, admission: bytes) -> None:
         """Show this peer's admission in its records, and to the nodes of the DHT."""
         self.admission = admission
-        self._dht.call(introduce, admission)
+        self._dht.keep("admission", introduce, admission)
 
     def note_contributors(self, peers: Iterable[str]) -> None:
         """Have this node keep room for the records of peers that contributed lately."""
-        self._dht.call(note_contributors, frozenset(peers))
+        self._dht.keep("contributors", note_contributors, frozenset(peers))
 
     # -- writing
 
@@ -358,7 +364,7 @@ class Directory:
             return
         logger.info("the operator has revoked invitations: %s", ", ".join(sorted(gate.revoked)))
         if self._served is not None:
-            self._dht.call(serve_run, self._served)
+            self._dht.keep(f"run {self.run_id}", serve_run, self._served)
 
     def publish_revocations(self) -> bool:
         """Store the newest list of the operator's again, if there is one; anybody may.
@@ -421,7 +427,7 @@ class Directory:
         gates.pop(self.manifest.plan.admission_scope, None)
         if gates.keys() != self._chain:
             self._chain = set(gates)
-            self._dht.call(let_in, [Gate.of(manifest) for manifest in gates.values()])
+            self._dht.keep("chain", let_in, [Gate.of(manifest) for manifest in gates.values()])
 
     def _verify_manifest(self, envelope: bytes, run_id: str) -> SignedManifest:
         """Peers read the manifests at every refresh, and they are nearly always the same."""
@@ -434,13 +440,14 @@ class Directory:
         """Ask for a key that nobody has: the search drops dead peers from the routing table."""
         self._get_many((f"dipaco/refresh/{number}",))
 
-    def call_peers(self, addresses: Mapping[str, tuple[str, ...]]) -> None:
+    def call_peers(self, addresses: Mapping[str, tuple[str, ...]], patience_s: float = 0.0) -> None:
         """Call peers that may have been cut off, so that they are in the routing table again; at
         these addresses, or where they were last.
 
-        Returns at once: the calls are made in the DHT process, each within its time limit.
+        The calls are made in the DHT process, each within its time limit. Returns when all have
+        ended, and after `patience_s` at the latest.
         """
-        self._dht.call(_ping_in_background, dict(addresses))
+        self._dht.call(_call_peers, dict(addresses), patience_s)
 
     def _parse_all(self, key: str, entries: Mapping[Any, Any] | None) -> tuple[Record, ...]:
         """Return the records under `key`; what does not belong there is left out."""
@@ -536,7 +543,7 @@ async def _connect(node: Any, peer: PeerID, places: tuple[str, ...]) -> None:
             await asyncio.wait_for(node.p2p._client.connect(peer, called), CONNECT_LIMIT_S)
 
 
-async def _ping_in_background(node: Any, addresses: dict[str, tuple[str, ...]]) -> None:
+async def _call_peers(node: Any, addresses: dict[str, tuple[str, ...]], patience_s: float) -> None:
     """Runs in the DHT process: ping peers; who answers is no longer shunned."""
 
     async def ping(peer: PeerID, places: tuple[str, ...]) -> None:
@@ -544,8 +551,9 @@ async def _ping_in_background(node: Any, addresses: dict[str, tuple[str, ...]]) 
         if await node.protocol.call_ping(peer) is not None:
             node.blacklist.register_success(peer)
 
-    for peer, places in addresses.items():
-        start_task(ping(PeerID.from_base58(peer), places))
+    calls = [start_task(ping(PeerID.from_base58(p), places)) for p, places in addresses.items()]
+    if calls:
+        await asyncio.wait(calls, timeout=patience_s)
 
 
 async def _store_many(

@@ -184,7 +184,7 @@ def _train(
     os.dup2(output.fileno(), 2)
     output.close()
     outlast_audience()
-    from dipaco.dht.guarded_dht import die_with_parent
+    from dipaco.dht.process_keeper import die_with_parent
 
     from .training_peer import run_peer
 

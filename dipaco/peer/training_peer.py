@@ -337,13 +337,16 @@ def _watch_reachability(
     """Find out how others call this node, and tell them."""
 
     def tell(addresses: tuple[str, ...], reachable: Reachability) -> None:
-        if reachable != status.reachable:
-            be_client(node.dht, reachable == "outgoing")
+        has_changed = reachable != status.reachable
+        if has_changed:
             events.emit("reachable", how=reachable, addresses=list(addresses))
         twin.said(addresses)
         status.addresses, status.reachable = addresses, reachable
         refresher.announce()
         refresher.look_often()
+        if has_changed:
+            # Where it fails now, the next DHT process hears it.
+            be_client(node.dht, reachable == "outgoing")
 
     watch = ReachabilityWatch(
         node.exchange,

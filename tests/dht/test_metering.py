@@ -236,8 +236,9 @@ def test_a_real_node_tells_strangers_apart_by_the_addresses_that_they_come_from(
             await greedy.shutdown()
             await other.shutdown()
 
-    dht = GuardedDHT(start=True, startup_timeout=120)
+    dht = GuardedDHT(startup_timeout=120)
     try:
+        dht.start(120.0)
         addresses = [str(address) for address in dht.get_visible_maddrs()]
         asyncio.run(asyncio.wait_for(flood(dht.peer_id, addresses), 240.0))
     finally:

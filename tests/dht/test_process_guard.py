@@ -1,6 +1,7 @@
 """No process of a peer outlives it, and Ctrl+C in the terminal spares p2pd."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 OWNER = f"""
-import sys
+import signal, sys
 from dipaco.dht.guarded_dht import GuardedDHT
-dht = GuardedDHT(start=True, startup_timeout=60, host_maddrs=["{LOOPBACK}"])
+signal.signal(signal.SIGTERM, lambda *_: print("asked to leave", flush=True))
+dht = GuardedDHT(startup_timeout=60, host_maddrs=["{LOOPBACK}"])
+dht.start()
 print(dht.pid, flush=True)
 sys.stdin.read()
 dht.shutdown()
@@ -43,6 +46,7 @@ def owner():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
@@ -79,4 +83,18 @@ def test_p2pd_is_out_of_the_terminals_reach_and_ends_in_order(owner):
     process.stdin.close()
     assert process.wait(60) == 0
     wait_until(lambda: not is_running(dht) and not is_running(daemon))
+    process.stdin = None
+
+
+def test_a_signal_for_the_whole_group_leaves_the_dht_until_the_peer_has_left(owner):
+    """As `timeout`, Slurm and the end of a desktop's session send it."""
+    process, dht, daemon = owner
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "asked to leave\n"
+    assert is_running(dht)
+    assert is_running(daemon)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(60) == 0
     process.stdin = None

@@ -2,6 +2,7 @@
 
 import logging
 import queue
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from dipaco.base.errors import NetworkError
 from dipaco.base.index import Index
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.presence.own_status import PeerStatus
-from dipaco.peer.shell.messenger import Messenger
+from dipaco.peer.shell.messenger import PUTS_AT_ONCE, Messenger
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
@@ -18,7 +19,7 @@ from support.swarms.fake_swarm import ME, FakeSwarm, peer_id
 from support.wire.exchanges import rows_in
 
 OTHER, MODULE, RUN = peer_id(1), "L0.E0", "0123456789abcdef"
-WAIT_S = 30.0
+WAIT_S, ROUND_S = 30.0, 100.0
 ROW = Row(MODULE, 0, genesis_name(RUN, MODULE), "5" * 64, 0, OTHER, 64, "f" * 64, 10)
 STEP = Step.of([ROW])
 ANSWER = e.Answered(OTHER, MODULE, (STEP,), (ROW,), has_more=True)
@@ -32,6 +33,8 @@ class Others:
         self.put_to = queue.SimpleQueue()
         self.answer = ANSWER
         self.refusing = set()
+        self.putting = threading.Event()
+        self.putting.set()
 
     def tell(self, *said):
         self.told.append(said)
@@ -41,8 +44,10 @@ class Others:
             raise self.answer
         return self.answer
 
-    def put(self, peer, row, data):
+    def put(self, peer, row, file, timeout_s):
         self.put_to.put(peer)
+        assert 0 < timeout_s <= ROUND_S
+        self.putting.wait(WAIT_S)
         return peer not in self.refusing
 
 
@@ -54,7 +59,7 @@ class Peer:
         files = type("Files", (), {"find": lambda self, sha256: Path("file")})()
         others = self.others
         swarm = self.swarm
-        self.messenger = Messenger(swarm, others, self.chains, files, self.status, self.reported.put)
+        self.messenger = Messenger(swarm, others, self.chains, files, self.status, self.reported.put, ROUND_S)
 
     def do(self, action):
         assert self.messenger.handlers()[type(action)](action) is None
@@ -122,3 +127,21 @@ def test_a_look_that_fails_is_told(peer):
 
     peer.swarm.on_refresh = fail
     assert peer.outcome(a.Look()) == e.Failed(a.Look(), "the DHT did not answer")
+
+
+def test_what_takes_seconds_never_waits_behind_files_on_a_slow_line(peer):
+    """A peer that cannot be called learns the step by asking, while its files are still on their way."""
+    peer.others.putting.clear()
+    for round_index in range(2 * PUTS_AT_ONCE):
+        row = Row(MODULE, round_index, genesis_name(RUN, MODULE), "5" * 64, 0, ME, 64, "f" * 64, 10)
+        peer.do(a.Put((OTHER, peer_id(2)), row, 2))
+    assert peer.outcome(a.Ask(OTHER, MODULE, ())) == ANSWER
+    assert peer.outcome(a.Look()).is_answer
+    peer.others.putting.set()
+
+
+def test_a_file_whose_round_is_over_is_given_to_nobody(peer):
+    peer.messenger._round_s = -1.0
+    peer.do(a.Put((OTHER,), ROW, 1))
+    peer.messenger._puts.shutdown()
+    assert peer.others.put_to.empty()

@@ -247,6 +247,7 @@ def test_what_was_sent_is_a_reason_until_the_next_month_or_hour(tmp_path):
     now[0] = datetime(2026, 1, 31, 23, 0)
     assert kept.reason() == ""
     assert uplink.serves
+    kept.count()
     # Another peer with the same folder, after a restart: it goes on counting, also what it serves
     # before it has joined.
     uplink = Uplink()
@@ -263,6 +264,29 @@ def test_a_count_of_what_was_sent_that_is_none_begins_anew(tmp_path, count):
     (tmp_path / "upload.json").write_text(f'{{"month": ["2026-01", {count}], "hour": 5}}')
     now = datetime(2026, 1, 31)
     assert UploadBudget(tmp_path, Uplink(), gb_month=3.0, now=lambda: now).reason() == ""
+
+
+@pytest.mark.parametrize("gb_month", [None, 100.0])
+def test_the_thread_that_decides_waits_for_no_disk(tmp_path, monkeypatch, gb_month):
+    """Ten minutes of turns, in which bytes are sent and the activity changes."""
+    for saving in [thread for thread in threading.enumerate() if thread.name == "upload budget"]:
+        saving.join(60.0)
+    synced, real = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(threading.current_thread().name), real(file)))
+    clock, uplink = [0.0], Uplink()
+    budget = UploadBudget(tmp_path, uplink, gb_month=gb_month, monotonic=lambda: clock[0])
+    pauses = Pauses(tmp_path, [budget.reason], monotonic=lambda: clock[0])
+    for turn in range(4 * 600):
+        clock[0] += 0.25
+        uplink.sent_bytes += 100
+        pauses.change()
+        pauses.tell("training", turn // 600, "")
+        for saving in [thread for thread in threading.enumerate() if thread.name == "upload budget"]:
+            saving.join(60.0)
+    assert set(synced) == ({"upload budget"} if gb_month else set())
+    assert len(synced) <= 2 * 11
+    assert (tmp_path / "upload.json").exists() == (gb_month is not None)
+    assert activity_file(tmp_path).read_text() == "training path 3\n"
 
 
 def test_signals_do_what_the_commands_do(tmp_path):

@@ -324,6 +324,7 @@ def test_what_was_sent_is_counted_from_nothing(tmp_path, how):
     again = UploadBudget(tmp_path, uplink, gb_month=1.0)
     uplink.sent_bytes += 5
     assert again.reason() == ""
+    again.count()
     assert json.loads((tmp_path / "upload.json").read_text())["month"][1] == 5
 
 

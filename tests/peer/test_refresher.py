@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,21 @@ from support.swarms.fake_swarm import (
 OTHER = peer_id(1)
 
 
+class FakeDHT:
+    """A DHT process that is started again at once."""
+
+    def __init__(self):
+        self.listeners = []
+        self.on_restart = self.listeners.append
+
+    def forget(self, listener):
+        self.listeners[:] = [other for other in self.listeners if other != listener]
+
+    def restart(self):
+        for listener in self.listeners:
+            listener()
+
+
 class FakeNode(FakeRun):
     """What is told of a node (`RecordedNode`), and what its neighbours are looked after with."""
 
@@ -45,6 +61,7 @@ class FakeNode(FakeRun):
         self.manifest = SimpleNamespace(envelope=b"manifest", plan=peer.plan)
         self.earlier_manifests = tuple
         self.initial_peers, self.contributors = (), Contributors()
+        self.dht = FakeDHT()
         self.check = SimpleNamespace(is_in=lambda peer: True)
 
 
@@ -65,8 +82,8 @@ class Peer:
         self.blobs = BlobStore(folder / "blobs")
         self.status = PeerStatus()
         self.background = Background()
-        node = FakeNode(self)
-        self.refresher = Refresher(node, self.status, self.background)
+        self.node = FakeNode(self)
+        self.refresher = Refresher(self.node, self.status, self.background)
         self.refresher.start()
         self.refresher.refresh()
 
@@ -267,3 +284,45 @@ def test_after_a_sleep_of_the_machine_the_records_are_renewed_at_once(peer, monk
     asleep_s = peer.refresher.period_s + 1.0
     monkeypatch.setattr(refresher, "since_start_s", lambda: since_start_s() + asleep_s)
     assert heard.wait(60)
+
+
+def test_after_its_dht_process_was_started_again_it_calls_all_it_knows_and_says_everything_again(peer):
+    given, seen, contributor = (peer_id(number) for number in (2, 3, 4))
+    place = ("/ip4/203.0.113.7/tcp/1",)
+    peer.refresher._neighbours._addresses[given] = place
+    peer.directory.others = SwarmView(now_s=0.0, peers={p: peer_record(p) for p in (seen, ME)})
+    peer.refresher.refresh()
+    peer.node.contributors.contributed(contributor, "L0.E0", 1)
+    assert peer.directory.called == []
+    reads, blobs = peer.directory.reads, len(peer.directory.manifests)
+    peer.node.dht.restart()
+    peer.refresher.refresh()
+    assert set(peer.directory.called) == {contributor, seen, given}
+    assert (peer.directory.anew, len(peer.directory.manifests)) == (1, blobs + 1)
+    assert peer.directory.reads > reads
+    peer.refresher.stop(withdraw=False)
+    assert peer.node.dht.listeners == []
+
+
+def test_who_looks_at_the_swarm_while_the_peer_leaves_hears_so_at_once(peer):
+    """The thread that waits would keep the process for as long as a look may take."""
+    reading, answer = threading.Event(), threading.Event()
+    read = peer.directory.read_view
+
+    def read_slowly(*arguments):
+        reading.set()
+        answer.wait(60.0)
+        return read(*arguments)
+
+    peer.directory.read_view = read_slowly
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(peer.refresher.refresh)
+        assert reading.wait(60.0)
+        second = threads.submit(peer.refresher.refresh)
+        leaving = threading.Thread(target=peer.refresher.stop, kwargs={"withdraw": True})
+        leaving.start()
+        for looking in (first, second):
+            with pytest.raises(NetworkError, match="this peer leaves"):
+                looking.result(10.0)
+        answer.set()
+        leaving.join(60.0)

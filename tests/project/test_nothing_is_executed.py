@@ -84,10 +84,10 @@ REFUSED_ARGUMENTS = {"allow_pickle", "shell", "trust_remote_code", "preexec_fn"}
 
 # File and finding, and why it may be.
 EXCEPTIONS = {
-    ("dht/guarded_dht.py", "imports multiprocessing.reduction"): (
-        "writes to the DHT process that this peer forked, over a pipe that nobody else has"
+    ("dht/channel.py", "imports multiprocessing.reduction"): (
+        "speaks with the DHT process that this peer forked, over a connection that nobody else has"
     ),
-    ("dht/guarded_dht.py", "imports multiprocessing.reduction.ForkingPickler"): "the same",
+    ("dht/channel.py", "imports multiprocessing.reduction.ForkingPickler"): "the same",
     ("routing/documents/chat_template.py", "imports jinja2"): (
         "fills in the chat template of a checkpoint, in a sandbox and never in a peer"
     ),
@@ -107,7 +107,7 @@ EXCEPTIONS = {
     ("peer/owner/keep_awake.py", "imports subprocess"): (
         "holds a lock with systemd-inhibit; its words stand in the file"
     ),
-    ("dht/guarded_dht.py", "gives preexec_fn"): (
+    ("dht/dht_process.py", "gives preexec_fn"): (
         "has p2pd, which this peer starts itself, ignore the terminal's Ctrl+C"
     ),
 }

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -106,6 +107,10 @@ class Exchange:
     def start(self) -> None:
         """Start to answer others. Raises `NetworkError`."""
         self._thread.start()
+        self._thread.call(self._attach(), 60.0)
+
+    def connect_again(self) -> None:
+        """Answer others again after the network layer was started anew. Raises `NetworkError`."""
         self._thread.call(self._attach(), 60.0)
 
     async def _attach(self) -> None:
@@ -220,8 +225,11 @@ class Exchange:
                 await call(self._transport, peer, request, TellReply, TELL_TIMEOUT_S)
             self.on_called(peer, True)
         except (NetworkError, ProtocolVersionError) as error:
-            self.on_called(peer, isinstance(error, TurnedAway))
             logger.debug("%s was not told of %s: %s", peer, request.module, error)
+            with contextlib.suppress(NetworkError):
+                # While this node has no network layer, a silence says nothing of others.
+                self._transport.check()
+                self.on_called(peer, isinstance(error, TurnedAway))
 
     def ask(
         self, peer: str, module: str, locator: Sequence[str], timeout_s: float = CALL_TIMEOUT_S
@@ -256,7 +264,7 @@ class Exchange:
     def put(self, peer: str, row: Row, data: bytes | Path, timeout_s: float = 600.0) -> bool:
         """Push the file of this peer's row to a mailbox; blocks. True when the mailbox has it."""
         run = self._run
-        content = data if isinstance(data, bytes) else data.read_bytes()
+        content = data if isinstance(data, bytes) else _mapped(data)
         request = PutRequest(
             run=run.run_id, row=pack_row(row), admissions=self._admissions(run, {row.peer})
         )
@@ -430,6 +438,12 @@ class Exchange:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(arrival.wait(), wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+
+def _mapped(file: Path) -> mmap.mmap:
+    """Return a file's bytes without reading it whole: it is pushed to several at once."""
+    with file.open("rb") as handle:
+        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class _PeerSource:

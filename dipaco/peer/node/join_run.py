@@ -76,6 +76,7 @@ def join_run(
     membership = Membership(identity, entered.dht, exchange, Clock(), entered.through)
     try:
         exchange.start()
+        entered.dht.on_restart(exchange.connect_again)
         if entered.through:
             membership.clock = _swarm_clock(exchange, entered.through, say)
         manifest = _find_manifest(membership, run, operator, entered.manifest or own_manifest)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from dipaco.base.errors import StorageError
-from dipaco.base.files import atomic_write
+from dipaco.base.files import note
 
 from .pause_reasons import Reason
 
@@ -68,8 +68,8 @@ class Pauses:
         if activity == self._told:
             return
         self._told = activity
-        with contextlib.suppress(OSError, StorageError):
-            atomic_write(activity_file(self._folder), f"{activity}\n".encode())
+        with contextlib.suppress(OSError):
+            note(activity_file(self._folder), f"{activity}\n")
 
     def close(self) -> None:
         """The peer ends."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
+import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -19,10 +21,17 @@ from .uplink import Uplink
 
 # By what a month and an hour are told apart.
 UPLOAD_SPANS = {"month": "%Y-%m", "hour": "%Y-%m-%d %H"}
+# What was sent is written down so often: a machine without power forgets at most this.
+SAVE_EVERY_S = 60.0
+# What is being written when the peer ends is waited for so long.
+END_LIMIT_S = 3.0
 
 
 class UploadBudget:
-    """What was sent this month and this hour; `uplink` counts since the start. One thread."""
+    """What was sent this month and this hour; `uplink` counts since the start. One thread.
+
+    Without a limit nothing is counted.
+    """
 
     def __init__(
         self,
@@ -32,7 +41,10 @@ class UploadBudget:
         gb_month: float | None = None,
         gb_hour: float | None = None,
         now: Callable[[], datetime] = datetime.now,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._monotonic, self._save_s = monotonic, monotonic()
+        self._saving: threading.Thread | None = None
         self._file = folder / "upload.json"
         self._limits_gb = {"month": gb_month, "hour": gb_hour}
         self._uplink, self._now = uplink, now
@@ -40,8 +52,18 @@ class UploadBudget:
         """Which month and hour it is, and the bytes that were sent in it."""
 
     def reason(self) -> str:
-        """Return why nothing more is to be sent for now; empty while something is left."""
-        self.count()
+        """Return why nothing more is to be sent for now; empty while something is left.
+
+        It waits for no disk: what was sent is written down now and then on another thread.
+        """
+        if not self._has_limit:
+            return ""
+        self._count()
+        is_saving = self._saving is not None and self._saving.is_alive()
+        if self._monotonic() >= self._save_s and not is_saving:
+            self._save_s = self._monotonic() + SAVE_EVERY_S
+            self._saving = threading.Thread(target=self._save, name="upload budget", daemon=True)
+            self._saving.start()
         reasons = [
             f"{limit_gb:g} GB were sent this {span} (--max-upload-gb-{span}), until the next "
             f"{span} begins"
@@ -52,15 +74,28 @@ class UploadBudget:
         return reasons[0] if reasons else ""
 
     def count(self) -> None:
-        """Write down what was sent; another month or hour begins at nothing."""
+        """Write down what was sent, if there is a limit."""
+        if self._has_limit:
+            self._count()
+            if self._saving is not None:
+                self._saving.join(END_LIMIT_S)
+            self._save()
+
+    @property
+    def _has_limit(self) -> bool:
+        return any(limit_gb is not None for limit_gb in self._limits_gb.values())
+
+    def _count(self) -> None:
+        """Take in what was sent; another month or hour begins at nothing."""
         sent, now = self._uplink.sent_bytes, self._now()
         new, self._uplink.counted_bytes = sent - self._uplink.counted_bytes, sent
         for span, (begun, before) in self._sent.items():
             name = f"{now:{UPLOAD_SPANS[span]}}"
             self._sent[span] = name, (before if name == begun else 0) + new
-        if new or not self._file.exists():
-            with contextlib.suppress(OSError, StorageError):
-                atomic_write(self._file, f"{json.dumps(self._sent)}\n".encode())
+
+    def _save(self) -> None:
+        with contextlib.suppress(OSError, StorageError):
+            atomic_write(self._file, f"{json.dumps(self._sent)}\n".encode())
 
     def _load(self, span: str) -> tuple[str, int]:
         """Return the name of the month or hour that the file is about, and the bytes sent in it."""

@@ -19,6 +19,8 @@ CLOCK_PERIODS = 10
 # have forgotten each other, and nothing else would bring them together.
 REMEMBERED_PEERS = 256
 CALLED_AT_ONCE = 4
+# After this node's DHT process was started again: how many are called, and how long it waits.
+CALLED_AGAIN, CALL_PATIENCE_S = 64, 5.0
 
 
 class Neighbours:
@@ -47,6 +49,23 @@ class Neighbours:
                 self._background.thread("clock", self.measure_clock).start()
         except DipacoError as error:
             logger.debug("looking after neighbours: %s", error)
+
+    def call_again(self, view: SwarmView | None) -> None:
+        """Call those who are known, for this node has forgotten where they are.
+
+        Those who contributed lately first, then whom a view shows, then those first given. Raises
+        `NetworkError`.
+        """
+        seen = view.peers.items() if view is not None else ()
+        places = self._node.contributors.all()
+        for peer, addresses in (
+            *((p, said.addresses) for p, said in seen),
+            *self._addresses.items(),
+        ):
+            places[peer] = places.get(peer, ()) or addresses
+        places.pop(self._node.me, None)
+        called = dict(list(places.items())[:CALLED_AGAIN])
+        self._directory.call_peers(called, CALL_PATIENCE_S)
 
     def note_contributors(self, view: SwarmView) -> None:
         """Remember where those are who contributed lately, and have room for their records."""

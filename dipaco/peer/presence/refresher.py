@@ -71,12 +71,15 @@ class Refresher:
         """What the last refresh came to nothing with."""
         self._refreshing = False
         self._withdrawing = False
+        self._is_node_new = threading.Event()
+        """Set when the DHT process was started again, and holds nothing and knows nobody."""
         self._view: SwarmView | None = None
         self._thread = background.thread("refresher", self._run)
         background.on_failure(self._wake_waiting)
 
     def start(self) -> None:
         """Begin."""
+        self._node.dht.on_restart(self._on_restart)
         self._thread.start()
 
     def refresh_too(self, records: FurtherRecords) -> None:
@@ -124,8 +127,8 @@ class Refresher:
         """Publish and read now, and return a view that is newer than this call.
 
         It covers the buckets `further` too, which `view` does not. Raises `NetworkError` when the
-        DHT does not answer for `DHT_LIMIT_S`, what publishing or reading came to nothing with, and
-        what ended the thread when it has ended.
+        DHT does not answer for `DHT_LIMIT_S` or this is stopped, what publishing or reading came to
+        nothing with, and what ended the thread when it has ended.
         """
         with self._refreshed:
             # A refresh under way may have read before the caller's change: wait for the next.
@@ -133,6 +136,8 @@ class Refresher:
             self._want_to_read(further)
             while (seen := self._refresh_count) < wanted:
                 self._background.check()
+                if self._stopping.is_set():
+                    raise NetworkError("this peer leaves, and looks at the swarm no more")
                 # A wait that ends just when it is notified says that it was not.
                 if not any(
                     self._refreshed.wait(look_s) or self._refresh_count > seen
@@ -157,8 +162,10 @@ class Refresher:
     def stop(self, *, withdraw: bool) -> None:
         """End the thread and, when leaving cleanly, say goodbye in every record. Bounded."""
         self._withdrawing = withdraw
+        self._node.dht.forget(self._on_restart)
         self._stopping.set()
         self._changed.set()
+        self._wake_waiting()
         if self._thread.is_alive():
             self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
@@ -174,6 +181,8 @@ class Refresher:
                 further, self._further = self._further, set()
             try:
                 failure = None
+                if self._is_node_new.is_set():
+                    self._begin_anew()
                 self._own_records.publish()
                 if self._refreshing:
                     self._read(further)
@@ -207,6 +216,18 @@ class Refresher:
         while (left_s := self._read_at + self.period_s - since_start_s()) > 0.0:
             if self._changed.wait(min(left_s, LOOK_AT_CLOCK_S)):
                 return
+
+    def _on_restart(self) -> None:
+        self._is_node_new.set()
+        with self._refreshed:
+            self._want_to_read()
+
+    def _begin_anew(self) -> None:
+        """Find the others from a node that knows nobody, and say everything again."""
+        self._is_node_new.clear()
+        self._directory.say_all_again()
+        self._own_records.announce_blobs()
+        self._neighbours.call_again(self._view)
 
     def _wake_waiting(self) -> None:
         with self._refreshed:

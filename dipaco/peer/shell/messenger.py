@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -26,8 +27,8 @@ from .handlers import Handlers
 
 logger = logging.getLogger("dipaco.peer.shell.messenger")
 
-# Peers that are asked, or given a file, at the same time.
-AT_ONCE = 16
+# Calls that take seconds, and files that are given to others, at the same time.
+CALLS_AT_ONCE, PUTS_AT_ONCE = 16, 16
 # What others do again and again is said once in this time, and so many things are.
 COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 20
 
@@ -43,20 +44,26 @@ class Messenger:
         files: ContributionFiles,
         status: PeerStatus,
         report: Callable[[e.Event], None],
+        round_s: float,
     ) -> None:
+        """`round_s`: how long a round lasts. A file that was not taken within it is of no use."""
         self._refresher, self._others = refresher, others
         self._chains, self._files = chains, files
         self._status, self._report = status, report
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
-        self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="messenger")
+        self._round_s = round_s
+        # What must take seconds never waits behind what may take minutes.
+        self._calls = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="calls")
+        self._puts = ThreadPoolExecutor(PUTS_AT_ONCE, thread_name_prefix="puts")
 
     def stop(self) -> None:
         """Begin nothing more; what is under way is reported to nobody."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._calls, self._puts):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def run(self, work: Callable[[], None]) -> Future[None]:
-        """Do other work on the same threads; it reports its outcome itself."""
-        return self._executor.submit(work)
+        """Do other work, one at a time, on the threads of calls; it reports its outcome itself."""
+        return self._calls.submit(work)
 
     def handlers(self) -> Handlers:
         """Return what carries out which action."""
@@ -64,13 +71,18 @@ class Messenger:
             a.Say: self._say,
             a.Warn: self._warn,
             a.Watch: self._watch,
-            a.Look: functools.partial(self._submit, self._look),
+            a.Look: functools.partial(self._call, self._look),
             a.Tell: self._tell,
-            a.Ask: functools.partial(self._submit, self._ask),
+            a.Ask: functools.partial(self._call, self._ask),
             a.Put: self._put_all,
         }
 
-    def _submit(self, work: Callable[[Any], None], action: a.Action) -> None:
+    def _call(self, work: Callable[[Any], None], action: a.Action) -> None:
+        self._submit(self._calls, work, action)
+
+    def _submit(
+        self, threads: ThreadPoolExecutor, work: Callable[[Any], None], action: a.Action
+    ) -> None:
         def run() -> None:
             try:
                 work(action)
@@ -80,7 +92,7 @@ class Messenger:
                 logger.debug("%s: %s", type(action).__name__, error, exc_info=unforeseen)
                 self._report(e.Failed(action, str(error) or type(error).__name__))
 
-        self._executor.submit(run)
+        threads.submit(run)
 
     def _say(self, action: a.Say) -> None:
         self._status.claim = Activity(
@@ -113,16 +125,17 @@ class Messenger:
         self._report(answer)
 
     def _put_all(self, action: a.Put) -> None:
-        left = iter(action.peers)
+        left, until_s = iter(action.peers), time.monotonic() + self._round_s
         for _ in range(action.copies):
-            self._submit(functools.partial(self._put, left), action)
+            self._submit(self._puts, functools.partial(self._put, left, until_s), action)
 
-    def _put(self, left: Iterator[str], action: a.Put) -> None:
+    def _put(self, left: Iterator[str], until_s: float, action: a.Put) -> None:
         """Have one more peer take the file; `left` is shared by all that are to."""
         file = self._files.find(action.row.file)
         if file is None:
             return
         for peer in left:
-            if self._others.put(peer, action.row, file):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or self._others.put(peer, action.row, file, left_s):
                 return
             logger.debug("%s does not take a file", peer)

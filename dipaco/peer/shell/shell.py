@@ -70,7 +70,13 @@ class Shell:
         self._next_turn = next_turn
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.messenger = Messenger(
-            refresher, node.exchange, node.chains, node.contributions, running.status, self.report
+            refresher,
+            node.exchange,
+            node.chains,
+            node.contributions,
+            running.status,
+            self.report,
+            node.plan.rounds.duration_s,
         )
         self.outer_steps = OuterSteps(
             node,

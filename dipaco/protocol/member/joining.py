@@ -33,10 +33,11 @@ from .taking import is_much_worse
 MAX_LOOKS = 5
 # How long newcomers wait before the second look: not equally long, or they would collide again.
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.2, 0.8
-# How long an answer of the swarm, and what a path needs, is waited for before it is given up; and
-# how long by a newcomer that may take another path, and by a peer that has one.
-LIMIT_S, WITH_OTHERS_LIMIT_S, MOVE_LIMIT_S = 300.0, 60.0, 20.0
-# What is on its way is waited for so long: a state may take long on a slow line.
+# How long an answer of the swarm is waited for by a peer that has a path; and how long what a path
+# needs, by a newcomer that may take another path, and by a peer that has one.
+LOOK_LIMIT_S, WITH_OTHERS_LIMIT_S, MOVE_LIMIT_S = 300.0, 60.0, 20.0
+# Where giving up would end the peer, it waits so long: machines have bad hours. And what is on its
+# way is waited for so long: a state may take long on a slow line.
 LONGEST_S, LONGEST_MOVE_ROUNDS = 3600.0, 0.5
 RETRY_S = 3.0
 # What can be had is begun with after G, a genesis after twice that: no path is given up earlier.
@@ -200,7 +201,7 @@ class Joining:
     def _limit_s(self, missing: list[str]) -> float:
         """Return when it is given up: later if all that is missing is on its way."""
         known, longest_s = self._known, LONGEST_S
-        limit_s = WITH_OTHERS_LIMIT_S if self._has_choice else LIMIT_S
+        limit_s = WITH_OTHERS_LIMIT_S if self._has_choice else LONGEST_S
         if known.path is not None:
             limit_s = MOVE_LIMIT_S
             longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
@@ -246,7 +247,7 @@ class Joining:
             return
         known.do(Warn(f"looks for another path than {path}: {reason}"))
         self._claim()
-        known.do(Wait("the swarm's answer to a claim", LIMIT_S))
+        known.do(Wait("the swarm's answer to a claim", LONGEST_S))
 
     def _stop_wanting(self) -> None:
         for module in self._modules:
@@ -263,12 +264,13 @@ class Joining:
         if self._phase is _Phase.SETTLING and known.now_s >= self._until_s:
             self._phase = _Phase.CHECKING
             self._choice.look()
-        left_s = self._since_s + LIMIT_S - known.now_s
+        limit_s = LONGEST_S if known.path is None else LOOK_LIMIT_S
+        left_s = self._since_s + limit_s - known.now_s
         if left_s > 0:
             known.do(Wait("the swarm's answer to a claim", left_s))
             return
         self._phase = _Phase.IDLE
-        self.failure = f"the DHT did not answer for {LIMIT_S:.0f} s"
+        self.failure = f"the DHT did not answer for {limit_s:.0f} s"
         if known.path is None:
             self.failure += "; check the network and start again"
 

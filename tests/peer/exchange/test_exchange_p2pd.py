@@ -2,18 +2,21 @@
 
 import contextlib
 import hashlib
+import os
+import signal
 import time
 
 import pytest
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.errors import NetworkError
+from dipaco.base.errors import NetworkError, ProtocolVersionError
 from dipaco.dht.dht_node import join_dht
 from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME
 from dipaco.peer.exchange.streams.transport import HivemindTransport
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.identity import load_or_create_identity
 from dipaco.protocol.member.events import Told
+from support.wire.dht_pair import wait_until
 from support.wire.exchanges import (
     GENESIS,
     INVITATION,
@@ -130,7 +133,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(make, tmp_
     def kill(done, total):
         if done > 2**21 and not killed:
             killed.append(max(holders, key=lambda holder: holder.exchange.uplink.sent_bytes))
-            killed[0].dht.kill()
+            killed[0].dht.shutdown()
 
     blobs = BlobStore(tmp_path / "blobs")
     peers = [holder.peer for holder in holders]
@@ -144,3 +147,28 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(make, tmp_
     with pytest.raises(NetworkError):
         reader.exchange.hello(killed[0].peer, timeout_s=3.0)
     assert time.monotonic() - began_s < 20.0
+
+
+async def id_of_p2pd(node):
+    return node.p2p._child.pid
+
+
+def test_after_its_p2pd_was_killed_a_node_answers_and_asks_again(make):
+    one, other = make(), make()
+    for node in (one, other):
+        node.dht.on_restart(node.exchange.connect_again)
+    assert one.exchange.hello(other.peer, timeout_s=LIMIT_S)
+    address = str(one.dht.get_visible_maddrs()[0])
+    os.kill(one.dht.call(id_of_p2pd), signal.SIGKILL)
+    wait_until(lambda: one.dht.starts == 2)
+    wait_until(lambda: _says_hello(other, one.peer))
+    assert str(one.dht.get_visible_maddrs()[0]) == address
+    assert one.exchange.hello(other.peer, timeout_s=LIMIT_S)
+    assert one.exchange.peer_id == one.peer
+
+
+def _says_hello(node, peer):
+    try:
+        return node.exchange.hello(peer, timeout_s=5.0)
+    except (NetworkError, ProtocolVersionError):
+        return None

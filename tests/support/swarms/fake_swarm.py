@@ -72,6 +72,7 @@ class FakeDirectory:
         self.blobs = []
         self.called = []
         self.reads = 0
+        self.anew = 0
         self.error = None
         self.failure = None
 
@@ -107,8 +108,14 @@ class FakeDirectory:
             scope=scope,
         )
 
-    def call_peers(self, peers):
+    def call_peers(self, peers, patience_s=0.0):
         self.called += peers
+
+    def note_contributors(self, peers):
+        pass
+
+    def say_all_again(self):
+        self.anew += 1
 
     def publish_peer(self, record, bucket, life_s):
         self.peers.append(record)

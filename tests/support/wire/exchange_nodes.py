@@ -18,7 +18,8 @@ class Nodes:
     """A DHT node; exchanges on it are made by each test."""
 
     def __init__(self):
-        self.server_dht = GuardedDHT(start=True, startup_timeout=60)
+        self.server_dht = GuardedDHT(startup_timeout=60)
+        self.server_dht.start()
         self.addresses = [str(address) for address in self.server_dht.get_visible_maddrs()]
         self.started = []
 

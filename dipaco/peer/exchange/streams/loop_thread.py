@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from dipaco.base.errors import NetworkError
-from dipaco.dht.guarded_dht import hold_tasks
+from dipaco.dht.dht_process import hold_tasks
 
 ResultT = TypeVar("ResultT")
 

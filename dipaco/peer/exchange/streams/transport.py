@@ -100,11 +100,11 @@ class Transport(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `NetworkError` when the network layer of this node is gone. From any thread."""
+        """Raise `NetworkError` while this node has no network layer. From any thread."""
         ...
 
     async def start(self) -> None:
-        """Connect this loop. Raises `NetworkError`."""
+        """Connect this loop, also again after `check` has raised. Raises `NetworkError`."""
         ...
 
     async def close(self) -> None:
@@ -153,14 +153,18 @@ class HivemindTransport:
         return str(self.p2p.peer_id.to_base58())
 
     def check(self) -> None:
-        """Raise `NetworkError` when the DHT process or p2pd is gone."""
+        """Raise `NetworkError` while there is no DHT process and p2pd."""
         if self._dht is not None:
             self._dht.check()
 
     async def start(self) -> None:
-        """Connect to p2pd. Raises `NetworkError`."""
+        """Connect to p2pd, and let go of the one before. Raises `NetworkError`."""
         if self._dht is not None:
-            self._p2p = await self._dht.replicate_p2p()
+            gone, self._p2p = self._p2p, await self._dht.replicate_p2p()
+            self._protocols.clear()
+            if gone is not None:
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(gone.shutdown(), DETACH_TIMEOUT_S)
 
     async def close(self) -> None:
         """Take the handlers back, if p2pd still answers."""
