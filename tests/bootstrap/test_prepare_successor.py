@@ -268,6 +268,7 @@ def test_a_model_that_differs_is_refused(chain, tmp_path):
 )
 def test_another_beginning_is_refused(chain, tmp_path, more, message):
     folder = chain["dense"].parent
+    (folder / "llama").mkdir(exist_ok=True)
     (folder / "other.model").write_bytes(b"other")
     toml = successor_toml(folder, "wrong", "[2, 2]", more=more)
     with pytest.raises(ConfigurationError, match=message):

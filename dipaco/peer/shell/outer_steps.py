@@ -57,6 +57,7 @@ from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
+from dipaco.protocol.member.taking import is_much_worse
 from dipaco.protocol.view import claimed_tokens
 from dipaco.training.interruption import PassInterrupted
 from dipaco.training.trainer import PathTrainer, Snapshot
@@ -356,22 +357,25 @@ class OuterSteps:
         if action.module not in grid.modules_of_path(path):
             return nothing
         before, after = trainer.anchors(), trainer.anchors()
-        genesis = None
         if trainer.path is None:
             modules = grid.modules_of_path(path)
             after = {m: found for m in modules if (found := held.newest(m)) is not None}
             if {*after, action.module} != set(modules):
                 return nothing  # Modules that were trained do not fit to others that were not.
             before = {module: self._files.genesis_state(module) for module in modules}
-        else:
-            genesis = {**after, action.module: self._files.genesis_state(action.module)}
         after[action.module] = state
-        scored = (before, after) if genesis is None else (before, after, genesis)
         try:
-            losses = [trainer.loss_of(path, states, rows).loss for states in scored]
+            loss_before = trainer.loss_of(path, before, rows).loss
+            loss_after = trainer.loss_of(path, after, rows).loss
+            loss_of_genesis = None
+            if trainer.path is not None and is_much_worse(loss_after, loss_before):
+                # Made only now, because it takes the whole base in memory.
+                genesis = self._files.genesis_state(action.module)
+                others = {**after, action.module: genesis}
+                loss_of_genesis = trainer.loss_of(path, others, rows).loss
         except PassInterrupted:
             return None
-        return e.Checked(action.module, action.step, *losses)
+        return e.Checked(action.module, action.step, loss_before, loss_after, loss_of_genesis)
 
     # -- adopt
 

@@ -137,8 +137,9 @@ class StateHere(Event):
 
 @dataclass(frozen=True)
 class Checked(Event):
-    """Answers `Check`: the held-out loss with the anchors, with the state in place of one, and with
-    the genesis in its place. None where there is nothing to score with."""
+    """Answers `Check`: the held-out loss with the anchors, with the state in place of one, and,
+    where that is much worse, with the genesis in its place. None where there is nothing to score
+    with."""
 
     module: str
     step: str
