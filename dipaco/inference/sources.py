@@ -124,7 +124,7 @@ class StateSource(ABC):
 
     def check(self, path: int, states: Mapping[str, ModuleState], model: PathModel | None) -> bool:
         """Tell whether the states of a path are fit to be read with. Of those that are not, one is
-        refused: then `state` gives another one. What is on the own disk is.
+        refused: then `state` gives another one. What is on this disk is.
 
         :param model: to be lent for that; None: one is made
         """

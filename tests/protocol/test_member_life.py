@@ -401,7 +401,7 @@ def compute_all(life, seconds):
 
 
 def test_a_newcomer_refuses_a_state_that_reads_held_out_texts_much_worse_than_the_genesis():
-    """Whoever vouches for it. It begins with the state before, and stays with that."""
+    """However many vouch for it, it begins with the state before, and stays with that."""
     steps = chain_on(Life().step, 6, 7, 8)
     life = newcomer_to(*steps)
     life.ruined = {name(steps[-1].name)}

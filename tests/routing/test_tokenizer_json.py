@@ -310,7 +310,7 @@ def test_added_tokens_that_do_not_fit_are_refused(changes, words, tmp_path):
 
 
 def test_a_tokenizer_is_read_for_the_first_time_in_a_process_with_bounds():
-    """Whoever exports, evaluates or serves a run reads what its operator chose."""
+    """The operator chose what exporting, evaluating and serving read."""
     check_tokenizer(packed("qwen2"))
     slow = {
         "type": "Split",

@@ -8,7 +8,7 @@ See design 4.4, chain.
                  a file is none           IDLE; the step is refused
                  it is late, or failed    GETTING from a state that rows vouch for; then IDLE, and
                                           the step is absent
-    COMPUTING    the state is here        CHECKING where it parted from the own chain, or was
+    COMPUTING    the state is here        CHECKING where it left this peer's chain, or was
                                           fetched by a peer that trains; else IDLE, and it is taken
                  a file is gone           GETTING, once
                  nobody can compute it    IDLE; the step is refused
