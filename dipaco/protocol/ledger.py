@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .chain import Step
+from .view import SwarmView
 
 EXPORT_FORMAT = "dipaco-ledger/4"
 
@@ -71,18 +72,24 @@ def summed(
 def exported(
     run_id: str,
     credits: Mapping[str, Credit],
-    names: Mapping[str, tuple[str, str]],
+    view: SwarmView | None,
     earlier: Sequence[str] = (),
     not_counted: str | None = None,
 ) -> dict[str, Any]:
     """Return the ledger as plain values; its keys are part of the command's contract.
 
-    `names` are the names and teams of peers. A name is what its owner says, and two owners may say
-    the same: peers are told apart by id. `earlier` are the runs before it that are counted too,
-    `not_counted` is the newest one that is not.
+    A name is what its owner says, and two owners may say the same: peers are told apart by id.
+    Those that are not in sight have none. `earlier` are the runs before it that are counted
+    too, `not_counted` is the newest one that is not.
     """
     ranked = sorted(credits.values(), key=lambda credit: (-credit.tokens, credit.peer))
-    said = {credit.peer: names.get(credit.peer, ("", "")) for credit in ranked}
+    records = view.peers if view is not None else {}
+    said = {
+        credit.peer: (records[credit.peer].name, records[credit.peer].team)
+        if credit.peer in records
+        else ("", "")
+        for credit in ranked
+    }
     teams: Counter[str] = Counter()
     for credit in ranked:
         if said[credit.peer][1]:

@@ -10,10 +10,12 @@ from dipaco.protocol.member import events as e
 from dipaco.protocol.member.situation import Role
 from support.runs.trainer import (
     BOUNDARY_S,
+    COUNTED,
     DURATION_S,
     GATHER_S,
     GRACE_S,
     MODULE,
+    PLAN,
     Trainer,
     first_and_second,
     name,
@@ -96,6 +98,50 @@ def test_what_a_first_proposer_left_out_is_proposed_no_earlier():
     member.wait(GRACE_S)
     (step,) = member.proposed()
     assert step.peers == set("ABC")
+
+
+def test_a_bare_step_that_was_told_first_keeps_the_first_mailbox_from_nothing():
+    first, second = first_and_second()
+    member = Trainer(first, "ABC")
+    member.publish()
+    member.module.hear_steps([Step.of([member.row(second)])], second)
+    others = sorted(set("ABC") - {first})
+    member.hear(others[0])
+    assert member.proposed() == []
+    member.hear(others[1])
+    (step,) = member.proposed()
+    assert step.peers == set("ABC")
+
+
+@pytest.mark.parametrize("plan", [PLAN, COUNTED])
+def test_a_step_of_a_round_to_come_hides_no_step_that_is_due(plan):
+    first, second = first_and_second()
+    member = Trainer(first, "ABC", plan=plan)
+    member.publish()
+    due = Step.of([member.row(peer) for peer in "ABC"])
+    to_come = Step.of([member.row(second, parent=due.name, round_index=1, file=name("empty"))])
+    member.gathered(*due.rows, *to_come.rows)
+    member.module.hear_steps([due, to_come], second)
+    assert [compute.steps for compute in member.take(a.Compute)] == [(due,)]
+
+
+def test_with_fixed_steps_a_round_ends_here_or_with_a_step_of_most_who_contributed_before():
+    first, second = first_and_second()
+    member = Trainer(first, "ABC", plan=COUNTED)
+    before = Step.of([member.row(peer) for peer in "ABC"])
+    member.stand_on(before)
+    few, most = (Step.of([member.row(p, round_index=1) for p in peers]) for peers in ({second}, {first, second}))
+    member.module.hear_steps([few], second)
+    assert member.chain.best().name == before.name
+    member.module.hear_steps([most], second)
+    assert member.chain.best().name == most.name
+    # The boundary of its round comes here.
+    later = Step.of([member.row(second, parent=most.name, round_index=2)])
+    member.stand_on(most)
+    member.module.hear_steps([later], second)
+    assert member.chain.best().name == most.name
+    member.module.begin(2, member.known.now_s)
+    assert member.chain.best().name == later.name
 
 
 @pytest.mark.parametrize(("graces", "is_taken"), [(2.0, True), (4.0, False)])

@@ -35,9 +35,13 @@ class ModuleChain:
         """Steps whose states this peer knows by its own computation, or as everybody does."""
         self._recent = "", frozenset[str]()
         """The step that this peer stands on, and who contributed to the last steps up to it."""
+        self.round_index = -1
+        """The last round whose boundary came here."""
         self._candidates = Candidates((), -math.inf)
-        self._candidates_of = (-1, -1, math.inf)
-        """Editions of book and notes, and the time, that they were worked out of."""
+        self._candidates_of = (-1, -1, -1)
+        """Editions of book and notes, and the round, that they were worked out of."""
+        self._candidates_s = math.inf
+        """When that was."""
 
     @property
     def link(self) -> Link:
@@ -46,22 +50,28 @@ class ModuleChain:
 
     def best(self) -> Link:
         """Return the heaviest head that may be taken."""
-        now_s, (book, notes, then_s) = self._known.now_s, self._candidates_of
-        is_new = (book, notes) != (self.book.edition, self.notes.edition)
-        if is_new or not then_s <= now_s < self._candidates.until_s:
+        now_s, of = self._known.now_s, (self.book.edition, self.notes.edition, self.round_index)
+        is_new = of != self._candidates_of
+        if is_new or not self._candidates_s <= now_s < self._candidates.until_s:
             self._candidates = self._find(self.notes)
-            self._candidates_of = self.book.edition, self.notes.edition, now_s
+            self._candidates_of, self._candidates_s = of, now_s
         return self._candidates.heads[0]
 
     def _find(self, notes: Notes) -> Candidates:
         now_s = self._known.now_s
-        return candidates(self.module, self.book, notes, now_s, self._boundary_s)
+        return candidates(self.module, self.book, notes, now_s, self.boundary_s)
 
-    def _boundary_s(self, round_index: int) -> float:
+    def boundary_s(self, link: Link) -> float:
+        """Return when the round of a step ends.
+
+        Where rounds are counted it has ended for whoever has counted to its end. That most of those
+        who contributed before are in the step shows it, too, to a peer that has not.
+        """
         schedule = self._known.schedule
-        if schedule.is_counted:
-            return -math.inf
-        return schedule.boundary(round_index, self.level).time_s
+        if not schedule.is_counted:
+            return schedule.boundary(link.round_index, self.level).time_s
+        is_here = link.round_index <= self.round_index or self.book.is_vouched_by_most(link)
+        return -math.inf if is_here else math.inf
 
     def recent(self, step: str | None = None) -> frozenset[str]:
         """Return who contributed to the last steps up to one: by default, to this peer's."""

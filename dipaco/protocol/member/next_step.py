@@ -5,6 +5,7 @@ over
 
                   until                          with what stands on it
     not due       the boundary of its round      yes: rounds grow along a chain
+                  (counted: see `candidates`)
     refused       for good                       yes
     doubted       most of those who counted      yes
                   are in its chain
@@ -93,11 +94,12 @@ def candidates(
     book: ChainBook,
     notes: Notes,
     now_s: float,
-    boundary_s: Callable[[int], float],
+    boundary_s: Callable[[Link], float],
 ) -> Candidates:
     """Return the heads of a module that may be taken at `now_s`, swarm time.
 
-    :param boundary_s: when a round of the module ends; minus infinity where rounds are counted
+    :param boundary_s: when the round of a step ends. Where rounds are counted there is no such
+        time: plus or minus infinity (`ModuleChain.boundary_s`)
     """
     until_s = math.inf
     excluded = [book.link(name).version for name in notes.refused | notes.doubted if name in book]
@@ -110,7 +112,7 @@ def candidates(
             return True
         opens_s = notes.absent.get(link.name, -math.inf)
         if link.name not in notes.own:
-            opens_s = max(opens_s, boundary_s(link.round_index))
+            opens_s = max(opens_s, boundary_s(link))
         if opens_s > now_s:
             until_s = min(until_s, opens_s)
         return opens_s <= now_s

@@ -67,8 +67,10 @@ class Proposing:
     def is_turn(self) -> bool:
         """Tell whether this peer may propose now, by the table above."""
         late_s, grace_s = self.late_s(), self._known.grace_s
-        if self.is_told():
-            return -OUTBID_GRACES * grace_s <= late_s < 0
+        if self._is_outbidding():
+            return True
+        if late_s >= 0 and self.is_told():
+            return False
         boxes, me = self._group.mailboxes(), self._known.me
         if me not in boxes:
             return not boxes and late_s >= NO_MAILBOX_GRACES * grace_s
@@ -77,6 +79,10 @@ class Proposing:
         if late_s < 0:
             return boxes[0] == me and not self._has_just_claimed()
         return late_s >= boxes.index(me) * grace_s
+
+    def _is_outbidding(self) -> bool:
+        """Tell whether anybody may propose more rows than a step has that was told."""
+        return -OUTBID_GRACES * self._known.grace_s <= self.late_s() < 0 and self.is_told()
 
     def _has_just_claimed(self) -> bool:
         """Tell whether others may not see this peer's claim yet. Counted rounds wait for all."""
@@ -159,7 +165,7 @@ class Proposing:
             return False
         if not may_propose(rows.keys(), self._voters(), self._at.rounds_in_vain):
             return False
-        is_early = self.late_s() < 0 and not self.is_told()
+        is_early = self.late_s() < 0 and not self._is_outbidding()
         return not is_early or self._group.awaited() <= self._heard()
 
     def _chosen(self, rows: list[Row]) -> list[Row]:

@@ -81,7 +81,7 @@ class Publishing:
         if last.index >= 0 and not is_early:
             is_in_vain = at.link.round_index < last.index
             at.rounds_in_vain = at.rounds_in_vain + 1 if is_in_vain else 0
-        at.round = Round(index, boundary_s, last.is_open)
+        at.round, at.chain.round_index = Round(index, boundary_s, last.is_open), index
         self._rows.forget_before(index)
 
     def published(self, row: Row) -> None:

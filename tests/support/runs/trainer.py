@@ -17,10 +17,10 @@ from dipaco.protocol.view import SwarmView
 from .make_plan import make_plan
 
 MODULE, DURATION_S, GATHER_S, GRACE_S = "L0.E0", 100.0, 20.0, 4.0
-PLAN = make_plan(
-    rounds=RoundsConfig(duration_s=DURATION_S, gather_s=GATHER_S, grace_s=GRACE_S),
-    grid=GridConfig(modules_per_level=(1,)),
-)
+ROUNDS = RoundsConfig(duration_s=DURATION_S, gather_s=GATHER_S, grace_s=GRACE_S)
+PLAN = make_plan(rounds=ROUNDS, grid=GridConfig(modules_per_level=(1,)))
+# The same with fixed steps.
+COUNTED = PLAN.model_copy(update={"rounds": ROUNDS.model_copy(update={"inner_steps": 4})})
 GRID = Grid(PLAN.model, PLAN.grid)
 BOUNDARY_S = PLAN.start_s + DURATION_S
 ActionT = TypeVar("ActionT")
@@ -47,8 +47,8 @@ def view_of(peers, closed=(), held=()):
 class Trainer:
     """A trainer of the only module, at the boundary of round 0."""
 
-    def __init__(self, me, peers, closed="", **view):
-        self.known = known = Knowledge(MemberSettings(me), PLAN, GRID)
+    def __init__(self, me, peers, closed="", plan=PLAN, **view):
+        self.known = known = Knowledge(MemberSettings(me), plan, GRID)
         known.view, known.has_view, known.path = view_of(peers, closed, **view), True, 0
         known.now_s = BOUNDARY_S
         self.module = module = FollowedModule(known, MODULE)
