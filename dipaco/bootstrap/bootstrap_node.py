@@ -15,13 +15,14 @@ import time
 
 from dipaco.base.errors import DipacoError, IntegrityError, ManifestError
 from dipaco.base.running import is_debugging
-from dipaco.dht.addresses import OPERATOR_MARK, is_loopback
+from dipaco.dht.addresses import is_loopback
 from dipaco.dht.dht_node import visible_addresses
 from dipaco.peer.background import Background
 from dipaco.peer.exchange.fetching import max_core_bytes
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.guests import OWN_INVITATION, given_invitation
 from dipaco.peer.node.join_run import join_run
+from dipaco.peer.node.line_for_others import line_for_others
 from dipaco.peer.node.node import Node
 from dipaco.peer.node_process import NodeProcess, begin_process
 from dipaco.peer.presence.own_status import Activity, PeerStatus
@@ -108,10 +109,8 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
             "only this machine can call that address, because it has no other one; connect it to "
             "a network, or give the address for others with --announce-maddrs"
         )
-    pinned = f"{addresses[0]}{OPERATOR_MARK}{node.manifest.operator_fingerprint}"
-    by_invitation = node.plan.admission is None
-    display.say(f"dipaco-peer {pinned}" + by_invitation * " --invitation TEXT")
-    if by_invitation:
+    display.say(line_for_others(addresses, node.manifest))
+    if node.plan.admission is None:
         display.say(
             f"the run is by invitation: make a TEXT with dipaco-bootstrap invite {settings.folder} "
             "--peers 1"

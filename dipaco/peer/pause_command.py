@@ -1,4 +1,5 @@
-"""`dipaco-peer pause` and `dipaco-peer resume`: tell the peer on this machine to stop and go on."""
+"""`dipaco-peer pause`, `resume` and `status`: tell the peer on this machine to stop and go
+on, and ask what it does."""
 
 from __future__ import annotations
 
@@ -63,6 +64,16 @@ def _resume(settings: ControlSettings) -> int:
     return 0
 
 
+def status(settings: ControlSettings) -> int:
+    """Print what the peer does and what its owner has given."""
+    # Imported here: what reads chains takes a second, and pausing is for those in a hurry.
+    from .own_total import lines_about
+
+    for line in lines_about(settings.cache_folder):
+        print(line)
+    return 0
+
+
 def _peers(settings: ControlSettings) -> list[ControlSettings]:
     """Return the trainers of `--devices` that are running with this folder, or else the peer."""
     folders = sorted(settings.cache_folder.glob("trainer-*"))
@@ -108,6 +119,14 @@ COMMANDS = {
         ControlSettings,
         resume,
         description="Let a paused peer claim a path again.",
+        settings_of="dipaco-peer",
+    ),
+    "status": Command(
+        "dipaco-peer status",
+        ControlSettings,
+        status,
+        description="Say what the peer of this machine does, how many of its tokens are in the "
+        "model, and what a friend types to join through it. It asks nobody.",
         settings_of="dipaco-peer",
     ),
 }

@@ -58,12 +58,13 @@ COMMAND = Command(
     epilog="Example: dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer\n"
     "Ctrl+C leaves cleanly; dipaco-peer alone continues as last time. A second Ctrl+C exits at "
     "once.\n"
-    "dipaco-peer pause and dipaco-peer resume let it rest and continue.",
+    "dipaco-peer pause and dipaco-peer resume let it rest and continue; dipaco-peer status says "
+    "what it does\nand what you have given.",
 )
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Entry point: `dipaco-peer`, and `dipaco-peer pause` and `resume`. Returns the exit code."""
+    """Entry point: `dipaco-peer`, with `pause`, `resume` and `status`. Returns the exit code."""
     words = sys.argv[1:] if words is None else words
     if words and words[0] in CONTROL_COMMANDS:
         return CONTROL_COMMANDS[words[0]].main(words[1:])

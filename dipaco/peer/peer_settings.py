@@ -34,10 +34,8 @@ def default_cache_folder() -> Path:
 
 
 def _check_address_or_word(given: str) -> None:
-    """Raise ConfigurationError for a mistyped `pause`, and AddressError for other mistakes."""
-    if given == "status":
-        raise ConfigurationError("'status' is no address; did you mean dipaco-status ADDR?")
-    if (word := nearest_name(given, ("pause", "resume"))) is not None:
+    """Raise ConfigurationError for a mistyped command, and AddressError for other mistakes."""
+    if (word := nearest_name(given, ("pause", "resume", "status"))) is not None:
         raise ConfigurationError(
             f"'{given}' is neither a command nor an address; did you mean dipaco-peer {word}?"
         )

@@ -44,6 +44,7 @@ from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.given_address import keep_addresses
 from dipaco.peer.node.guests import RevocationList, given_invitation
 from dipaco.peer.node.join_run import join_run
+from dipaco.peer.node.line_for_others import keep_line, line_for_others
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
 from dipaco.peer.owner.keep_awake import KeepAwake
@@ -339,7 +340,9 @@ def _watch_reachability(
     def tell(addresses: tuple[str, ...], reachable: Reachability) -> None:
         has_changed = reachable != status.reachable
         if has_changed:
-            events.emit("reachable", how=reachable, addresses=list(addresses))
+            line = line_for_others(addresses, node.manifest) if reachable == "direct" else ""
+            keep_line(node.cache_folder, line)
+            events.emit("reachable", how=reachable, addresses=list(addresses), line=line)
         twin.said(addresses)
         status.addresses, status.reachable = addresses, reachable
         refresher.announce()

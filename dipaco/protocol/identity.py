@@ -90,11 +90,19 @@ def load_or_create_identity(
         patience_s,
     )
     try:
+        if not path.exists():
+            _create(path)
         key = _read(path)
     except BaseException:
         os.close(lock)
         raise
     return Identity(peer_id_of_public_key(raw_public_key(key)), path, key, lock)
+
+
+def kept_peer_id(path: Path) -> str:
+    """Return the peer id of the identity in `path`, which another process may use. Raises
+    `StorageError`."""
+    return peer_id_of_public_key(raw_public_key(_read(path)))
 
 
 def take_lock(
@@ -167,10 +175,8 @@ def let_go(lock: int) -> None:
 
 
 def _read(path: Path) -> Ed25519PrivateKey:
-    """Return the key in `path`. Called with the lock held."""
+    """Return the key in `path`."""
     try:
-        if not path.exists():
-            _create(path)
         data = path.read_bytes()
     except OSError as error:
         raise StorageError(f"identity {path}: {error.strerror}") from None

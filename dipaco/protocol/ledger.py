@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .chain import Step
-from .view import SwarmView
 
 EXPORT_FORMAT = "dipaco-ledger/4"
 
@@ -72,24 +71,18 @@ def summed(
 def exported(
     run_id: str,
     credits: Mapping[str, Credit],
-    view: SwarmView | None,
+    names: Mapping[str, tuple[str, str]],
     earlier: Sequence[str] = (),
     not_counted: str | None = None,
 ) -> dict[str, Any]:
     """Return the ledger as plain values; its keys are part of the command's contract.
 
-    A name is what its owner says, and two owners may say the same: peers are told apart by id.
-    Those that are not in sight have none. `earlier` are the runs before it that are counted
-    too, `not_counted` is the newest one that is not.
+    `names` are the names and teams of peers. A name is what its owner says, and two owners may say
+    the same: peers are told apart by id. `earlier` are the runs before it that are counted too,
+    `not_counted` is the newest one that is not.
     """
     ranked = sorted(credits.values(), key=lambda credit: (-credit.tokens, credit.peer))
-    records = view.peers if view is not None else {}
-    said = {
-        credit.peer: (records[credit.peer].name, records[credit.peer].team)
-        if credit.peer in records
-        else ("", "")
-        for credit in ranked
-    }
+    said = {credit.peer: names.get(credit.peer, ("", "")) for credit in ranked}
     teams: Counter[str] = Counter()
     for credit in ranked:
         if said[credit.peer][1]:

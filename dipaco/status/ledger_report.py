@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,29 @@ from dipaco.peer.reader import SwarmReader
 from dipaco.protocol.ledger import Credit, credits_of, exported, summed
 from dipaco.protocol.plan import RunPlan
 
+from .history import History
+
 
 def read_ledger(
-    initial_peers: tuple[str, ...], run: str | None, earlier: Sequence[str] = ()
+    initial_peers: tuple[str, ...], run: str | None, history: History, earlier: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Read all chains of a run, and return its ledger as plain values (`exported`).
 
-    `earlier` are folders with the chains of runs that this one continues. Raises StorageError where
-    none of them is one, and what joining a swarm raises.
+    Peers that have left have their last names from the `history`. `earlier` are folders with the
+    chains of runs that this one continues. Raises StorageError where none of them is one, and what
+    joining a swarm raises.
     """
     with SwarmReader(initial_peers, run=run) as reader:
         chains = {module: reader.chain(module) for module in reader.grid.modules()}
-        plan, view = reader.plan, reader.view()
+        plan, peers = reader.plan, reader.view().peers
     before = _earlier_credits(plan, [Path(folder).expanduser() for folder in earlier])
     credits = summed(credits_of(chains), before.values())
+    with contextlib.suppress(StorageError):  # A full disk hides nobody's tokens.
+        # Not of all that are here: no crowd of strangers displaces those who contributed.
+        here = {peer: peers[peer] for peer in credits.keys() & peers.keys()}
+        history.keep_names({peer: (record.name, record.team) for peer, record in here.items()})
     not_counted = plan.successor_of if plan.successor_of not in before else None
-    return exported(plan.run_id, credits, view, tuple(before), not_counted)
+    return exported(plan.run_id, credits, history.names(), tuple(before), not_counted)
 
 
 def _earlier_credits(plan: RunPlan, folders: Sequence[Path]) -> dict[str, dict[str, Credit]]:

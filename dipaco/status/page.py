@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import json
 import logging
+import math
 import re
 import socket
 import threading
@@ -34,17 +35,19 @@ from dipaco.base.running import say
 from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import refresh_period_s
 
-from .curves import COLUMNS, Curves, default_file
+from .history import COLUMNS, History, default_file
 from .summary import with_what_was_known
 from .swarm_metrics import swarm_metrics
 
 logger = logging.getLogger("dipaco.status.page")
 
 PAGE = Path(__file__).with_name("page.html")
-# The swarm is read as often as its records change, and the ledger, for which all chains are read
-# from the genesis, once a round; both within these bounds.
+# The swarm is read as often as its records change, within these bounds.
 INTERVAL_S = (5.0, 60.0)
-LEDGER_EVERY_S = (60.0, 900.0)
+# The ledger, for which all chains are read from the genesis, is counted after each step; but of the
+# time no more than a tenth goes into it.
+LOOK_FOR_STEPS_S = 2.0
+LEDGER_SHARE = 0.1
 # Reading a swarm is bounded itself; ending does not wait longer for it.
 JOIN_S = 5.0
 
@@ -74,13 +77,17 @@ class SwarmPage:
     def __init__(
         self,
         read: Callable[[], dict[str, Any]],
-        curves: Curves,
+        history: History,
         interval_s: float,
         read_ledger: Callable[[str], dict[str, Any]] | None = None,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`read` returns a status, and is called every `interval_s` seconds; `read_ledger` returns
         the ledger of a run."""
-        self._read, self._curves, self._read_ledger = read, curves, read_ledger
+        self._read, self._history, self._read_ledger = read, history, read_ledger
+        self._monotonic, self._count_at_s = monotonic, -math.inf
+        self._counted: tuple[str, int] | None = None
         self._interval_s = interval_s
         self.status: dict[str, Any] | None = None
         """The newest status."""
@@ -98,8 +105,8 @@ class SwarmPage:
                 status = with_what_was_known(status, self.status)
             self.status, self.error = status, None
             self.newest = self._answer()
-            self._curves.write(status)
-            self.series = Answer.of(self._curves.series(status["run"]["id"]))
+            self._history.write(status)
+            self.series = Answer.of(self._history.series(status["run"]["id"]))
         except DipacoError as error:
             logger.warning("%s", error)
             self._fail(str(error))
@@ -108,16 +115,25 @@ class SwarmPage:
             logger.exception("reading the swarm failed")
             self._fail(f"reading the swarm failed: {type(error).__name__}")
 
-    def count(self, run: str) -> None:
-        """Read the ledger of the run that is shown, of `run` before the first reading."""
+    def count(self) -> None:
+        """Read the ledger of the run that is shown, if a step came since the last time."""
+        status, began_s = self.status, self._monotonic()
+        if status is None or began_s < self._count_at_s:
+            return
+        run = status["run"]["id"]
+        rows = sum(module["weight"] for module in status["modules"])
+        if self._counted == (run, rows):
+            return
         assert self._read_ledger is not None
-        shown = self.status["run"]["id"] if self.status else run
         try:
-            self.ledger = Answer.of({**self._read_ledger(shown), "counted_at_s": time.time()})
+            self.ledger = Answer.of({**self._read_ledger(run), "counted_at_s": time.time()})
+            self._counted = run, rows
         except DipacoError as error:
             logger.warning("the ledger cannot be read; it is read again later: %s", error)
         except Exception:
             logger.exception("reading the ledger failed")
+        ended_s = self._monotonic()
+        self._count_at_s = ended_s + (ended_s - began_s) / LEDGER_SHARE
 
     def _fail(self, error: str) -> None:
         self.error = error
@@ -136,7 +152,7 @@ class SwarmPage:
 
 def serve_swarm(
     read: Callable[[], dict[str, Any]],
-    read_ledger: Callable[[str], dict[str, Any]],
+    read_ledger: Callable[[str, History], dict[str, Any]],
     plan: RunPlan,
     listening: socket.socket,
     names: tuple[str, ...] = (),
@@ -144,31 +160,24 @@ def serve_swarm(
 ) -> int:
     """Serve the page of a swarm that runs until told to end. Returns the exit code.
 
-    The curves are kept in `file`. The page answers to `names`, as `serve_until_told` says.
+    What was seen is kept in `file`. The page answers to `names`, as `serve_until_told` says.
     """
     file, every_s = file or default_file(), interval_s(plan)
     host, port = listening.getsockname()[:2]
-    curves = Curves(file)
-    page = SwarmPage(read, curves, every_s, read_ledger)
+    history = History(file)
+    page = SwarmPage(read, history, every_s, lambda run: read_ledger(run, history))
     say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; its curves are in {file}")
-    counting = repeated(
-        lambda: page.count(plan.run_id), within(plan.rounds.duration_s, LEDGER_EVERY_S)
-    )
-    with repeated(page.look, every_s), counting:
+    with repeated(page.look, every_s), repeated(page.count, LOOK_FOR_STEPS_S):
         say(f"serving at http://{f'[{host}]' if ':' in host else host}:{port}")
         serve_until_told(application(page), listening, names)
-    curves.close()
+    history.close()
     return 0
 
 
 def interval_s(plan: RunPlan) -> float:
     """Return how often a swarm is read."""
-    return within(refresh_period_s(plan.rounds), INTERVAL_S)
-
-
-def within(value: float, bounds: tuple[float, float]) -> float:
-    """Return what is nearest to a value within bounds."""
-    return min(bounds[1], max(bounds[0], value))
+    least_s, most_s = INTERVAL_S
+    return min(most_s, max(least_s, refresh_period_s(plan.rounds)))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command
-from dipaco.base.errors import ConfigurationError, RunSelectionError
+from dipaco.base.errors import ConfigurationError, RunSelectionError, StorageError
 from dipaco.base.host_and_port import host_and_port
 from dipaco.base.output import is_unread
 from dipaco.base.running import say
@@ -126,7 +126,9 @@ def run(settings: StatusSettings) -> int:
 
             return serve_swarm(
                 reader.read,
-                lambda run: read_ledger(settings.initial_peers, run, settings.earlier),
+                lambda run, history: read_ledger(
+                    settings.initial_peers, run, history, settings.earlier
+                ),
                 manifest.plan,
                 listening,
                 settings.proxy_names,
@@ -136,9 +138,16 @@ def run(settings: StatusSettings) -> int:
 
 
 def _show_ledger(settings: StatusSettings) -> int:
+    from .history import History, default_file
     from .ledger_report import print_ledger, read_ledger
 
-    ledger = read_ledger(settings.initial_peers, settings.run, settings.earlier)
+    try:
+        history = History(default_file())
+    except StorageError as error:
+        say(f"names of peers that have left are not known: {error}")
+        history = History(None)
+    ledger = read_ledger(settings.initial_peers, settings.run, history, settings.earlier)
+    history.close()
     print(json.dumps(ledger, indent=2)) if settings.json else print_ledger(ledger)
     return 0
 

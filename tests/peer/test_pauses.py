@@ -371,8 +371,7 @@ def test_niceness_is_of_the_thread_that_trains():
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
-    [("paus", "dipaco-peer pause"), ("resum", "dipaco-peer resume"), ("status", "dipaco-status ADDR")],
+    ("word", "meant"), [("paus", "dipaco-peer pause"), ("resum", "dipaco-peer resume"), ("stats", "dipaco-peer status")]
 )
 def test_a_mistyped_command_is_no_bad_address(word, meant, capsys):
     assert peer_command.main([word]) == 3

@@ -1,7 +1,6 @@
 """How much each peer trained, by the rows in chains."""
 
 import json
-from types import SimpleNamespace
 
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.ledger import credits_of, exported
@@ -36,28 +35,22 @@ def test_work_on_a_path_counts_once_by_the_module_that_counts_most():
 
 def test_paths_add_up_and_the_most_tokens_come_first():
     chains = {"L0.E0": chain("L0.E0", {"ann": (0, 10), "bob": (0, 15)}, {"ann": (1, 20)})}
-    ledger = exported(RUN, credits_of(chains), None)
+    ledger = exported(RUN, credits_of(chains), {})
     assert [peer["peer_id"] for peer in ledger["peers"]] == ["ann", "bob"]
     assert ledger["peers"][0]["paths"] == {"0": 10, "1": 20}
     assert ledger["tokens"] == 45
 
 
-def view_of(**said):
-    """Return a view in which peers say a name and a team."""
-    peers = {peer: SimpleNamespace(name=name, team=team) for peer, (name, team) in said.items()}
-    return SimpleNamespace(peers=peers)
-
-
 def test_names_are_what_peers_say_and_teams_add_up():
     chains = {"L0.E0": chain("L0.E0", {"ann": (0, 10), "bob": (1, 15), "eve": (0, 7)})}
-    view = view_of(ann=("same", "red"), bob=("same", "red"), other=("", "blue"))
-    ledger = exported(RUN, credits_of(chains), view)
+    names = {"ann": ("same", "red"), "bob": ("same", "red"), "other": ("", "blue")}
+    ledger = exported(RUN, credits_of(chains), names)
     assert [(p["peer_id"], p["name"], p["team"]) for p in ledger["peers"]] == [
         ("bob", "same", "red"),
         ("ann", "same", "red"),
-        # Out of sight, and what it did stays.
+        # It never had a name, and what it did stays.
         ("eve", "", ""),
     ]
     assert ledger["teams"] == [{"team": "red", "tokens": 25}]
     assert json.loads(json.dumps(ledger)) == ledger
-    assert exported(RUN, credits_of({"L0.E0": []}), None)["peers"] == []
+    assert exported(RUN, credits_of({"L0.E0": []}), {})["peers"] == []

@@ -4,14 +4,18 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
 
 from dipaco.base.index import Index
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.keeping.credit import own_tokens
+from dipaco.peer.keeping.credit import own_tokens, tokens_on_disk
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.ledger import EXPORT_FORMAT
 from dipaco.routing.run_folder import RunFolder
 from dipaco.status import ledger_report, status_command
+from dipaco.status.history import History
 from support.runs.tiny_run import make_tiny_run
 
 RUN = "0" * 16
@@ -37,8 +41,18 @@ class Reader:
         row = Row(module, 0, genesis_name(RUN, module), "5" * 64, 0, "ann" * 8, 1234, "f" * 64, 1)
         return [Step.of([row])]
 
+    present: ClassVar = {
+        "ann" * 8: SimpleNamespace(name="kitchen laptop", team="school"),
+        "eve" * 8: SimpleNamespace(name="has not contributed", team=""),
+    }
+
     def view(self):
-        return SimpleNamespace(peers={})
+        return SimpleNamespace(peers=self.present)
+
+
+@pytest.fixture(autouse=True)
+def kept_elsewhere(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
@@ -52,6 +66,25 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
     assert "1,234 tokens in the model" in shown
     assert ("ann" * 8)[-8:] in shown
     assert "counts once a step has taken it" in " ".join(shown.split())
+
+
+def test_a_peer_that_has_left_keeps_its_name(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(ledger_report, "SwarmReader", Reader)
+    words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine", "--json"]
+    for _ in range(2):
+        assert status_command.main(words) == 0
+        (found,) = json.loads(capsys.readouterr().out)["peers"]
+        assert (found["name"], found["team"], found["tokens"]) == ("kitchen laptop", "school", 1234)
+        monkeypatch.setattr(Reader, "present", {})
+    kept = History(tmp_path / "state" / "dipaco" / "history.sqlite")
+    assert kept.names() == {"ann" * 8: ("kitchen laptop", "school")}
+    kept.close()
+    # Where nothing can be kept, tokens are shown all the same.
+    (tmp_path / "state" / "dipaco" / "history.sqlite").write_text("no database " * 100)
+    assert status_command.main(words) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["tokens"] == 1234
+    assert "names of peers that have left are not known" in said.err
 
 
 def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monkeypatch, capsys, tmp_path):
@@ -84,6 +117,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monke
     grid = SimpleNamespace(modules=lambda: [module])
     node = SimpleNamespace(plan=Reader.plan, grid=grid, me=peer, chains=here, runs_folder=cache)
     assert own_tokens(node) == 1500
+    assert tokens_on_disk(plan.run_id, {peer}, [cache]) == 1000
     assert status_command.main(words) == 0
     assert "--earlier DIR" in " ".join(capsys.readouterr().out.split())
     assert status_command.main([*words, "--earlier", str(tmp_path / "made")]) == 9

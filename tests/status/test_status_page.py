@@ -11,7 +11,7 @@ from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.base.http_server import listen
 from dipaco.protocol.ledger import Credit, exported
 from dipaco.status import status_command
-from dipaco.status.curves import Curves
+from dipaco.status.history import History
 from dipaco.status.page import PAGE, SwarmPage, application, interval_s, repeated, serve_swarm
 from support.swarms.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
 from support.swarms.swarm_views import plan_of
@@ -43,7 +43,7 @@ def page_of(*outcomes, ledgers=()):
 
         return read
 
-    return SwarmPage(given(outcomes), Curves(None), 15.0, given(ledgers))
+    return SwarmPage(given(outcomes), History(None), 15.0, given(ledgers))
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +104,46 @@ def test_a_hostile_name_stays_a_string(client):
     assert HOSTILE_NAME not in client.get("/").text
 
 
-def test_who_contributed_is_shown(statuses):
+def test_who_contributed_is_counted_again_when_a_step_came(statuses):
     """The ledger is that of the run that is shown; one that cannot be read changes nothing."""
-    run = statuses[0]["run"]["id"]
-    ledger = exported(run, {"ann": Credit("ann", tokens=700)}, None)
-    page = page_of(statuses[0], ledgers=(NetworkError("nobody answers"), ledger, KeyError("x")))
+    run, now = statuses[0]["run"]["id"], [0.0]
+
+    def read_ledger(shown):
+        assert shown == run
+        now[0] += 3.0
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    first, then = (exported(run, {"ann": Credit("ann", tokens=n)}, {}) for n in (700, 900))
+    outcomes = iter((NetworkError("nobody answers"), first, KeyError("x"), then))
+    readings = iter((statuses[0], statuses[0], statuses[1]))
+    page = SwarmPage(lambda: next(readings), History(None), 15.0, read_ledger, monotonic=lambda: now[0])
     with TestClient(application(page)) as client:
-        page.count(run)
-        assert client.get("/api/ledger").status_code == 404
+
+        def counted():
+            page.count()
+            answer = client.get("/api/ledger").json()
+            assert answer.pop("counted_at_s", 0.0) <= time.time()
+            return answer
+
+        page.count()  # Nothing is shown yet.
         page.look()
-        for _ in range(2):
-            page.count(run)
-            found = client.get("/api/ledger").json()
-            assert found.pop("counted_at_s") <= time.time()
-            assert found == ledger
+        page.count()
+        assert client.get("/api/ledger").status_code == 404
+        # It took three seconds: a tenth of the time goes into it, no more.
+        page.count()
+        now[0] += 30.0
+        assert counted() == first
+        # The same rows in the chains are not counted again.
+        now[0] += 3600.0
+        page.look()
+        assert counted() == first
+        page.look()
+        assert counted() == first  # It could not be read.
+        now[0] += 30.0
+        assert counted() == then
 
 
 def test_metrics_of_the_newest_status(client):
@@ -164,9 +190,9 @@ def test_the_page_follows_a_run_into_its_successor(statuses):
 
 
 def test_a_full_disk_hides_no_status(statuses):
-    curves = Curves(None)
-    curves._rows.execute("DROP TABLE figures")
-    page = SwarmPage(lambda: statuses[0], curves, 5.0)
+    history = History(None)
+    history._rows.execute("DROP TABLE figures")
+    page = SwarmPage(lambda: statuses[0], history, 5.0)
     page.look()
     newest = json.loads(page.newest.body)
     assert newest["status"] == statuses[0]
@@ -205,10 +231,10 @@ def test_a_running_swarm_is_served_and_kept(tmp_path, served, statuses):
     plan = big_records(4, **ABOUT).plan
     file = tmp_path / "new" / "kept.sqlite"
     listening = listen("127.0.0.1", 0, "--serve")
-    ledger = exported(plan.run_id, {}, None)
-    assert serve_swarm(lambda: statuses[0], lambda run: ledger, plan, listening, file=file) == 0
+    ledger = exported(plan.run_id, {}, {})
+    assert serve_swarm(lambda: statuses[0], lambda run, history: ledger, plan, listening, file=file) == 0
     assert served["status"] == statuses[0]
-    assert Curves(file).series(plan.run_id)["time_s"] == [statuses[0]["time_s"]]
+    assert History(file).series(plan.run_id)["time_s"] == [statuses[0]["time_s"]]
 
 
 def test_how_often_a_swarm_is_read():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from dipaco.base.errors import DipacoError
@@ -47,10 +47,17 @@ def earlier_credits(
         run_id = plan.successor_of
 
 
+def tokens_on_disk(run_id: str | None, peers: Collection[str], folders: Sequence[Path]) -> int:
+    """Return how many tokens of some peers are in a run and in those that it continues, by the
+    chains on the disk."""
+    phases = [credits for _, credits in earlier_credits(run_id, folders)]
+    return sum(credits[peer].tokens for credits in phases for peer in peers if peer in credits)
+
+
 def own_tokens(node: Node) -> int:
     """Return how many tokens of this peer are in the chains that it has, over all phases."""
-    phases = [credits_of({module: node.chains.steps(module) for module in node.grid.modules()})]
+    credits = credits_of({module: node.chains.steps(module) for module in node.grid.modules()})
+    before = 0
     with contextlib.suppress(DipacoError):  # A run of an older protocol, or a damaged folder.
-        earlier = earlier_credits(node.plan.successor_of, [node.runs_folder])
-        phases.extend(credits for _, credits in earlier)
-    return sum(credits[node.me].tokens for credits in phases if node.me in credits)
+        before = tokens_on_disk(node.plan.successor_of, {node.me}, [node.runs_folder])
+    return before + (credits[node.me].tokens if node.me in credits else 0)

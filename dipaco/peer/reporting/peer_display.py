@@ -191,7 +191,7 @@ def _outer_step_line(v: Mapping[str, Any]) -> str:
 
 def _reachable_line(v: Mapping[str, Any]) -> str:
     return {
-        "direct": "other peers can call this one",
+        "direct": f"other peers can call this one. A friend joins through it with: {v['line']}",
         "outgoing": "other peers cannot call this one: it calls them; to help more, forward its "
         "port (--port, --announce-maddrs)",
         "unknown": "whether other peers can call this one is not known at its new addresses",

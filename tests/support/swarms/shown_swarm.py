@@ -4,7 +4,7 @@ finished. The pictures of docs/status.md are of it."""
 import functools
 
 from dipaco.protocol.ledger import Credit, exported
-from dipaco.status.curves import Curves
+from dipaco.status.history import History
 from dipaco.status.page import SwarmPage
 
 from .big_swarm import big_records, fork, neglect, status_at
@@ -66,7 +66,8 @@ def ledger_of(run_id):
     view = swarm_records().view()
     tokens = {name: int(record.tokens_per_s * ROUND) for name, record in view.peers.items()}
     credits = {name: Credit(name, count) for name, count in tokens.items()}
-    return exported(run_id, credits, view)
+    names = {name: (record.name, record.team) for name, record in view.peers.items()}
+    return exported(run_id, credits, names)
 
 
 @functools.cache
@@ -76,12 +77,13 @@ def _earlier(round_index):
 
 
 def content_of(status, *, with_ledger=True):
-    """Return what the page shows, with the rounds before the status in its curves."""
-    curves = Curves(None)
+    """Return what the page shows, with the rounds before the status in its history."""
+    history = History(None)
     for round_index in range(1, status["round"]):
-        curves.write({**_earlier(round_index), "run": status["run"]})
-    page = SwarmPage(lambda: status, curves, 5.0, ledger_of)
-    if with_ledger:
-        page.count(status["run"]["id"])
+        history.write({**_earlier(round_index), "run": status["run"]})
+    page = SwarmPage(lambda: status, history, 5.0, ledger_of)
     page.look()
+    if with_ledger:
+        page.count()
+        page.look()
     return page

@@ -1,12 +1,16 @@
-"""What the curves of the page are drawn from, kept in one small SQLite file.
+"""What this machine has seen of runs, kept in one small SQLite file: the figures that the curves of
+the page are drawn from, and the last name of each peer.
 
 Figures are kept as they were read for a day, and one of each hour for ever, so the file stays below
-a few MB. Each run has rows of its own. The file survives its writer being killed at any moment.
+a few MB. Each run has figures of its own. A peer that leaves keeps its name here, so that its work
+is credited to it. The file survives its writer being killed at any moment.
 """
 
 from __future__ import annotations
 
 import sqlite3
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +27,16 @@ THIN_EVERY = 64
 MAX_POINTS = 500
 # Another process that has the file open may write for so long.
 BUSY_S = 5.0
+# Of those who contributed under a name; those that were seen last.
+MAX_NAMES = 20_000
 COLUMNS = ("time_s", "training", "tokens", "tokens_per_s", "loss")
-_TABLE = """
+_TABLES = """
 CREATE TABLE IF NOT EXISTS figures (
   run TEXT, time_s REAL, training INTEGER, tokens INTEGER, tokens_per_s REAL, loss REAL,
   PRIMARY KEY (run, time_s)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS names (
+  peer TEXT PRIMARY KEY, name TEXT, team TEXT, seen_s REAL
 ) WITHOUT ROWID
 """
 # Of an hour the first row stays, so the same rows stay the next time.
@@ -63,15 +72,15 @@ def figures_of(status: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Curves:
-    """The figures of runs over time. One thread at a time; several processes may have one file."""
+class History:
+    """Figures of runs over time, and names. Thread-safe; several processes may have one file."""
 
     def __init__(self, file: Path | None) -> None:
         """Open the file, or make it; None is one in memory.
 
         Raises StorageError for a file of another program and for a damaged one.
         """
-        self._file, self._writes = file, 0
+        self._file, self._writes, self._lock = file, 0, threading.RLock()
         with self._explained():
             if file is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +96,7 @@ class Curves:
             self._rows.execute(f"PRAGMA application_id={APPLICATION_ID}")
             self._rows.execute("PRAGMA journal_mode=WAL")
             self._rows.execute("PRAGMA synchronous=NORMAL")
-            self._rows.execute(_TABLE)
+            self._rows.executescript(_TABLES)
 
     def close(self) -> None:
         """Close the file."""
@@ -119,11 +128,34 @@ class Curves:
             found = rows.fetchall()
         return {name: [row[place] for row in found] for place, name in enumerate(COLUMNS)}
 
+    def keep_names(self, said: Mapping[str, tuple[str, str]]) -> None:
+        """Keep the name and the team that each peer says now. Raises StorageError."""
+        now_s = time.time()
+        rows = [(peer, *words, now_s) for peer, words in said.items() if any(words)]
+        with self._explained(), self._rows:  # All or nothing of it.
+            self._rows.execute("BEGIN")
+            self._rows.executemany("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?)", rows)
+            # A name that its owner has taken back is forgotten.
+            nameless = [(peer,) for peer, words in said.items() if not any(words)]
+            self._rows.executemany("DELETE FROM names WHERE peer = ?", nameless)
+            self._rows.execute(
+                "DELETE FROM names WHERE peer IN"
+                " (SELECT peer FROM names ORDER BY seen_s DESC, peer LIMIT -1 OFFSET ?)",
+                (MAX_NAMES,),
+            )
+
+    def names(self) -> dict[str, tuple[str, str]]:
+        """Return the last name and team of each peer that had one. Raises StorageError."""
+        with self._explained():
+            found = self._rows.execute("SELECT peer, name, team FROM names").fetchall()
+        return {peer: (name, team) for peer, name, team in found}
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say in one line what is wrong with the file."""
+        """One thread at a time; say in one line what is wrong with the file."""
         try:
-            yield
+            with self._lock:
+                yield
         except (OSError, sqlite3.Error) as error:
             raise StorageError(
                 f"the curves in {self._file} cannot be kept: {error}; free space, or move the file "
