@@ -8,6 +8,9 @@ from pathlib import Path
 # number of threads, and the tests share two cores with the swarms that they start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# No thread waits for the wrong thing (base/waits.py), here and in every process that a test starts.
+os.environ["DIPACO_ASSERT_WAITS"] = "1"
+
 # The settings of the person who runs the tests are not those of the tests.
 os.environ["XDG_CONFIG_HOME"] = os.devnull
 

@@ -19,6 +19,7 @@ from .files import (
     remove_stale_temporaries,
     sha256_of_file,
     storage_errors,
+    sync,
     sync_folder,
 )
 
@@ -150,7 +151,7 @@ class BlobStore:
         """Rename a complete file to its place, durably."""
         target.parent.mkdir(parents=True, exist_ok=True)
         with source.open("rb") as handle:
-            os.fsync(handle.fileno())
+            sync(handle.fileno())
         os.replace(source, target)
         sync_folder(target.parent)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .errors import ConfigurationError, StorageError
+from .waits import may_wait_for
 
 TEMPORARY_SUFFIX = ".tmp"
 # A temporary file that nobody has written to for so long, and nobody has locked, was left by a
@@ -221,7 +222,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
                 hold(handle.fileno())
                 yield handle
                 handle.flush()
-                os.fsync(handle.fileno())
+                sync(handle.fileno())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -254,7 +255,7 @@ def append(path: Path, data: bytes) -> None:
     with storage_errors(path.parent), path.open("ab") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
 
 
 def ends_within_a_line(path: Path) -> bool:
@@ -283,12 +284,18 @@ def link_or_copy(source: Path, target: Path) -> None:
             sync_folder(target.parent)
 
 
+def sync(descriptor: int) -> None:
+    """Wait until an open file is on the disk. Raises OSError."""
+    may_wait_for("the disk")
+    os.fsync(descriptor)
+
+
 def sync_folder(folder: Path) -> None:
     """Make a rename in `folder` durable, where the file system can."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(descriptor)
+            sync(descriptor)
         finally:
             os.close(descriptor)
 

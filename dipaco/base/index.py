@@ -22,6 +22,7 @@ from typing import Any
 
 from .errors import StorageError
 from .files import file_system_of, storage_errors
+from .waits import may_wait_for
 
 logger = logging.getLogger("dipaco.base.index")
 
@@ -85,6 +86,7 @@ class Index:
         One within another is a part of it. It waits for the disk. Raises `StorageError`, and has
         written nothing then.
         """
+        may_wait_for("the disk")
         with self._writing, self._errors():
             writer = self._writer or self._open_to_write()
             if writer.in_transaction:

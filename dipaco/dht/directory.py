@@ -24,6 +24,7 @@ from multiaddr import Multiaddr
 
 from dipaco.base.errors import DipacoError, ProtocolVersionError
 from dipaco.base.repetition import Complaints
+from dipaco.base.waits import BriefLock
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.coverage import Scope, bucket_count
 from dipaco.protocol.grid import Grid
@@ -81,6 +82,11 @@ class _Entry:
     expiration: float
 
 
+class _Collected(threading.local):
+    entries: dict[RecordName, _Entry] | None = None
+    """By name, what a thread will store with one call; None where it stores one by one."""
+
+
 class Directory:
     """Reads and writes the records of one run. Thread-safe.
 
@@ -107,10 +113,10 @@ class Directory:
         self._identity = identity
         self._run_id = run_id
         self._public_key = identity.public_key
-        self._lock = threading.RLock()
+        self._lock = BriefLock()
         self._expirations: dict[RecordName, float] = {}
         self._said: dict[RecordName, tuple[dict[str, Any], float]] = {}
-        self._collected: dict[RecordName, _Entry] | None = None
+        self._collected = _Collected()
         self._waiting: Mapping[int, int] = {}
         self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
         self._chain: set[str] = set()
@@ -197,18 +203,17 @@ class Directory:
         """Collect what is published inside the block and store it with one call at its end.
 
         A peer with many holdings renews them all in the time of one. Inside the block `publish_*`
-        returns True; what no node stored is logged at the end. Other threads wait until then.
+        returns True; what no node stored is logged at the end. Of this thread alone.
         """
-        with self._lock:
-            assert self._collected is None, "together() does not nest"
-            self._collected = {}
-            try:
-                yield
-                entries = list(self._collected.values())
-            finally:
-                self._collected = None
-            if entries:
-                self._store_entries(entries)
+        assert self._collected.entries is None, "together() does not nest"
+        entries: dict[RecordName, _Entry] = {}
+        self._collected.entries = entries
+        try:
+            yield
+        finally:
+            self._collected.entries = None
+        if entries:
+            self._store_entries(list(entries.values()))
 
     def _publish(self, kind: str, item: str | None, record: Record, life_s: float) -> bool:
         """Store a record, unless what it says stands there and is hardly older."""
@@ -237,9 +242,9 @@ class Directory:
             expiration = max(get_dht_time() + life_s, math.nextafter(last, math.inf))
             self._expirations[name] = expiration
             entry = _Entry(name, value, expiration)
-            if self._collected is not None:
-                self._collected[name] = entry
-                return True
+        if self._collected.entries is not None:
+            self._collected.entries[name] = entry
+            return True
         return self._store_entries([entry])
 
     def _store_entries(self, entries: list[_Entry]) -> bool:

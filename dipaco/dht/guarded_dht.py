@@ -27,6 +27,7 @@ from hivemind.p2p import P2P, PeerID
 
 from dipaco.base.errors import NetworkError
 from dipaco.base.patience import LOOK_S, looks
+from dipaco.base.waits import BriefLock, may_wait_for
 
 from .addresses import with_ports_of
 from .channel import Channel
@@ -79,7 +80,7 @@ class GuardedDHT:
         self.failure: str | None = None
         """Why there will be no DHT process any more, else None."""
         self._why = "the DHT process was not started"
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._kept: dict[str, tuple[Any, ...]] = {}
         self._listeners: list[Callable[[], None]] = []
         self._closing = threading.Event()
@@ -107,6 +108,7 @@ class GuardedDHT:
         `function` can be pickled. Raises `NetworkError`: it failed, or there is no answer within
         `limit_s`, or, sooner, there will be none.
         """
+        may_wait_for("the DHT process")
         channel = self._present_channel()
         asked = channel.ask(function, arguments)
         for look_s in looks(limit_s):

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from typing import TypeVar
 
 from dipaco.base.errors import DipacoError
+from dipaco.base.waits import BriefLock
 
 logger = logging.getLogger("dipaco.peer.background")
 
@@ -27,7 +28,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._failure: DipacoError | None = None
         self._listeners: list[Callable[[], None]] = []
 

@@ -16,7 +16,6 @@ rounds do not count, and all who read a chain agree on which these are (`Gate.co
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dipaco.base.errors import AdmissionError
+from dipaco.base.waits import BriefLock
 
 from .identity import PUBLIC_KEY_BYTES, is_signed, public_key_of_peer_id
 from .invitations import (
@@ -119,7 +119,7 @@ class Gate:
         """The newest list of the operator, to be stored again."""
         self._version = 0
         self._revoked: Mapping[str, int] = {}
-        self._lock = threading.RLock()
+        self._lock = BriefLock()
         self._grants: dict[bytes, Terms] = {}
         self._verified: OrderedDict[str, tuple[bytes, Admission]] = OrderedDict()
         """The last admission of each peer whose signature was right."""

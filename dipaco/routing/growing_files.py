@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dipaco.base.files import atomic_write, canonical_json, storage_errors
+from dipaco.base.files import atomic_write, canonical_json, storage_errors, sync
 
 PROGRESS_FILE = "progress.json"
 # What is added counts once it is on the disk. To wait for that after each chunk would take days
@@ -82,7 +82,7 @@ class GrowingFiles:
         with storage_errors(self.folder):
             for name in self._unsaved:
                 with (self.folder / name).open("rb") as file:
-                    os.fsync(file.fileno())
+                    sync(file.fileno())
         self._unsaved.clear()
         values = {"note": note, "sizes": self.sizes, "finished": self.finished}
         atomic_write(self.folder / PROGRESS_FILE, canonical_json(values))

@@ -18,6 +18,7 @@ import msgpack
 
 from dipaco.base.errors import StorageError
 from dipaco.base.index import Index
+from dipaco.base.waits import BriefLock
 from dipaco.protocol.chain import Head, Row, Step, genesis_name, unpack_step
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.round_rows import RoundRows
@@ -76,7 +77,7 @@ class ChainStore:
     def __init__(self, run_id: str, modules: Iterable[str], index: Index, owner: str = "") -> None:
         """Look up what an earlier life told. Raises `StorageError`."""
         self._index, self._owner = index, owner
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         """For what is in memory. It is never held while the disk is waited for."""
         self._serving = threading.Lock()
         """Held while a chain is written: one after the other is."""

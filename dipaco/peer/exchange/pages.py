@@ -7,10 +7,10 @@ to come to a later round: rounds come by the clock, so there is an end.
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from dipaco.base.waits import BriefLock
 from dipaco.protocol.chain import MAX_ROWS, Step
 
 from .chain_store import ANSWERED_STEP_ROWS, ANSWERED_STEPS
@@ -22,7 +22,7 @@ class Pages:
     """The last page that each peer gave of each module. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._last: OrderedDict[tuple[str, str], Step] = OrderedDict()
 
     def is_worth_more(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
+from dipaco.base.waits import BriefLock
 from dipaco.protocol.admission import Admission, Gate
 from dipaco.protocol.chain import Head, Row, Step, verify_row
 from dipaco.protocol.grid import Grid
@@ -54,7 +54,7 @@ class RowCheck:
         self.empty_paths = frozenset[int]()
         """Paths whose shards have no sequences, once that is known: a step with a row of one could
         not be computed."""
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._signed: OrderedDict[bytes, None] = OrderedDict()
         self._places: dict[tuple[int, str, str], set[str]] = {}
         """Peers by round, module and invitation whose rows were let through."""

@@ -9,13 +9,13 @@ step each of them is.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError, IntegrityError, StorageError
+from dipaco.base.waits import BriefLock
 from dipaco.modules.device import return_freed_memory
 from dipaco.modules.layout import layout_of
 from dipaco.modules.saved_states import StateStore
@@ -61,7 +61,7 @@ class States:
 
     def __init__(self, grid: Grid, store: StateStore, blobs: BlobStore, chains: ChainStore) -> None:
         self._grid, self._store, self._blobs, self._chains = grid, store, blobs, chains
-        self._lock = threading.RLock()
+        self._lock = BriefLock()
         self._held: dict[str, Named] = {}
         """By module."""
         self._unsaved: dict[str, tuple[_Unsaved, ...]] = {}

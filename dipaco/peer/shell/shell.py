@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
+from dipaco.base.waits import never_waiting
 from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.node.node import Node
 from dipaco.protocol.member.actions import Action, Left, TakeStep, Wait
@@ -105,19 +106,20 @@ class Shell:
         """
         is_told = False
         try:
-            while True:
-                self._background.check()
-                if self._stopping.is_set() and not is_told:
-                    is_told = True
-                    self.happen(LeaveWanted())
-                instruction = self._turn(self._next_turn())
-                if isinstance(instruction, Left):
-                    return instruction
-                outcome = self._carry_out(instruction)
-                if outcome is not None:
-                    self.happen(outcome)
-                if isinstance(instruction, Wait):
-                    self._wait()
+            with never_waiting():
+                while True:
+                    self._background.check()
+                    if self._stopping.is_set() and not is_told:
+                        is_told = True
+                        self.happen(LeaveWanted())
+                    instruction = self._turn(self._next_turn())
+                    if isinstance(instruction, Left):
+                        return instruction
+                    outcome = self._carry_out(instruction)
+                    if outcome is not None:
+                        self.happen(outcome)
+                    if isinstance(instruction, Wait):
+                        self._wait()
         finally:
             self._model.shutdown()
             self.messenger.stop()

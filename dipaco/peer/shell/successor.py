@@ -10,6 +10,7 @@ import logging
 import threading
 
 from dipaco.base.errors import DipacoError
+from dipaco.base.waits import BriefLock
 from dipaco.dht.directory import Directory
 from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
@@ -34,7 +35,7 @@ class SuccessorWatch:
         self._events = events
         self._background = background
         self._follow = follow
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._stopping = threading.Event()
         self._found: SignedManifest | None = None
         self._thread: threading.Thread | None = None

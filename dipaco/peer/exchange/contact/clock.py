@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import random
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from typing import Protocol
 
 from dipaco.base.errors import ClockError
 from dipaco.base.patience import since_start_s
+from dipaco.base.waits import BriefLock
 
 from .known_peers import peer_of
 
@@ -135,7 +135,7 @@ class Clock:
         self._system_time = system_time
         self._steady_time = steady_time
         self._is_set = False
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._apart_s: float | None = None
         self._jumps = 0
         self.has_jumped = False

@@ -7,11 +7,11 @@ is known, with the addresses that it gave last, until calls to it fail several t
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
+from dipaco.base.waits import BriefLock
 from dipaco.protocol.chain import Step
 
 # Of a module, those that contributed last; and addresses of so many peers in all.
@@ -25,7 +25,7 @@ class Contributors:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._rounds: dict[str, dict[str, int]] = {}
         """The last round of each peer, by module."""
         self._addresses: OrderedDict[str, tuple[str, ...]] = OrderedDict()

@@ -7,13 +7,13 @@ while there is room; what may go is said in `base/kept_files.py`.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dipaco.base.errors import IntegrityError
 from dipaco.base.files import atomic_write, spare_bytes, storage_errors
 from dipaco.base.kept_files import Coming, KeptFiles
+from dipaco.base.waits import BriefLock
 from dipaco.modules.contributions import Data
 from dipaco.protocol.chain import MARK_BYTES, Row
 
@@ -41,7 +41,7 @@ class ContributionFiles:
     def __init__(self, kept: KeptFiles) -> None:
         self.kept = kept
         """Downloads come here too, and are installed then."""
-        self._lock = threading.Lock()
+        self._lock = BriefLock()
         self._checked: set[str] = set()
         """Files that decode; found out once in a life."""
         self._coming: dict[str, Coming] = {}

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from dipaco.base.errors import NetworkError
+from dipaco.base.waits import may_wait_for, never_waiting
 from dipaco.dht.dht_process import hold_tasks
 
 ResultT = TypeVar("ResultT")
@@ -47,7 +48,8 @@ class LoopThread:
             self._loop = loop
             loop.call_soon(ready.set)
             try:
-                loop.run_forever()
+                with never_waiting():
+                    loop.run_forever()
             finally:
                 self._loop = None
                 with contextlib.suppress(Exception):
@@ -65,6 +67,7 @@ class LoopThread:
         raises; an interrupted wait (Ctrl+C) cancels the coroutine.
         """
         assert threading.current_thread() is not self._thread, "would wait for itself"
+        may_wait_for(f"the {self._name}")
         loop, thread = self._loop, self._thread
         if loop is None or thread is None or not thread.is_alive():
             coroutine.close()
