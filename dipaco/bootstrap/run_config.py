@@ -304,6 +304,11 @@ def resolved(
         model = base.agreed_model(written.model, source)
         if written.adapters is not None:
             model = model.model_copy(update={"adapters": written.adapters})
+        elif model.transformers_config is not None:
+            raise ConfigurationError(
+                f"{source}: the base is of a family that a run does not train as a whole; write a "
+                f"table [adapters], with which it stays as it is"
+            )
     else:
         model = _built(
             ModelConfig, written.model.model_dump(exclude_unset=True), f"{source}: model"

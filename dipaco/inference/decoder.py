@@ -6,10 +6,11 @@ A path keeps the keys and values of what it has read, so a token costs one pass 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from dipaco.modules.transformer import Past, PathModel, losses_of_outputs, rotation_of
+from dipaco.modules.transformer import PathModel, losses_of_outputs, rotation_of
 
 from .mixing import mixed_logprobs, with_evidence
 
@@ -53,13 +54,13 @@ class _DecodedPath:
     def __init__(self, model: PathModel) -> None:
         self._model = model
         self._rotation = rotation_of(model.config, model.config.sequence_length, model.device)
-        self._past: list[Past] = []
+        self._past: Any = None
         self._text = self._outputs = torch.empty(0)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return the log-probabilities after the last one of these tokens."""
-        self._past = [Past() for _ in self._model.model.layers]
+        self._past = self._model.new_past()
         self._text = torch.tensor([tokens], device=self._model.device)
         self._outputs = self._model.hidden_states(self._text, past=self._past)
         return self._after(self._outputs[0, -1])

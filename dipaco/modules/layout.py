@@ -14,7 +14,8 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 
-from .transformer import EMBEDDING, FINAL_NORM, HEAD, PathModel
+from .foreign_model import new_path
+from .transformer import EMBEDDING, FINAL_NORM, HEAD
 
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -98,7 +99,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 @lru_cache(maxsize=8)
 def _meta_shapes(model: ModelConfig) -> tuple[tuple[str, tuple[int, ...]], ...]:
     with torch.device("meta"):
-        path_model = PathModel(model)
+        path_model = new_path(model)
     return tuple((name, tuple(value.shape)) for name, value in path_model.named_parameters())
 
 

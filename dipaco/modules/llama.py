@@ -22,6 +22,7 @@ from dipaco.base.errors import ConfigurationError, IntegrityError, StorageError
 from dipaco.base.files import check_content
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, ModelConfig
 
+from .foreign_model import FOREIGN_FAMILIES, foreign_values
 from .layout import parameter_shapes
 from .transformer import EMBEDDING, HEAD
 
@@ -102,6 +103,9 @@ def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of the `config.json` of a path whose parameters are stored as `dtype`,
     with the run's own numbers of tokens."""
     stored = str(dtype).removeprefix("torch.")
+    if model.transformers_config is not None:
+        kept: dict[str, Any] = json.loads(model.transformers_config)
+        return {**kept, "vocab_size": model.vocabulary_size, "torch_dtype": stored, "dtype": stored}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.rope_scaling is not None:
         names = _SCALING_FIELDS[model.rope_scaling.kind]
@@ -153,6 +157,8 @@ def read_llama_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG_FILE
     config = read_config_file(folder)
+    if config.get("model_type") in FOREIGN_FAMILIES:
+        return foreign_values(config, str(file))
     for field, value, wanted in _unsupported(config):
         raise ConfigurationError(
             f"{file}: {field} is {value!r}, and only {wanted} can be imported; give another "
@@ -214,7 +220,8 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield what a path does not do: the field, its value, and what would be allowed."""
     model_type = config.get("model_type")
     if model_type not in _ARCHITECTURES:
-        yield "model_type", model_type, " or ".join(f"'{name}'" for name in _ARCHITECTURES)
+        families = (*_ARCHITECTURES, *FOREIGN_FAMILIES)
+        yield "model_type", model_type, " or ".join(f"'{name}'" for name in families)
         return
     architecture = _ARCHITECTURES[model_type]
     architectures = config.get("architectures") or [architecture]

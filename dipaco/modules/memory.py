@@ -15,8 +15,8 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.protocol.config import ModelConfig
 
 from .device import free_and_total_bytes, permitted_share
+from .foreign_model import new_path
 from .frozen_file import unfilled_base
-from .transformer import PathModel
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +148,9 @@ def pass_bytes(config: ModelConfig, *, in_16_bits: bool = True) -> int:
         adapters = config.adapters.model_copy(update={"base_format": "bf16"})
         config = config.model_copy(update={"adapters": adapters})
     kept: dict[int, torch.UntypedStorage] = {}
-    with FakeTensorMode():
-        model = PathModel(config, None if config.adapters is None else unfilled_base(config))
+    # transformers makes some small tensors by itself.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = new_path(config, None if config.adapters is None else unfilled_base(config))
         parameters = {t.untyped_storage()._cdata for t in model.tensors()}
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -362,18 +362,22 @@ class PathModel(nn.Module):
             bias[token] = -torch.inf
         return bias
 
+    def new_past(self) -> Any:
+        """Return what `hidden_states` takes as `past` of a text that begins."""
+        return [Past() for _ in self.model.layers]
+
     def hidden_states(
         self,
         tokens: torch.Tensor,
         seen: torch.Tensor | None = None,
         rotation: Rotation | None = None,
-        past: Sequence[Past] | None = None,
+        past: Any = None,
     ) -> torch.Tensor:
         """Return the output [B, T, H] of the last block, before the final norm (section 7.2.1).
 
         `seen` is which position sees which, bool [B, 1, T, T]; None: all that is before it.
-        `rotation` is `rotation_of` the length; a caller that compiles this gives it. `past` has a
-        `Past` for each block: at first of a text that begins, then of one token at a time.
+        `rotation` is `rotation_of` the length; a caller that compiles this gives it. `past` is from
+        `new_past`: at first of a text that begins, then of one token at a time.
         """
         rotation = rotation or rotation_of(self.config, tokens.shape[1], tokens.device)
         hidden = self.model.embed_tokens(plain_tokens(tokens))

@@ -119,10 +119,11 @@ class ModelFields(Config):
         description="The embedding is also the output head: each path uses that of its "
         "first level, or its private one.",
     )
-    family: Literal["llama", "qwen2", "qwen3"] = Field(
+    family: Literal["llama", "qwen2", "qwen3", "transformers"] = Field(
         "llama",
         description="The architecture, as other tools name it. `qwen2` has biases on "
-        "queries, keys and values; `qwen3` norms queries and keys.",
+        "queries, keys and values; `qwen3` norms queries and keys. `transformers` is a "
+        "frozen base that this library computes; imported bases bring it.",
     )
     head_width: int | None = Field(
         None,
@@ -157,11 +158,18 @@ class ModelConfig(ModelFields):
         description="Tokens that a run has and its imported base has not. No text has them, and "
         "they have no probability.",
     )
+    transformers_config: str | None = Field(
+        None,
+        max_length=2**16,
+        description="Of the family `transformers`: what the `config.json` of the base says.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not all(0 <= token < self.vocabulary_size for token in self.added_tokens):
             raise ValueError(f"added_tokens {self.added_tokens} are not in the vocabulary")
+        if (self.family == "transformers") != (self.transformers_config is not None):
+            raise ValueError("family transformers is for imported bases; name one with base")
         if self.head_width is None and self.hidden_size % self.head_count:
             raise ValueError(
                 f"head_count {self.head_count} does not divide hidden_size {self.hidden_size}"

@@ -32,6 +32,7 @@ from dipaco.base.errors import (
 )
 from dipaco.base.files import atomic_write, link_or_copy
 from dipaco.modules.adapters import initial_adapters
+from dipaco.modules.foreign_model import new_path
 from dipaco.modules.frozen_base import FrozenBase
 from dipaco.modules.frozen_file import open_base
 from dipaco.modules.grow import check_genesis, check_genesis_index
@@ -139,7 +140,7 @@ class RunFolder:
         if plan.model.adapters is None:
             return PathModel(plan.model).to(device)
         base = self._frozen_base(plan.model, plan.blobs.base)
-        return PathModel(plan.model, base.on(device)).to(device)
+        return new_path(plan.model, base.on(device)).to(device)
 
     def _frozen_base(self, model: ModelConfig, sha256: str) -> FrozenBase:
         return open_base(self.blobs.require(sha256), sha256, model)
@@ -168,7 +169,7 @@ class RunFolder:
         """Return the model whose parameters are a blob, as `base_model` does."""
         if config.adapters is not None:
             base = self._frozen_base(config, sha256)
-            return PathModel(config.without_adapters, base.on(device)).eval()
+            return new_path(config.without_adapters, base.on(device)).eval()
         model = PathModel(config)
         parameters = self._load_parameters(sha256)
         expected = {name: tuple(p.shape) for name, p in model.named_parameters()}

@@ -84,6 +84,14 @@ def test_the_name_of_a_folder_is_a_plain_word_in_the_plan(tmp_path):
     assert prepared(tmp_path, TOML.replace("OWNER/tiny", "my base (2)"))[1].base_source.name == ("my-base-2")
 
 
+def test_a_base_that_transformers_computes_is_never_trained_as_a_whole(tmp_path):
+    make_foreign_base(tmp_path / "base", "olmo2")
+    toml = TOML.replace("OWNER/tiny", "base")
+    assert prepared(tmp_path, toml)[1].model.family == "transformers"
+    with pytest.raises(ConfigurationError, match=r"write a table \[adapters\]"):
+        load_run_config(write_run(tmp_path, toml.replace("[adapters]\nrank = 4\n", "")))
+
+
 def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(hub, tmp_path):
     # As AutoConfig leaves it behind when a newer revision is there.
     newer = hub.with_name("2")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from dipaco.bootstrap.run_config import RunConfig
+from dipaco.modules.foreign_model import new_path
 from dipaco.modules.frozen_file import unfilled_base
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.training.inner import InnerLoop
@@ -64,7 +65,7 @@ def measured_tokens_per_s(config: RunConfig, device: torch.device) -> float:
         model = PathModel(config.model)
         initialise(model, 0)
     else:
-        model = PathModel(config.model, unfilled_base(config.model).on(device))
+        model = new_path(config.model, unfilled_base(config.model).on(device))
     loop = InnerLoop(model.to(device), config.inner, device)
     sequences = min(config.inner.batch_sequences, max(1, MEASURED_TOKENS // length))
     tokens = torch.randint(config.model.vocabulary_size, (sequences, length))

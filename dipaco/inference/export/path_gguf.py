@@ -75,7 +75,7 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
     """
     gguf_library()
     if (lack := lack_of_llama_cpp(model)) is not None:
-        raise ConfigurationError(f"{lack}; use --format transformers")
+        raise ConfigurationError(f"{lack}; use --format transformers or peft")
     if tokenizer is None:
         return
     if is_json(tokenizer):
@@ -91,6 +91,12 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
 
 def lack_of_llama_cpp(model: ModelConfig) -> str | None:
     """Return what llama.cpp lacks to compute a model, None if it can."""
+    if model.transformers_config is not None:
+        return (
+            "for a base of this family GGUF files are made by llama.cpp's own scripts: "
+            "convert_hf_to_gguf.py of a merged path, convert_lora_to_gguf.py of one in the format "
+            "peft"
+        )
     if model.family == "qwen3" and model.attention_bias:
         return "llama.cpp has no biases for the family qwen3 (attention_bias)"
     if model.family == "qwen2" and model.width_of_head * model.head_count != model.hidden_size:

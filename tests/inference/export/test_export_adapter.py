@@ -171,3 +171,23 @@ def test_routers_of_every_kind_that_sees_features_are_affine(kind):
 
 def test_ranks_are_those_that_vllm_takes():
     assert [written_rank(rank) for rank in (1, 2, 8, 12, 16, 200, 513)] == [1, 8, 8, 16, 16, 256, 513]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "phi3"])
+def test_a_base_that_transformers_computes_is_exported_as_others_are(family, tmp_path, capsys):
+    adapters = AdaptersConfig(rank=8, base_format="float32")
+    source = run_with_adapters(tmp_path, adapters, family)
+    out = tmp_path / "all"
+    assert run("--state-dir", source, "--all", "--out", out, "--base-model", tmp_path / "base") == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    check_logits(tmp_path, 1, peft.PeftModel.from_pretrained(base, out / "paths" / "00001"))
+    merged = tmp_path / "merged"
+    assert run("--state-dir", source, "--path", 1, "--format", "transformers", "--out", merged) == 0
+    check_logits(tmp_path, 1, AutoModelForCausalLM.from_pretrained(merged))
+    router = runpy.run_path(str(out / "router" / "route.py"))["Router"]()
+    texts = tiny_documents(4, 3, 1)
+    routed = route_texts(DiskSource(source).document_router(torch.device("cpu")), texts)
+    assert [router.path_of(text) for text in texts] == routed.tolist()
+    capsys.readouterr()
+    assert run("--state-dir", source, "--path", 1, "--format", "gguf", "--out", tmp_path / "x.gguf") == 3
+    assert "convert_lora_to_gguf.py" in capsys.readouterr().err

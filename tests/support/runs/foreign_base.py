@@ -9,10 +9,58 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
+)
 
 from .tiny_run import tiny_documents
 
+# Of the families that transformers computes: model, configuration, and what is its own.
+FOREIGN = {
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {"head_dim": 16, "sliding_window": 60, "query_pre_attn_scalar": 16, "num_hidden_layers": 6},
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig,
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    ),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "phi3": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "max_position_embeddings": 128,
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [1.5, 2.0, 3.0],
+                "partial_rotary_factor": 0.75,
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "smollm3": (SmolLM3ForCausalLM, SmolLM3Config, {"num_hidden_layers": 4}),
+}
 HARD_TEXTS = (
     "",
     " ",
@@ -109,8 +157,13 @@ def make_foreign_base(folder, family, **config):
         "tie_word_embeddings": family != "llama",
         **config,
     }
+    special = [tokenizer.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>")]
     torch.manual_seed(0)
-    if family == "qwen2":
+    if family in FOREIGN:
+        kind, config_kind, own = FOREIGN[family]
+        numbers = {"bos_token_id": special[0], "eos_token_id": special[1], "pad_token_id": special[1]}
+        model = kind(config_kind(**shape | own | numbers))
+    elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
     elif family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**{"head_dim": 16, **shape}))
@@ -120,7 +173,6 @@ def make_foreign_base(folder, family, **config):
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    special = [tokenizer.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>")]
     if family != "llama":
         numbers = {"bos_token_id": special[0], "eos_token_id": special[1]}
         model.generation_config.update(**numbers, pad_token_id=special[1], temperature=0.6)

@@ -20,8 +20,9 @@ import safetensors.torch
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.invite import invite, note_admission
 from dipaco.bootstrap.run_config import adapter_defaults
+from dipaco.modules.foreign_model import new_path
 from dipaco.modules.frozen_file import write_base
-from dipaco.modules.transformer import PathModel, initialise
+from dipaco.modules.transformer import initialise
 from dipaco.protocol.config import (
     ContributionsConfig,
     GridConfig,
@@ -88,10 +89,10 @@ def make_tiny_run(
     train = tiny_documents(path_count, documents_per_path, seed)
     held_out = tiny_documents(path_count, validation_documents_per_path, seed + 1_000_003)
 
-    base = PathModel(model_config.without_adapters)
+    base = new_path(model_config.without_adapters)
     if imported is not None and imported.tokenizer is not None:
         tokenizer_bytes = imported.tokenizer
-        base.load_state_dict(imported.parameters())
+        base.load_state_dict(imported.parameters(), assign=True)
     else:
         tokenizer_bytes = tiny_tokenizer_bytes(model_config.vocabulary_size)
         initialise(base, seed)
