@@ -31,13 +31,13 @@ ONCE = {
     "cache_folder",
     "initial_peers",
 }
-# They speak of one swarm: whoever names another address may mean another swarm.
+# They are about one swarm, and another address may belong to another swarm.
 OF_A_SWARM = ("run", "path", "stay")
 # What is typed takes the place of its opposite.
 OPPOSITES = {"device": "devices", "port": "host_maddrs"}
 HEADER = """\
-# What dipaco-peer was told; plain dipaco-peer goes by it, and so does the next start.
-# A flag that is typed wins over it, and dipaco-peer --fresh forgets it.
+# The flags of the last start, which dipaco-peer uses again. A flag that is typed wins over them,
+# and dipaco-peer --fresh forgets them.
 [peer]
 """
 

@@ -226,7 +226,7 @@ def _warn_of_unused_gpu(settings: PeerSettings, device: torch.device, reason: st
     """Say so where the CPU trains and the machine has a GPU that PyTorch cannot use."""
     maker = look_for_gpu_hardware() if settings.device == "auto" else ""
     if device.type == "cpu" and maker:
-        said = "A GPU OF %s IS HERE AND IS NOT USED: %s; %s"
+        said = "THIS MACHINE HAS AN %s GPU THAT IS NOT USED: %s; %s"
         logger.warning(said, maker, reason, how_to_use_gpu(maker))
 
 

@@ -280,7 +280,7 @@ async def _say_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {
         "Not Found": f"there is nothing at {request.url.path[:80]}; look at /api/status",
-        "Method Not Allowed": f"{request.method} is not for {request.url.path[:80]}; GET is",
+        "Method Not Allowed": f"{request.method} is refused at {request.url.path[:80]}; use GET",
     }.get(error.detail, error.detail)
     return Response(_line(said), error.status_code, error.headers, "application/json")
 

@@ -158,7 +158,7 @@ def test_how_a_gpu_comes_to_be_used(maker, built_for, said, monkeypatch):
     monkeypatch.setattr(fits, "look_for_gpu_hardware", lambda: maker)
     unused = fits.check_device(None, "auto", "cuda:0: no kernels")
     assert said in remedy(unused, "warning")
-    assert f"A GPU OF {maker} IS HERE" in unused.value
+    assert f"THIS MACHINE HAS AN {maker} GPU" in unused.value
     assert "no kernels" in unused.value
     assert fits.check_device(None, "cpu", "asked for").verdict == "ok"
 
@@ -356,7 +356,7 @@ def test_limits_of_a_gpu_where_there_is_none(settings, flags):
     found = list(doctor.examine_all(replace(settings, initial_peers=(), device="cpu", **flags)))
     [problem] = [check for check in found if check.verdict == "problem"]
     assert problem.error.exit_code == ConfigurationError.exit_code
-    assert "is for a GPU" in problem.value
+    assert "GPU, not for" in problem.value
 
 
 @pytest.mark.p2pd

@@ -136,7 +136,7 @@ def test_nothing_is_told_of_work_on_another_state_than_the_row_would_name(swarm,
     failed = one.do(a.Publish(MODULE, 1, step.name, head.digest, 0.0))
     assert isinstance(failed, e.Failed)
     assert not failed.is_final
-    assert "what is trained from is not the state" in caplog.text
+    assert "the anchor is not the state" in caplog.text
     # The next step that is taken ends it.
     one.adopt(one.compute(one.head0(MODULE), step), step)
     one.trainer.inner_step()

@@ -78,7 +78,7 @@ def test_what_is_not_there_is_one_line_of_json(client):
 
 def test_nothing_can_be_sent(client):
     answer = client.post("/api/status", content=b"x")
-    assert (answer.status_code, answer.json()["error"]) == (405, "POST is not for /api/status; GET is")
+    assert (answer.status_code, answer.json()["error"]) == (405, "POST is refused at /api/status; use GET")
 
 
 def test_the_page_is_whole_and_lets_nothing_in(client):

@@ -204,7 +204,7 @@ def check_device(gpu: Gpu | None, device: str, reason: str) -> Check:
         value = f"{gpu.name}, {free}, {gpu.number_format} ({reason})"
         return ok("device", value, FORMAT_NOTES[gpu.number_format])
     if device == "auto" and (maker := look_for_gpu_hardware()):
-        value = f"A GPU OF {maker} IS HERE AND IS NOT USED ({reason})"
+        value = f"THIS MACHINE HAS AN {maker} GPU THAT IS NOT USED ({reason})"
         return warning("device", value, how_to_use_gpu(maker))
     return ok("device", f"the CPU: {reason}", "" if device == "cpu" else "it trains, slowly")
 

@@ -1,8 +1,8 @@
 """Whether it is worth asking a peer for the next page of a chain.
 
-A chain comes in pages, and each says whether there are more. Who says so for ever would be asked
-for ever. So there is more only after a full page, and a page that goes on from the one before has
-to come to a later round: rounds come by the clock, so there is an end.
+A chain comes in pages, and each says whether there are more. A peer that always says so would be
+asked for ever. So only a full page can have a next one, and a page that continues another one has
+to reach a later round: rounds follow the clock, so there is an end.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class WinningStates:
             state = stored(head) or node.fetcher.state(head, sources)
         for step in found.steps:
             if step.state != state.digest:
-                raise IntegrityError("its rows name another state than comes out of the chain")
+                raise IntegrityError("its rows name a state that the chain does not lead to")
             state = self._stepped(state, step, sources)
         return state
 
@@ -177,7 +177,7 @@ class WinningStates:
     def _file(self, row: Row, sources: Iterable[str]) -> bytes:
         node = self._node
         if row.name in self._not_given:
-            raise NetworkError(f"nobody gives the file of {row.peer}")
+            raise NetworkError(f"no peer serves the file of {row.peer}")
         self._not_given.add(row.name)
         path: Path = node.fetcher.contribution(row, tuple(dict.fromkeys((row.peer, *sources))))
         self._not_given.discard(row.name)

@@ -43,7 +43,7 @@ class HotGpu:
             self._known_s = self._monotonic()
             self._is_hot = degrees > self._max_c - (COOLER_C if self._is_hot else 0.0)
         elif self._monotonic() - self._known_s > UNKNOWN_AFTER_S:
-            return "nobody says how hot the GPU is (--max-gpu-temp), until nvidia-smi does"
+            return "the GPU's temperature is unknown (--max-gpu-temp), until nvidia-smi reports it"
         limit = f"--max-gpu-temp {self._max_c:g}"
         goes_on = f"until it has at most {self._max_c - COOLER_C:g} C"
         return f"the GPU is too hot ({limit}), {goes_on}" if self._is_hot else ""
@@ -121,7 +121,7 @@ def thermometer_of(device: torch.device) -> Thermometer:
     """
     if device.type != "cuda" or torch.version.hip:
         raise ConfigurationError(
-            f"--max-gpu-temp is for a GPU of NVIDIA, not for {device}; leave it out"
+            f"--max-gpu-temp is for an NVIDIA GPU, not for {device}; leave it out"
         )
     # CUDA_VISIBLE_DEVICES gives GPUs other numbers than nvidia-smi does.
     thermometer = Thermometer(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -137,7 +137,7 @@ class Refresher:
             while (seen := self._refresh_count) < wanted:
                 self._background.check()
                 if self._stopping.is_set():
-                    raise NetworkError("this peer leaves, and looks at the swarm no more")
+                    raise NetworkError("this peer is leaving and no longer reads the swarm")
                 # A wait that ends just when it is notified says that it was not.
                 if not any(
                     self._refreshed.wait(look_s) or self._refresh_count > seen

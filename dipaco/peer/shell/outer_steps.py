@@ -168,8 +168,8 @@ class OuterSteps:
         self._boundary_s[action.module] = action.boundary_s
         if snapshot.anchor.digest != action.state:
             # Its gradient would be of another state than its row says. The next step ends this.
-            reason = f"what is trained from is not the state after {action.parent[:12]}"
-            logger.warning("%s: %s; nothing is told of it", action.module, reason)
+            reason = f"the anchor is not the state after {action.parent[:12]}"
+            logger.warning("%s: %s; nothing is published", action.module, reason)
             return e.Failed(action, reason)
         if not snapshot.tokens:
             return e.Failed(action, "nothing was trained")

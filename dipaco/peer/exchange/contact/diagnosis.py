@@ -72,7 +72,7 @@ def diagnose(initial_peers: Sequence[str]) -> tuple[Finding, ...]:
             raise finding.error
     raise UnreachableError(
         f"no peer answers at {'; '.join(f'{f.address} ({f.error})' for f in findings)}; check the "
-        "address with whoever gave it to you, and that its port is open"
+        "address with the person who gave it to you, and that its port is open"
     )
 
 

@@ -1,10 +1,11 @@
 """How many streams, and how many uploads, other peers have here at a time (design 4.10, wire).
 
-Anybody who can make keys can have many identities, so those who are not admitted share few places,
-and count by where they are. When all places are taken, somebody gives way: whoever takes bytes too
-slowly, whoever has at least two places more than the asker, and whoever has a lower standing, down
-to a quarter of all places. Among strangers also whoever has had a place for a while and has used
-more lately. That is no loss to a slow but honest peer: it goes on later where it was broken off.
+Anybody who can make keys can have many identities, so peers that are not admitted share few
+places, and count by their address prefix. When all places are taken, one of these peers gives way:
+one that takes bytes too slowly, one that has at least two places more than the asker, or one that
+has a lower standing, down to a quarter of all places. Among strangers, one that has had a place for
+a while and has used more lately gives way too. A slow but honest peer loses nothing: it continues
+later where it was interrupted.
 """
 
 from __future__ import annotations

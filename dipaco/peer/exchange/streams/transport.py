@@ -134,7 +134,7 @@ class HivemindTransport:
     def __init__(
         self, dht: GuardedDHT | None, uplink: Uplink | None = None, p2p: P2P | None = None
     ) -> None:
-        """`p2p`: a p2pd of one's own without a DHT, already started, whose owner ends it."""
+        """`p2p`: a p2pd without a DHT, which has been started already and which its owner ends."""
         self._dht, self._p2p = dht, p2p
         self.uplink = uplink or Uplink()
         self.admission: bytes | None = None
