@@ -32,7 +32,7 @@ def run_with_settings(
 ) -> int:
     """Read the settings of a command and run it. Returns its exit code.
 
-    With `debug` tracebacks are shown, and messages for whoever looks for a mistake.
+    With `debug`, tracebacks and debug messages are shown.
     """
     found: list[SettingsT] = []
 

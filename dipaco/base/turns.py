@@ -23,7 +23,7 @@ class Turns(Generic[OwnerT]):
     """Hands out places to owners that wait for them. Used on one event loop.
 
     :param rank: of an owner, looked at whenever a place is free; the lowest is next, and of equal
-        ones whoever came first
+        ones the first to come
     :param max_unproven: of owners whose rank is not below 0, together; they leave room for others
     """
 

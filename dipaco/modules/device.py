@@ -174,8 +174,11 @@ def wait_for(device: torch.device) -> None:
 
 
 class Fetched:
-    """Numbers that come from a device to the CPU. Who reads them waits for what was computed before
-    `Fetched` was made; `Tensor.item` would wait for all that the device was given since."""
+    """Numbers that come from a device to the CPU.
+
+    Reading them waits for what was computed before `Fetched` was made; `Tensor.item` would wait for
+    everything that the device was given since.
+    """
 
     def __init__(self, numbers: torch.Tensor) -> None:
         device = numbers.device

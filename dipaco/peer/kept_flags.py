@@ -1,7 +1,7 @@
-"""What a volunteer typed is kept, so that plain `dipaco-peer` continues within the same limits.
+"""The flags of the last start, which plain `dipaco-peer` uses again.
 
-The file is a settings file (`dipaco.base.settings_file`) in the cache folder, which its owner may
-read and edit: the flags are keys of the table `[peer]`. What is typed wins over it.
+They are in a settings file (`dipaco.base.settings_file`) in the cache folder, which its owner may
+read and edit: the flags are keys of the table `[peer]`. A flag that is typed wins over it.
 """
 
 from __future__ import annotations

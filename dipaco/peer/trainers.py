@@ -1,8 +1,8 @@
 """Several trainers of one machine with one command: `dipaco-peer --devices cuda:0 cuda:1`.
 
-Each is a peer of its own, a process with its own identity, so a device that fails takes nobody
-along, and nothing in the protocol knows of it. They have the folders of runs in common: what one
-has fetched the others do not fetch, and it lies on the disk once.
+Each is a peer, a process with its own identity, so a device that fails stops no other, and the
+protocol does not know of this. They share the folders of runs: what one has fetched the others need
+not fetch, and it is on the disk once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""What this machine has seen of runs, kept in one small SQLite file: the figures that the curves of
-the page are drawn from, and the last name of each peer.
+"""What this machine has seen of runs, in one small SQLite file: figures for the curves, and names.
 
-Figures are kept as they were read for a day, and one of each hour for ever, so the file stays below
-a few MB. Each run has figures of its own. A peer that leaves keeps its name here, so that its work
-is credited to it. The file survives its writer being killed at any moment.
+All figures of the last day are kept, and one of each hour before that, so the file stays below a
+few MB. Each run has its own figures. A peer that has left keeps its last name here, so that its
+work is credited to it. The file survives if its writer is killed at any moment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`dipaco-status --serve`: the page of a swarm and the JSON under it.
 
-Threads read the swarm, and looking at the page makes no work for anybody: each answer is made once
-for a reading, and handed out as bytes.
+Threads read the swarm. Visitors cause no work: each answer is made once for a reading, and sent as
+bytes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is wrong with a swarm, told from a view of it: the worst first, and never many lines. Pure.
+"""What is wrong with a swarm, found in a view of it: the worst first, and never many lines. Pure.
 
-Records are all there is to tell by. What only a moment brings, such as a peer that is a version
+Records are all there is to judge by. What lasts only a moment, such as a peer that is a version
 behind while it fetches the newest, is no problem; what lasts for rounds is.
 """
 

@@ -1,6 +1,6 @@
-"""The status for people: what is wrong first, then the tables of paths, modules and peers.
+"""The status for people: first what is wrong, then the tables of paths, modules and peers.
 
-`render` shows everything at once; `watch` what the terminal has room for, again and again.
+`render` shows everything at once; `watch` shows what the terminal has room for, again and again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A status as metrics for Prometheus.
 
-Names and labels are a contract (docs/monitoring.md). No label has a value for each peer, path or
-module: what they take to store does not grow with the swarm.
+Other programs rely on names and labels. No label has a value for each peer, path or module, so the
+space that they take does not grow with the swarm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dipaco-peer --check`: does what joining does, and says line by line what came of it.
+"""`dipaco-peer --check`: does what joining does, and reports each finding in one line.
 
 It joins as a reader, with an identity and a folder that are thrown away: nothing is claimed, served
 or kept, and a peer that runs here is not disturbed.

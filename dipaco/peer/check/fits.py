@@ -1,5 +1,7 @@
-"""Whether a run fits this machine: disk, device, memory. `--check` shows it, and joining asks it
-before anything is claimed, so one says what the other does."""
+"""Whether a run fits this machine: disk, device, memory.
+
+`--check` shows it, and joining asks it before anything is claimed, so both give the same answer.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What this peer tells others of its modules, kept over restarts.
+"""The chains that this peer serves to others, kept over restarts.
 
-Which chain is *told* is the member's decision; it hands the steps over, and they lie in the index
-of the store, from where old ones are read page by page: in memory are only those that the disk has
-not taken yet. Beside the chain recent rows are told, which are in memory alone.
+The member decides which chain is served, and hands over its steps. They are in the index of the
+store, from which old ones are read page by page; only steps that the disk has not taken yet are in
+memory. Recent rows are served too, from memory alone.
 """
 
 from __future__ import annotations
@@ -163,10 +163,10 @@ class ChainStore:
     ) -> None:
         """Answer with the chain to `step` from now on, in place of another.
 
-        `steps`, oldest first, are those of it that were not told before; `head` is the state that
-        is held of it, None for a mailbox, which has none. Raises KeyError for steps that stand on
-        nothing that is known here, and `StorageError` when the disk has not taken it: it is told
-        from memory then, and written with the next one.
+        `steps`, oldest first, are those of the chain that were not served before. `head` is the
+        state that is held of it, None for a mailbox, which has none. Raises KeyError for steps that
+        stand on nothing known here, and `StorageError` when the disk has not taken the chain: then
+        it is served from memory, and written with the next one.
         """
         kept = self._modules[module]
         if any(new.module != module for new in steps):

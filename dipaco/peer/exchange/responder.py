@@ -1,8 +1,8 @@
-"""What others are answered: tell, ask, get, put, hello and call back, each on a stream of its own.
+"""Answers the requests of others: tell, ask, get, put, hello and call back, each on its own stream.
 
-Everything is bounded: streams and uploads in number, of each peer and of strangers together; what
-is sent in bytes a second for each peer; what is read in size and time. The side that asked closes
-the stream: when this end does, p2pd may lose the last of the answer.
+Everything is bounded: the number of streams and uploads for each peer and for all strangers
+together, the bytes sent per second for each peer, and the size and duration of what is read. The
+side that asked closes the stream: if this end does, p2pd may lose the last part of the answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A run as others see it here: what they are answered, and what is taken in of what they say.
+"""A run as others see it here: what they are answered, and what is accepted of what they say.
 
-Whatever a peer says of rows and steps, unasked or in an answer, goes through `_take_in` once: what
-is good of it comes out as one event for the member, which decides what is served of it.
+All that a peer says of rows and steps, unasked or in an answer, passes through `_take_in` once. The
+good part becomes one event for the member, which decides what is served of it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Whether rows and steps of others may be believed, before anybody decides on them.
 
 A row counts when its peer is admitted and has signed it, and when so much work can have been done
-by now. In a step the peers of an invitation are no more than it has places, so that nobody makes a
-chain heavy with identities of its own. Rows of rounds before an invitation ended stay good, so
-chains stand; those of later rounds are none, no matter who tells them.
+by now. A step holds no more peers of an invitation than it has places, so nobody makes a chain
+heavy with many identities. Rows of rounds before an invitation ended stay good, so chains stand;
+rows of later rounds are refused, no matter who tells them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RowCheck:
         return is_plausible_head(head, self._plan, self._now())
 
     def _check(self, row: Row, module: str) -> None:
-        """Check all but the admission. Raises `RecordError`."""
+        """Check everything except the admission. Raises `RecordError`."""
         if row.module != module or module not in self.modules:
             raise RecordError(f"a row of {row.module[:64]} among those of {module[:64]}")
         if row.path in self.empty_paths:

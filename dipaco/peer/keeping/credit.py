@@ -20,7 +20,8 @@ def earlier_credits(
 ) -> Iterator[tuple[str, dict[str, Credit]]]:
     """Yield the credits of a run and of those before it, until one is not on disk.
 
-    Of several folders of a run the heaviest chain of each module counts; nothing is changed there.
+    If there are several folders of a run, the heaviest chain of each module counts; nothing is
+    changed in them.
     """
     while run_id is not None:
         chains: dict[str, Sequence[Step]] = {}

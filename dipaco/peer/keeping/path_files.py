@@ -82,9 +82,9 @@ class PathFiles:
         return found[0].validation if found else _NO_ROWS
 
     def want(self, path: int) -> bool:
-        """Note which path is about to begin; returns whether that is another than was noted last.
+        """Note which path is about to begin; returns whether it is another one than before.
 
-        What is fetched for one that was given up since, and may come late, is not kept.
+        What is fetched for a path that was given up meanwhile, and may come late, is not kept.
         """
         with self._fetched_lock:
             is_other, self._wanted = self._wanted != path, path
@@ -204,8 +204,11 @@ class PathFiles:
 
 
 class OptimizerFiles:
-    """The AdamW states of a peer's trainer, written while it goes on: after the first round of a
-    path, then every half an hour, and when the peer moves, pauses or leaves."""
+    """The AdamW states of a peer's trainer, written while training continues.
+
+    They are written after the first round of a path, then every half an hour, and when the peer
+    moves, pauses or leaves.
+    """
 
     def __init__(
         self,
@@ -226,8 +229,9 @@ class OptimizerFiles:
         return load_optimizer(self._folder, path)
 
     def save(self) -> None:
-        """Write the present one, unless that was done lately; the disk is waited for in the
-        background."""
+        """Write the present state, unless that was done lately; a background thread waits for the
+        disk.
+        """
         if not self._saving.done() or self._clock_s() - self._saved_s < SAVE_EVERY_S:
             return
         self._saved_s = self._clock_s()

@@ -1,8 +1,8 @@
-"""The states that win, for all that train nothing: readers, archives, operators of a successor.
+"""The states that win, for all who train nothing: readers, archives, operators of a successor.
 
-See design 4.4, chain. Nobody's word is taken for a state. The heaviest chain is read from several
-peers; a state is fetched by the digest that the rows of a step in it name, and the last steps are
-computed here, from their files. A step that cannot be had is passed over.
+See design 4.4, chain. Nobody is believed who announces a state. The heaviest chain is read from
+several peers; a state is fetched by the digest that the rows of a step in it name, and the last
+steps are computed here, from their files. A step that cannot be obtained is passed over.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ class WinningStates:
             self._refused.add(self._given[module][0])
 
     def chains(self, module: str, view: SwarmView) -> ChainBook:
-        """Return the chains of a module as those who announce states of it tell, checked.
+        """Return the chains of a module that those who announce states of it give, checked.
 
-        A holder's word for its weight is not taken: its steps are asked for from the genesis. A
-        head that nobody tells the chain of hides no other.
+        A holder is not believed about its weight: its steps are asked for from the genesis. A head
+        whose chain nobody gives does not hide another one.
         """
         book = ChainBook(self._node.run_id, [module])
         announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
@@ -100,11 +100,11 @@ class WinningStates:
         *,
         stored: Callable[[Head], ModuleState | None] = lambda head: None,
     ) -> ModuleState | None:
-        """Return the newest state of the heaviest chain that can be had.
+        """Return the newest state of the heaviest chain that can be obtained.
 
-        What `stored` has is not fetched. None: nothing was trained yet, or no state can be had. The
-        last states of a chain are tried, then those of the next one: what somebody alone has made
-        for many rounds, and gives to nobody, hides no other chain.
+        What `stored` has is not fetched. None: nothing was trained yet, or no state can be
+        obtained. The last states of a chain are tried, then those of the next one, so what one peer
+        has made alone for many rounds, and gives to nobody, does not hide another chain.
         """
         book, in_vain = self.chains(module, view), set[str]()
         self._not_given.clear()

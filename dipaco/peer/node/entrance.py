@@ -1,5 +1,8 @@
-"""A process comes into a swarm through the addresses that it is given. If nobody answers there, it
-tries those of the last time, and then it starts the swarm again as its first peer."""
+"""A process comes into a swarm through the addresses that it is given.
+
+If nobody answers there, it tries those of the last time, and then it starts the swarm again as its
+first peer.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +57,11 @@ class Entrance:
     """Whether another machine may use the same identity."""
 
     def come_in(self, last_manifest: Callable[[], bytes | None]) -> Entered:
-        """Join through the addresses given. When none of them answers, those are tried that were
-        in their swarm the last time. When none of these does either, a node that knows the run is
-        the first one of its swarm, and the others find it: `last_manifest` returns the manifest of
-        that run, or None.
+        """Join through the addresses given.
+
+        If none of them answers, those that were in their swarm the last time are tried. If none of
+        these answers either, a node that knows the run becomes the first one of its swarm, and the
+        others find it: `last_manifest` returns the manifest of that run, or None.
 
         Raises the `DipacoError` of the step that failed.
         """

@@ -40,9 +40,9 @@ def open_gate(manifest: SignedManifest, folder: Path) -> Gate:
 
 
 def given_invitation(given: str | None, own: Path | None = None) -> str | None:
-    """Return the text of an invitation that is given as such, or as a file; else of `own`.
+    """Return the text of an invitation that is given as text or as a file; otherwise that of `own`.
 
-    Raises `AdmissionError` for what is none, so that it is told before anything is joined.
+    Raises `AdmissionError` for anything else, so the user hears of it before anything is joined.
     """
     if given is not None and given.strip().startswith(INVITATION_PREFIX):
         read_invitation(given)
@@ -67,10 +67,10 @@ def given_invitation(given: str | None, own: Path | None = None) -> str | None:
 def admit(
     gate: Gate, identity: Identity, manifest: SignedManifest, now_s: float, invitation: str | None
 ) -> bytes:
-    """Return what says that this peer is in: by what is pasted, as in an earlier life, or by the
-    invitation that stands in the manifest of an open run.
+    """Return this peer's admission: the one kept before, or one made with an invitation.
 
-    The admission is kept beside the identity; the invitation, which is a secret, is not. Raises
+    The invitation is the one that was given, or the one in the manifest of an open run. The
+    admission is kept beside the identity; the invitation, which is a secret, is not. Raises
     `AdmissionError` and `StorageError`.
     """
     file = identity.path.with_name(f"{identity.path.name}.admission-{gate.run_id}")

@@ -1,4 +1,4 @@
-"""Joining a run: the steps in their order, until the first that fails, which says so in one line.
+"""Joining a run: the steps in their order. The first one that fails says so in one line.
 
 Peers (`peer/training_peer.py`), bootstrap nodes (`bootstrap/bootstrap_node.py`) and readers
 (`peer/reader.py`) begin with `join_run`.
@@ -51,9 +51,10 @@ def join_run(
     """Join a swarm and a run of it, and return the joined node.
 
     `Entrance` says which peers it goes through. A bootstrap node gives the `run_folder` with its
-    manifest instead of looking a run up. Peers of this machine that have one `runs_folder`, by
-    itself the `cache_folder`, have blobs, states and contributions in common. With an operator's
+    manifest instead of looking for a run. Peers of this machine that have the same `runs_folder`,
+    by default the `cache_folder`, share blobs, states and contributions. With an operator's
     fingerprint in `initial_peers` only runs of that operator count.
+
     Raises the `DipacoError` of the step that failed; what was started is stopped again.
     """
     given, operator = split_operator(initial_peers)
@@ -102,7 +103,7 @@ def _identity(
 ) -> tuple[Identity, bool]:
     """Return this process's identity, and whether another machine may have it too.
 
-    One that is made here is nobody else's; its owner is told to keep the key.
+    No other machine has one that is made here; its owner is told to keep the key.
     """
     may_be_a_copy = key_file.exists()
     identity = load_or_create_identity(key_file, say)

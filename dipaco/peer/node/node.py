@@ -220,9 +220,9 @@ def open_run(
     write_manifest: bool = True,
     earlier: Node | None = None,
 ) -> Node:
-    """Open a run's folder and what stands on it. Raises a `DipacoError`.
+    """Open a run's folder and everything that uses it. Raises a `DipacoError`.
 
-    Several peers of one machine may have one folder: what they keep is told apart by their ids.
+    Several peers of one machine may share a folder: what each of them keeps is under its id.
     """
     plan = manifest.plan
     _check_protocol(plan)
@@ -285,10 +285,10 @@ def _check_protocol(plan: RunPlan) -> None:
 def _follow_contributors(
     directory: Directory, chains: ChainStore, membership: Membership
 ) -> Contributors:
-    """Keep those known who contribute, from what lies on the disk on.
+    """Keep the contributors known, beginning with those on the disk.
 
-    They have their places first, are asked themselves when the DHT does not show them, and have
-    room in it before others. Until somebody is known so, those are whose addresses were given.
+    They have places and room before others, and are asked directly when the DHT does not show them.
+    Until there are any, the given addresses take their place.
     """
     contributors, gate = Contributors(), directory.gate
     given: dict[str, tuple[str, ...]] = {}

@@ -1,9 +1,9 @@
-"""The module states of this process: what it serves, and what waits for the member's word.
+"""The module states of this process: those it serves, and those that wait for a decision.
 
-A state that was computed or fetched waits here until the member adopts it, keeps it, or wants it no
-more. Of a state that is held there is one object, also for the trainer, and once it was saved its
-memory is its file, mapped. The one before it is on the disk too, and the index says after which
-step each of them is.
+A state that was computed or fetched waits here until the member adopts it, keeps it, or no longer
+wants it. There is one object of a state that is held, also for the trainer; once it was saved, its
+memory is its mapped file. The state before it is on the disk too, and the index says to which step
+each of them belongs.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class States:
 
     def put(self, step: str, state: ModuleState, before: Named | None = None) -> None:
         """Keep a state that was fetched, or computed from the one `before` it, until the member
-        says what becomes of it."""
+        decides.
+        """
         with self._lock:
             waiting = self._waiting.setdefault(state.module, {})
             waiting.pop(step, None)
@@ -143,11 +144,10 @@ class States:
         return state
 
     def save(self, state: ModuleState) -> None:
-        """Write a state that is, or was, held to disk, to be served from there, and to lie there
-        for its holders.
+        """Write a state that is, or was, held to disk, so that it is served from there.
 
-        The state before it lies beside it. A full disk is reported and the state is kept in memory,
-        so that training goes on.
+        The state before it is kept beside it. A full disk is reported and the state is kept in
+        memory, so that training continues.
         """
         unsaved = self._in_memory(state.digest)
         if unsaved is None:
@@ -206,10 +206,10 @@ class States:
             self._store.remove(module)
 
     def serve(self, module: str, step: str, steps: Sequence[Step] = ()) -> None:
-        """Tell of the chain to a step, and of the state that is held.
+        """Serve the chain to a step, and the state that is held.
 
         `steps`, oldest first, are those of it that were not served before. Raises KeyError when
-        they stand on nothing that was.
+        they do not stand on steps that were.
         """
         try:
             self._chains.serve(module, step, steps, self.get(module))

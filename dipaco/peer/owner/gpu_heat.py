@@ -1,5 +1,4 @@
-"""How hot the GPU is, and the reason to pause that it is hotter than its owner wants
-(`--max-gpu-temp`)."""
+"""How hot the GPU is, and the pause while it is hotter than its owner wants (`--max-gpu-temp`)."""
 
 from __future__ import annotations
 
@@ -21,10 +20,11 @@ ANSWER_LIMIT_S = 10.0
 
 
 class HotGpu:
-    """The reason that a GPU is hotter than `max_c` degrees Celsius, until it is `COOLER_C` below.
+    """The reason to pause while a GPU is hotter than `max_c` degrees Celsius, until it is
+    `COOLER_C` below.
 
-    `read_c` returns how hot it is, None while that is not known. A GPU of which nobody has said so
-    for a minute counts as hot.
+    `read_c` returns how hot it is, or None while that is not known. A GPU whose temperature has not
+    been known for a minute counts as hot.
     """
 
     def __init__(
@@ -50,8 +50,10 @@ class HotGpu:
 
 
 class Thermometer:
-    """Asks `nvidia-smi` for the temperature of one GPU, and waits for no answer: a call returns
-    what the call before it has asked for."""
+    """Asks `nvidia-smi` for the temperature of one GPU, and never waits for the answer.
+
+    A call returns what the call before it has asked for.
+    """
 
     def __init__(self, gpu: str) -> None:
         """`gpu` is as `nvidia-smi -i` takes it."""
@@ -115,9 +117,9 @@ def _degrees(said: str) -> float | None:
 
 
 def thermometer_of(device: torch.device) -> Thermometer:
-    """Return what reads the temperature of a device, and has done so.
+    """Return a function that reads the temperature of a device, and has read it once.
 
-    Raises ConfigurationError where nothing does: a CPU, a GPU of another maker.
+    Raises ConfigurationError for a device without one: a CPU, or a GPU of another maker.
     """
     if device.type != "cuda" or torch.version.hip:
         raise ConfigurationError(

@@ -1,6 +1,6 @@
 """Reasons not to train: the hour, the battery, a program that runs, a full disk.
 
-Each is asked again and again, and returns why, or "" while it is none.
+Each is asked again and again, and returns the reason, or "" while there is none.
 """
 
 from __future__ import annotations
@@ -109,9 +109,11 @@ def while_running(names: tuple[str, ...], processes: Path = PROCESSES) -> Reason
 
 
 def running_programs(processes: Path = PROCESSES) -> frozenset[str]:
-    """Return what the programs that run are called, in small letters: each by the kernel's name of
-    it, which has 15 characters at most, and by its file, also of Windows. This program does not
-    count, nor the processes that it has forked."""
+    """Return the names of the programs that run, in lower case.
+
+    Each has the kernel's name, which has at most 15 characters, and that of its file, also of
+    Windows. This program and the processes that it has forked do not count.
+    """
     found = set()
     own = text_of(processes / str(os.getpid()) / "cmdline")
     for process in processes.iterdir():
@@ -127,11 +129,11 @@ def running_programs(processes: Path = PROCESSES) -> frozenset[str]:
 
 
 class Aside:
-    """A reason that is looked for on a thread of its own, because to look may take long: reading
-    what a process was called with waits while that process moves its memory.
+    """A reason that is looked for on another thread, because looking may take long.
 
-    Until a look has ended, what the one before it found goes on to count. The first one is waited
-    for, a moment.
+    Reading the command of a process waits while that process moves its memory. Until a look has
+    ended, the result of the one before it counts. The first look is waited for, but only for a
+    moment.
     """
 
     def __init__(self, reason: Reason, first_limit_s: float = FIRST_LOOK_S) -> None:
@@ -155,7 +157,9 @@ class Aside:
 
 class FullDisk:
     """The reason that the reserve of a folder's disk is in use; it ends when there is a bit more.
-    `tell` is called each time that it begins."""
+
+    `tell` is called each time it begins.
+    """
 
     def __init__(
         self,

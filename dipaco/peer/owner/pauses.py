@@ -1,8 +1,8 @@
-"""When a peer trains nothing: its owner said so, or one of the `reasons` holds.
+"""When a peer trains nothing: because its owner said so, or for one of the `reasons`.
 
-`dipaco-peer pause` and `resume` make and remove one file in the cache folder, and so do the
-signals SIGUSR1 and SIGUSR2; a peer that starts looks at it too. Beside it the peer writes what it
-does, which is what the commands wait for. The member decides what a pause means.
+`dipaco-peer pause` and `resume` make and remove one file in the cache folder, and so do the signals
+SIGUSR1 and SIGUSR2; a peer also looks at it when it starts. Beside it the peer writes what it does,
+for which the commands wait. The member decides what a pause means.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What this peer sends and receives, and the limit that its owner has set (`--max-upload-mbps`).
+"""What this peer sends and receives, and its owner's limit (`--max-upload-mbps`).
 
-p2pd has no limiter, so streams wait before they hand bytes to it. What the DHT says is small and
+p2pd has no limiter, so streams wait before they hand bytes to it. The DHT's traffic is small and
 not counted.
 """
 
@@ -18,7 +18,8 @@ LEAST_PIECE_BYTES = 4096
 
 
 class Uplink:
-    """One line for all that is sent. Used on the exchange's loop; the figures from any thread.
+    """One line for everything that is sent. Used on the exchange's loop; any thread may read the
+    figures.
 
     Bytes of a lower rank go first. Otherwise strangers could ask for so much that what this peer
     tells the others comes too late.

@@ -52,9 +52,9 @@ class UploadBudget:
         """Which month and hour it is, and the bytes that were sent in it."""
 
     def reason(self) -> str:
-        """Return why nothing more is to be sent for now; empty while something is left.
+        """Return why nothing more may be sent for now; empty while something is left.
 
-        It waits for no disk: what was sent is written down now and then on another thread.
+        This waits for no disk: another thread writes down now and then what was sent.
         """
         if not self._has_limit:
             return ""

@@ -1,8 +1,8 @@
 """Keeps this peer's records in the DHT fresh and its view of the swarm new.
 
-One background thread: publish what this peer is and holds (`own_records`), read what the member
-wants to see of the others (its scope), look after the `neighbours`, sleep for the refresh period.
-What has changed is published at once. Everything that decides reads `view`, an immutable snapshot.
+One background thread publishes what this peer is and holds (`own_records`), reads what the member
+wants to see of the others (its scope), looks after the `neighbours`, and sleeps for the refresh
+period. Changes are published at once. All decisions read `view`, an immutable snapshot.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ class Refresher:
         self._scope = scope
 
     def announce(self) -> None:
-        """Publish soon: something changed.
+        """Publish soon, because something changed.
 
-        With fixed steps a round may take a fraction of a second. The swarm is read again with
-        every change: a view that is rounds old tells nobody whom to wait for.
+        With fixed steps a round may take a fraction of a second. The swarm is read again with every
+        change, because a view that is several rounds old does not show whom to wait for.
         """
         if self._node.schedule.fixed_steps:
             with self._refreshed:

@@ -2,7 +2,7 @@
 
 A peer looks for such a machine when it starts (`diagnosis.check_identity_is_free`). This module
 finds the others: two machines that start together, and those that cannot be called. Their signed
-records tell addresses that this peer never told.
+records name addresses that this peer never announced.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What a peer or a bootstrap node tells Prometheus: `--metrics`.
 
-Counters follow from the events, gauges are read when they are asked for. One server for the life of
-the process, whichever run it is in. Names and labels are a contract (docs/monitoring.md). No label
-has a value for each peer, path or module: what they take to store does not grow with the swarm.
+Counters follow from the events; gauges are read when they are asked for. There is one server for
+the life of the process, whichever run it is in. Other programs rely on names and labels. No label
+has a value for each peer, path or module, so the space that they take does not grow with the swarm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tables by which the parts of a node carry out what its member wants done.
 
-Every part of a node gives a table of the actions that it carries out; `shell` puts them together
-and looks each action up. So there is one way, and an action that nobody carries out is an error.
+Every part of a node gives a table of the actions that it carries out. `shell` puts them together
+and looks up each action, so an action that nobody carries out is an error.
 """
 
 from __future__ import annotations

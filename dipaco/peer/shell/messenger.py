@@ -1,7 +1,7 @@
 """Carries a member's words to other peers: say, look, tell, ask, put.
 
-Everything that can take long runs on threads of its own and reports its outcome as an event. Used
-by training peers and bootstrap nodes alike; states and files are for `outer_steps`.
+Everything that can take long runs on other threads and reports its outcome as an event. Training
+peers and bootstrap nodes both use it; `outer_steps` handles states and files.
 """
 
 from __future__ import annotations

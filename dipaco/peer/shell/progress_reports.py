@@ -46,7 +46,7 @@ class ScoringBudget:
         return self._clock_s() >= self._next_s
 
     def spend(self, score: Callable[[], LossSum]) -> LossSum:
-        """Score, and note how long that takes."""
+        """Score, and note how long it takes."""
         began_s = self._clock_s()
         found = score()
         self._next_s = began_s + (self._clock_s() - began_s) / self._share

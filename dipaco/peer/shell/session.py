@@ -1,7 +1,7 @@
 """A training peer's shell: it does what its member decides (`dipaco.protocol.member`), and reports.
 
-What is here is called on the model's thread, one after the other: inner steps, and between two of
-them what concerns the model. Nothing is decided here.
+The functions here are called on the model's thread, one after the other: inner steps, and between
+two of them whatever concerns the model. Nothing is decided here.
 """
 
 from __future__ import annotations

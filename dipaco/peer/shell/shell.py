@@ -1,13 +1,14 @@
-"""The shell around a member: it hands events in, one after the other, and has actions carried out.
+"""The shell around a member: it passes events to it, one after the other, and has actions carried
+out.
 
-A training peer and a bootstrap node have the same one. What concerns other peers is done by the
-`messenger`, what concerns states by `outer_steps`; a node that trains adds what concerns its model
-(`session`). Background work reports its outcome here from any thread; the member itself is called
-on one thread only.
+Training peers and bootstrap nodes have the same one. `messenger` does what concerns other peers,
+and `outer_steps` what concerns states; a node that trains adds what concerns its model (`session`).
+Background work reports its outcome here from any thread; the member itself is called on one thread
+only.
 
-The model has a thread of its own. While it takes an inner step, which can last half a minute on a
-slow machine, events go on to happen here, so that others need not wait for its end. An action that
-concerns the model is done when the step has ended, and until then nothing more happens.
+The model has another thread. While it takes an inner step, which can last half a minute on a slow
+machine, events are handled here, so others need not wait for its end. An action that concerns the
+model is done when the step has ended, and until then nothing else happens.
 """
 
 from __future__ import annotations

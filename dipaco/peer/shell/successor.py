@@ -1,7 +1,7 @@
-"""Noticing that the run has a successor, and getting ready to go there (design 4.9, successor).
+"""Notices that the run has a successor, and prepares to move there (design 4.9, successor).
 
-A peer moves only when the successor is ready: its folder is open and what everybody needs of it
-has been fetched. Until then it stays in its run, so a manifest without content moves nobody.
+A peer moves only when the successor is ready: its folder is open and everything that all peers need
+of it has been fetched. Until then it stays in its run, so a manifest without content moves nobody.
 """
 
 from __future__ import annotations

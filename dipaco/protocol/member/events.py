@@ -65,8 +65,8 @@ class Answered(Event):
     rows: tuple[Row, ...] = ()
     """The rows of the last rounds, as many as it knows."""
     has_more: bool = False
-    """Whether more steps follow: ask again from the last. Who says so without end is not handed
-    on (`exchange.pages`)."""
+    """Whether more steps follow: ask again from the last. A peer that says so without end is not
+    believed (`exchange.pages`)."""
     held: Head | None = None
     """The state that it says it can serve: where one might be fetched, and nothing more."""
     trains: bool = False

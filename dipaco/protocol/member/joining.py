@@ -4,12 +4,12 @@ Then get what the path needs.
 
 What was fetched is scored before the path begins. Held-out texts are read with all states, and with
 the genesis in place of each. The state for which the genesis is better by most, and by more than
-`MUCH_WORSE_NATS`, is refused, whoever vouches for it, and another one is looked for. A path that
-has no rows in one of its chains is not scored: modules that never were trained together may fit
-each other worse than at their genesis.
+`MUCH_WORSE_NATS`, is refused, no matter who vouches for it, and another one is looked for. A path
+that has no rows in one of its chains is not scored: modules that never were trained together may
+fit each other worse than at their genesis.
 
-What cannot be had is tried again, since a holder that has just gone is ordinary. Where it does not
-come for long, a newcomer takes another path, and a peer that moves goes on with its old one.
+A fetch that fails is tried again, because holders often leave. If nothing comes for a long time, a
+newcomer takes another path, and a peer that moves continues with its old one.
 """
 
 from __future__ import annotations

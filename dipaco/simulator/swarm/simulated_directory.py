@@ -5,7 +5,7 @@ be lost; then the record before it stays until it expires. A reader misses each 
 probability. In a split each part sees what it has written and what was there before; afterwards
 everybody sees everything that has not expired. There are only records of admitted peers.
 
-Costs are counted as in `dipaco.dht`: whoever reads or writes visits `NODES_VISITED` nodes, and
+Costs are counted as in `dipaco.dht`: a reader or writer visits `NODES_VISITED` nodes, and
 `NODES_STORED` of them store the key and return all of it to a reader.
 """
 

@@ -1,16 +1,15 @@
 """Swarm time: what this machine's clock says, corrected by what its neighbours' clocks say.
 
-Rounds follow the clock (design 4.1, rounds), so peers have to agree on the time, not to know the
-right one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): four time stamps,
-of which the round trip drops out. Swarm time is the median of the neighbours' clocks and of the
-own, all uncorrected: peers that see the same clocks come to the same time, nobody runs after
-anybody, and one wrong clock moves nothing. Neighbours are drawn at random, so that nobody gets
-itself asked by the choice of its id, and a clock moves by seconds only if most of them say so in
-one voice.
+Rounds follow the clock (design 4.1, rounds), so peers have to agree on the time; it need not be the
+right one. A hello measures a neighbour's clock as NTP does (RFC 5905, section 8): with four time
+stamps, from which the round trip cancels. Swarm time is the median of the uncorrected clocks of
+this peer and its neighbours: peers that see the same clocks find the same time, no peer follows
+another, and one wrong clock moves nothing. Neighbours are drawn at random, so a peer cannot choose
+an id that gets it asked, and a clock moves by seconds only if most of the neighbours agree.
 
-While a peer runs its machine's clock may be set, by hours. Swarm time goes on as if it had not
-been, by the time since the machine has started, until neighbours were asked: they agree with the
-new time, or the peer ends.
+While a peer runs, somebody may set its machine's clock, by hours. Swarm time then continues by the
+time since the machine started, until neighbours have been asked: they agree with the new time, or
+the peer ends.
 """
 
 from __future__ import annotations

@@ -106,9 +106,11 @@ def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding,
 
 
 def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
-    """Raise `AddressError` if another machine answers under this identity, which a copy of a cache
-    folder has too. Called before this node listens; those that it joins through know where the
-    other one is called. Whatever cannot be found out is no reason to stay away.
+    """Raise `AddressError` if another machine answers under this identity.
+
+    A copy of a cache folder has the identity too. This is called before the node listens; the peers
+    that it joins through know where the other machine is called. If nothing can be found out, the
+    peer may join.
     """
 
     async def run() -> list[str]:

@@ -1,8 +1,8 @@
 """Peers that contributed to the last steps stay known (design 4.8, the DHT stays small).
 
-The DHT finds peers, and it does not decide who there is: a node next to a key can leave
-records out. Rows in the chain cannot be left out. So a peer that has a row in one of the last steps
-is known, with the addresses that it gave last, until calls to it fail several times in a row.
+The DHT finds peers; it does not decide who exists: a node next to a key can leave out records, but
+nobody can leave out rows of the chain. So a peer that has a row in one of the last steps is known,
+with the addresses that it gave last, until several calls in a row to it have failed.
 """
 
 from __future__ import annotations

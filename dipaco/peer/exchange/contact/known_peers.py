@@ -23,11 +23,12 @@ REMEMBER_EVERY_S = 60.0
 
 
 class KnownPeers:
-    """Addresses of peers by run, the newest first, in a file of the cache folder: with them a peer
-    comes back when all that it was given are gone, and knows which run it was in with them.
+    """Addresses of peers by run, the newest first, in a file of the cache folder.
 
-    They count for nothing unless one of the addresses given is among them: who names the peers of
-    another swarm gets no others. What cannot be read or written is as if there were none.
+    With them a peer comes back when all addresses that it was given are gone, and knows in which
+    run it met them. They count only if one of the addresses given is among them, so a person who
+    gives the address of another swarm joins that one. A file that cannot be read or written counts
+    as empty.
     """
 
     def __init__(self, cache_folder: Path) -> None:
@@ -57,8 +58,11 @@ class KnownPeers:
         me: str,
         contributors: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
     ) -> None:
-        """Remember whom a view shows and others can call, and before them who contributed lately,
-        with their addresses; seldom more often than once a minute."""
+        """Remember the addresses of those who contributed lately, then of those in a view whom
+        others can call.
+
+        This writes seldom more often than once a minute.
+        """
         if time.monotonic() < self._written_s + REMEMBER_EVERY_S:
             return
         places = {

@@ -1,9 +1,9 @@
 """How others reach this peer: two of them are asked to call back at the addresses it announces.
 
-A peer that is asked opens a plain connection, since libp2p would use the one that stands, and looks
+A peer that is asked opens a plain connection, because libp2p would use the existing one, and looks
 for the greeting of a libp2p node. It calls only addresses from which it sees the caller come, so
-nobody can send it to others. It calls few of them, and seldom. A hole in a firewall cannot be seen
-from inside: what was not tried is `unknown`.
+nobody can send it to others, and it makes few calls. A firewall cannot be seen from inside: what
+was not tried is `unknown`.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ class Asker(Protocol):
 def conclude(answers: Sequence[CallBackReply], own: Sequence[str]) -> bool | None:
     """Return whether the peers that were asked can call a peer that announces `own`.
 
-    None as long as not `ANSWERS` more say the one than the other, or all there are. Neighbours in
-    the same private network tell nothing about the others, if there are others.
+    None until one answer is `ANSWERS` ahead of the other, or all have answered. Neighbours in the
+    same private network are ignored if there are others.
     """
     far = [answer for answer in answers if not answer.near]
     is_public = any(map(_is_global, own))

@@ -1,7 +1,7 @@
-"""Files of contributions, own and others': served to peers that gather, by their hashes.
+"""Files of contributions, this peer's and others', served by their hashes to peers that gather.
 
 See design 4.2, publish. A peer that cannot be called puts its file here. It is held for the others
-while there is room; what may go is said in `base/kept_files.py`.
+while there is room; `base/kept_files.py` has the rule of what may go.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ MAX_REMEMBERED = 2**16
 
 
 def check_is_of(row: Row, path: Path) -> None:
-    """Raise `IntegrityError` when a file is not the one that a row names: of another length, or
-    made for another row, which the mark at its beginning tells."""
+    """Raise `IntegrityError` when a file is not the one that a row names.
+
+    It may have another length, or the mark at its beginning may be that of another row.
+    """
     with storage_errors(path), path.open("rb") as file:
         size, mark = os.fstat(file.fileno()).st_size, file.read(MARK_BYTES)
     if size != row.bytes:
@@ -35,7 +37,7 @@ def check_is_of(row: Row, path: Path) -> None:
 class ContributionFiles:
     """The contributions among the files that a peer keeps. Thread-safe.
 
-    What comes and goes waits for the disk, and raises `StorageError`.
+    Adding and removing files waits for the disk, and raises `StorageError`.
     """
 
     def __init__(self, kept: KeptFiles) -> None:
@@ -115,8 +117,10 @@ class ContributionFiles:
     # -- what others put here
 
     def promise(self, row: Row) -> bool:
-        """Keep room for a file that somebody wants to put; false if there is none. `release` ends
-        it."""
+        """Keep room for a file that a peer wants to put; false if there is none.
+
+        `release` ends it.
+        """
         wanted = Coming(row.peer, row.bytes)
         with self._lock:
             if row.name in self._coming or row.bytes > spare_bytes(self.kept.folder):

@@ -1,9 +1,9 @@
-"""Which source may send to this peer next: downloads share few slots, and none holds many.
+"""Which source may send to this peer next: downloads share few slots, and no source holds many.
 
-An attacker can make honest files come too late with sources that send little, for long. So a slot
-that others wait for is taken from a source that is slow (see `transfer`), and the next one goes
-first to sources that delivered lately, then to those of which nothing is known, and last to those
-that were slow. Sources that have not delivered yet never have all of the slots.
+An attacker could make honest files come too late with sources that send little for a long time. So
+a slot for which others wait is taken from a slow source (see `transfer`). The next slot goes first
+to sources that delivered lately, then to unknown ones, and last to those that were slow. Sources
+that have not delivered yet never have all of the slots.
 """
 
 from __future__ import annotations

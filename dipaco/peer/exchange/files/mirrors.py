@@ -28,8 +28,10 @@ def refuse_private(address: str) -> None:
 
 
 def _is_behind_proxy(host: str) -> bool:
-    """Tell whether a host is called by way of the proxy of this machine, which looks its name up.
-    An address that is private by its number is one everywhere."""
+    """Tell whether a host is called through the proxy of this machine, which looks up its name.
+
+    An address that is private by its number is private in every network.
+    """
     if "https" not in getproxies() or proxy_bypass(host):
         return False
     try:

@@ -95,9 +95,9 @@ class PartialFile:
 
 
 def prune_partial_files(blobs: BlobStore, keep: int) -> None:
-    """Remove the oldest unfinished downloads but `keep`, unless somebody works on them.
+    """Remove the oldest unfinished downloads except `keep`, unless another process works on them.
 
-    What others announce can be invented, and what has come of it would stay for ever.
+    Others can announce content that does not exist, and what had come of it would stay for ever.
     """
     files: list[tuple[float, Path]] = []
     for path in blobs.partial_paths():

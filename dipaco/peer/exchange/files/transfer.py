@@ -1,11 +1,11 @@
-"""Fetching content by its SHA-256 from any of several holders, in pieces that can resume.
+"""Fetches content by its SHA-256 from any of several holders, in pieces that can resume.
 
-Knows no network: a holder is a `Source`, and the exchange makes one of every peer and of every
+This knows no network: a holder is a `Source`, and the exchange makes one of every peer and of every
 mirror. What a download has received stays in the blob store's partial file, so another holder, or
-another life of this process, goes on where it ended. Nothing is believed: a holder may send other
-bytes, too many, too few, too slowly or none. When the finished file has the wrong hash and one
-holder sent all of it, that holder is named in the log and skipped. When several did, nobody knows
-who lied: the file is started over, and from then on each holder has to send all of it.
+the next start of this process, continues where it ended. Nothing is believed: a holder may send
+other bytes, too many, too few, too slowly or none. When the finished file has the wrong hash and
+one holder sent all of it, that holder is named in the log and skipped. When several did, nobody
+knows who lied: the file is started over, and from then on each holder has to send all of it.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ OnProgress = Callable[[int, int], None]
 
 
 def no_progress(done: int, total: int) -> None:
-    """Tell nobody."""
+    """Report no progress."""
 
 
 MoreSources = Callable[[], Iterable["Source"]]
@@ -238,8 +238,7 @@ class _Download:
         return _Holder(source)
 
     def _hear_of_more(self) -> None:
-        """Add the sources that were named meanwhile. One that was without the content before may
-        hold it now."""
+        """Add the sources that were named meanwhile; one without the content may have it now."""
         for source in self._more():
             known = next((h for h in self._holders if h.source.name == source.name), None)
             if known is None:

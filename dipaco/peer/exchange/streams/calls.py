@@ -34,8 +34,8 @@ async def call(
 ) -> ReplyT:
     """Ask a peer and return its reply.
 
-    Raises `NetworkError` when it does not answer or answers nonsense, `TurnedAway` when it hears
-    members alone, and `ProtocolVersionError` when it is reached but knows no such service.
+    Raises `NetworkError` when it does not answer or answers nonsense, `TurnedAway` when it answers
+    only admitted peers, and `ProtocolVersionError` when it is reached but knows no such service.
     """
     stream, answer = await begin(transport, peer, request, reply, timeout_s)
     stream.close()
@@ -68,12 +68,12 @@ async def begin(
 async def _unless_reset(
     transport: Transport, peer: str, request: Request, reply: type[ReplyT], timeout_s: float
 ) -> tuple[Stream, ReplyT]:
-    """Ask again for as long as the stream is reset before a reply, in `timeout_s` at most.
+    """Ask again as long as the stream is reset before a reply, for at most `timeout_s`.
 
-    Before it has learned a peer's protocols libp2p opens a stream in the hope of the best, and one
-    who does not speak ours resets it. Once they are known the answer is that; it takes moments, and
-    seconds on a busy machine. What a peer says of its protocols when they change can overtake what
-    it said before, and is never said again: a new connection is, with all of them.
+    Before libp2p has learned a peer's protocols it opens a stream all the same, and a peer that
+    does not speak ours resets it. Once they are known, the answer is definite; that takes moments,
+    or seconds on a busy machine. What a peer says when its protocols change can overtake what it
+    said before, and is never repeated, but a new connection transmits all of them.
     """
     began_s = time.monotonic()
     until_s, wait_s = began_s + timeout_s, RESET_WAIT_S

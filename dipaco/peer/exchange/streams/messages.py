@@ -54,8 +54,10 @@ class Message(BaseModel):
 
 
 class Asking(Message):
-    """Base of every request. These two fields come first: by them it is decided whether the others
-    are read, and who pays for that."""
+    """Base of every request.
+
+    These two fields come first: they decide whether the others are read, and who pays for that.
+    """
 
     kind: str
     admission: AdmissionBytes | None = None
@@ -88,8 +90,11 @@ class CallBackRequest(Asking):
 
 
 class CallBackReply(Message):
-    """What came of it. elsewhere: the caller is not seen to come from any of them. untried: it
-    was called a moment ago, or there is no telling where it comes from."""
+    """The result of calling back.
+
+    elsewhere: the caller is not seen to come from any of the addresses. untried: it was called a
+    moment ago, or it is not known where it comes from.
+    """
 
     result: Literal["reached", "silent", "elsewhere", "untried"]
     near: bool = False
@@ -238,7 +243,7 @@ class Beginning:
 
     @property
     def is_of_members(self) -> bool:
-        """Whether members alone are heard with it."""
+        """Whether only admitted peers are answered."""
         return self.kind in _OF_MEMBERS
 
 

@@ -1,7 +1,8 @@
 """The one interface to the network: streams between peers, named by their ids.
 
-Everything that peers say to each other goes over these. Hivemind's p2pd stands behind it; another
-library would need the methods of `Transport` (design 4.10, wire). Tests have one in memory.
+Everything that peers say to each other goes over these streams. Hivemind's p2pd is behind them;
+another library would need the methods of `Transport` (design 4.10, wire). Tests have a transport in
+memory.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Stream:
         return data
 
     async def write(self, data: bytes | memoryview, timeout_s: float) -> float:
-        """Send; returns when there is room for more, and for how many seconds this peer's own
-        limit held it up.
+        """Send; returns when there is room for more, and for how many seconds this peer's limit
+        held it up.
 
         Raises `TimeoutError` when the other side takes no bytes for `timeout_s`, or an OSError.
         """
