@@ -303,13 +303,13 @@ class ChainBook:
 
     def contributors(self, name: str, steps: int = RECENT_STEPS) -> frozenset[str]:
         """Return whose rows are in the last `steps` steps of a chain."""
-        found: set[str] = set()
-        for link in self.back_from(name):
-            if steps <= 0:
-                break
-            found |= link.peers
-            steps -= 1
-        return frozenset(found)
+        links = itertools.islice(self.back_from(name), steps)
+        return frozenset(peer for link in links for peer in link.peers)
+
+    def paths_trained_lately(self, name: str) -> frozenset[int]:
+        """Return the paths that have rows in the last steps of a chain."""
+        links = itertools.islice(self.back_from(name), RECENT_STEPS)
+        return frozenset(row.path for link in links if link.step for row in link.step.rows)
 
     def is_vouched_by_most(self, link: Link) -> bool:
         """Tell whether most of those who contributed before a step are in it: its rows name the

@@ -361,10 +361,9 @@ class FollowedModule:
         self._taking.give_up()
         self._gathering.see_what_lacks_files()
 
-    def has_rows_of(self, path: int) -> bool:
-        """Tell whether a path was trained in the chain up to the state that is held."""
-        steps = (link.step for link in self.chain.book.back_from(self.stand) if link.step)
-        return any(row.path == path for step in steps for row in step.rows)
+    def was_trained_lately(self, path: int) -> bool:
+        """Tell whether a path was trained in the last steps up to the state that is held."""
+        return path in self.chain.book.paths_trained_lately(self.stand)
 
     def refuse_state(self, reason: str) -> None:
         """Begin with another state than the one that is held, which was fetched: never with this

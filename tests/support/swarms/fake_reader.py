@@ -31,7 +31,7 @@ class FakeReader:
         layout = layout_of(self._served.grid(self.plan), module)
         return self._served.states.load_latest(module, layout)
 
-    def trained_paths(self, module):
+    def paths_trained_lately(self, module):
         return frozenset(range(self._served.grid(self.plan).path_count))
 
     def refuse(self, state):
