@@ -28,7 +28,7 @@ from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 
 from .layout import layout_of
-from .state import ModuleState
+from .state import ModuleState, first_usual_norm
 
 LoadState = Callable[[str], ModuleState]
 
@@ -123,7 +123,9 @@ class Growth:
                 # In fp64, so that one origin alone is carried over bit for bit.
                 to_parameters[name].copy_(sums[name][0] / len(sources))
                 to_momentum[name].copy_(sums[name][1] / len(sources))
-        return ModuleState(module, 0, parameters, momentum, {}, layout)
+        return ModuleState(
+            module, 0, parameters, momentum, {}, layout, first_usual_norm(parameters)
+        )
 
     def states(self, load: LoadState) -> Iterator[ModuleState]:
         """Yield the first state of every new module, in the order of the grid."""

@@ -37,8 +37,9 @@ from .trimmed_mean import fp32
 
 # How far a replica may outweigh the median one of its path, and the usual step of that path.
 MAX_OF_MEDIAN, MAX_OF_USUAL = 4, 2
-# In a group of an even number one voice more is this share of the norm of the module's parameters.
-VOICE_OF_PARAMETERS = 1 / 32
+# By how much of itself a module's usual norm moves in a step at most, and what it is at least, as a
+# share of the norm of the parameters.
+MAX_MOVE, LEAST_USUAL_NORM = 1 / 16, 1 / 128
 # Values that are combined at a time. Changes no bit.
 PIECE_VALUES = 64 * CHUNK_VALUES
 
@@ -69,6 +70,28 @@ def canonical_rows(rows: Iterable[OuterRow]) -> tuple[OuterRow, ...]:
 def _lower_median(values: Sequence[T]) -> T:
     """Return the middle value, of two the lower: no single one of two can move it up."""
     return sorted(values)[(len(values) - 1) // 2]
+
+
+def median_norm(norms: Sequence[float], usual_norm: float) -> float:
+    """Return the median norm of the contributions of a step.
+
+    In a group of an even number the module's usual norm has a voice too, which nobody in the group
+    chooses. So half of a group decides nothing, with contributions of almost nothing or huge ones.
+    """
+    more = [] if len(norms) % 2 else [usual_norm]
+    return _lower_median([*norms, *more])
+
+
+def moved_norm(norms: Sequence[float], usual_norm: float, parameters_norm: float) -> float:
+    """Return a module's usual norm after a step with contributions of these norms.
+
+    It follows the lower median, so half of a group that contributes huge ones does not raise it. It
+    moves slowly and has a least value, so half that contributes almost nothing has to do so for
+    many rounds to lower it, and never lowers it to nothing.
+    """
+    least, most = (1 - MAX_MOVE) * usual_norm, (1 + MAX_MOVE) * usual_norm
+    moved = min(max(_lower_median(norms), least), most)
+    return max(moved, LEAST_USUAL_NORM * parameters_norm)
 
 
 @dataclass(frozen=True)
@@ -177,19 +200,6 @@ class OuterRule:
             for row, tokens in zip(rows, counted, strict=True)
         )
 
-    def scales(self, norms: Sequence[float], parameters_norm: float = 0.0) -> tuple[float, ...]:
-        """Return what each contribution of a step is multiplied by; 1 for at least half of them.
-
-        What is longer than the median norm is shortened to it. In a group of an even number, a
-        share of the norm of the module's parameters has a voice too. So half of a group decides
-        nothing: with contributions of next to nothing it would make nothing of the others' work.
-        """
-        if not self.contributions.shorten or len(norms) < 2:
-            return (1.0,) * len(norms)
-        more = [] if len(norms) % 2 else [VOICE_OF_PARAMETERS * parameters_norm]
-        most = _lower_median([*norms, *more])
-        return tuple(1.0 if norm <= most else most / norm for norm in norms)
-
     def step(
         self,
         state: ModuleState,
@@ -211,7 +221,8 @@ class OuterRule:
         contributing = {row.path for row in rows}
         if paths is not None and not contributing <= set(paths):
             raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
-        combine = self._combination(state, files, rows)
+        scales, usual_norm = self._shortening(state, files)
+        combine = self._combination(state, files, rows, scales)
         outer = self.outer_of(state.module)
         root = fp32(math.sqrt(len(contributing))) if outer.sqrt_paths_rescaling else None
         mu = fp32(outer.momentum)
@@ -237,22 +248,36 @@ class OuterRule:
             momentum=momentum,
             progress=advanced_progress(state.progress, rows, round_index),
             layout=state.layout,
+            usual_norm=usual_norm,
         )
 
+    def _shortening(
+        self, state: ModuleState, files: Sequence[Data]
+    ) -> tuple[tuple[float, ...], float]:
+        """Return what each contribution is multiplied by, and the usual norm after the step.
+
+        What is longer than the median norm is shortened to it.
+        """
+        if not self.contributions.shorten:
+            return (1.0,) * len(files), state.usual_norm
+        values = state.layout.size
+        norms = [contribution_norm(self.codec, data, values) for data in files]
+        parameters_norm = exact_norm(lambda b, e: state.parameters[b:e], values)
+        median = median_norm(norms, state.usual_norm)
+        scales = tuple(1.0 if norm <= median else median / norm for norm in norms)
+        return scales, moved_norm(norms, state.usual_norm, parameters_norm)
+
     def _combination(
-        self, state: ModuleState, files: Sequence[Data], rows: Sequence[OuterRow]
+        self,
+        state: ModuleState,
+        files: Sequence[Data],
+        rows: Sequence[OuterRow],
+        scales: Sequence[float],
     ) -> Callable[[int, int], torch.Tensor]:
         """Return what gives the combined contributions from one value to another; the caller may
         change what it is given, until it asks for the next."""
         codec, values = self.codec, state.layout.size
         weights = self.weights(rows, state.progress)
-        norms = [0.0] * len(files)
-        if self.contributions.shorten and len(files) > 1:
-            norms = [contribution_norm(codec, data, values) for data in files]
-        parameters_norm = 0.0
-        if len(files) % 2 == 0:
-            parameters_norm = exact_norm(lambda b, e: state.parameters[b:e], values)
-        scales = self.scales(norms, parameters_norm)
         trims = self._is_trimmed and len(files) >= trimmed_mean.LEAST_VOTERS
         paths, share = [row.path for row in rows], self.contributions.trim_share
         sums = torch.empty(min(values, self.piece_values))

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -33,12 +35,15 @@ from .canonical_file import (
     parsing,
     read_header,
 )
+from .contributions import exact_norm
 from .device import all_finite, own_pages
 from .layout import ModuleLayout
 
-STATE_FORMAT = "dipaco-state/3"
+STATE_FORMAT = "dipaco-state/4"
 # Of tokens and rounds: sums of two still fit into 64 bits.
 MAX_COUNT = 2**62 - 1
+# Before the first step, this share of the norm of the parameters is the usual norm.
+FIRST_USUAL_NORM = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,8 @@ class ModuleState:
     momentum: torch.Tensor
     progress: Mapping[int, PathProgress]
     layout: ModuleLayout
+    usual_norm: float
+    """L2 norm of a usual contribution (`outer.moved_norm`)."""
 
     def __post_init__(self) -> None:
         for name in ("parameters", "momentum"):
@@ -114,13 +121,14 @@ class ModuleState:
         object.__setattr__(self, "momentum", other.momentum)
 
     @property
+    def summary(self) -> StateSummary:
+        """What the header of its file says."""
+        return StateSummary(self.module, self.version, self.progress, self.usual_norm)
+
+    @property
     def byte_size(self) -> int:
         """Length of the state's bytes."""
-        return (
-            8
-            + len(_header(self.module, self.version, self.progress, self.layout))
-            + (8 * self.layout.size)
-        )
+        return 8 + len(_header(self.summary, self.layout)) + (8 * self.layout.size)
 
 
 @dataclass(frozen=True)
@@ -130,6 +138,7 @@ class StateSummary:
     module: str
     version: int
     progress: Mapping[int, PathProgress]
+    usual_norm: float
 
 
 def genesis_state(
@@ -151,12 +160,18 @@ def genesis_state(
         view.copy_(base[name].detach())
     if not all_finite(parameters):
         raise IntegrityError(f"the base model has numbers in {module} that are not finite")
-    return ModuleState(module, 0, parameters, own_pages(layout.size), {}, layout)
+    usual_norm = first_usual_norm(parameters)
+    return ModuleState(module, 0, parameters, own_pages(layout.size), {}, layout, usual_norm)
+
+
+def first_usual_norm(parameters: torch.Tensor) -> float:
+    """Return the usual norm of a state behind which no step is."""
+    return FIRST_USUAL_NORM * exact_norm(lambda b, e: parameters[b:e], parameters.numel())
 
 
 def state_chunks(state: ModuleState) -> Iterator[bytes | memoryview]:
     """Yield the state's bytes in order without copying its tensors."""
-    header = _header(state.module, state.version, state.progress, state.layout)
+    header = _header(state.summary, state.layout)
     yield len(header).to_bytes(8, "little")
     yield header
     for tensor in (state.momentum, state.parameters):
@@ -175,7 +190,9 @@ def max_state_bytes(layout: ModuleLayout, path_count: int) -> int:
     """
     greatest = MAX_COUNT
     progress = {greatest + path: PathProgress(*[greatest] * 4) for path in range(path_count)}
-    header = _header("L0000000.E0000000", greatest, progress, layout)
+    # No double is written with more digits.
+    summary = StateSummary("L0000000.E0000000", greatest, progress, sys.float_info.min)
+    header = _header(summary, layout)
     return 8 + len(header) + 8 * layout.size
 
 
@@ -212,6 +229,7 @@ def read_state(
         momentum=numbers[: layout.size],
         progress=summary.progress,
         layout=layout,
+        usual_norm=summary.usual_norm,
     )
     # The bytes are canonical, so their digest is the state's; this spares hashing them again.
     state.__dict__["digest"] = digest
@@ -223,12 +241,15 @@ def read_state_summary(file: Path) -> StateSummary:
     return _parse_header(read_header(file, "a state"))
 
 
-def _header(
-    module: str, version: int, progress: Mapping[int, PathProgress], layout: ModuleLayout
-) -> bytes:
+def _header(summary: StateSummary, layout: ModuleLayout) -> bytes:
     """Return the one header that a state may have."""
-    table = {str(path): list(astuple(entry)) for path, entry in progress.items()}
-    content = {"module": module, "version": version, "progress": table}
+    table = {str(path): list(astuple(entry)) for path, entry in summary.progress.items()}
+    content = {
+        "module": summary.module,
+        "version": summary.version,
+        "progress": table,
+        "usual_norm": summary.usual_norm,
+    }
     shapes = list(zip(layout.names, layout.shapes, strict=True))
     parts = [
         (f"{part}/{name}", shape) for part in ("momentum", "parameters") for name, shape in shapes
@@ -247,7 +268,8 @@ def _parse_header(header: bytes) -> StateSummary:
         }
         if not isinstance(module, str):
             raise TypeError("module is not a string")
-        return StateSummary(module, _count(version), dict(sorted(progress.items())))
+        norm = _norm(content["usual_norm"])
+        return StateSummary(module, _count(version), dict(sorted(progress.items())), norm)
 
 
 def _four(entry: Any) -> list[Any]:
@@ -260,9 +282,15 @@ def _count(value: Any) -> int:
     return checked_count(value, MAX_COUNT)
 
 
+def _norm(value: Any) -> float:
+    if not isinstance(value, float) or not 0.0 <= value < math.inf:
+        raise ValueError("a norm is out of range")
+    return value
+
+
 def _check_header(header: bytes, summary: StateSummary, layout: ModuleLayout) -> None:
     """Compare with the only header allowed, and say in words what differs."""
-    expected = _header(summary.module, summary.version, summary.progress, layout)
+    expected = _header(summary, layout)
     if header == expected:
         return
     found, wanted = json.loads(header), json.loads(expected)

@@ -29,6 +29,7 @@ def trained(grid):
             torch.randn(layout.size, generator=generator),
             {path: PathProgress(64, 6, 16, 64) for path in grid.paths_of_module(module)},
             layout,
+            1.5,
         )
     return states
 
@@ -57,6 +58,7 @@ def test_the_same_grid_carries_everything_over_bit_for_bit(fields):
         assert torch.equal(state.parameters, before[module].parameters)
         assert torch.equal(state.momentum, before[module].momentum)
         assert (state.version, state.tokens, dict(state.progress)) == (0, 0, {})
+        assert state.usual_norm == pytest.approx(float(state.parameters.norm()) / 4)
 
 
 def test_a_dense_model_is_forked_into_every_path():

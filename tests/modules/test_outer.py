@@ -17,14 +17,16 @@ from dipaco.modules import trimmed_mean
 from dipaco.modules.contributions import CHUNK_VALUES, CODECS, contribution_norm
 from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.outer import (
-    VOICE_OF_PARAMETERS,
     OuterGradient,
     OuterRule,
     advanced_progress,
     canonical_rows,
     encode_in_place,
+    median_norm,
+    moved_norm,
 )
 from dipaco.modules.state import MAX_COUNT, ModuleState, PathProgress, read_state, state_chunks
+from dipaco.modules.trimmed_mean import fp32
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
 from dipaco.protocol.outer_row import OuterRow
 from support.runs.contribution_files import made_file
@@ -33,13 +35,15 @@ from support.runs.exact_numbers import square_roots
 SIZE = 1000
 LAYOUT = ModuleLayout(("w",), ((SIZE,),))
 ROWS = canonical_rows([OuterRow(0, "a", 100), OuterRow(1, "b", 300)])
-GOLDEN_TRIMMED_DIGEST = "07b85b9069158986aec46352d6271b7f29aba41a16fe72713bc18992969b257a"
+THREE = canonical_rows([OuterRow(path, str(path), 100) for path in range(3)])
+FOUR = canonical_rows([OuterRow(path, str(path), 100) for path in range(4)])
+GOLDEN_TRIMMED_DIGEST = "9e3e1084c337e514e8cb4060609e13bd7facbea1d04c4f414f976af316adbd74"
 GOLDEN_NORM = "0x1.b9eb6d909be22p+12"
 GOLDEN_DIGESTS = {
-    "float32": "1da55d17368a695febde60454c466fa6704352359eb4d0d7cf414956ea2a6846",
-    "int4": "db9bfc5d90b027d6118f4fa3b4fdae802f3b45412de1b8cc6b596c16497e2ff2",
-    "int2": "e4af22ebd169ae748866b2ae2fafb653e12510d057ea05d2d21832ebb933cf75",
-    "sign": "5278f056835938d862b4f0ce3fcd69e3f9d097b87d9b1b0e04c3073bca63ae69",
+    "float32": "04d5c47dfd05b80485d3a1c080a4f6f3bf047b47c38ce9a47359b6d28955154a",
+    "int4": "51c233e1f1fe2ab5c7fc3e349017f9259863345307a03736c577fac06d6af69c",
+    "int2": "c86282b56f8e5e3527822fb16102e2b616fb43f78b25065380f8a1e62f496ee3",
+    "sign": "a72e6e326e93b6363a39055b0027cae661c6e04705e8ff35b1bb715c1204f6af",
 }
 
 
@@ -71,6 +75,7 @@ def state_of(seed=0, **overrides):
         "momentum": drawn(seed + 1, 0.1),
         "progress": {0: PathProgress(1000, 2, 5, 1000)},
         "layout": LAYOUT,
+        "usual_norm": 0.75,
     }
     return ModuleState(**{**values, **overrides})
 
@@ -203,41 +208,59 @@ def test_a_faster_peer_on_a_path_counts_in_full_as_soon_as_the_average_of_the_pa
 
 
 # At least the smallest norm of an fp32 vector: none is empty.
-@given(st.lists(st.floats(1e-45, 1e30), min_size=1, max_size=33), st.floats(0, 1e30))
+norms = st.floats(1e-45, 1e30)
+
+
+@given(st.lists(norms, min_size=1, max_size=33), norms)
 @example([5e24, 1e-45], 1.0)
-def test_what_is_longer_than_the_median_is_shortened_to_it(norms, parameters_norm):
-    more = [] if len(norms) % 2 else [parameters_norm * VOICE_OF_PARAMETERS]
-    most = sorted([*norms, *more])[len(norms) // 2]
-    for norm, scale in zip(norms, PLAIN.scales(norms, parameters_norm), strict=True):
-        assert 0 <= scale <= 1
-        expected = norm if len(norms) == 1 else min(norm, most)
-        assert norm * scale == pytest.approx(expected)
-    assert rule_of(shorten=False).scales(norms) == (1.0,) * len(norms)
+def test_the_usual_norm_has_a_voice_in_a_group_of_an_even_number(norms, usual):
+    middle = len(norms) // 2
+    voices = norms if len(norms) % 2 else [*norms, usual]
+    assert median_norm(norms, usual) == sorted(voices)[middle]
+
+
+@given(st.lists(norms, min_size=1, max_size=33), norms, norms)
+def test_the_usual_norm_follows_the_lower_median_slowly_and_has_a_least_value(norms, usual, parameters):
+    followed = sorted(norms)[(len(norms) - 1) // 2]
+    moved = sorted([0.9375 * usual, followed, 1.0625 * usual])[1]
+    assert moved_norm(norms, usual, parameters) == max(moved, parameters / 128)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_half_of_a_group_decides_nothing(count):
-    """A share of the parameters has a voice in a group of an even number."""
-    tiny, norm = 1e-38, 0.5 / VOICE_OF_PARAMETERS
-    assert PLAIN.scales([1.0, tiny] * count, norm) == (0.5, 1.0) * count
-    assert PLAIN.scales([0.25, tiny] * count, norm) == (1.0, 1.0) * count
-    assert PLAIN.scales([1.0, 1000.0] * count, norm) == (1.0, 0.001) * count
-    assert PLAIN.scales([0.25, 1000.0] * count, norm) == (1.0, 0.0005) * count
-    assert PLAIN.scales([*[1.0, tiny] * count, 1.0], norm) == (*(1.0, 1.0) * count, 1.0)
-    assert PLAIN.scales([1000.0]) == (1.0,)
+@pytest.mark.parametrize("lie", [1e-38, 1e20])
+def test_half_of_a_group_decides_nothing(count, lie):
+    """What is taken stays between what is usual and what the others contribute."""
+    for honest, usual in ((2.0, 1.0), (0.5, 1.0), (1.0, 1.0)):
+        median = median_norm([honest, lie] * count, usual)
+        assert min(honest, usual) <= median <= max(honest, usual)
+        assert median_norm([*[honest, lie] * count, honest], usual) == honest
 
 
-@pytest.mark.parametrize("version", [0, 3])
-def test_tiny_contributions_never_bring_the_work_of_another_to_nothing(version):
-    """From the genesis on, or later; a step of half the work is what its weight gives it."""
-    state = state_of(version=version, momentum=drawn(1, 0.1 * (version > 0)))
-    for round_index in range(version, version + 12):
-        work = drawn(100 + round_index, 0.1)
-        files = files_of(PLAIN, work, 1e-30 * work)
-        stepped = PLAIN.step(state, files, ROWS, round_index)
-        moved = (stepped.parameters - state.parameters).norm()
-        assert moved > VOICE_OF_PARAMETERS / 16 * state.parameters.norm()
-        state = stepped
+@pytest.mark.parametrize("lie", [1e-30, 1e12])
+@pytest.mark.parametrize("usual", [10.0, 32.0, 100.0])
+def test_half_that_lies_for_twenty_rounds_does_not_decide_how_long_steps_are(usual, lie):
+    """Honest contributions are as long as ever; what is usual begins too short, right, or too long."""
+    state, length, taken = state_of(usual_norm=usual), float(drawn(0).norm()), []
+    for round_index in range(4, 24):
+        honest = drawn(round_index), drawn(100 + round_index)
+        files = files_of(PLAIN, *honest, *[lie * drawn(7)] * 2)
+        before, state = state, PLAIN.step(state, files, FOUR, round_index)
+        taken.append(float((state.momentum - before.momentum * fp32(0.9)).norm()))
+    assert min(taken) > 0.15 * min(length, usual)
+    assert max(taken) < 2 * max(length, usual)
+    assert taken[-1] < 2 * length
+
+
+def test_what_is_longer_than_the_median_is_shortened_to_it():
+    tensors = [drawn(9), 3 * drawn(10), 0.1 * drawn(11)]
+    length = float(tensors[0].norm())
+    tensors[1] *= 3 * length / tensors[1].norm()
+    shortened = [tensors[0], tensors[1] / 3, tensors[2]]
+    stepped = PLAIN.step(state_of(), files_of(PLAIN, *tensors), THREE, 4)
+    taken = rule_of(shorten=False).step(state_of(), files_of(PLAIN, *shortened), THREE, 4)
+    assert torch.allclose(stepped.parameters, taken.parameters, atol=1e-5)
+    assert stepped.usual_norm == 1.0625 * 0.75
+    assert taken.usual_norm == state_of().usual_norm
 
 
 def test_a_thousandfold_contribution_is_an_ordinary_one():
@@ -314,7 +337,7 @@ def test_neither_threads_nor_pieces_change_the_bits(combine):
     layout = ModuleLayout(("w",), ((size,),))
     generator = torch.Generator().manual_seed(0)
     parameters, momentum, *tensors = torch.randn(7, size, generator=generator)
-    state = ModuleState("L0.E0", 0, parameters, momentum, {}, layout)
+    state = ModuleState("L0.E0", 0, parameters, momentum, {}, layout, 1.0)
     rows = [OuterRow(number // 2, str(number), 10 + number) for number in range(5)]
     rule = rule_of("int4", combine=combine)
     files = files_of(rule, *tensors)

@@ -27,6 +27,7 @@ def state_of(version, module="L0.E0", value=None):
         momentum=torch.zeros(4),
         progress={1: PathProgress(100 * version, version, 100, 100 * version)} if version else {},
         layout=LAYOUT,
+        usual_norm=1.5,
     )
 
 

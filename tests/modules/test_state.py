@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import math
+import sys
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from dipaco.modules.state import (
 )
 
 LAYOUT = ModuleLayout(("a.weight", "b.weight"), ((2, 3), (4,)))
-GOLDEN_DIGEST = "55f6e867c93910fcef6152d8e1844aec9d1161254dfcd256800c44c2d0a0955a"
+GOLDEN_DIGEST = "fa6241b4afd02552da9df30df4907d8c0e474d97e10a29a01f99f244cf234888"
 
 
 def state_of(**overrides):
@@ -35,6 +37,7 @@ def state_of(**overrides):
         "momentum": -torch.arange(10, dtype=torch.float32) / 16,
         "progress": {3: PathProgress(4096, 6, 1024, 4096), 2: PathProgress(512, 5, 512, 512)},
         "layout": LAYOUT,
+        "usual_norm": 0.1,
     }
     return ModuleState(**{**values, **overrides})
 
@@ -67,6 +70,8 @@ def test_digest_is_the_hash_of_the_file(tmp_path):
     assert hashlib.sha256(file.read_bytes()).hexdigest() == state.digest
     assert file.stat().st_size == state.byte_size == len(bytes_of(state))
     assert state.byte_size <= max_state_bytes(LAYOUT, 2)
+    longest = state_of(usual_norm=sys.float_info.min)
+    assert state.byte_size < longest.byte_size <= max_state_bytes(LAYOUT, 2)
 
 
 def test_any_safetensors_tool_reads_it(tmp_path):
@@ -76,7 +81,7 @@ def test_any_safetensors_tool_reads_it(tmp_path):
         assert set(tensors.keys()) == {f"{part}/{name}" for part in ("momentum", "parameters") for name in LAYOUT.names}
         assert torch.equal(tensors.get_tensor("parameters/b.weight"), state.parameters[6:])
         assert torch.equal(tensors.get_tensor("momentum/a.weight"), state.momentum[:6].view(2, 3))
-        assert tensors.metadata()["format"] == "dipaco-state/3"
+        assert tensors.metadata()["format"] == "dipaco-state/4"
 
 
 @pytest.mark.parametrize("as_file", [True, False])
@@ -88,6 +93,7 @@ def test_round_trip(tmp_path, as_file):
     assert torch.equal(loaded.parameters, state.parameters)
     assert torch.equal(loaded.momentum, state.momentum)
     assert loaded.progress == state.progress
+    assert loaded.usual_norm == state.usual_norm
     assert list(loaded.progress) == [2, 3]
     assert (loaded.module, loaded.version, loaded.tokens) == ("L0.E1", 7, 4608)
     assert loaded.digest == state.digest
@@ -106,6 +112,7 @@ def test_digest_sees_everything():
         state_of(parameters=one),
         state_of(momentum=one),
         state_of(progress={}),
+        state_of(usual_norm=0.1 + 2**-56),
         state_of(progress={2: PathProgress(512, 5, 512, 512), 3: PathProgress(4096, 7, 1024, 4096)}),
         state_of(layout=ModuleLayout(("a.weight", "c.weight"), ((2, 3), (4,)))),
         state_of(layout=ModuleLayout(("a.weight", "b.weight"), ((3, 2), (4,)))),
@@ -170,7 +177,7 @@ def _swap_offsets(header, content):
 @pytest.mark.parametrize(
     "change",
     [
-        _set_metadata("format", "dipaco-state/4"),
+        _set_metadata("format", "dipaco-state/3"),
         _set_metadata("more", "x"),
         _set_content("version", -1),
         _set_content("version", True),
@@ -192,6 +199,8 @@ def _swap_offsets(header, content):
         lambda header, content: header.pop("__metadata__"),
         lambda header, content: header.pop("momentum/b.weight"),
         lambda header, content: content.pop("progress"),
+        *(_set_content("usual_norm", value) for value in (-0.5, 1, "0.1", True, None, math.inf, math.nan)),
+        lambda header, content: content.pop("usual_norm"),
     ],
 )
 def test_edited_headers_are_refused(change):
@@ -259,6 +268,7 @@ def test_genesis_takes_the_base_model():
     assert state.parameters.tolist() == [0, 1, 2, 3, 4, 5, 1, 1, 1, 1]
     assert state.momentum.eq(0).all()
     assert (state.version, state.tokens, state.progress) == (0, 0, {})
+    assert state.usual_norm == math.sqrt(59) / 4
     with pytest.raises(IntegrityError, match=r"lacks 'b\.weight'"):
         genesis_state("P3", LAYOUT, {"a.weight": base["a.weight"]})
     with pytest.raises(IntegrityError, match="in shape"):

@@ -35,7 +35,7 @@ def test_one_number_that_is_not_finite_is_found_anywhere(bad):
 
 def made_state(value=1.0):
     parameters = torch.full((SIZE,), value)
-    return ModuleState("L0.E0", 1, parameters, parameters / 2, {0: PathProgress(5, 0, 5, 5)}, LAYOUT)
+    return ModuleState("L0.E0", 1, parameters, parameters / 2, {0: PathProgress(5, 0, 5, 5)}, LAYOUT, 1.5)
 
 
 def test_a_state_lies_in_its_file_for_all_who_hold_it(tmp_path):

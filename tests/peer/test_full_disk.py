@@ -32,7 +32,7 @@ folder = Path(sys.argv[1])
 
 def state_of(version):
     values = torch.full((LAYOUT.size,), float(version))
-    return ModuleState(MODULE, version, values, torch.zeros(LAYOUT.size), {}, LAYOUT)
+    return ModuleState(MODULE, version, values, torch.zeros(LAYOUT.size), {}, LAYOUT, 1.5)
 
 class Life:
     def __init__(self):

@@ -61,7 +61,7 @@ BESIDE = CUTS[-1]
 
 def state_of(version):
     values = torch.full((LAYOUT.size,), float(version))
-    return ModuleState(MODULE, version, values, torch.zeros(LAYOUT.size), {}, LAYOUT)
+    return ModuleState(MODULE, version, values, torch.zeros(LAYOUT.size), {}, LAYOUT, 1.5)
 
 
 class Life:

@@ -65,7 +65,7 @@ layout = layout_of(GRID, MODULE)
 
 def state_of(version):
     values = torch.full((layout.size,), float(version))
-    return ModuleState(MODULE, version, values, torch.zeros(layout.size), {}, layout)
+    return ModuleState(MODULE, version, values, torch.zeros(layout.size), {}, layout, 1.5)
 
 folder, me = Path(sys.argv[1]), sys.argv[2]
 store = StateStore(folder, me)

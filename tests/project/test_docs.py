@@ -275,6 +275,7 @@ def computed_vectors():
         momentum=torch.tensor([0.0, 0.0, 0.5, -0.5]),
         progress={0: PathProgress(1024, 0, 1, 1024)},
         layout=layout,
+        usual_norm=0.375,
     )
     header = bytes(list(state_chunks(state))[1])
     ordered = canonical_rows([OuterRow(1, "QmB", 300), OuterRow(0, "QmA", 100), OuterRow(1, "QmC", 100)])
