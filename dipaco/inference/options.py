@@ -5,14 +5,18 @@ PyTorch is imported where it is needed: `--help` and mistakes should not wait fo
 
 from __future__ import annotations
 
+import contextlib
 import glob
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.base.running import say
 from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings
 from dipaco.dht.addresses import check_given_peer
+from dipaco.peer.node.given_address import known_addresses
+from dipaco.peer.peer_settings import default_cache_folder
 
 from .sampling import Sampling
 
@@ -34,7 +38,8 @@ class SourceOptions(RunSettings):
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "address of any peer of a live swarm; may be given again",
+            "address of any peer of a live swarm; may be given again (default: those that the "
+            "peer of this machine knows)",
             "ADDR",
             check=check_given_peer,
             one_by_one=True,
@@ -66,9 +71,14 @@ class SourceOptions(RunSettings):
         ConfigurationError, and what reading it raises."""
         from .sources import SourceSettings, open_source
 
+        initial_peers = self.initial_peers
+        if not (initial_peers or self.state_folder or self.cache_folder):
+            with contextlib.suppress(ConfigurationError):
+                initial_peers = known_addresses(default_cache_folder())
+                say(f"reading the swarm of this machine's peer, through {initial_peers[0]}")
         return open_source(
             state_folder=self.state_folder,
-            initial_peers=self.initial_peers,
+            initial_peers=initial_peers,
             run=self.run,
             cache_folder=self.cache_folder,
             settings=SourceSettings(

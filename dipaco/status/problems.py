@@ -310,13 +310,17 @@ def _copies(swarm: _Swarm) -> tuple[Problem, ...]:
     )
 
 
-def _few_copies(swarm: _Swarm) -> Iterator[tuple[str, int, str, str]]:
-    able = sum(
-        record.state != "leaving" and record.reachable != "outgoing"
-        for record in swarm.view.peers.values()
+def callable_peers(view: SwarmView) -> frozenset[str]:
+    """Return the peers that others can call, as far as is known: they can keep copies."""
+    return frozenset(
+        peer
+        for peer, record in view.peers.items()
+        if record.state != "leaving" and record.reachable != "outgoing"
     )
-    # Where there are fewer machines, more copies cannot be had; but a single one is a danger.
-    wanted = min(swarm.plan.rounds.copies, max(2, able))
+
+
+def _few_copies(swarm: _Swarm) -> Iterator[tuple[str, int, str, str]]:
+    able = callable_peers(swarm.view)
     patience = COPYING_ROUNDS + swarm.late_rounds
     for module, held in swarm.view.holdings.items():
         newest = swarm.view.heaviest(module)
@@ -331,13 +335,13 @@ def _few_copies(swarm: _Swarm) -> Iterator[tuple[str, int, str, str]]:
             for holding in held
             if holding.head.version >= newest.version - (0 if is_old else patience)
         }
+        # Where there are fewer machines, more copies cannot be had.
+        wanted = min(swarm.plan.rounds.copies, len(able | holders))
         if len(holders) >= wanted:
             continue
         copies = "copy" if len(holders) == 1 else "copies"
         what = f"{module} has {len(holders)} {copies} of {wanted}"
         remedy = "see whether other peers can be called, or start another bootstrap node"
-        if able < wanted:
-            remedy = "no other peer can keep copies: start one, or a bootstrap node"
         yield module, len(holders), what, remedy
 
 

@@ -54,7 +54,7 @@ def render(status: dict[str, Any], height: int | None = None) -> Group:
 
 
 def _above_tables(status: dict[str, Any]) -> list[Text]:
-    return [head_of(status), *problem_lines(status), *notes_of(status)]
+    return [*problem_lines(status), head_of(status), *notes_of(status)]
 
 
 def watch(
@@ -93,17 +93,14 @@ def head_of(status: dict[str, Any]) -> Text:
 
 
 def problem_lines(status: dict[str, Any]) -> list[Text]:
-    """Return a line for each problem, the worst first, or one that says that all is well."""
+    """Return a sentence that says how the run is, and a line for each problem, the worst first."""
     successor = status["successor"]
     if status["finished"]:
         line = f"finished, continued as run {successor['name']}: --run {successor['id']}"
         return [Text(line, style="green")]
-    if status["healthy"]:
-        paths, training = status["paths"], sum(p["state"] == "training" for p in status["peers"])
-        trained = sum(path["state"] != "unserved" for path in paths)
-        peers = "1 peer trains" if training == 1 else f"{training:,} peers train"
-        return [Text(f"all is well: {peers} {trained} of {len(paths)} paths", style="green")]
-    return [Text(f"problem: {problem['text']}", style="red") for problem in status["problems"]]
+    first = Text(status["sentence"], style="green" if status["healthy"] else "red")
+    found = [Text(f"problem: {problem['text']}", style="red") for problem in status["problems"]]
+    return [first, *found]
 
 
 def notes_of(status: dict[str, Any]) -> list[Text]:
@@ -135,7 +132,7 @@ def tables_of(status: dict[str, Any]) -> tuple[Rows, ...]:
         ),
         Rows(
             "modules",
-            ("module", "version", "last round", "rows", "digest", "holders", "agree"),
+            ("module", "version", "last round", "rows", "digest", "holders", "same everywhere"),
             tuple(_module_row(module, status["finished"]) for module in status["modules"]),
             tuple(module["module"] in troubled for module in status["modules"]),
         ),

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +23,8 @@ from dipaco.base.output import is_unread
 from dipaco.base.running import say
 from dipaco.base.settings import Option, RunSettings
 from dipaco.dht.addresses import PROXY_NAME, check_given_peer
+from dipaco.peer.node.given_address import known_addresses
+from dipaco.peer.peer_settings import default_cache_folder
 
 if TYPE_CHECKING:
     from dipaco.dht.directory import Directory
@@ -42,9 +44,13 @@ class StatusSettings(RunSettings):
     initial_peers: Annotated[
         tuple[str, ...],
         Option(
-            "addresses of any peers", "ADDR", check=check_given_peer, loose=True, one_by_one=True
+            "addresses of any peers (default: those that the peer of this machine knows)",
+            "ADDR",
+            check=check_given_peer,
+            loose=True,
+            one_by_one=True,
         ),
-    ]
+    ] = ()
     watch: Annotated[bool, Option("show it again every few seconds")] = False
     json: Annotated[bool, Option("print one JSON object in place of tables")] = False
     ledger: Annotated[bool, Option("show who trained how many tokens")] = False
@@ -100,6 +106,8 @@ class StatusSettings(RunSettings):
 def run(settings: StatusSettings) -> int:
     """Join as a reader, look, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
+    if not settings.initial_peers:
+        settings = replace(settings, initial_peers=known_addresses(default_cache_folder()))
     if sys.stderr.isatty():
         # Importing what reads it takes seconds, and reading it some more.
         say(f"reading the swarm through {settings.initial_peers[0]} ...")

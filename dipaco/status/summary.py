@@ -12,7 +12,7 @@ from dipaco.protocol.grid import Grid
 from dipaco.protocol.manifest import SignedManifest
 from dipaco.protocol.view import SwarmView, present_round
 
-from .problems import forked_modules, problems
+from .problems import callable_peers, forked_modules, problems
 
 # More states of one module are not listed.
 MAX_STATES = 8
@@ -58,6 +58,7 @@ def status_of(
         "finished": finished,
         "admission": _admission_status(view, gate, is_open=plan.admission is not None),
         "healthy": not found,
+        "sentence": sentence_of(view, paths, len(found), able=len(callable_peers(view))),
         "problems": [
             {
                 "kind": problem.kind,
@@ -70,6 +71,31 @@ def status_of(
             for problem in found
         ],
     }
+
+
+def sentence_of(
+    view: SwarmView, paths: Sequence[dict[str, Any]], problem_count: int, able: int
+) -> str:
+    """Return how the run is, for somebody who has not read any of our words.
+
+    `able` is how many peers can keep copies for others.
+    """
+    trainers = sum(claim.state == "training" for claim in view.claims.values())
+    trained = sum(path["state"] != "unserved" for path in paths)
+    machines = "1 machine" if trainers == 1 else f"{trainers:,} machines"
+    how = (
+        "all is well"
+        if not problem_count
+        else f"{problem_count} problem" + "s" * (problem_count > 1)
+    )
+    said = (
+        f"{how}: {trained:,} of {len(paths):,} parts of the model are being trained by {machines}"
+    )
+    if 0 < trainers < len(paths) and not problem_count:
+        said += ", which take turns"
+    if trainers and able < 2:
+        said += "; no other machine keeps copies"
+    return said
 
 
 def _path_status(view: SwarmView, grid: Grid, path: int) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def test_lines_are_for_people():
     display.on_event(*step(123_456))
     display.on_event("leaving", {})
     text = output.getvalue()
-    assert "L0.E0 is now version 4, with the work of 1 of 1 peer\n" in text
+    assert "L0.E0 is now version 4, with the work of 1 peer\n" in text
     assert "L0.E1 is now version 4, with the work of 2 peers\n" in text
     assert "left: you trained 123,456 tokens; the same command continues" in text
 

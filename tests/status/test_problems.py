@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from dipaco.protocol.records import Holding
 from dipaco.status.problems import MAX_ALIKE, forked_modules, problems
+from support.swarms.big_swarm import status_at
 from support.swarms.swarm_views import digest_of, healthy_swarm, peer_name, plan_of
 
 KINDS = (
@@ -56,6 +57,10 @@ def test_a_healthy_swarm_of_256_paths_has_no_problem(peers):
 
 
 # -- a module without a step
+
+
+def sentence(records):
+    return status_at(records)["sentence"]
 
 
 def stall(records, module, last_round):
@@ -192,11 +197,30 @@ def test_fewer_copies_than_the_run_wants():
     assert kinds(early) == []
 
 
-def test_more_copies_than_machines_are_not_asked_for_but_one_is_too_few():
+def test_more_copies_than_can_be_had_are_not_asked_for():
     assert kinds(swarm(2)) == []
-    alone = swarm(1, round_index=30)
-    assert "copies" in kinds(alone)
-    assert "no other peer can keep copies: start one" in found(alone)[0].text
+    # One machine has no other to give copies to, and neither has one among those that nobody can call.
+    assert "copies" not in kinds(swarm(1, round_index=30))
+    records = swarm(8)
+    keeper, *others = [peer for module, peer in records.holdings if module == "L0.E0"]
+    for peer in others:
+        records.holdings.pop(("L0.E0", peer))
+    assert kinds(records) == ["copies"]
+    for peer in records.peers.keys() - {keeper}:
+        records.peers[peer] = records.peers[peer].model_copy(update={"reachable": "outgoing"})
+    assert kinds(records) == []
+    assert sentence(records).endswith("by 8 machines; no other machine keeps copies")
+
+
+def test_one_sentence_says_how_a_run_is():
+    trained = "4 of 4 parts of the model are being trained by 8 machines"
+    records = swarm(8)
+    assert sentence(records) == f"all is well: {trained}"
+    stall(records, "L0.E1", 8)
+    assert sentence(records) == f"1 problem: {trained}"
+    assert sentence(swarm(2)) == (
+        "all is well: 2 of 4 parts of the model are being trained by 2 machines, which take turns"
+    )
 
 
 def test_a_path_waits_only_so_long():

@@ -70,7 +70,7 @@ def test_the_status_of_a_healthy_swarm(records):
         "paths": 4,
     }
     json.dumps(status, allow_nan=False)
-    assert problem_lines(status)[0].plain == "all is well: 4 peers train 4 of 4 paths"
+    assert problem_lines(status)[0].plain == "all is well: 4 of 4 parts of the model are being trained by 4 machines"
 
 
 def test_an_empty_swarm_has_a_problem_and_no_perplexity(records):

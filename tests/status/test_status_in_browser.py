@@ -63,7 +63,7 @@ def test_a_swarm_that_is_well(browser, with_ledger):
     from playwright.sync_api import expect
 
     with page_of(browser, content_of(well(), with_ledger=with_ledger)) as page:
-        expect(page.locator("#verdict")).to_have_text("all is well")
+        expect(page.locator("#verdict")).to_contain_text("all is well")
         expect(page.locator("#name")).to_have_text(NAME)
         expect(page.locator("#paths .cell:not(.name)")).to_have_count(16)
         expect(page.locator("#modules .cell")).to_have_count(8)
@@ -77,7 +77,7 @@ def test_the_grid_tells_which_path_waits(browser):
     from playwright.sync_api import expect
 
     with page_of(browser, content_of(in_trouble())) as page:
-        expect(page.locator("#verdict")).to_have_text("2 problems")
+        expect(page.locator("#verdict")).to_contain_text("2 problems: 15 of 16 parts")
         waiting = page.locator("#paths .cell.waiting")
         expect(waiting).to_have_count(1)
         expect(waiting).to_have_attribute("data-subject", f"path {WAITING}")
@@ -302,7 +302,7 @@ def test_under_a_sub_path_behind_a_proxy(browser, slash):
         behind_proxy(address, "/our/swarm") as proxied,
         visited(browser, proxied + slash) as page,
     ):
-        expect(page.locator("#verdict")).to_have_text("all is well")
+        expect(page.locator("#verdict")).to_contain_text("all is well")
         expect(page.locator(".chart svg")).to_have_count(4)
         expect(page.locator("#ledger")).to_be_visible()
 
@@ -320,7 +320,7 @@ def test_a_finished_run_leads_to_its_successor(browser):
         page.evaluate(LOOK)
         expect(page.locator("#name")).to_have_text(f"{NAME}-2")
         expect(page.locator("#about")).to_contain_text(f"continues {NAME}, which is finished")
-        expect(page.locator("#verdict")).to_have_text("all is well")
+        expect(page.locator("#verdict")).to_contain_text("all is well")
         # Another run in the same tab continues nothing.
         other = content_of(well())
         content.series, content.newest = other.series, other.newest

@@ -1,4 +1,5 @@
-"""The addresses that a peer joined through are kept, so that nobody is asked for them again."""
+"""The addresses that a peer joined through are kept, so that nobody is asked for them again; other
+commands of this machine use them too."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from pathlib import Path
 
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.files import atomic_write
-from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer
+from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, split_operator
+from dipaco.peer.exchange.contact.known_peers import KnownPeers
 
 
 def keep_addresses(cache_folder: Path, given: Sequence[str]) -> None:
@@ -22,15 +24,31 @@ def kept_addresses(cache_folder: Path) -> tuple[str, ...]:
 
     Raises ConfigurationError if there are none.
     """
-    for folder in (cache_folder, cache_folder / "trainer-0"):
+    for folder in _folders(cache_folder):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             found = tuple(filter(_is_usable, _file(folder).read_text().split()))
             if found:
                 return found
     raise ConfigurationError(
-        "no address is given: ask for the address of a peer, and type dipaco-peer and the "
-        f"address, for example dipaco-peer {EXAMPLE_PEER}"
+        "no address is given, and no peer has run here: ask for the address of any peer, and give "
+        f"it, for example dipaco-peer {EXAMPLE_PEER}"
     )
+
+
+def known_addresses(cache_folder: Path) -> tuple[str, ...]:
+    """Return how a command that only reads comes into the swarm that the peer of this machine was
+    in last: through the addresses of the last time, or through peers that were there with it.
+
+    Raises ConfigurationError if no peer has run here.
+    """
+    given = kept_addresses(cache_folder)
+    plain, _ = split_operator(given)
+    known = [a for folder in _folders(cache_folder) for a in KnownPeers(folder).beside(plain)]
+    return tuple(dict.fromkeys((*given, *known)))
+
+
+def _folders(cache_folder: Path) -> tuple[Path, ...]:
+    return cache_folder, cache_folder / "trainer-0"
 
 
 def _is_usable(address: str) -> bool:

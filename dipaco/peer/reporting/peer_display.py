@@ -183,7 +183,7 @@ def _successor_line(v: Mapping[str, Any]) -> str | None:
 def _outer_step_line(v: Mapping[str, Any]) -> str:
     rows, awaited = v["rows"], v["expected"]
     # Work of peers that nobody awaited may be in it too.
-    work = _peers(rows) if rows > awaited else f"{rows} of {_peers(awaited)}"
+    work = f"{rows} of {_peers(awaited)}" if rows < awaited else _peers(rows)
     return (
         f"round {v['round']}: {v['module']} is now version {v['version']}, with the work of {work}"
     )

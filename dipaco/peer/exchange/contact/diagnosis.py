@@ -71,8 +71,9 @@ def diagnose(initial_peers: Sequence[str]) -> tuple[Finding, ...]:
         if isinstance(finding.error, ProtocolVersionError):
             raise finding.error
     raise UnreachableError(
-        f"no peer answers at {'; '.join(f'{f.address} ({f.error})' for f in findings)}; check the "
-        "address with the person who gave it to you, and that its port is open"
+        f"no peer answers at {'; '.join(f'{f.address} ({f.error})' for f in findings)}; that "
+        "machine may be off, and its swarm goes on without it: ask anybody in it for the line that "
+        "'dipaco-peer status' prints for a friend"
     )
 
 
