@@ -19,6 +19,7 @@ from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.files import at_home, read_toml
 from dipaco.modules.hub_cache import cached_snapshots, is_hub_name
 from dipaco.modules.llama import CONFIG_FILE, llama_weight_files
+from dipaco.protocol.about import AboutRun
 from dipaco.protocol.config import (
     AdaptersConfig,
     Config,
@@ -133,6 +134,7 @@ class RunToml(Config):
         description="Seed of everything random: tokenizer sample, base parameters, router, "
         "batches.",
     )
+    about: AboutRun = AboutRun()
     data: CorpusConfig
     tokenizer: TokenizerConfig = TokenizerConfig()
     model: ModelFields = ModelFields()
@@ -175,6 +177,7 @@ class RunConfig(RunToml):
         return RunPlan(
             protocol_version=PROTOCOL_VERSION,
             name=self.name,
+            about=self.about,
             seed=self.seed,
             start_s=start_s,
             model=self.model,

@@ -147,6 +147,8 @@ def _greet(node: Node, display: Display) -> None:
         f"run '{plan.name}' ({node.run_id}), manifest {node.manifest.plan.fingerprint}, signed by "
         f"{node.manifest.operator_fingerprint}"
     )
+    if plan.about.text:
+        display.say(f"what it is for: {plan.about.text}")
     display.say(
         f"{node.grid.path_count} paths of {counts['path'] / 1e6:.1f} M parameters{over}, "
         f"{counts['total'] / 1e6:.1f} M in all; {_round_text(plan.rounds)}"

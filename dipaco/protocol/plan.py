@@ -20,6 +20,7 @@ from pydantic import (
 
 from dipaco.base.files import canonical_json
 
+from .about import AboutRun
 from .config import (
     Config,
     ContributionsConfig,
@@ -175,6 +176,7 @@ class RunPlan(Config):
     format: Literal["dipaco-plan/1"] = PLAN_FORMAT
     protocol_version: int = Field(PROTOCOL_VERSION, ge=1)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    about: AboutRun = Field(AboutRun(), description="What the run is for, for people.")
     seed: int = Field(0, ge=0, lt=2**32)
     start_s: float = Field(0.0, ge=0, description="Unix time at which round 0 begins.")
     model: ModelConfig

@@ -105,7 +105,7 @@ def problem_lines(status: dict[str, Any]) -> list[Text]:
 
 def notes_of(status: dict[str, Any]) -> list[Text]:
     """Return what is no problem and in no table."""
-    notes = []
+    notes = [Text(status["run"]["about"])] if status["run"]["about"] else []
     successor = status["successor"]
     if successor is not None and not status["finished"]:
         notes.append(Text(f"continued as run {successor['name']} ({successor['id']})"))

@@ -45,6 +45,7 @@ def status_of(
             "name": plan.name,
             "fingerprint": plan.fingerprint,
             "start_s": plan.start_s,
+            "about": plan.about.text,
         },
         "operator": manifest.operator_fingerprint,
         "round": round_index,

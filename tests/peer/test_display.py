@@ -16,15 +16,16 @@ from dipaco.base.errors import NetworkError
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.reporting.peer_display import Display, Given, LivePanel
+from dipaco.protocol.about import AboutRun
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
 from support.swarms.fake_swarm import FakeRun, FakeSwarm, FakeTime
 from support.swarms.swarm_views import record
 
 
-def lines_of(status, *events, others=0, width=80, sent_bytes=0):
+def lines_of(status, *events, others=0, width=80, sent_bytes=0, about=AboutRun()):
     """Return the panel's lines in the middle of round 5, after some events."""
-    plan = make_plan(name="a-run-with-a-rather-long-name")
+    plan = make_plan(name="a-run-with-a-rather-long-name", about=about)
     uplink = Uplink()
     uplink.sent_bytes = sent_bytes
     time = FakeTime(plan.start_s + 5.7 * plan.rounds.duration_s)
@@ -79,6 +80,13 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know():
         assert part in text, text
     for word in ("boundary", "digest", "L0.E0", "nobody trains it", "…"):
         assert word not in text
+
+
+def test_the_panel_says_what_the_run_is_for():
+    for about in (AboutRun(), AboutRun(description="Laws of nine countries.", end="2026-12-31")):
+        text = text_of(lines_of(PeerStatus(Activity("joining", 2)), about=about))
+        assert about.text in text
+        assert ("planned until" in text) == bool(about.end)
 
 
 def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run():

@@ -42,6 +42,7 @@ def test_the_status_of_a_healthy_swarm(records):
         "name": plan.name,
         "fingerprint": plan.fingerprint,
         "start_s": plan.start_s,
+        "about": "",
     }
     assert status["time_s"] == plan.start_s + 6.5 * plan.rounds.duration_s
     assert status["round"] == 6

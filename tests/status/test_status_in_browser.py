@@ -65,6 +65,7 @@ def test_a_swarm_that_is_well(browser, with_ledger):
     with page_of(browser, content_of(well(), with_ledger=with_ledger)) as page:
         expect(page.locator("#verdict")).to_contain_text("all is well")
         expect(page.locator("#name")).to_have_text(NAME)
+        expect(page.locator("#what-for")).to_contain_text("from laws to folk tales. (licence of the model CC-BY-4.0)")
         expect(page.locator("#paths .cell:not(.name)")).to_have_count(16)
         expect(page.locator("#modules .cell")).to_have_count(8)
         expect(page.locator("#peers .cell")).to_have_count(40)

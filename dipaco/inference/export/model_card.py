@@ -5,6 +5,7 @@ The words are in `model_card.jinja`. Figures are those that the states and the s
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def model_card(
     paths = range(source.grid.path_count) if path is None else [path]
     card = ModelCard.from_template(
         ModelCardData(
+            language=_of_hub(plan.about.language, r"[a-z]{2,3}"),
+            license=_of_hub(plan.about.licence, r"[A-Za-z0-9.-]+"),
             base_model=form.base,
             library_name=form.format,
             pipeline_tag="text-generation",
@@ -63,6 +66,8 @@ def model_card(
         ),
         template_path=str(TEMPLATE),
         plan=plan,
+        about=plan.about,
+        escaped=escaped,
         model=model,
         base=form.base,
         adapters=adapters,
@@ -89,6 +94,16 @@ def model_card(
         shown=lambda value: "-" if value is None else f"{value:.2f}",
     )
     return f"{card.content}\n"
+
+
+def escaped(text: str) -> str:
+    """Return a line from outside as Markdown that shows it as it is."""
+    return re.sub(r"([\\`*_{}\[\]()<>#+!|&~-])", r"\\\1", text)
+
+
+def _of_hub(value: str, pattern: str) -> str | None:
+    """Return what an operator said, if it is said in the Hub's words."""
+    return value.lower() if re.fullmatch(pattern, value) else None
 
 
 def _exported_parameters(model: ModelConfig, tokenizer: bytes) -> int:

@@ -156,6 +156,8 @@ def _run_checks(
     yield ok("neighbours", f"the swarm answers; connected to {others}")
     yield check_clock(node.clock.offset_s)
     yield ok("run", f"'{plan.name}' ({plan.run_id}), {grid.path_count} paths")
+    if plan.about.text:
+        yield ok("what for", plan.about.text)
     if port_is_free:
         addresses, reachable = _how_reached(node, connected)
         yield check_reachability(addresses, reachable, settings.port or 31337)

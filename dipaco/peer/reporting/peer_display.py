@@ -249,6 +249,8 @@ class LivePanel:
         rows = Table.grid(padding=(0, 2, 0, 0))
         rows.add_column(no_wrap=True, style="dim")
         rows.add_column(overflow="fold")
+        if self._run.plan.about.text:
+            rows.add_row("for", Text(printable(self._run.plan.about.text)))
         rows.add_row("now", Text(self._now_text()))
         if status.waiting_for:
             rows.add_row("waits", Text(printable(f"for {status.waiting_for}")))

@@ -3,6 +3,7 @@ finished. The pictures of docs/status.md are of it."""
 
 import functools
 
+from dipaco.protocol.about import AboutRun
 from dipaco.protocol.ledger import Credit, exported
 from dipaco.status.history import History
 from dipaco.status.page import SwarmPage
@@ -25,7 +26,8 @@ TEAMS = ("library", "observatory", "")
 def swarm_records(round_index=ROUND):
     """Return the records of the swarm in a round, all of it well."""
     records = big_records(round_index, peers=40, sizes=(4, 4), start_s=START_S, duration_s=DURATION_S)
-    records.plan = records.plan.model_copy(update={"name": NAME})
+    about = AboutRun(description="Nine kinds of texts, from laws to folk tales.", licence="CC-BY-4.0")
+    records.plan = records.plan.model_copy(update={"name": NAME, "about": about})
     for place, (peer, record) in enumerate(list(records.peers.items())):
         named = {"name": f"volunteer {place}" * (place % 3 == 0), "team": TEAMS[place % 3]}
         records.peers[peer] = record.model_copy(update=named)
