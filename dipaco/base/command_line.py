@@ -134,9 +134,8 @@ class Command(Generic[SettingsT]):
         values = read | last | flags
         missing = [a for a in found if a.default is MISSING and a.name not in values]
         if missing:
-            # What stands behind the command without a flag is asked for in that way.
-            names = [(a.option.loose and a.option.metavar) or a.shown for a in missing]
-            parsed._parser.error(f"the following arguments are required: {', '.join(names)}")
+            names = ", ".join(argument.shown for argument in missing)
+            parsed._parser.error(f"the following arguments are required: {names}")
         if self.last_time is not None:
             values["typed"] = Typed(flags, {name: last[name] for name in last if name not in flags})
         try:

@@ -58,8 +58,7 @@ COMMAND = Command(
     epilog="Example: dipaco-peer /ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer\n"
     "Ctrl+C leaves cleanly; dipaco-peer alone continues as last time. A second Ctrl+C exits at "
     "once.\n"
-    "dipaco-peer pause and dipaco-peer resume let it rest and continue; dipaco-peer status says "
-    "what it does\nand what you have given.",
+    "dipaco-peer pause | resume | status: rest, go on, say what it does and what you have given.",
 )
 
 

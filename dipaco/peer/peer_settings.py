@@ -179,6 +179,15 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         str | None,
         Option("pause while one of these programs runs: steam,obs", "NAMES", common=True),
     ] = None
+    when_idle: Annotated[
+        float | None,
+        Option(
+            "train when nobody used this machine for so long",
+            "MINUTES",
+            least=0.1,
+            common=True,
+        ),
+    ] = None
     max_gpu_temp: Annotated[
         float | None,
         Option(
@@ -212,7 +221,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = None
     vram_gb: Annotated[
         float | None,
-        Option("most GPU memory to use, in GiB (default: all)", "GIB", least=0.1, common=True),
+        Option("most GPU memory to use, in GiB (default: all)", "GIB", least=0.1),
     ] = None
     max_upload_gb_month: Annotated[
         float | None,

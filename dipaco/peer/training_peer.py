@@ -47,6 +47,7 @@ from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.line_for_others import keep_line, line_for_others
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
+from dipaco.peer.owner.idle import in_use
 from dipaco.peer.owner.keep_awake import KeepAwake
 from dipaco.peer.owner.pause_reasons import (
     Aside,
@@ -270,6 +271,8 @@ def reasons_to_pause(
         reasons += [on_battery()]
     if settings.pause_while is not None:
         reasons += [Aside(while_running(programs_of(settings.pause_while)))]
+    if settings.when_idle is not None:
+        reasons += [in_use(settings.when_idle)]
     if settings.max_gpu_temp is not None:
         reasons += [HotGpu(settings.max_gpu_temp, thermometer_of(device))]
     disk = FullDisk(settings.cache_folder, lambda said: events.emit("disk", what=said))

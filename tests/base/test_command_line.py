@@ -22,7 +22,6 @@ from dipaco.base.command_line import Command
 from dipaco.base.settings import Settings, arguments_of
 from dipaco.inference import generate_command
 from dipaco.peer import peer_command
-from dipaco.status import status_command
 from support.programs.commands import SCRIPTS as COMMANDS
 from support.programs.commands import commands, parsers
 
@@ -224,12 +223,6 @@ def test_the_second_of_two_addresses_behind_one_flag_is_refused_with_what_to_typ
     with pytest.raises(SystemExit):
         command.parse(["--initial-peers", ADDRESS, ADDRESS, "def main"])
     assert "give it again for the next" in capsys.readouterr().err
-
-
-def test_an_address_that_is_missing_is_asked_for_as_it_is_typed(capsys):
-    with pytest.raises(SystemExit):
-        status_command.COMMAND.read(status_command.COMMAND.parse([]), {})
-    assert "required: ADDR" in capsys.readouterr().err
 
 
 def test_a_terminal_that_lacks_a_character_gets_its_number():
