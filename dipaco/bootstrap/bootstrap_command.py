@@ -21,6 +21,8 @@ from .bootstrap_settings import (
     ServeSettings,
 )
 
+NO_ADDRESS_YET = "dipaco-peer ADDR --invitation TEXT"
+
 
 def run_prepare(settings: PrepareSettings) -> int:
     """Run `dipaco-bootstrap prepare`."""
@@ -117,6 +119,8 @@ def run_serve(settings: ServeSettings) -> int:
 
 def run_invite(settings: InviteSettings) -> int:
     """Run `dipaco-bootstrap invite`."""
+    from dipaco.peer.node.given_address import kept_line
+
     from .invite import invite
 
     text = invite(
@@ -126,10 +130,14 @@ def run_invite(settings: InviteSettings) -> int:
         name=settings.name,
         operator_key=settings.operator_key,
     )
-    print(text)
-    # Beside the invitation itself, which scripts read.
-    print(f"volunteers paste: dipaco-peer ADDR --invitation {text}", file=sys.stderr)
-    print("ADDR is the address that dipaco-bootstrap serve prints", file=sys.stderr)
+    line = kept_line(settings.folder)
+    print((line or NO_ADDRESS_YET).replace("TEXT", text))
+    if not line:
+        print(
+            f"ADDR is the address that dipaco-bootstrap serve {settings.folder} prints; once that "
+            "has run, it stands in the line",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -171,8 +179,9 @@ INVITE = Command(
     InviteSettings,
     run_invite,
     summary="make an invitation to a run: one line for a volunteer",
-    description="Print an invitation for some peers, signed with the operator's key. Anybody "
-    "who has it can use it, so give each volunteer one of their own.",
+    description="Print the line that a volunteer pastes, with an invitation for some peers, signed "
+    "with the operator's key. Anybody who has it can use it, so give each volunteer one of their "
+    "own.",
 )
 REVOKE = Command(
     "revoke",

@@ -20,6 +20,7 @@ from dipaco.dht.dht_node import visible_addresses
 from dipaco.peer.background import Background
 from dipaco.peer.exchange.fetching import max_core_bytes
 from dipaco.peer.node.entrance import Listening
+from dipaco.peer.node.given_address import keep_line
 from dipaco.peer.node.guests import OWN_INVITATION, given_invitation
 from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.line_for_others import line_for_others
@@ -109,7 +110,9 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
             "only this machine can call that address, because it has no other one; connect it to "
             "a network, or give the address for others with --announce-maddrs"
         )
-    display.say(line_for_others(addresses, node.manifest))
+    line = line_for_others(addresses, node.manifest)
+    keep_line(node.cache_folder, line)  # for `dipaco-bootstrap invite`
+    display.say(line)
     if node.plan.admission is None:
         display.say(
             f"the run is by invitation: make a TEXT with dipaco-bootstrap invite {settings.folder} "

@@ -16,7 +16,6 @@ from dipaco.base.running import say
 from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings
 from dipaco.dht.addresses import check_given_peer
 from dipaco.peer.node.given_address import known_addresses
-from dipaco.peer.peer_settings import default_cache_folder
 
 from .sampling import Sampling
 
@@ -74,7 +73,7 @@ class SourceOptions(RunSettings):
         initial_peers = self.initial_peers
         if not (initial_peers or self.state_folder or self.cache_folder):
             with contextlib.suppress(ConfigurationError):
-                initial_peers = known_addresses(default_cache_folder())
+                initial_peers = known_addresses()
                 say(f"reading the swarm of this machine's peer, through {initial_peers[0]}")
         return open_source(
             state_folder=self.state_folder,

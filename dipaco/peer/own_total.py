@@ -7,7 +7,7 @@ from pathlib import Path
 from dipaco.base.errors import DipacoError, printable
 from dipaco.base.files import text_of
 from dipaco.peer.keeping.credit import tokens_on_disk
-from dipaco.peer.node.line_for_others import kept_line
+from dipaco.peer.node.given_address import kept_line
 from dipaco.peer.owner.pauses import activity_file
 from dipaco.protocol.identity import is_in_use, kept_peer_id
 from dipaco.protocol.manifest import MANIFEST_FILE

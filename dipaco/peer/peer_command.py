@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
-from dipaco.peer.node.given_address import kept_addresses
+from dipaco.peer.node.given_address import kept_addresses, known_addresses
 
 from .kept_flags import as_last_time, kept_flags
 from .pause_command import COMMANDS as CONTROL_COMMANDS
@@ -29,7 +29,8 @@ def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
     if not settings.initial_peers:
         # A look at this machine alone needs no address.
         with contextlib.suppress(*([ConfigurationError] if settings.check else [])):
-            settings = replace(settings, initial_peers=kept_addresses(settings.cache_folder))
+            found = known_addresses if settings.check else kept_addresses
+            settings = replace(settings, initial_peers=found(settings.cache_folder))
     if settings.install_service:
         print(install_service(words))
         return 0

@@ -41,10 +41,10 @@ from dipaco.peer.exchange.contact.known_peers import KnownPeers
 from dipaco.peer.exchange.contact.reachability import ReachabilityWatch
 from dipaco.peer.keeping.blob_keeper import BlobKeeper
 from dipaco.peer.node.entrance import Listening
-from dipaco.peer.node.given_address import keep_addresses
+from dipaco.peer.node.given_address import keep_addresses, keep_line
 from dipaco.peer.node.guests import RevocationList, given_invitation
 from dipaco.peer.node.join_run import join_run
-from dipaco.peer.node.line_for_others import keep_line, line_for_others
+from dipaco.peer.node.line_for_others import line_for_others
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
 from dipaco.peer.owner.idle import in_use

@@ -24,7 +24,6 @@ from dipaco.base.running import say
 from dipaco.base.settings import Option, RunSettings
 from dipaco.dht.addresses import PROXY_NAME, check_given_peer
 from dipaco.peer.node.given_address import known_addresses
-from dipaco.peer.peer_settings import default_cache_folder
 
 if TYPE_CHECKING:
     from dipaco.dht.directory import Directory
@@ -107,7 +106,7 @@ def run(settings: StatusSettings) -> int:
     """Join as a reader, look, print; again and again with --watch. Or serve."""
     listening = settings.open_port()
     if not settings.initial_peers:
-        settings = replace(settings, initial_peers=known_addresses(default_cache_folder()))
+        settings = replace(settings, initial_peers=known_addresses())
     if sys.stderr.isatty():
         # Importing what reads it takes seconds, and reading it some more.
         say(f"reading the swarm through {settings.initial_peers[0]} ...")

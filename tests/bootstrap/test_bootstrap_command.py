@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from dipaco.bootstrap.bootstrap_command import COMMAND
+from dipaco.bootstrap.bootstrap_command import COMMAND, main
+from dipaco.peer.node.given_address import keep_line
+from dipaco.protocol.invitations import read_invitation
+from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest
+from support.runs.make_plan import make_plan
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 TWO = ["--initial-peers", ADDRESS, "--initial-peers", ADDRESS]
@@ -50,3 +54,18 @@ def test_what_is_missing_is_named(words, missing, capsys):
     with pytest.raises(SystemExit):
         parse(words)
     assert f"the following arguments are required: {missing}" in capsys.readouterr().err
+
+
+def test_an_invitation_is_one_whole_line_to_send(tmp_path, capsys):
+    key = load_or_create_operator_key(tmp_path / "operator.pem")
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(make_plan(), key))
+    for address in ("", ADDRESS):
+        line = f"dipaco-peer {address} --invitation TEXT" * bool(address)
+        keep_line(tmp_path, line)
+        assert main(["invite", str(tmp_path), "--peers", "2"]) == 0
+        said = capsys.readouterr()
+        typed, invitation = said.out.removesuffix("\n").split(" --invitation ")
+        assert typed == f"dipaco-peer {address or 'ADDR'}"
+        assert read_invitation(invitation).terms.places == 2
+        # Until it has run once, it does not know the address of the bootstrap node.
+        assert ("ADDR is the address" in said.err) == (not line)

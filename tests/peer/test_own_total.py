@@ -4,7 +4,8 @@ import pytest
 
 from dipaco.peer import own_total, peer_command
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.node.line_for_others import keep_line, line_for_others
+from dipaco.peer.node.given_address import keep_line
+from dipaco.peer.node.line_for_others import line_for_others
 from dipaco.peer.owner.pauses import Pauses
 from dipaco.protocol.chain import Row, Step, genesis_name
 from dipaco.protocol.identity import load_or_create_identity

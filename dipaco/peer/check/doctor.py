@@ -14,6 +14,7 @@ from pathlib import Path
 from dipaco.base.errors import (
     AddressError,
     ClockError,
+    ConfigurationError,
     DipacoError,
     NetworkError,
     UnreachableError,
@@ -28,6 +29,7 @@ from dipaco.peer.exchange.contact.reachability import probe
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
+from dipaco.peer.owner.idle import in_use
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.identity import is_in_use
 from dipaco.protocol.plan import RunPlan, ShardIndex
@@ -83,8 +85,17 @@ def examine_all(settings: PeerSettings) -> Iterator[Check]:
         yield warning("cache folder", f"a peer is running with {settings.cache_folder}", remedy)
     port = _check_port(settings, is_running=is_running)
     yield port
+    if settings.when_idle is not None:
+        yield _check_idle(settings.when_idle)
     plan, shards = yield from _swarm_checks(settings, port_is_free=port.verdict == "ok")
     yield from machine_checks(settings, plan, shards)
+
+
+def _check_idle(minutes: float) -> Check:
+    try:
+        return ok("idle", in_use(minutes)() or "nobody uses this machine now")
+    except ConfigurationError as error:
+        return failed("idle", error)
 
 
 def _check_sharing() -> Check:

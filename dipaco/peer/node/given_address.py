@@ -1,5 +1,5 @@
 """The addresses that a peer joined through are kept, so that nobody is asked for them again; other
-commands of this machine use them too."""
+commands of this machine use them too. So is the line by which others join through the peer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dipaco.base.errors import ConfigurationError, DipacoError
-from dipaco.base.files import atomic_write
+from dipaco.base.files import atomic_write, text_of
 from dipaco.dht.addresses import EXAMPLE_PEER, check_given_peer, split_operator
 from dipaco.peer.exchange.contact.known_peers import KnownPeers
+from dipaco.peer.peer_settings import default_cache_folder
 
 
 def keep_addresses(cache_folder: Path, given: Sequence[str]) -> None:
@@ -35,16 +36,36 @@ def kept_addresses(cache_folder: Path) -> tuple[str, ...]:
     )
 
 
-def known_addresses(cache_folder: Path) -> tuple[str, ...]:
+def known_addresses(cache_folder: Path | None = None) -> tuple[str, ...]:
     """Return how a command that only reads comes into the swarm that the peer of this machine was
     in last: through the addresses of the last time, or through peers that were there with it.
 
     Raises ConfigurationError if no peer has run here.
     """
+    cache_folder = cache_folder or default_cache_folder()
     given = kept_addresses(cache_folder)
     plain, _ = split_operator(given)
     known = [a for folder in _folders(cache_folder) for a in KnownPeers(folder).beside(plain)]
     return tuple(dict.fromkeys((*given, *known)))
+
+
+def keep_line(cache_folder: Path, line: str) -> None:
+    """Keep the line for `dipaco-peer status`, or forget it if it is empty; a full disk does not
+    matter."""
+    with contextlib.suppress(DipacoError, OSError):
+        if line:
+            atomic_write(_line_file(cache_folder), f"{line}\n".encode())
+        else:
+            _line_file(cache_folder).unlink(missing_ok=True)
+
+
+def kept_line(cache_folder: Path) -> str:
+    """Return the line that was kept, "" if there is none."""
+    return text_of(_line_file(cache_folder)).strip()
+
+
+def _line_file(cache_folder: Path) -> Path:
+    return cache_folder / "for_a_friend"
 
 
 def _folders(cache_folder: Path) -> tuple[Path, ...]:

@@ -1,13 +1,9 @@
-"""The line that a newcomer pastes to join through this node; a peer keeps it for its owner."""
+"""The line that a newcomer pastes to join through this node."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 
-from dipaco.base.errors import DipacoError
-from dipaco.base.files import atomic_write, text_of
 from dipaco.dht.addresses import OPERATOR_MARK
 from dipaco.peer.exchange.contact.reachability import hosts_of
 from dipaco.protocol.manifest import SignedManifest
@@ -20,22 +16,3 @@ def line_for_others(addresses: Sequence[str], manifest: SignedManifest) -> str:
     ]
     pinned = f"{(known_to_most or addresses)[0]}{OPERATOR_MARK}{manifest.operator_fingerprint}"
     return f"dipaco-peer {pinned}" + " --invitation TEXT" * (manifest.plan.admission is None)
-
-
-def keep_line(cache_folder: Path, line: str) -> None:
-    """Keep the line for `dipaco-peer status`, or forget it if it is empty; a full disk does not
-    matter."""
-    with contextlib.suppress(DipacoError, OSError):
-        if line:
-            atomic_write(_file(cache_folder), f"{line}\n".encode())
-        else:
-            _file(cache_folder).unlink(missing_ok=True)
-
-
-def kept_line(cache_folder: Path) -> str:
-    """Return the line that was kept, "" if there is none."""
-    return text_of(_file(cache_folder)).strip()
-
-
-def _file(cache_folder: Path) -> Path:
-    return cache_folder / "for_a_friend"
