@@ -77,7 +77,7 @@ def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
     from rich.console import Console
 
-    from dipaco.bootstrap.plan.data_sample import look_at_chats, look_at_data
+    from dipaco.bootstrap.plan.data_sample import few_documents, look_at_chats, look_at_data
     from dipaco.bootstrap.plan.figures import Expected, plan_figures
     from dipaco.bootstrap.plan.times import measured_tokens_per_s
     from dipaco.modules.device import choose_device, prepare_process
@@ -87,9 +87,10 @@ def run_plan(settings: PlanSettings) -> int:
 
     tokens = None if settings.corpus_tokens is None else int(settings.corpus_tokens)
     config = load_run_config(settings.run_toml, changes=settings.changes)
-    chats, problem = False, None
+    chats, few, problem = False, "", None
     try:
         chats = look_at_data(config)
+        few = few_documents(config, config.grid.path_count)
     except CorpusError as error:
         problem = error  # The figures are of use without the data.
     speed = settings.tokens_per_s
@@ -102,6 +103,8 @@ def run_plan(settings: PlanSettings) -> int:
         print(json.dumps(figures.as_json()))
     else:
         show_figures(figures, Console(highlight=False, soft_wrap=True))
+        if few:
+            print(few)
     if problem is not None:
         raise problem
     if chats and not settings.json and (sample := look_at_chats(config)):
@@ -163,8 +166,8 @@ PLAN = Command(
     run_plan,
     summary="check a RUN.toml and show its parameters, traffic, disk and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
-    "round, and what it has on disk and in memory. Of the data, only the first document is read, "
-    "or the first 200 chats. Nothing is written.",
+    "round, and what it has on disk and in memory. Of the data, only the first documents are "
+    "read, or the first 200 chats. Nothing is written.",
 )
 SERVE = Command(
     "serve",

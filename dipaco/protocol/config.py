@@ -18,6 +18,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from dipaco.base.errors import ConfigurationError, nearest_name
 
@@ -464,8 +465,13 @@ class ContributionsConfig(Config):
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
+# Of many mistakes so many are told at once.
+MAX_TOLD = 8
+
+
 def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
-    """Build `config_class` from plain values, or raise `ConfigurationError` with one clear line.
+    """Build `config_class` from plain values, or raise `ConfigurationError` with one clear line
+    that tells all mistakes.
 
     `source` names where the values came from (a file name) and starts the message. An unknown key
     is answered with the nearest known one.
@@ -475,20 +481,37 @@ def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source:
         # date, is a text.
         return config_class.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        if first["type"] == "extra_forbidden":
-            owner = _class_at(config_class, first["loc"][:-1])
-            known = sorted(owner.model_fields) if owner else []
-            guess = nearest_name(str(first["loc"][-1]), known)
-            hint = f"; did you mean '{guess}'?" if guess else f"; known: {', '.join(known)}"
-            raise ConfigurationError(f"{source}: unknown key '{where}'{hint}") from None
-        message = str(first["msg"]).removeprefix("Value error, ")
-        if first["type"] == "model_type":
-            message = f"it is a table, [{where}]"
-        shown = repr(first.get("input"))
-        seen = f" (got {shown})" if where and len(shown) < 80 else ""
-        raise ConfigurationError(f"{source}: {where or 'value'}: {message}{seen}") from None
+        # Of what may have one of several types, each type has a complaint: the first is told.
+        first = {one["loc"][:2]: one for one in reversed(error.errors())}
+        mistakes = [_mistake(config_class, one) for one in reversed(first.values())]
+        raise ConfigurationError(f"{source}: {'; and '.join(mistakes[:MAX_TOLD])}") from None
+
+
+def _mistake(config_class: type[BaseModel], error: ErrorDetails) -> str:
+    """Say in a few words what is wrong with one key."""
+    location = error["loc"]
+    where = ".".join(str(part) for part in location)
+    if error["type"] == "extra_forbidden":
+        owner = _class_at(config_class, location[:-1])
+        known = sorted(owner.model_fields) if owner else []
+        guess = nearest_name(str(location[-1]), known)
+        hint = f"; did you mean '{guess}'?" if guess else f"; known: {', '.join(known)}"
+        return f"unknown key '{where}'{hint}"
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "model_type":
+        message = f"it is a table, [{where}]"
+    elif error["type"] == "string_pattern_mismatch":
+        message = _wanted(config_class, location) or message
+    shown = repr(error.get("input"))
+    seen = f" (got {shown})" if where and len(shown) < 80 else ""
+    return f"{where or 'value'}: {message}{seen}"
+
+
+def _wanted(config_class: type[BaseModel], location: tuple[int | str, ...]) -> str:
+    """Return what the description of a key says, which is easier to read than its pattern."""
+    owner = _class_at(config_class, location[:-1])
+    field = owner.model_fields.get(str(location[-1])) if owner else None
+    return field.description.removesuffix(".") if field and field.description else ""
 
 
 def _class_at(config_class: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel] | None:

@@ -272,6 +272,13 @@ def test_shown_bytes():
     assert shown == ["7 bytes", "999 bytes", "1 kB", "12.3 kB", "1 MB", "5 GB"]
 
 
+def test_few_texts_for_many_paths_are_told(capsys):
+    tiny = str(EXAMPLES / "tiny" / "RUN.toml")
+    for sizes, said in (("[8, 8]", False), ("[20, 20]", True)):
+        assert main(["plan", tiny, "--set", f"grid.modules_per_level={sizes}"]) == 0
+        assert ("Few texts: 1,286 training documents for 400 paths" in capsys.readouterr().out) == said
+
+
 @pytest.mark.parametrize(
     ("changes", "exit_code", "said"),
     [
@@ -282,6 +289,10 @@ def test_shown_bytes():
         (("data.train='nowhere/*.jsonl'",), 10, "no file matches"),
         ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "name the files in it, for example"),
         (("data.text_field=content",), 10, "text_field = 'text'"),
+        (("grid.modules_per_level=[40, 40]",), 10, "1,286 training documents for 1,600 paths"),
+        # All mistakes at once, each in words.
+        (("name='own texts'", "seed=-1"), 3, "at most 64 letters, digits"),
+        (("name='own texts'", "seed=-1"), 3, "(got 'own texts'); and seed: Input should be greater"),
     ],
 )
 def test_the_command_takes_changes_and_looks_at_the_data(changes, exit_code, said, capsys):

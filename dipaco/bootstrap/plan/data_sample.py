@@ -15,6 +15,8 @@ from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 _CHATS = 200
+# With fewer, a path learns little that its base does not know.
+DOCUMENTS_OF_A_PATH = 10
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,24 @@ def look_at_data(config: RunConfig) -> bool:
     if chats:
         check_chats(config)
     return chats
+
+
+def few_documents(config: RunConfig, paths: int) -> str:
+    """Return a line if there are few training documents for so many paths, "" if there are enough.
+
+    Raises CorpusError where `prepare` would have no document for some path.
+    """
+    if _is_elsewhere(config):
+        return ""
+    wanted = DOCUMENTS_OF_A_PATH * paths
+    count = sum(1 for _ in itertools.islice(iterate_documents(config.data, "train"), wanted))
+    if count >= wanted:
+        return ""
+    said = f"{count:,} training documents for {paths:,} paths"
+    remedy = "write fewer modules_per_level under [grid], or give more data"
+    if count < paths:
+        raise CorpusError(f"{said}: each path needs one at least; {remedy}")
+    return f"Few texts: {said}, less than {DOCUMENTS_OF_A_PATH} for each on average; {remedy}"
 
 
 def _is_elsewhere(config: RunConfig) -> bool:
