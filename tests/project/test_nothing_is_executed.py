@@ -104,6 +104,9 @@ EXCEPTIONS = {
     ("peer/owner/gpu_heat.py", "imports subprocess"): (
         "asks nvidia-smi for a temperature; no word of it comes from others"
     ),
+    ("peer/owner/idle.py", "imports subprocess"): (
+        "asks loginctl since when nobody has used this machine; no word of it comes from others"
+    ),
     ("peer/owner/keep_awake.py", "imports subprocess"): (
         "holds a lock with systemd-inhibit; its words stand in the file"
     ),
