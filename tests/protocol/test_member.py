@@ -377,11 +377,48 @@ def test_a_step_of_few_is_taken_once_there_was_time_for_a_better_one():
     assert [compute.steps for compute in member.take(a.Compute)] == [(step,)]
 
 
-@pytest.mark.parametrize(("there", "is_most"), [("ABC", True), ("ABCD", False)])
+def heal(peers, sides, loss_of_genesis=None, path=0):
+    """Return whether a peer leaves its chain of one side for a heavier one that wrecks its held-out loss."""
+    mine, theirs = sides
+    member = Trainer(mine[0], peers)
+    module, rounds = member.module, 5
+    base = Step.of([member.row(peer) for peer in peers])
+    chains = {mine: [base], theirs: [base]}
+    for side, chain in chains.items():
+        # The rows of the one go on for a round more.
+        for index in range(1, rounds + (side == theirs)):
+            fields = {"parent": chain[-1].name, "round_index": index, "path": path if side == theirs else 0}
+            chain.append(Step.of([member.row(p, file=name(f"{p} {index}"), **fields) for p in side]))
+    member.stand_on(*chains[mine])
+    member.known.now_s += rounds * DURATION_S + GATHER_S
+    module.hear_steps(chains[theirs][1:], theirs[0])
+    member.gathered(*(row for step in chains[theirs] for row in step.rows))
+    for fetch in member.take(a.FetchState):
+        module.handle(e.StateHere(MODULE, fetch.head))
+    last = chains[theirs][-1]
+    module.handle(e.StateHere(MODULE, member.head(last)))
+    module.handle(e.Checked(MODULE, last.name, 2.0, 9.0, loss_of_genesis))
+    return module.stand == last.name
+
+
+@pytest.mark.parametrize(
+    ("sides", "is_left"), [(("A", "BC"), True), (("AB", "CD"), True), (("A", "B"), False), (("ABC", "DE"), False)]
+)
+def test_even_parts_of_a_swarm_come_together_and_one_of_two_overrules_nobody(sides, is_left):
+    assert heal("".join(sides), sides) is is_left
+
+
+@pytest.mark.parametrize(("path", "is_left"), [(0, False), (1, True)])
+def test_a_state_that_the_path_was_not_trained_in_may_fit_worse_than_its_genesis(path, is_left):
+    """Whoever made it: of a state that the path was trained in nobody is believed."""
+    assert heal("ABC", ("A", "BC"), loss_of_genesis=5.0, path=path) is is_left
+
+
+@pytest.mark.parametrize(("there", "is_most"), [("ABC", True), ("ABCDE", False)])
 def test_those_who_have_gone_do_not_keep_a_peer_on_its_own_chain(there, is_most):
     member = Trainer("A", there)
     module = member.module
-    base = Step.of([member.row(peer) for peer in "ABCD"])
+    base = Step.of([member.row(peer) for peer in "ABCDE"])
     mine = Step.of([member.row("A", parent=base.name, round_index=1)])
     theirs = Step.of([member.row(p, parent=base.name, round_index=1) for p in "BC"])
     member.stand_on(base, mine)

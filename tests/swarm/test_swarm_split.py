@@ -14,7 +14,6 @@ from support.wire.split_network import can_split, split_network
 # Of a round, by the clock, in which also the claims of the other side expire: rounds that end when
 # all are done pass faster than views are read.
 DURATION_S = 12.0
-SPLIT_DURATIONS = 2
 # Rounds that anybody ends between the first sign of the other side and a group of all, behind the
 # one that was under way when it came.
 HEALING_ROUNDS = 2
@@ -55,7 +54,15 @@ def _group_of_all(member, size, since_s):
 
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not can_split(), reason="needs root and network namespaces")
-def test_a_split_heals_within_two_rounds(tmp_path):
+@pytest.mark.parametrize(
+    ("sides", "split_durations"),
+    [
+        pytest.param(((0, 1), (0, 1)), 2, id="both paths on each side"),
+        # What they share fits the other path no more.
+        pytest.param(((0, 0), (1, 1)), 5, id="a path on each side"),
+    ],
+)
+def test_a_split_heals_within_two_rounds(sides, split_durations, tmp_path):
     run = make_tiny_run(
         tmp_path / "run",
         modules_per_level=(1, 2),
@@ -67,7 +74,9 @@ def test_a_split_heals_within_two_rounds(tmp_path):
     with split_network() as network, Swarm(tmp_path, run) as swarm:
         bootstrap = _start(swarm, network, 0, "dipaco-bootstrap", "bootstrap", "serve", str(run.path))
         peers = [
-            _peer(swarm, network, side, bootstrap, path, f"peer{2 * side + path}") for side in (0, 1) for path in (0, 1)
+            _peer(swarm, network, side, bootstrap, path, f"peer{2 * side + place}")
+            for side, paths in enumerate(sides)
+            for place, path in enumerate(paths)
         ]
         swarm.wait(peers, "training")
         swarm.wait(peers, "outer_step", lambda e: len(e["group"]) == 4)
@@ -76,7 +85,7 @@ def test_a_split_heals_within_two_rounds(tmp_path):
         cut_s = time.time()
         # Both sides go on by themselves.
         swarm.wait(peers, "outer_step", lambda e: e["module"] == SHARED and e["time_s"] > cut_s and len(e["group"]) < 4)
-        time.sleep(max(0.0, cut_s + SPLIT_DURATIONS * DURATION_S - time.time()))
+        time.sleep(max(0.0, cut_s + split_durations * DURATION_S - time.time()))
         assert len(_states(peers)[SHARED]) > 1, "the two sides did not part"
 
         network.mend()

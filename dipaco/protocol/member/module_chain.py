@@ -10,7 +10,7 @@ from dipaco.protocol.chain_book import ChainBook, Link
 from .actions import Serve
 from .knowledge import Knowledge
 from .next_step import Candidates, Notes, candidates
-from .quorums import is_majority
+from .quorums import may_overrule
 
 # Branches that parted so many steps ago are forgotten, and not looked at; of older steps of the
 # own chain, too, only the names are in memory.
@@ -86,7 +86,7 @@ class ModuleChain:
         return self.recent(step) & self._known.trainers(self.module)
 
     def is_of_most(self, step: str) -> bool:
-        """Tell whether more than half of those who counted where two chains parted are in one.
+        """Tell whether enough of those who counted where two chains parted are in one.
 
         In a chain is whose row stands on a state of it: a step may hold rows of peers that never
         took it. Where it is one step that all can compute, its own rows count.
@@ -96,7 +96,7 @@ class ModuleChain:
         fork = self.book.ancestor(step, self.stand).name
         steps = self.book.steps_between(fork, step)
         made = {peer for found in steps[1:] or steps for peer in found.peers}
-        return is_majority(made, self.voters(fork))
+        return may_overrule(made, self.voters(fork))
 
     def is_of_own_round(self, step: str) -> bool:
         """Tell whether a step stands where this peer's does, and holds this peer's row: it would
