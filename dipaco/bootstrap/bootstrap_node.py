@@ -21,7 +21,7 @@ from dipaco.peer.background import Background
 from dipaco.peer.exchange.fetching import max_core_bytes
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.given_address import keep_line
-from dipaco.peer.node.guests import OWN_INVITATION, given_invitation
+from dipaco.peer.node.guests import given_invitation
 from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.line_for_others import line_for_others
 from dipaco.peer.node.node import Node
@@ -37,6 +37,7 @@ from dipaco.protocol.view import present_round
 from dipaco.routing.run_folder import RunFolder
 
 from .bootstrap_settings import ServeSettings
+from .invite import own_invitation
 
 logger = logging.getLogger("dipaco.bootstrap.bootstrap_node")
 
@@ -71,7 +72,7 @@ def run(settings: ServeSettings) -> int:
     )
     joined.set()
     try:
-        node.admit(given_invitation(settings.invitation, folder / OWN_INVITATION))
+        node.admit(given_invitation(settings.invitation) or own_invitation(folder, display.say))
         _serve(node, settings, process)
     finally:
         node.close()

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from dipaco.base.errors import ConfigurationError, ManifestError
 from dipaco.base.files import append, atomic_write, ends_within_a_line, storage_errors
-from dipaco.peer.node.guests import OWN_INVITATION, REVOCATIONS
+from dipaco.peer.node.guests import OWN_INVITATION, REVOCATIONS, given_invitation
 from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Invitation, Terms, make_invitation, read_invitation
@@ -144,6 +144,19 @@ def note_admission(
         f"The run is by invitation: dipaco-bootstrap invite {folder} --peers N makes one; "
         f"{OWN_INVITATION} is for your own nodes, keep it to yourself"
     )
+
+
+def own_invitation(folder: Path, say: Callable[[str], None]) -> str | None:
+    """Return the invitation by which the operator's own nodes are in; None in an open run.
+
+    Where it was lost and the operator's key is in the folder, another one is made.
+    """
+    file = folder / OWN_INVITATION
+    if not file.exists() and (folder / "operator.pem").is_file():
+        manifest, _, key = _open(folder, None)
+        if not is_open(manifest.plan):
+            note_admission(folder, manifest.plan, key, say)
+    return given_invitation(None, file)
 
 
 def _open(

@@ -34,6 +34,8 @@ def lines_about(cache_folder: Path) -> list[str]:
     friends = [line for folder in running if (line := kept_line(folder))]
     if friends:
         lines.append(f"for a friend: {friends[0]}")
+        if friends[0].endswith("TEXT"):
+            lines.append("the run is by invitation: TEXT comes from its operator")
     return [printable(line) for line in lines]
 
 

@@ -84,16 +84,14 @@ def sentence_of(
     trainers = sum(claim.state == "training" for claim in view.claims.values())
     trained = sum(path["state"] != "unserved" for path in paths)
     machines = "1 machine" if trainers == 1 else f"{trainers:,} machines"
-    how = (
-        "all is well"
-        if not problem_count
-        else f"{problem_count} problem" + "s" * (problem_count > 1)
-    )
-    said = (
-        f"{how}: {trained:,} of {len(paths):,} parts of the model are being trained by {machines}"
-    )
+    how = "all is well"
+    if problem_count:
+        how = "1 problem" if problem_count == 1 else f"{problem_count:,} problems"
+    verb = "is" if trained == 1 else "are"
+    parts = f"{trained:,} of {len(paths):,} parts of the model"
+    said = f"{how}: {parts} {verb} being trained by {machines}"
     if 0 < trainers < len(paths) and not problem_count:
-        said += ", which take turns"
+        said += "; the parts take turns"
     if trainers and able < 2:
         said += "; no other machine keeps copies"
     return said

@@ -12,7 +12,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.utils import MSGPackSerializer
 
 from dipaco.base.errors import AdmissionError, ConfigurationError, ManifestError
-from dipaco.bootstrap.invite import invite, keep_revocations, revoke
+from dipaco.bootstrap.invite import invite, keep_revocations, own_invitation, revoke
 from dipaco.dht.quotas import HeldRecords, KnownRun
 from dipaco.peer.node.guests import admit, given_invitation
 from dipaco.protocol import admission as admission_module
@@ -531,6 +531,21 @@ def test_nobody_ends_an_open_run_by_a_list_of_what_is_revoked(tmp_path):
         assert one.revoked == {"a" * 16}
     junk = plan.model_copy(update={"admission": "no invitation"})
     assert Gate.of(verify_manifest(sign_manifest(junk, operator))).everybody is None
+
+
+def test_an_operator_who_has_lost_his_own_invitation_need_not_ask_himself(tmp_path):
+    key_of_run = load_or_create_operator_key(tmp_path / "operator.pem")
+    (tmp_path / "manifest.json").write_bytes(sign_manifest(make_plan(), key_of_run))
+    said = []
+    found = own_invitation(tmp_path, said.append)
+    Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes())).check_invitation(read_invitation(found))
+    assert len(said) == 1
+    # It is made once, and nobody can make it without the key.
+    assert own_invitation(tmp_path, said.append) == found
+    (tmp_path / "invitation.txt").unlink()
+    (tmp_path / "operator.pem").unlink()
+    assert own_invitation(tmp_path, said.append) is None
+    assert len(said) == 1
 
 
 def test_a_revocation_ends_no_round_whose_steps_can_be_made_before_it_is_known(tmp_path):

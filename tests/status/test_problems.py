@@ -219,7 +219,7 @@ def test_one_sentence_says_how_a_run_is():
     stall(records, "L0.E1", 8)
     assert sentence(records) == f"1 problem: {trained}"
     assert sentence(swarm(2)) == (
-        "all is well: 2 of 4 parts of the model are being trained by 2 machines, which take turns"
+        "all is well: 2 of 4 parts of the model are being trained by 2 machines; the parts take turns"
     )
 
 
