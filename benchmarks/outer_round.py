@@ -49,8 +49,8 @@ from support.swarms.swarm import BIN, Member, Swarm
 
 from dipaco.modules.layout import layout_of
 from dipaco.modules.outer import OuterGradient, OuterRule, encode_in_place
+from dipaco.protocol.chain.outer_row import OuterRow
 from dipaco.protocol.config import ModelConfig
-from dipaco.protocol.outer_row import OuterRow
 
 TINY = {"hidden_size": 64, "feed_forward_size": 176, "head_count": 2}
 START_S, ROUND_S, FIRST_ROUNDS = 300.0, 120.0, 2

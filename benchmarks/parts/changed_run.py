@@ -18,8 +18,8 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.modules.compose import load_path
 from dipaco.modules.device import autocast_for, training_format
 from dipaco.modules.state import ModuleState
+from dipaco.protocol.chain.outer_row import OuterRow
 from dipaco.protocol.config import parse_config
-from dipaco.protocol.outer_row import OuterRow
 from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows

@@ -29,7 +29,7 @@ from dipaco.modules.layout import layout_of
 from dipaco.modules.state import genesis_state, read_state, state_chunks
 from dipaco.peer.exchange.streams import messages
 from dipaco.protocol import admission, invitations, manifest, records, revocations
-from dipaco.protocol.chain import (
+from dipaco.protocol.chain.steps import (
     Head,
     Row,
     Step,

@@ -29,7 +29,7 @@ from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.node.node import Node
 from dipaco.peer.shell.messenger import Messenger
 from dipaco.peer.shell.shell import Shell
-from dipaco.protocol.chain import Row, Step, sign_row
+from dipaco.protocol.chain.steps import Row, Step, sign_row
 from dipaco.protocol.identity import Identity, load_or_create_identity
 from dipaco.protocol.invitations import read_invitation
 from dipaco.protocol.member import actions as a

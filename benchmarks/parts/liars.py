@@ -25,7 +25,7 @@ from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.join_run import join_run
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.shell import outer_steps
-from dipaco.protocol.chain import Row, Step, genesis_name, sign_row
+from dipaco.protocol.chain.steps import Row, Step, genesis_name, sign_row
 from dipaco.protocol.member.events import Published
 from dipaco.training.trainer import Snapshot
 

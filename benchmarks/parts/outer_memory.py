@@ -31,7 +31,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.peer.background import Background
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.keeping.path_files import OptimizerFiles
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.config import ModelConfig
 from dipaco.protocol.member import actions as a
 from dipaco.training.inner import InnerLoop

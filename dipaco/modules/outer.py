@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 
 from dipaco.base.errors import IntegrityError
+from dipaco.protocol.chain.outer_row import OuterRow
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
 from dipaco.protocol.grid import PRIVATE_LEVEL
-from dipaco.protocol.outer_row import OuterRow
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from . import trimmed_mean

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dipaco.base.errors import IntegrityError, StorageError
 from dipaco.base.kept_files import KEPT_STATES, KeptFiles, SavedState
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain.steps import Head
 
 from .layout import ModuleLayout
 from .state import ModuleState, StateSummary, read_state, read_state_summary, write_state

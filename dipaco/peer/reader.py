@@ -16,7 +16,7 @@ from dipaco.peer.keeping.winning_states import WinningStates
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
-from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.chain.steps import Head, Step
 from dipaco.protocol.coverage import whole_scope
 from dipaco.protocol.manifest import newest_run
 from dipaco.protocol.plan import RunPlan

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .chain import Step
+from .chain.steps import Step
 
 EXPORT_FORMAT = "dipaco-ledger/4"
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .chain import Head
+from .chain.steps import Head
 from .coverage import bucket_count, home_bucket
 from .grid import Grid
 from .records import (

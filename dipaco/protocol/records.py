@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from .chain import Head
+from .chain.steps import Head
 from .config import RoundsConfig
 from .record_errors import MAX_COUNT
 from .record_errors import OtherProtocolError as OtherProtocolError

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .chain import MAX_ROWS, Head, Row
+from .chain.steps import MAX_ROWS, Head, Row
 from .coverage import Scope
 from .grid import Grid
 from .plan import RunPlan

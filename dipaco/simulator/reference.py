@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.outer import OuterRule, canonical_rows
 from dipaco.modules.state import ModuleState
-from dipaco.protocol.outer_row import OuterRow
+from dipaco.protocol.chain.outer_row import OuterRow
 from dipaco.routing.run_folder import RunFolder
 
 from .round_report import Reporter, RoundNotes, RoundReport

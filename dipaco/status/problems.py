@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain.steps import Head
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.records import Claim

@@ -27,8 +27,8 @@ from dipaco.modules.outer import (
 )
 from dipaco.modules.state import MAX_COUNT, ModuleState, PathProgress, read_state, state_chunks
 from dipaco.modules.trimmed_mean import fp32
+from dipaco.protocol.chain.outer_row import OuterRow
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
-from dipaco.protocol.outer_row import OuterRow
 from support.runs.contribution_files import made_file
 from support.runs.exact_numbers import square_roots
 

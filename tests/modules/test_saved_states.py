@@ -14,7 +14,7 @@ from dipaco.base.kept_files import SavedState
 from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.saved_states import StateStore
 from dipaco.modules.state import ModuleState, PathProgress, write_state
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain.steps import Head
 
 LAYOUT = ModuleLayout(("w",), ((4,),))
 

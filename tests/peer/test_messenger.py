@@ -12,7 +12,7 @@ from dipaco.base.index import Index
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.shell.messenger import PUTS_AT_ONCE, Messenger
-from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.chain.steps import Row, Step, genesis_name
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from support.swarms.fake_swarm import ME, FakeSwarm, peer_id

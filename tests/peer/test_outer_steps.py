@@ -18,7 +18,7 @@ from dipaco.base.kept_files import KeptFiles
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.node.states import Named, States, head_of
-from dipaco.protocol.chain import MARK_BYTES, Head, Step
+from dipaco.protocol.chain.steps import MARK_BYTES, Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.routing.run_folder import RunFolder

@@ -7,7 +7,7 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.node.given_address import keep_line
 from dipaco.peer.node.line_for_others import line_for_others
 from dipaco.peer.owner.pauses import Pauses
-from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.chain.steps import Row, Step, genesis_name
 from dipaco.protocol.identity import load_or_create_identity
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.routing.run_folder import RunFolder

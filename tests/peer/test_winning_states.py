@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from dipaco.base.errors import NetworkError
 from dipaco.peer.keeping.winning_states import WinningStates
-from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.chain.steps import Head, Step
 from dipaco.protocol.member.events import Answered
 from dipaco.protocol.records import Holding
 from dipaco.protocol.view import SwarmView

@@ -18,9 +18,9 @@ from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import ModuleLayout
 from dipaco.modules.outer import OuterRule, canonical_rows
 from dipaco.modules.state import ModuleState, PathProgress, state_chunks
-from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.chain.outer_row import OuterRow
+from dipaco.protocol.chain.steps import Row, Step, genesis_name
 from dipaco.protocol.config import ContributionsConfig, OuterConfig
-from dipaco.protocol.outer_row import OuterRow
 from dipaco.protocol.plan import PROTOCOL_VERSION
 from dipaco.protocol.record_keys import NAMESPACE
 from dipaco.routing.batches import batch_indices

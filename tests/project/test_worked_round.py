@@ -12,7 +12,7 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange.streams.messages import AskReply, AskRequest, GetReply, GetRequest, TellRequest, framed
-from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, pack_row, pack_step, sign_row
+from dipaco.protocol.chain.steps import MARK_BYTES, Row, Step, genesis_name, pack_row, pack_step, sign_row
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 

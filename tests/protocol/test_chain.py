@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dipaco.protocol.chain import (
+from dipaco.protocol.chain.chain_book import BRANCHES_OF_A_TELLER, ChainBook
+from dipaco.protocol.chain.steps import (
     MARK_BYTES,
     MAX_ROWS,
     Row,
@@ -22,7 +23,6 @@ from dipaco.protocol.chain import (
     unpack_step,
     verify_row,
 )
-from dipaco.protocol.chain_book import BRANCHES_OF_A_TELLER, ChainBook
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.record_errors import MAX_COUNT, RecordError
 from support.runs.make_plan import make_plan

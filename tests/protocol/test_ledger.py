@@ -2,7 +2,7 @@
 
 import json
 
-from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.chain.steps import Row, Step, genesis_name
 from dipaco.protocol.ledger import credits_of, exported
 
 RUN = "0" * 16

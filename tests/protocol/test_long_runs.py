@@ -4,12 +4,12 @@ import random
 from collections import deque
 from collections.abc import Mapping
 
-from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.chain.chain_book import ChainBook
+from dipaco.protocol.chain.steps import Head, Row, Step
+from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.module_chain import REMEMBERED_STEPS
-from dipaco.protocol.trunk import Trunk
 from support.runs.trainer import BOUNDARY_S, DURATION_S, MODULE, Trainer, name
 
 

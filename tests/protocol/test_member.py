@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.chain.steps import Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.copies import Copies

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from dipaco.protocol.chain import Head, Step
-from dipaco.protocol.chain_book import BRANCHES_OF_A_TELLER
+from dipaco.protocol.chain.chain_book import BRANCHES_OF_A_TELLER
+from dipaco.protocol.chain.steps import Head, Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.situation import Role

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.chain.chain_book import ChainBook
+from dipaco.protocol.chain.steps import Head, Row, Step
+from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.config import GridConfig
 from dipaco.protocol.coverage import bucket_count as bucket_count_of
 from dipaco.protocol.grid import Grid
@@ -16,7 +17,6 @@ from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.protocol.records import Claim, Holding, PeerRecord, refresh_period_s
-from dipaco.protocol.trunk import Trunk
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
 

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from dipaco.protocol.chain import Row, Step
-from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.chain.chain_book import ChainBook
+from dipaco.protocol.chain.steps import Row, Step
 from dipaco.protocol.member.next_step import Notes, candidates
 
 RUN, MODULE, NOW_S = "0" * 16, "L0.E0", 100.0

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.situation import Role

@@ -1,7 +1,7 @@
 """Which rows of a module are remembered, and when their files are asked for."""
 
-from dipaco.protocol.chain import Row
-from dipaco.protocol.round_rows import REMEMBERED_PEERS, ROWS_OF_A_PEER, RoundRows
+from dipaco.protocol.chain.round_rows import REMEMBERED_PEERS, ROWS_OF_A_PEER, RoundRows
+from dipaco.protocol.chain.steps import Row
 from support.runs.trainer import MODULE, name
 
 

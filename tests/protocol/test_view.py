@@ -3,7 +3,7 @@
 import pytest
 
 from dipaco.protocol.agreement import trained_in_sight
-from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.chain.steps import Head, Row
 from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.records import Claim, HeldState, Holding, ModuleRecord, PeerRecord, ProgressEntry, ProgressRecord

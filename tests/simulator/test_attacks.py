@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dipaco.protocol.chain_book import BRANCHES_OF_A_TELLER
+from dipaco.protocol.chain.chain_book import BRANCHES_OF_A_TELLER
 from support.insiders.histories import ATTACKS, run_attacked, run_faulty
 
 # 2x2 modules by the clock, one path with fixed steps, one path by the clock.

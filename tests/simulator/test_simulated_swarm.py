@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.member.actions import Action, Adopt, Compute, Publish, Tell
 from dipaco.protocol.member.member import Member
 from dipaco.simulator.swarm.engine import Engine

@@ -11,7 +11,7 @@ import pytest
 from dipaco.base.index import Index
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.keeping.credit import own_tokens, tokens_on_disk
-from dipaco.protocol.chain import Row, Step, genesis_name
+from dipaco.protocol.chain.steps import Row, Step, genesis_name
 from dipaco.protocol.ledger import EXPORT_FORMAT
 from dipaco.routing.run_folder import RunFolder
 from dipaco.status import ledger_report, status_command

@@ -29,7 +29,7 @@ from dipaco.peer.check.needs import (
     state_bytes,
     written_bytes,
 )
-from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.chain.steps import MAX_ROWS
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest

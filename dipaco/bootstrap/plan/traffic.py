@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.chain.steps import MAX_ROWS
 from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.coverage import SAMPLED_AT_ONCE, bucket_count
 from dipaco.protocol.member.group import MAILBOXES

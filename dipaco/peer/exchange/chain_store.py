@@ -19,10 +19,10 @@ import msgpack
 from dipaco.base.errors import StorageError
 from dipaco.base.index import Index
 from dipaco.base.waits import BriefLock
-from dipaco.protocol.chain import Head, Row, Step, genesis_name, unpack_step
+from dipaco.protocol.chain.round_rows import RoundRows
+from dipaco.protocol.chain.steps import Head, Row, Step, genesis_name, unpack_step
+from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.record_errors import RecordError
-from dipaco.protocol.round_rows import RoundRows
-from dipaco.protocol.trunk import Trunk
 
 logger = logging.getLogger("dipaco.peer.exchange.chain_store")
 

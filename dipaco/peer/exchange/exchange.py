@@ -57,7 +57,7 @@ from dipaco.peer.exchange.streams.messages import (
     read_frame,
 )
 from dipaco.peer.exchange.streams.transport import Transport
-from dipaco.protocol.chain import Row, Step, pack_row, pack_step
+from dipaco.protocol.chain.steps import Row, Step, pack_row, pack_step
 from dipaco.protocol.member.events import Answered, Told
 
 from .pages import Pages

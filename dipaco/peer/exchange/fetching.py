@@ -20,7 +20,7 @@ from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState, max_state_bytes, read_state
 from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.partial_file import MAX_UNFINISHED, prune_partial_files
-from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.chain.steps import Head, Row
 from dipaco.protocol.config import ModelConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunPlan, ShardIndex

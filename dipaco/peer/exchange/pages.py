@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from dipaco.base.waits import BriefLock
-from dipaco.protocol.chain import MAX_ROWS, Step
+from dipaco.protocol.chain.steps import MAX_ROWS, Step
 
 from .chain_store import ANSWERED_STEP_ROWS, ANSWERED_STEPS
 

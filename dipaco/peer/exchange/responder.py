@@ -60,7 +60,7 @@ from dipaco.protocol.allowances import (
     Asker,
     Standing,
 )
-from dipaco.protocol.chain import Row
+from dipaco.protocol.chain.steps import Row
 from dipaco.protocol.member.events import Told
 
 from .served_run import NO_ANSWER, ServedRun

@@ -15,7 +15,7 @@ from pathlib import Path
 from dipaco.peer.exchange.files.content import ContentSource, Parts
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.streams.messages import AskReply, AskRequest, PutRequest, TellRequest
-from dipaco.protocol.chain import Row, Step, pack_row, pack_step, unpack_row, unpack_step
+from dipaco.protocol.chain.steps import Row, Step, pack_row, pack_step, unpack_row, unpack_step
 from dipaco.protocol.member.events import Answered, Told
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.records import HeldState

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from dipaco.base.waits import BriefLock
 from dipaco.protocol.admission import Admission, Gate
-from dipaco.protocol.chain import Head, Row, Step, verify_row
+from dipaco.protocol.chain.steps import Head, Row, Step, verify_row
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.record_errors import RecordError

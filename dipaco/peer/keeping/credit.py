@@ -9,7 +9,7 @@ from pathlib import Path
 from dipaco.base.errors import DipacoError
 from dipaco.peer.exchange.chain_store import ChainStore, tellers
 from dipaco.peer.node.node import Node
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.ledger import Credit, credits_of
 from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.routing.run_folder import RunFolder

@@ -17,8 +17,8 @@ from dipaco.modules.layout import layout_of
 from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.files.transfer import spread
 from dipaco.peer.node.node import Node
-from dipaco.protocol.chain import MARK_BYTES, Head, Row, Step
-from dipaco.protocol.chain_book import ChainBook, Link, Vouched
+from dipaco.protocol.chain.chain_book import ChainBook, Link, Vouched
+from dipaco.protocol.chain.steps import MARK_BYTES, Head, Row, Step
 from dipaco.protocol.view import SwarmView
 
 from .path_files import PathFiles

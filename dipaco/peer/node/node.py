@@ -33,7 +33,7 @@ from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.chain import MARK_BYTES, Step
+from dipaco.protocol.chain.steps import MARK_BYTES, Step
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import MANIFEST_FILE, SignedManifest

@@ -22,7 +22,7 @@ from dipaco.modules.saved_states import StateStore
 from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.content import Parts
-from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.chain.steps import Head, Step
 from dipaco.protocol.grid import Grid
 
 logger = logging.getLogger("dipaco.peer.node.states")

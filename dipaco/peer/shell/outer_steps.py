@@ -53,7 +53,7 @@ from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.node.states import Named, States, head_of
 from dipaco.peer.presence.joined_run import JoinedRun
 from dipaco.peer.reporting.event_log import EventLog
-from dipaco.protocol.chain import MARK_BYTES, Head, Row, sign_row
+from dipaco.protocol.chain.steps import MARK_BYTES, Head, Row, sign_row
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.coverage import Scope
 from dipaco.protocol.records import ClaimState
 

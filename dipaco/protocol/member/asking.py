@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from dipaco.protocol.chain import Head
-from dipaco.protocol.chain_book import RECENT_STEPS, Link
+from dipaco.protocol.chain.chain_book import RECENT_STEPS, Link
+from dipaco.protocol.chain.steps import Head
 
 from .actions import Ask
 from .group import MAILBOXES, Group

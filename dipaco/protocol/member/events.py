@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.view import SwarmView
 
 from .actions import Action

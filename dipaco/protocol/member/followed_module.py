@@ -26,9 +26,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import MAX_REPLAY, Link
-from dipaco.protocol.trunk import Trunk
+from dipaco.protocol.chain.chain_book import MAX_REPLAY, Link
+from dipaco.protocol.chain.steps import Head, Row, Step
+from dipaco.protocol.chain.trunk import Trunk
 
 from . import actions as a
 from . import events as e

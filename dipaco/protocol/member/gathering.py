@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from dipaco.protocol.chain import Row, Step
+from dipaco.protocol.chain.steps import Row, Step
 
 from .actions import Gather
 from .asking import Asking

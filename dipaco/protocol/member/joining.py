@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from enum import Enum, auto
 
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain.steps import Head
 from dipaco.protocol.policy import Decision, choose_path, resolve_collision
 from dipaco.protocol.records import ClaimState
 

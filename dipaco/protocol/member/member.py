@@ -16,11 +16,11 @@ from enum import Enum, auto
 from types import MappingProxyType
 
 from dipaco.protocol.agreement import trained_in_sight
-from dipaco.protocol.chain import Head, Step
+from dipaco.protocol.chain.steps import Head, Step
+from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunPlan
 from dipaco.protocol.policy import Decision, lead_rank
-from dipaco.protocol.trunk import Trunk
 
 from . import actions as a
 from . import events as e

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from dipaco.protocol.chain import Head, Row
-from dipaco.protocol.chain_book import ChainBook, Link
+from dipaco.protocol.chain.chain_book import ChainBook, Link
+from dipaco.protocol.chain.steps import Head, Row
 
 from .actions import Serve
 from .knowledge import Knowledge

@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from dipaco.protocol.chain_book import ChainBook, Link
+from dipaco.protocol.chain.chain_book import ChainBook, Link
 
 
 @dataclass

@@ -21,8 +21,8 @@ from __future__ import annotations
 import itertools
 import math
 
-from dipaco.protocol.chain import MAX_ROWS, Row, Step
-from dipaco.protocol.chain_book import RECENT_STEPS, Link
+from dipaco.protocol.chain.chain_book import RECENT_STEPS, Link
+from dipaco.protocol.chain.steps import MAX_ROWS, Row, Step
 
 from .group import Group
 from .knowledge import mailbox_order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dipaco.protocol.chain import Row
+from dipaco.protocol.chain.steps import Row
 
 from .actions import CarryOn, Discard, Publish, Put, Tell, Warn
 from .events import Failed

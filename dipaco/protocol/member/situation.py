@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from dipaco.protocol.chain import Head
-from dipaco.protocol.chain_book import Link
-from dipaco.protocol.round_rows import RoundRows
+from dipaco.protocol.chain.chain_book import Link
+from dipaco.protocol.chain.round_rows import RoundRows
+from dipaco.protocol.chain.steps import Head
 
 from .knowledge import Knowledge
 from .module_chain import ModuleChain

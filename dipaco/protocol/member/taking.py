@@ -33,8 +33,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import MAX_REPLAY, Link
+from dipaco.protocol.chain.chain_book import MAX_REPLAY, Link
+from dipaco.protocol.chain.steps import Head, Row, Step
 
 from .actions import Check, Compute, FetchState, Forget, Warn
 from .asking import Asking

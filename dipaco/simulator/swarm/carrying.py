@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.member import actions, events
 from dipaco.protocol.records import ProgressEntry
 from dipaco.protocol.view import is_plausible_row

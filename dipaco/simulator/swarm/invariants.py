@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain.steps import Head
 from dipaco.protocol.member.actions import Adopt
 
 from .machine import Machine

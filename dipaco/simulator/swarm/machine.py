@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.chain.steps import Head, Row
+from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.coverage import bucket_count, home_bucket, scope_of
 from dipaco.protocol.member.actions import Action, Left, Publish, Say, TakeStep, Tell, Wait
 from dipaco.protocol.member.events import (
@@ -33,7 +34,6 @@ from dipaco.protocol.member.events import (
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
 from dipaco.protocol.records import ProgressEntry, refresh_period_s
-from dipaco.protocol.trunk import Trunk
 from dipaco.protocol.view import claimed_tokens
 
 from .carrying import Carrying

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from dipaco.protocol.chain import Head, Row, Step
+from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.view import SwarmView
 
 SHORT = 8

@@ -11,8 +11,8 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from dipaco.protocol.chain import Head, Row, Step
-from dipaco.protocol.chain_book import ChainBook
+from dipaco.protocol.chain.chain_book import ChainBook
+from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.plan import RunPlan

@@ -12,8 +12,8 @@ from dipaco.base.errors import StorageError
 from dipaco.base.index import INDEX_FILE, Index
 from dipaco.peer.exchange import chain_store
 from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.protocol.chain import Head, genesis_name
-from dipaco.protocol.round_rows import REMEMBERED_PEERS
+from dipaco.protocol.chain.round_rows import REMEMBERED_PEERS
+from dipaco.protocol.chain.steps import Head, genesis_name
 from support.wire.exchanges import GENESIS, GRID, MODULE, admission, chain_of, row_of, rows_in
 from support.wire.peers import RUN, peer
 

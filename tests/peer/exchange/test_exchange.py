@@ -31,7 +31,7 @@ from dipaco.peer.exchange.streams.messages import (
 )
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.allowances import Bounds, Standing
-from dipaco.protocol.chain import Head, Step, pack_row
+from dipaco.protocol.chain.steps import Head, Step, pack_row
 from dipaco.protocol.member.events import Told
 from dipaco.protocol.revocations import sign_revocations
 from support.wire.exchanges import (

@@ -8,7 +8,7 @@ import pytest
 from dipaco.peer.exchange import verify
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import AWAY_S, Gate
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.revocations import sign_revocations

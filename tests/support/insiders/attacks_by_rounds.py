@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.member.actions import Put
 from dipaco.simulator.swarm.world import FORGED_LOSS, STATE_BYTES
 

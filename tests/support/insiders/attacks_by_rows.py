@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import islice
 
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.member.actions import Adopt, StartPath
 from dipaco.simulator.swarm.network import NO_ANSWER
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.member.actions import Adopt, Serve, Tell
 from dipaco.protocol.member.proposing import LATE_GRACES
 from dipaco.protocol.records import HeldState, ModuleRecord, record_life_s

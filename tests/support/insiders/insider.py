@@ -3,7 +3,7 @@
 By itself it attacks nobody: the swarm that attacks are compared with has it, too.
 """
 
-from dipaco.protocol.chain import Row
+from dipaco.protocol.chain.steps import Row
 from dipaco.protocol.member.actions import Publish, Tell
 from dipaco.protocol.member.events import Answered, Told
 from dipaco.simulator.swarm.machine import Machine

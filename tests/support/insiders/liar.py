@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import replace
 
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 from dipaco.protocol.member.actions import Tell
 from dipaco.protocol.view import max_contribution_tokens
 from dipaco.simulator.swarm.machine import Machine

@@ -3,7 +3,7 @@
 import hashlib
 from typing import TypeVar
 
-from dipaco.protocol.chain import Head, Row
+from dipaco.protocol.chain.steps import Head, Row
 from dipaco.protocol.config import GridConfig, RoundsConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.member import actions as a

@@ -6,7 +6,7 @@ from pathlib import Path
 from dipaco.base.errors import NetworkError
 from dipaco.peer.exchange.contact.clock import Clock
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain.steps import Head
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.member.rounds import RoundSchedule
 from dipaco.protocol.records import PeerRecord

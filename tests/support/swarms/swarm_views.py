@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from dipaco.protocol.chain import Head
+from dipaco.protocol.chain.steps import Head
 from dipaco.protocol.config import GridConfig, ModelConfig, RoundsConfig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.plan import RunPlan

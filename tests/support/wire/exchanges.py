@@ -15,7 +15,7 @@ from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import Gate
-from dipaco.protocol.chain import MARK_BYTES, Row, Step, genesis_name, sign_row
+from dipaco.protocol.chain.steps import MARK_BYTES, Row, Step, genesis_name, sign_row
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation

@@ -16,7 +16,7 @@ from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.node.states import States
 from dipaco.peer.shell.outer_steps import OuterSteps
-from dipaco.protocol.chain import MARK_BYTES, Head, genesis_name, sign_row
+from dipaco.protocol.chain.steps import MARK_BYTES, Head, genesis_name, sign_row
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e

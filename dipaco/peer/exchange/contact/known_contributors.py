@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from dipaco.base.waits import BriefLock
-from dipaco.protocol.chain import Step
+from dipaco.protocol.chain.steps import Step
 
 # Of a module, those that contributed last; and addresses of so many peers in all.
 MAX_PEERS_OF_MODULE, MAX_PEERS = 128, 2048

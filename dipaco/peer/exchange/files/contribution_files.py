@@ -15,7 +15,7 @@ from dipaco.base.files import atomic_write, spare_bytes, storage_errors
 from dipaco.base.kept_files import Coming, KeptFiles
 from dipaco.base.waits import BriefLock
 from dipaco.modules.contributions import Data
-from dipaco.protocol.chain import MARK_BYTES, Row
+from dipaco.protocol.chain.steps import MARK_BYTES, Row
 
 # Files that were found to be contributions are remembered up to so many.
 MAX_REMEMBERED = 2**16

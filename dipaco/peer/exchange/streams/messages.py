@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dipaco.protocol.chain import MAX_ROWS
+from dipaco.protocol.chain.steps import MAX_ROWS
 from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.records import AddressText, Count, HeldState, ModuleName, PeerId, TimeS
 

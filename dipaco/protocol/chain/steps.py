@@ -20,16 +20,17 @@ from typing import Any
 import msgpack
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from .grid import Grid
-from .identity import (
+from dipaco.protocol.grid import Grid
+from dipaco.protocol.identity import (
     SIGNATURE_BYTES,
     is_signed,
     peer_id_of_public_key,
     public_key_of_peer_id,
     raw_public_key,
 )
+from dipaco.protocol.record_errors import MAX_COUNT, RecordError
+
 from .outer_row import OuterRow
-from .record_errors import MAX_COUNT, RecordError
 
 MAX_ROWS = 64
 MAX_ROUND = 2**31

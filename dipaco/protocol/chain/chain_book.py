@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .chain import Head, Row, Step, genesis_name
+from .steps import Head, Row, Step, genesis_name
 from .trunk import Trunk
 
 # Steps whose contributors say who matters now.

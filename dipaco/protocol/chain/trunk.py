@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 
-from .chain import NAME_BYTES
+from .steps import NAME_BYTES
 
 
 class Trunk:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from .chain import Row, Step
+from .steps import Row, Step
 
 # Rounds that are remembered; peers behind a step; rows of a peer, in all and of a round: one can
 # have a row behind each of a few heads, while the chains of a split are compared.
