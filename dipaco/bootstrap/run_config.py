@@ -97,7 +97,12 @@ class BaseConfig(Config):
         description="Inner steps. 0: paths start from random parameters, or from the "
         "`checkpoint`, with which 0 is the default.",
     )
-    learning_rate: float = Field(4e-3, gt=0, description="Peak learning rate.")
+    learning_rate: float = Field(
+        4e-3,
+        gt=0,
+        description="Peak learning rate. With a `checkpoint` and `steps` it has no default: a "
+        "trained model wants about a tenth.",
+    )
     warmup_steps: int = Field(50, ge=0, description="Steps of linear warmup.")
     batch_sequences: int = Field(8, ge=1, description="Sequences in a batch.")
     floor_ratio: float = Field(
@@ -318,6 +323,12 @@ def resolved(
         )
     if trained is None and written.adapters is not None:
         _check_frozen_base(written.base, source)
+    is_trained = written.base.checkpoint is not None and written.base.steps > 0
+    if is_trained and "learning_rate" not in written.base.model_fields_set:
+        raise ConfigurationError(
+            f"{source}: base.steps trains a checkpoint further, and its rate has no default; write "
+            f"learning_rate under [base], such as 4e-4"
+        )
     parts: dict[str, Any] = {name: getattr(written, name) for name in RunToml.model_fields}
     parts["model"] = model
     if model.adapters is not None:

@@ -17,7 +17,12 @@ import torch.nn.functional as F
 
 from .device import format_of_products, load_bitsandbytes
 
-FILE_FORMATS: Final = {"bf16": torch.bfloat16, "nf4": torch.bfloat16, "float32": torch.float32}
+FILE_FORMATS: Final = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "nf4": torch.bfloat16,
+    "float32": torch.float32,
+}
 """How the file of a base stores numbers, by how the base lies in memory."""
 
 _NF4_BLOCK = 64

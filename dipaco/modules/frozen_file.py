@@ -23,11 +23,11 @@ from dipaco.protocol.config import ModelConfig, parse_config
 
 from .frozen_base import FILE_FORMATS, NF4_BYTES, FrozenBase
 from .layout import parameter_shapes
-from .llama import CONFIG_FILE, iterate_llama_parameters, read_llama_config
+from .llama import CONFIG_FILE, iterate_llama_parameters, read_llama_config, stored_formats
 from .transformer import EMBEDDING, HEAD
 
 NEW_ROW: Final = -1
-_NAMES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 RowRuns = Sequence[tuple[int, int]]
 """Rows of a checkpoint's embedding, (first, count) one after the other; a first of `NEW_ROW` stands
@@ -94,6 +94,14 @@ def write_base(folder: Path, rows: RowRuns, base_format: str, file: Path) -> Non
             if name in (EMBEDDING, HEAD):
                 tensor = renumbered(tensor, rows)
             out.write(tensor.to(dtype).contiguous().view(torch.uint8).numpy().data)
+
+
+def rounded_from(folder: Path, base_format: str) -> str | None:
+    """Return the format of a checkpoint whose numbers a base of this format does not all hold; None
+    if there is none. Raises as `stored_formats`."""
+    kept = _NAMES[FILE_FORMATS[base_format]]
+    others = stored_formats(folder) - {kept} if kept != "F32" else set()
+    return ", ".join(sorted(others)) or None
 
 
 def _header(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:

@@ -330,6 +330,21 @@ def check_llama_parameters(folder: Path, model: ModelConfig) -> None:
             _check_shape(name, shape, wanted[name], folder)
 
 
+def stored_formats(folder: Path) -> set[str]:
+    """Return the formats in which a checkpoint has its matrices, as safetensors names them.
+
+    Raises IntegrityError for a file that is none, and StorageError as `llama_weight_files` does.
+    """
+    found: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for name, (file, reader) in _readers(folder, stack).items():
+            with _broken_file(file):
+                numbers = reader.get_slice(name)
+                if len(numbers.get_shape()) > 1:
+                    found.add(numbers.get_dtype())
+    return found
+
+
 def iterate_llama_parameters(
     folder: Path, model: ModelConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:

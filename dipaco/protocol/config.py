@@ -61,10 +61,11 @@ class AdaptersConfig(Config):
         gt=0,
         description="What the adapters add is multiplied by `alpha / rank`. None: twice the rank.",
     )
-    base_format: Literal["bf16", "nf4", "float32"] = Field(
+    base_format: Literal["bf16", "fp16", "nf4", "float32"] = Field(
         "bf16",
-        description="How all peers hold the base in memory. `nf4` takes 4 bits per weight, "
-        "with bitsandbytes, and costs quality; it is for GPUs that have too "
+        description="How all peers hold the base in memory. A checkpoint that is stored otherwise "
+        "is rounded to it, and `prepare` says so. `nf4` takes 4 bits per weight of what "
+        "bf16 holds, with bitsandbytes, and costs quality; it is for GPUs that have too "
         "little memory for bf16.",
     )
 

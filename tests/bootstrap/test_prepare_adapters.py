@@ -21,6 +21,7 @@ from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.plan.figures import Expected, plan_figures
 from dipaco.bootstrap.plan_tables import show_figures
+from dipaco.bootstrap.prepare_output import Display
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.base_source import seems_in_hub_cache, take_base_from_hub_cache
@@ -90,6 +91,56 @@ def test_a_base_that_transformers_computes_is_never_trained_as_a_whole(tmp_path)
     assert prepared(tmp_path, toml)[1].model.family == "transformers"
     with pytest.raises(ConfigurationError, match=r"write a table \[adapters\]"):
         load_run_config(write_run(tmp_path, toml.replace("[adapters]\nrank = 4\n", "")))
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept", "said"),
+    [
+        (torch.float32, "bf16", "stored in F32, and the run's base is that rounded to bf16"),
+        (torch.float16, "bf16", "stored in F16, and the run's base is that rounded to bf16"),
+        (torch.float16, "fp16", None),
+        (torch.bfloat16, "nf4", None),
+        (torch.float16, "float32", None),
+    ],
+)
+def test_a_base_that_is_rounded_is_said_to_be(stored, kept, said, tmp_path):
+    stored_as(tmp_path / "base", stored)
+    toml = TOML.replace("OWNER/tiny", "base").replace("rank = 4", f'rank = 4\nbase_format = "{kept}"')
+    console = Console(file=io.StringIO(), width=120)
+    prepare(write_run(tmp_path, toml), tmp_path / "out", on_cpu(Display(console)))
+    shown = console.file.getvalue()
+    assert (said in shown) if said else ("is stored in" not in shown)
+
+
+def stored_as(folder, dtype):
+    """Make a base whose checkpoint is stored in a format; return its model."""
+    model = make_foreign_base(folder, "smollm2").to(dtype)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    model.save_pretrained(folder)
+    return model
+
+
+def test_the_base_in_fp16_is_that_of_the_checkpoint(tmp_path):
+    model = stored_as(tmp_path / "base", torch.float16)
+    toml = TOML.replace("OWNER/tiny", "base").replace("rank = 4", 'rank = 4\nbase_format = "fp16"')
+    run, plan = prepared(tmp_path, toml)
+    base = run.base_model(plan)
+    rows = [row for first, count in plan.base_source.rows for row in range(first, first + count) if first >= 0]
+    kept = base.base.weights["model.embed_tokens.weight"]
+    assert kept.dtype == torch.float16
+    theirs = model.model.embed_tokens.weight
+    ours = kept[[place for place in range(len(kept)) if place not in plan.model.added_tokens]]
+    assert torch.equal(ours, theirs[rows])
+
+
+def test_a_checkpoint_is_trained_further_at_a_rate_that_is_said(tmp_path):
+    make_foreign_base(tmp_path / "base", "smollm2")
+    toml = 'name = "x"\n[data]\ntrain = "train.jsonl"\n[base]\ncheckpoint = "base"\nsteps = 5\n'
+    with pytest.raises(ConfigurationError, match=r"write learning_rate under \[base\], such as 4e-4"):
+        load_run_config(write_run(tmp_path, toml))
+    config = load_run_config(write_run(tmp_path, toml + "learning_rate = 4e-4\n"))
+    assert config.base_inner().learning_rate == 4e-4
 
 
 def test_a_revision_of_which_the_cache_has_only_a_part_is_passed_over(hub, tmp_path):

@@ -120,7 +120,8 @@ def test_a_preparation_goes_on_and_gives_the_same(tmp_path):
         ((), INSTRUCT, r"no chat of \[data\] can be trained on: \d+ chats left out \(first at .*: "
                        "the chat template refuses it: roles must alternate"),
         ((), "{{", "the chat template cannot be used"),
-        (("base.steps=5", "base.checkpoint=base"), CHATML, "steps is 5 under .* leave steps out"),
+        (("base.steps=5", "base.checkpoint=base", "base.learning_rate=4e-4"), CHATML,
+                       "steps is 5 under .* leave steps out"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_in_one_line(tmp_path, changes, template, words):

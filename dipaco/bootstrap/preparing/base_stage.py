@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.modules.frozen_file import write_base
+from dipaco.modules.frozen_file import rounded_from, write_base
 from dipaco.modules.transformer import PathModel
 from dipaco.training.dense import SavedTraining
 
@@ -68,6 +68,12 @@ class BaseStage(Stage):
             if job.config.model.adapters is not None:
                 assert self._imported is not None
                 file, base_format = self.folder / "base", job.config.model.adapters.base_format
+                if stored := rounded_from(self._imported.folder, base_format):
+                    job.display.say(
+                        f"the checkpoint is stored in {stored}, and the run's base is that rounded "
+                        f"to {base_format}: adapters are exact on the rounded base; base_format "
+                        f"under [adapters] may be fp16 or float32"
+                    )
                 write_base(self._imported.folder, self._imported.rows, base_format, file)
                 return {"sha256": blobs.add_file(file, move=True)}
             steps = job.config.base.steps

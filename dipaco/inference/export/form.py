@@ -44,9 +44,10 @@ def form_for(
             f"transformers"
         )
     if dtype is None:
-        # A merged path is stored as its base is: bf16 or fp32.
-        is_half = format == "transformers" and adapters and adapters.base_format != "float32"
-        dtype = "bfloat16" if is_half else "float32"
+        # A merged path is stored as its base is.
+        halves: dict[str, DType] = {"bf16": "bfloat16", "nf4": "bfloat16", "fp16": "float16"}
+        is_merged = format == "transformers" and adapters is not None
+        dtype = halves.get(adapters.base_format, "float32") if is_merged else "float32"
     check_dtype(format, dtype)
     if base is None and plan.base_source is not None:
         base = plan.base_source.name
