@@ -46,9 +46,9 @@ def form_for(
     if dtype is None:
         # A merged path is stored as its base is.
         halves: dict[str, DType] = {"bf16": "bfloat16", "nf4": "bfloat16", "fp16": "float16"}
-        is_merged = format == "transformers" and adapters is not None
-        dtype = halves.get(adapters.base_format, "float32") if is_merged else "float32"
-    check_dtype(format, dtype)
+        dtype = "float32"
+        if format == "transformers" and adapters is not None:
+            dtype = halves.get(adapters.base_format, "float32")
     if base is None and plan.base_source is not None:
         base = plan.base_source.name
     is_adapter = adapters is not None and format != "transformers"
