@@ -78,7 +78,7 @@ def test_further_steps_train_the_imported_base(exported, tmp_path):
     imported, plan = prepared(tmp_path)
     _, same_plan = prepared(tmp_path, table, "same")
     assert plan.blobs == same_plan.blobs
-    run, trained = prepared(tmp_path, f"{table}steps = 2\nbatch_sequences = 2\n", "further")
+    run, trained = prepared(tmp_path, f"{table}steps = 2\nlearning_rate = 4e-3\nbatch_sequences = 2\n", "further")
     assert trained.blobs.tokenizer == plan.blobs.tokenizer
     assert trained.blobs.base != plan.blobs.base
     first, then = imported.base_parameters(plan), run.base_parameters(trained)
