@@ -1,6 +1,6 @@
 """Which public models can be the base of a run, found with a small random checkpoint of each.
 
-python benchmarks/base_families.py
+python tests/project/base_families.py
 
 prints the table of docs/export.md. Weights and tokenizers are made here, of the same parts as those
 of the models; `transformers` and PEFT are what each is compared with.
@@ -20,10 +20,8 @@ import peft
 import torch
 from transformers import AutoTokenizer
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests"))
-
-from support.runs.foreign_base import FOREIGN, HARD_TEXTS, make_foreign_base  # noqa: E402
 
 from dipaco.base.errors import DipacoError  # noqa: E402
 from dipaco.base.files import sha256_of_file  # noqa: E402
@@ -37,16 +35,12 @@ from dipaco.modules.transformer import PathModel  # noqa: E402
 from dipaco.protocol.config import AdaptersConfig, ModelFields  # noqa: E402
 from dipaco.routing.tokens.tokenizer import Tokenizer  # noqa: E402
 from dipaco.routing.tokens.tokenizer_json import JsonPieces  # noqa: E402
+from support.runs.foreign_base import FOREIGN, HARD_TEXTS, make_foreign_base  # noqa: E402
 
 FAMILIES = ("llama", "smollm2", "qwen2", "qwen3", *sorted(FOREIGN))
 ADAPTERS = AdaptersConfig(rank=8, alpha=8, base_format="float32")
 # Wide enough that a step is more than the calls that it consists of.
-SHAPE = {
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 4,
-}
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 16, "num_hidden_layers": 4}
 STEPS = 20
 COLUMNS = (
     "family",
@@ -130,9 +124,7 @@ def row_of(family: str, folder: Path) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     torch.set_num_threads(1)
     print(f"| {' | '.join(COLUMNS)} |")
     print("|---|---:|---:|---:|---|---:|")
