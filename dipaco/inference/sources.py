@@ -323,12 +323,12 @@ class SwarmSource(StateSource):
     def check(self, path: int, states: Mapping[str, ModuleState], model: PathModel | None) -> bool:
         """See `ruined_module`. What cannot be checked, as nobody gives the texts for it, is told.
 
-        Nor can a path be that was not trained lately in all of its modules: they may fit each other
-        worse than at their genesis.
+        Nor can a path be that has no row in the newest step of one of its modules: they may fit
+        each other worse than at their genesis.
         """
         digests = tuple(state.digest for state in states.values())
         fetched = [m for m, state in states.items() if state.version and m not in self._unserved]
-        is_trained = all(path in self._reader.paths_trained_lately(module) for module in fetched)
+        is_trained = all(path in self._reader.paths_of_last_step(module) for module in fetched)
         if digests in self._checked or not fetched or len(fetched) < len(states) or not is_trained:
             return True
         try:

@@ -116,9 +116,9 @@ class SwarmReader:
         book = self._winning.chains(module, self.view())
         return book.steps_between(book.genesis(module), book.tips(module)[0].name)
 
-    def paths_trained_lately(self, module: str) -> frozenset[int]:
-        """Return the paths that were trained in the last steps up to a state that was fetched."""
-        return self._winning.paths_trained_lately(module)
+    def paths_of_last_step(self, module: str) -> frozenset[int]:
+        """Return the paths that have rows in the step to the state that was fetched last."""
+        return self._winning.paths_of_last_step(module)
 
     def refuse(self, state: ModuleState) -> None:
         """Never give a state again that was fetched last, nor what stands on it."""

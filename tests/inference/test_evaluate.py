@@ -260,7 +260,7 @@ def test_a_reader_refuses_a_state_that_reads_held_out_texts_much_worse_than_the_
     reader = NoisyReader(trained[0], tmp_path)
     if not is_trained:
         # Modules that never were trained together may fit each other worse than at their genesis.
-        reader.paths_trained_lately = lambda module: frozenset()
+        reader.paths_of_last_step = lambda module: frozenset()
     with SwarmSource(reader) as source:
         if is_trained:
             with pytest.raises(NetworkError, match=r"no state of its module P0"):

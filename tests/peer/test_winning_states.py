@@ -85,7 +85,7 @@ def test_a_state_that_was_refused_is_not_given_again_nor_what_stands_on_it(tmp_p
     swarm = Swarm(tmp_path, {})
     reader = swarm.reader
     assert reader.state(MODULE, swarm.view).round_index == 2
-    assert reader.paths_trained_lately(MODULE) == {row.path for row in STEPS[-1].rows}
+    assert reader.paths_of_last_step(MODULE) == {row.path for row in STEPS[-1].rows}
     reader.refuse(MODULE)
     assert reader.state(MODULE, swarm.view) is None
 

@@ -41,12 +41,12 @@ class WinningStates:
         """Rows whose files nobody gave for the state that is looked for: they may take long."""
         self._given: dict[str, tuple[str, frozenset[int]]] = {}
         """By module: after which step the state is that was given last, and which paths have rows
-        in the last steps up to it."""
+        in that step."""
         self._refused: set[str] = set()
         """Steps whose states were given and are not wanted."""
 
-    def paths_trained_lately(self, module: str) -> frozenset[int]:
-        """Return the paths that have rows in the last steps up to the state that was given last."""
+    def paths_of_last_step(self, module: str) -> frozenset[int]:
+        """Return the paths that have rows in the step to the state that was given last."""
         return self._given.get(module, ("", frozenset()))[1]
 
     def refuse(self, module: str) -> None:
@@ -116,7 +116,7 @@ class WinningStates:
                     continue
                 state = self._state_after(book, link, view, stored)
                 if state is not None:
-                    self._given[module] = link.name, book.paths_trained_lately(link.name)
+                    self._given[module] = link.name, link.paths
                     return state
                 in_vain.add(link.name)
         return None

@@ -50,6 +50,11 @@ class Link:
         """Sort key of the heads of a module; the least wins: the heavier, then the smaller name."""
         return -self.weight, self.name
 
+    @property
+    def paths(self) -> frozenset[int]:
+        """The paths that have rows in it."""
+        return frozenset(row.path for row in self.step.rows) if self.step else frozenset()
+
     def head(self, digest: str, size_bytes: int) -> Head:
         """Return what is announced of a state after this step."""
         place = (self.version, self.weight, self.round_index)
@@ -305,11 +310,6 @@ class ChainBook:
         """Return whose rows are in the last `steps` steps of a chain."""
         links = itertools.islice(self.back_from(name), steps)
         return frozenset(peer for link in links for peer in link.peers)
-
-    def paths_trained_lately(self, name: str) -> frozenset[int]:
-        """Return the paths that have rows in the last steps of a chain."""
-        links = itertools.islice(self.back_from(name), RECENT_STEPS)
-        return frozenset(row.path for link in links if link.step for row in link.step.rows)
 
     def is_vouched_by_most(self, link: Link) -> bool:
         """Tell whether most of those who contributed before a step are in it: its rows name the

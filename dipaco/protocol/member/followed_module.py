@@ -361,9 +361,9 @@ class FollowedModule:
         self._taking.give_up()
         self._gathering.see_what_lacks_files()
 
-    def was_trained_lately(self, path: int) -> bool:
-        """Tell whether a path was trained in the last steps up to the state that is held."""
-        return path in self.chain.book.paths_trained_lately(self.stand)
+    def has_row_of(self, path: int) -> bool:
+        """Tell whether a path has a row in the step to the state that is held."""
+        return path in self.chain.link.paths
 
     def refuse_state(self, reason: str) -> None:
         """Begin with another state than the one that is held, which was fetched: never with this

@@ -5,8 +5,8 @@ Then get what the path needs.
 What was fetched is scored before the path begins. Held-out texts are read with all states, and with
 the genesis in place of each. The state for which the genesis is better by most, and by more than
 `MUCH_WORSE_NATS`, is refused, no matter who vouches for it, and another one is looked for. A path
-that has no rows in the last steps of one of its chains is not scored: modules that were not trained
-together lately may fit each other worse than at their genesis.
+that has no row in the newest step of one of its modules is not scored: modules that were apart may
+fit each other worse than at their genesis.
 
 A fetch that fails is tried again, because holders often leave. If nothing comes for a long time, a
 newcomer takes another path, and a peer that moves continues with its old one.
@@ -178,7 +178,7 @@ class Joining:
         """Tell whether what is here may be begun with; otherwise have it scored."""
         heads = tuple(followed.head for followed in modules if followed.head is not None)
         fetched = [f for f in modules if f.head and f.head.version and f.role is not Role.TRAINER]
-        if not fetched or not all(followed.was_trained_lately(path) for followed in modules):
+        if not fetched or not all(followed.has_row_of(path) for followed in modules):
             return True
         if heads not in (self._sound, self._scoring):
             self._scoring = heads

@@ -355,7 +355,7 @@ class Taking:
         before, after, first = event.loss_before, event.loss_after, event.loss_of_genesis
         is_worse = is_much_worse(after, before)
         # Modules that were trained apart may fit each other worse than at their genesis.
-        is_comparable = self._known.path in self._chain.book.paths_trained_lately(event.step)
+        is_comparable = self._known.path in self._chain.book.link(event.step).paths
         if plan.is_vouched and is_comparable and is_much_worse(after, first):
             self._refuse(event.step, f"held-out loss {after:.3f}, with the genesis {first:.3f}")
         elif is_worse and not self._chain.is_of_most(event.step):

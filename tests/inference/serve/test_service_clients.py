@@ -410,7 +410,7 @@ def test_newer_states_answer_once_they_are_there(out, tmp_path, kind):
     folder = tmp_path / "run"
     shutil.copytree(out, folder)
     reader = FakeReader(folder, folder)
-    reader.paths_trained_lately = lambda module: frozenset()  # What is made here is of no training.
+    reader.paths_of_last_step = lambda module: frozenset()  # What is made here is of no training.
     source = DiskSource(folder) if kind == "disk" else SwarmSource(reader)
     body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 9, "temperature": 0}
     with service(source, refresh_s=0.2) as route, TestClient(route.application()) as client:
@@ -431,7 +431,7 @@ def test_newer_states_answer_once_they_are_there(out, tmp_path, kind):
 
 def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out):
     swarm = FakeReader(out, out)
-    swarm.paths_trained_lately = lambda module: frozenset()  # What is served here is of no training.
+    swarm.paths_of_last_step = lambda module: frozenset()  # What is served here is of no training.
     source = SwarmSource(swarm, SourceSettings(follow=True))
     with service(source, refresh_s=0.2) as route, TestClient(route.application()) as client:
         body = {"prompt": PROMPTS[0], "model": "path-1", "max_tokens": 4, "temperature": 0}

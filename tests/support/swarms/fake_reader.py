@@ -31,7 +31,7 @@ class FakeReader:
         layout = layout_of(self._served.grid(self.plan), module)
         return self._served.states.load_latest(module, layout)
 
-    def paths_trained_lately(self, module):
+    def paths_of_last_step(self, module):
         return frozenset(range(self._served.grid(self.plan).path_count))
 
     def refuse(self, state):
