@@ -16,7 +16,7 @@ from dipaco.modules.compose import lent_parameters
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.grid import Grid
-from dipaco.protocol.member.taking import is_much_worse
+from dipaco.protocol.member.taking import ruined_by
 from dipaco.training.scoring import sum_losses
 
 logger = logging.getLogger(__name__)
@@ -53,13 +53,13 @@ def ruined_module(
         return None
     trained = [module for module, state in states.items() if state.version]
     losses = {module: loss({**states, module: genesis(module)}) or whole for module in trained}
-    worst = min(losses, key=lambda module: losses[module], default=None)
-    if worst is None or not is_much_worse(whole, losses[worst]):
+    ruined = ruined_by(whole, losses)
+    if not ruined:
         return None
     logger.warning(
         "a state of %s is refused: held-out loss %.3f, with the genesis %.3f",
-        worst,
+        ruined,
         whole,
-        losses[worst],
+        losses[ruined],
     )
-    return worst
+    return ruined

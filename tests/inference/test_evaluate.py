@@ -245,14 +245,14 @@ def test_a_swarm_gives_the_same_as_a_directory(trained, tmp_path):
 class NoisyReader(FakeReader):
     """Most contributors of one module have named a state of noise."""
 
-    noisy = "P0"
+    noisy, scale = "P0", 1.0
 
     def winning_state(self, module):
         state = super().winning_state(module)
         if module != self.noisy:
             return state
         generator = torch.Generator().manual_seed(0)
-        return dataclasses.replace(state, parameters=torch.randn(state.layout.size, generator=generator))
+        return dataclasses.replace(state, parameters=self.scale * torch.randn(state.layout.size, generator=generator))
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
@@ -267,6 +267,16 @@ def test_a_reader_refuses_a_state_that_reads_held_out_texts_much_worse_than_the_
                 assemble_path(source, 0)
         assemble_path(source, 1 if is_trained else 0)
     assert reader.refused == (["P0"] if is_trained else [])
+
+
+@pytest.mark.parametrize("noisy", ["L0.E0", "L1.E0", "P0"])
+def test_a_state_of_huge_numbers_is_not_blamed_on_another_module(trained, tmp_path, noisy):
+    """With it no loss is a number, whatever stands in the place of another."""
+    reader = NoisyReader(trained[0], tmp_path)
+    reader.noisy, reader.scale = noisy, 1e15
+    with SwarmSource(reader) as source, pytest.raises(NetworkError, match=noisy):
+        assemble_path(source, 0)
+    assert reader.refused == [noisy]
 
 
 def test_what_a_swarm_does_not_serve_is_missing(trained, tmp_path):

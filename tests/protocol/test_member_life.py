@@ -16,6 +16,7 @@ from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
+from dipaco.protocol.member.taking import ruined_by
 from dipaco.protocol.records import Claim, Holding, PeerRecord, refresh_period_s
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
@@ -413,6 +414,25 @@ def test_a_newcomer_refuses_a_state_that_reads_held_out_texts_much_worse_than_th
     life.tell(e.Told("B", MODULE, steps=(*steps, *chain_on(steps[-1], 9)[1:])))
     life.live(30.0)
     assert life.member.modules[MODULE].head.step == steps[-2].name
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("loss", "with_genesis", "blamed"),
+    [
+        (9.0, {"L0.E0": 3.0, "L1.E0": 2.5}, "L1.E0"),
+        (2.9, {"L0.E0": 2.6, "L1.E0": 2.5}, ""),
+        (NAN, {"L0.E0": NAN, "L1.E0": 2.5}, "L1.E0"),
+        (NAN, {"L0.E0": float("inf"), "L1.E0": 9.0}, "L1.E0"),
+        (NAN, {"L0.E0": NAN, "L1.E0": NAN}, "L0.E0"),
+        (None, {}, ""),
+    ],
+)
+def test_a_state_with_which_no_loss_is_a_number_is_not_blamed_on_another(loss, with_genesis, blamed):
+    """The trainer of one module could have newcomers refuse, for good, what everybody trained in another."""
+    assert ruined_by(loss, with_genesis) == blamed
 
 
 def test_a_newcomer_begins_with_a_state_that_reads_held_out_texts_well_and_scores_it_once():

@@ -28,7 +28,7 @@ from .followed_module import FollowedModule
 from .knowledge import Knowledge
 from .path_choice import PathChoice
 from .situation import Role
-from .taking import is_much_worse
+from .taking import ruined_by
 
 MAX_LOOKS = 5
 # How long newcomers wait before the second look: not equally long, or they would collide again.
@@ -190,11 +190,11 @@ class Joining:
         if self._phase is not _Phase.FETCHING or event.heads != self._scoring:
             return
         self._scoring = ()
-        losses = event.with_genesis
-        worst = min(losses, key=lambda module: losses[module], default="")
-        if worst and is_much_worse(event.loss, losses[worst]):
-            reason = f"held-out loss {event.loss:.3f}, with the genesis {losses[worst]:.3f}"
-            self._module(worst).refuse_state(reason)
+        ruined = ruined_by(event.loss, event.with_genesis)
+        if ruined:
+            other = event.with_genesis[ruined]
+            reason = f"held-out loss {event.loss:.3f}, with the genesis {other:.3f}"
+            self._module(ruined).refuse_state(reason)
         else:
             self._sound = event.heads
 

@@ -29,7 +29,8 @@ anybody's word: the last step of a chain is always computed here, from its files
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -51,8 +52,25 @@ ABSENT_ROUNDS = 1.0
 
 
 def is_much_worse(loss: float | None, than: float | None) -> bool:
-    """Tell whether a held-out loss is much worse than another; no, where one of them is unknown."""
-    return loss is not None and than is not None and not loss < than + MUCH_WORSE_NATS
+    """Tell whether a held-out loss is much worse than another; no, where one of them is unknown, or
+    the other is no number: nothing is worse than that."""
+    if loss is None or than is None or not math.isfinite(than):
+        return False
+    return not loss < than + MUCH_WORSE_NATS
+
+
+def ruined_by(loss: float | None, with_genesis: Mapping[str, float]) -> str:
+    """Return the module whose state is to blame for a held-out loss, "" where none is.
+
+    :param with_genesis: the loss with the genesis in place of each module's state
+
+    A state of huge numbers makes each loss that it is in no number, so it would be blamed on others
+    if that counted as a loss. Only where none is a number the first is blamed.
+    """
+    better = {m: found for m, found in with_genesis.items() if is_much_worse(loss, found)}
+    if not better and loss is not None and not math.isfinite(loss):
+        return next(iter(with_genesis), "")
+    return min(better, key=better.__getitem__, default="")
 
 
 class Stage(Enum):
