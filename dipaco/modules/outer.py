@@ -306,28 +306,27 @@ def advanced_progress(
     """Return a state's per-path counts after a step with these rows.
 
     A path's count is its place in the schedule. It grows by the lower median of what the path's
-    rows say, and at most by twice what it has grown by on average: nobody can check how many tokens
-    another peer has trained. So a path whose only rows are lies grows with the square of its steps
-    at most; with twice the last growth it would be the power of two. A path that is new is measured
-    by the lower median of the others' averages, and behind a genesis by that of all rows.
-    Its place in the shard grows by what all rows say, `MAX_OF_MEDIAN` times that growth each at
-    most: a lie changes which texts come next.
+    rows say: nobody can check how many tokens another peer has trained. It grows by at most twice
+    what it has grown by on average, or twice what the module's paths have (the lower median of
+    their averages, and behind a genesis of all rows), if that is more. So a path whose only rows
+    are lies grows with the square of its steps at most, and one whose rows said next to nothing
+    goes on as others do. Its place in the shard grows by what all rows say, and begins again at
+    0 where it would be too great: a lie changes which texts come next.
     """
     advanced = dict(progress)
     averages = [entry.usual for entry in progress.values()]
-    first = _lower_median(averages or [row.tokens for row in rows])
+    of_paths = _lower_median(averages or [row.tokens for row in rows])
     for path, tokens in _tokens_of_paths(rows).items():
         before = progress.get(path, PathProgress(0, round_index, 0, 0))
-        usual = before.usual if before.steps else first
+        usual = max(before.usual, of_paths)
         grown = min(_lower_median(tokens), max(1, MAX_OF_USUAL * usual))
         last_round = max(before.last_round, round_index)
-        read = before.read + sum_of_counts(min(row, MAX_OF_MEDIAN * grown) for row in tokens)
         # Nobody could read a state with greater counts.
         advanced[path] = PathProgress(
             tokens=min(before.tokens + grown, MAX_COUNT),
             last_round=last_round,
             steps=before.steps + 1,
-            read=min(read, MAX_COUNT),
+            read=(before.read + sum_of_counts(tokens)) % (MAX_COUNT + 1),
         )
     return advanced
 

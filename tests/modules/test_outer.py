@@ -166,22 +166,22 @@ def test_a_path_grows_by_the_lower_median_of_its_rows_and_at_most_twice_what_is_
     grown = advanced_progress(progress, rows, 9)
     for path in {row.path for row in rows}:
         said = sorted(row.tokens for row in rows if row.path == path)
-        counted = min(said[(len(said) - 1) // 2], 2 * usual.get(path, first))
+        counted = min(said[(len(said) - 1) // 2], 2 * max(usual.get(path, 0), first))
         steps = 11 if path in usual else 1
-        before, read = 10 * usual.get(path, 0), sum(min(tokens, 4 * counted) for tokens in said)
-        assert grown[path] == PathProgress(before + counted, 9, steps, before + read)
+        before = 10 * usual.get(path, 0)
+        assert grown[path] == PathProgress(before + counted, 9, steps, before + sum(said))
     assert all(grown[path] == progress[path] for path in usual if path not in {row.path for row in rows})
 
 
 def test_what_one_of_a_path_says_moves_its_schedule_by_no_more_than_twice_the_usual():
-    progress = usually({0: 1000, 1: 500})
+    progress = usually({0: 1000, 1: 500, 2: 1000})
     lie = 10**12
     alone = advanced_progress(progress, [OuterRow(1, "liar", lie)], 10)
-    assert alone[1].tokens == 5000 + 2 * 500
+    assert alone[1].tokens == 5000 + 2 * 1000
     beside = advanced_progress(progress, canonical_rows([OuterRow(1, "a", 510), OuterRow(1, "liar", lie)]), 10)
     assert beside[1].tokens == 5000 + 510
     elsewhere = advanced_progress(progress, [OuterRow(7, "liar", lie)], 10)
-    assert elsewhere[7].tokens == 2 * 500
+    assert elsewhere[7].tokens == 2 * 1000
     first = advanced_progress({}, canonical_rows([OuterRow(0, "a", 100), OuterRow(1, "liar", lie)]), 0)
     assert first[1].tokens == 2 * 100
 
@@ -198,6 +198,29 @@ def test_lies_that_grow_each_round_move_the_schedule_of_their_path_with_the_squa
     # A path that is new is not measured by it.
     elsewhere = advanced_progress(progress, [OuterRow(7, "liar", 10**12)], 30)
     assert elsewhere[7].tokens == 2 * 1000
+
+
+@pytest.mark.parametrize("lies", [1, 5])
+def test_a_path_whose_rows_said_next_to_nothing_goes_on_as_others_do(lies):
+    """A liar, or a peer that came just before a boundary. What a path has read, and so which texts come next, was
+    held back for hundreds of rounds: its peers read the same batches again after each step."""
+    progress = usually({0: 1000, 2: 1000})
+    for number in range(lies):
+        progress = advanced_progress(progress, [OuterRow(1, "liar", 1)], number)
+    for number in range(10):
+        progress = advanced_progress(progress, [OuterRow(1, "a", 1000)], lies + number)
+    assert (progress[1].tokens, progress[1].read) == (10_000 + lies, 10_000 + lies)
+
+
+def test_what_a_path_has_read_is_what_its_rows_say_and_begins_again_where_it_would_be_too_great():
+    rows = canonical_rows([OuterRow(0, "a", 1000), OuterRow(0, "liar", 1)])
+    progress = advanced_progress(usually({0: 1000}), rows, 10)
+    assert (progress[0].tokens, progress[0].read) == (10_001, 11_001)
+    for number in range(40):
+        rows = canonical_rows([OuterRow(0, "a", 1000), OuterRow(0, "liar", 2**59)])
+        before, progress = progress, advanced_progress(progress, rows, 11 + number)
+        assert 0 <= progress[0].read < 2**62
+        assert progress[0].read != before[0].read
 
 
 def test_a_faster_peer_on_a_path_counts_in_full_as_soon_as_the_average_of_the_path_allows():
@@ -395,7 +418,7 @@ def test_progress_never_goes_back():
 def test_no_count_is_greater_than_one_that_a_state_can_say():
     progress = {0: PathProgress(MAX_COUNT - 1, 9, 50, MAX_COUNT - 1)}
     progress = advanced_progress(progress, [OuterRow(0, "a", 20)], 10)
-    assert progress == {0: PathProgress(MAX_COUNT, 10, 51, MAX_COUNT)}
+    assert progress == {0: PathProgress(MAX_COUNT, 10, 51, 18)}
     state = state_of(progress=progress)
     assert read_state(b"".join(state_chunks(state)), LAYOUT).digest == state.digest
 
