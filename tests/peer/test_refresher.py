@@ -322,7 +322,7 @@ def test_who_looks_at_the_swarm_while_the_peer_leaves_hears_so_at_once(peer):
         leaving = threading.Thread(target=peer.refresher.stop, kwargs={"withdraw": True})
         leaving.start()
         for looking in (first, second):
-            with pytest.raises(NetworkError, match="this peer leaves"):
+            with pytest.raises(NetworkError, match="this peer is leaving"):
                 looking.result(10.0)
         answer.set()
         leaving.join(60.0)

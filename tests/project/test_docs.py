@@ -306,5 +306,26 @@ def computed_vectors():
     }
 
 
+def test_the_table_of_codecs_has_each_with_its_block_and_its_integers():
+    rows = re.findall(r"^\| `(\w+)` \| (\d*) \| (\d) bits?(?: c)? \| (.+) \|$", page("protocol.md"), re.M)
+    table = {name: (int(block), int(bits), integers) for name, block, bits, integers in rows}
+    assert ["float32", *table] == list(CODECS)
+    for name, (block, bits, integers) in table.items():
+        codec = CODECS[name]
+        values = 16 * block
+        # Scales of 1.0, then codes of all kinds.
+        data = (b"\x80\x3f" * 16 + 4 * bytes(range(256)))[: codec.file_bytes(values)]
+        shift = re.fullmatch(r"c - (\d+)", integers)
+        listed = range(2**bits) if shift else map(int, integers.split(", "))
+        assert (codec.block_values, codec.bits) == (block, bits)
+        assert set(codec.decode(data, values).tolist()) == {one - (int(shift[1]) if shift else 0) for one in listed}
+
+
+def test_the_key_of_the_codec_says_how_large_each_makes_a_parameter():
+    sizes = [f"{codec.file_bytes(2**20) / 2**20:.2g}" for codec in CODECS.values()]
+    said = ContributionsConfig.model_fields["codec"].description
+    assert f"in {', '.join(sizes[:-1])} or {sizes[-1]} bytes per parameter, in this order" in said
+
+
 def test_the_test_vectors_of_the_protocol():
     assert vectors() == computed_vectors()

@@ -21,7 +21,7 @@ def test_strangers_do_not_push_each_other_out_and_known_peers_do():
     assert [note(rows, one) for one in strangers].count(True) == REMEMBERED_PEERS
     assert note(rows, row("A"))
     assert note(rows, row("B"))
-    behind = rows.behind(0, name("parent"))
+    behind = rows.on_top_of(0, name("parent"))
     assert len(behind) == REMEMBERED_PEERS
     assert behind.keys() >= {"A", "B", strangers[-4].peer}
     assert behind.keys().isdisjoint({one.peer for one in strangers[-3:]})

@@ -29,7 +29,7 @@ def test_no_round_ends_before_the_run_starts():
     rounds.enter(955.0, 0)
     for now_s in (955.0, 990.0, 1000.0, 1003.3):
         assert rounds.due(now_s, 0.0) == []
-    assert rounds.round_index == 0
+    assert rounds.present_round == 0
     assert [b.round_index for b in rounds.due(1003.5, 0.0)] == [0]
 
 
@@ -45,7 +45,7 @@ def test_by_the_clock_each_boundary_comes_once_and_missed_ones_do_not_come():
         rounds.over(level)
     assert rounds.has_ended()
     rounds.next_round()
-    assert rounds.round_index == 1
+    assert rounds.present_round == 1
     # It slept for five rounds: of each level the last boundary comes, and no other.
     assert {b.level: b.round_index for b in rounds.due(1064.0, 0.0)} == {"L0": 6, "L1": 5, "P": 5}
 
@@ -75,7 +75,7 @@ def test_with_fixed_steps_the_next_steps_wait_for_the_outer_round():
             rounds.over(boundary.level)
     assert rounds.has_ended()
     rounds.next_round()
-    assert (rounds.round_index, rounds.steps_in_round) == (1, 0)
+    assert (rounds.present_round, rounds.steps_in_round) == (1, 0)
 
 
 def test_the_first_counted_round_waits_for_the_others_for_one_duration():

@@ -74,7 +74,7 @@ class Vouched:
 
 
 class ChainBook:
-    """Steps of any number of modules of one run, each behind its parent."""
+    """Steps of any number of modules of one run, each on top of its parent."""
 
     def __init__(self, run_id: str, modules: Iterable[str]) -> None:
         self._genesis = {module: genesis_name(run_id, module) for module in modules}

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .steps import Row, Step
 
-# Rounds that are remembered; peers behind a step; rows of a peer, in all and of a round: one can
-# have a row behind each of a few heads, while the chains of a split are compared.
+# Rounds that are remembered; peers with a row on top of a step; rows of
+# a peer, in all and of a round: one can have a row on top of each of a few heads, while the chains
+# of a split are compared.
 REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
 # Rounds whose files are remembered: of a step that nobody told a row of before, too.
 REMEMBERED_FILES_ROUNDS = 64
@@ -30,7 +31,7 @@ class RoundRows:
         """Rows whose files are here, and contributions to the module."""
         self.refused: set[str] = set()
         """Rows whose files are none."""
-        self._wanted_s: dict[str, float] = {}
+        self._asked_s: dict[str, float] = {}
         self._round_of: dict[str, int] = {}
         """The round of each row that the last three name."""
 
@@ -46,7 +47,7 @@ class RoundRows:
             displaced = next((p for p in reversed(others) if not has_room_first(p)), None)
             if displaced is None or not has_room_first(peer):
                 return False
-        if not self.may_fetch(row):
+        if not self.spend_fetch(row):
             return False
         if displaced is not None:
             self._forget(key, displaced)
@@ -55,9 +56,9 @@ class RoundRows:
         self._rows.setdefault(key, {})[peer] = row
         return True
 
-    def may_fetch(self, row: Row) -> bool:
-        """Tell whether the file of a row may be fetched before its step is taken, and count it: of
-        a peer and a round a few may, whatever it signs."""
+    def spend_fetch(self, row: Row) -> bool:
+        """Count the fetch of a row's file before its step is taken; returns whether it may be
+        fetched: of a peer and a round a few may, whatever it signs."""
         names = self._fetched.setdefault(row.round_index, {}).setdefault(row.peer, set())
         if len(names) < ROWS_OF_A_PEER:
             names.add(row.name)
@@ -86,16 +87,18 @@ class RoundRows:
         self._round_of.pop(name, None)
         self.here.discard(name)
         self.refused.discard(name)
-        self._wanted_s.pop(name, None)
+        self._asked_s.pop(name, None)
 
-    def behind(self, round_index: int, parent: str) -> Mapping[str, Row]:
+    def on_top_of(self, round_index: int, parent: str) -> Mapping[str, Row]:
         """Return the rows of a round that stand on a step, by peer."""
         return self._rows.get((round_index, parent), {})
 
     def standing(self, round_index: int, parent: str, state: str) -> dict[str, Row]:
-        """Return those behind a step that name a state and whose files are not refused; `state` is
-        empty where this peer has none: then those of the state that most rows name."""
-        rows = self.behind(round_index, parent)
+        """Return those on top of a step that name a state and whose files are not refused.
+
+        `state` is empty where this peer has none: then those of the state that most rows name.
+        """
+        rows = self.on_top_of(round_index, parent)
         found = {peer: row for peer, row in rows.items() if row.name not in self.refused}
         if not state:
             named = [row.state for row in found.values()]
@@ -115,7 +118,7 @@ class RoundRows:
         """Return so many rows at most, those of the latest rounds last."""
         return self.all()[-count:]
 
-    def rounds_behind(self, parent: str) -> list[int]:
+    def rounds_on_top_of(self, parent: str) -> list[int]:
         """Return the rounds of which there are rows that stand on a step, the earliest first."""
         return sorted(round_index for round_index, of in self._rows if of == parent)
 
@@ -129,8 +132,8 @@ class RoundRows:
         they are."""
         here, refused, last = self.here, self.refused, now_s - again_s
         missing = [row for row in rows if row.name not in here and row.name not in refused]
-        missing = [row for row in missing if self._wanted_s.get(row.name, -math.inf) < last]
-        self._wanted_s.update((row.name, now_s) for row in missing)
+        missing = [row for row in missing if self._asked_s.get(row.name, -math.inf) < last]
+        self._asked_s.update((row.name, now_s) for row in missing)
         self._round_of.update((row.name, row.round_index) for row in missing)
         return tuple(missing)
 
@@ -152,7 +155,7 @@ class RoundRows:
     def gather_failed(self, row: Row, *, is_refused: bool) -> None:
         """Nobody gave a file, or the disk lost it, and it may be asked for again; or it is no
         contribution."""
-        self._wanted_s.pop(row.name, None)
+        self._asked_s.pop(row.name, None)
         self.here.discard(row.name)
         if is_refused:
             self.refused.add(row.name)

@@ -40,7 +40,7 @@ class Trunk:
         self._weights.append(len(self._contributors))
 
     def cut(self, version: int) -> None:
-        """Take off all steps behind a version."""
+        """Take off all steps above a version."""
         del self._names[NAME_BYTES * version :], self._rounds[version:]
         del self._weights[version + 1 :], self._contributors[self._weights[version] :]
 

@@ -215,16 +215,16 @@ class FollowedModule:
     def _propose_if_due(self) -> bool:
         """Make a step of what is here, if it is this peer's turn; returns whether it did."""
         step = self._proposing.proposal()
-        if step is None or not self._is_sure():
+        if step is None or not self._make_sure():
             return False
         self.known.do(a.Tell(self._group.audience(), self.module, steps=(step,)))
         self.chain.notes.make(step.name)
         self.hear_steps((step,), self.known.me)
         return True
 
-    def _is_sure(self) -> bool:
-        """Before a proposal out of turn or late, other mailboxes are asked: a step may have been
-        told in vain. True once each of them has answered, or was silent, or says ever more."""
+    def _make_sure(self) -> bool:
+        """Ask other mailboxes before a proposal out of turn or late: a step may have been told in
+        vain. True once each of them has answered, or was silent, or says ever more."""
         known, boxes, round_ = self.known, self._group.mailboxes(), self.situation.round
         late_s = self._proposing.late_s()
         is_late = late_s >= 0 and (boxes[:1] != [known.me] or late_s >= known.grace_s)

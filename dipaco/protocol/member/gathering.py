@@ -74,7 +74,7 @@ class Gathering:
     def _gather_early(self, rows: Iterable[Row], step: str) -> None:
         """Have files fetched of a step that is not being taken: of somebody who tells steps without
         end those of a few."""
-        if may := tuple(filter(self._rows.may_fetch, rows)):
+        if may := tuple(filter(self._rows.spend_fetch, rows)):
             self.gather_for(may, step)
 
     def gather_for(self, rows: Iterable[Row], step: str, target: str = "") -> None:

@@ -1,6 +1,16 @@
-"""Joining a path (design 4.6, claims): look, claim, look again, give way.
+"""Joining a path (design 4.6, claims): look, claim, look again, give way, get what it needs.
 
-Then get what the path needs.
+    phase            what happens                    next
+    IDLE             it is wanted                    CHOOSING; of a move CLAIMING
+    CHOOSING         the swarm was read              CLAIMING
+    CLAIMING         it was read, with the claim     SETTLING
+    SETTLING         a moment has passed             LOOKING_AGAIN
+    LOOKING_AGAIN    too many have chosen the path   CLAIMING another one
+                     otherwise                       FETCHING
+    FETCHING         all is here, and sound          IDLE; it has begun
+                     it takes too long               CHOOSING another path; or IDLE, and it failed
+
+The swarm is waited for in all but the first and the last of these for so long, then it failed.
 
 What was fetched is scored before the path begins. Held-out texts are read with all states, and with
 the genesis in place of each. The state for which the genesis is better by most, and by more than
@@ -44,12 +54,12 @@ RETRY_S = 3.0
 LEAST_GATHERS = 3.0
 
 
-class _Phase(Enum):
+class _JoiningPhase(Enum):
     IDLE = auto()
     CHOOSING = auto()
-    TAKING = auto()
+    CLAIMING = auto()
     SETTLING = auto()
-    CHECKING = auto()
+    LOOKING_AGAIN = auto()
     FETCHING = auto()
 
 
@@ -61,8 +71,8 @@ class Joining:
     ) -> None:
         self._known, self._choice, self._module = known, choice, module
         self._has_choice = known.settings.pinned is None and known.grid.path_count > 1
-        self._phase = _Phase.IDLE
-        self._until_s = self._since_s = self._wanted_s = 0.0
+        self._phase = _JoiningPhase.IDLE
+        self._until_s = self._since_s = self._began_s = 0.0
         self._looks = 0
         self._claim_s = 0.0
         self._chosen: Decision | None = None
@@ -82,7 +92,7 @@ class Joining:
     @property
     def is_claiming(self) -> bool:
         """Whether a path is being chosen and claimed."""
-        return self._phase not in (_Phase.IDLE, _Phase.FETCHING)
+        return self._phase not in (_JoiningPhase.IDLE, _JoiningPhase.FETCHING)
 
     @property
     def path(self) -> int | None:
@@ -92,7 +102,7 @@ class Joining:
     def begin(self, decision: Decision | None = None) -> None:
         """Claim a path: `decision`, if given (a move), otherwise the least served one."""
         self.has_begun, self.failure = False, ""
-        self._wanted_s = self._known.now_s
+        self._began_s = self._known.now_s
         self._claim(decision)
 
     # -- claiming
@@ -100,14 +110,14 @@ class Joining:
     def _claim(self, decision: Decision | None = None) -> None:
         self._since_s, self._looks = self._known.now_s, 0
         if decision is None:
-            self._phase = _Phase.CHOOSING
+            self._phase = _JoiningPhase.CHOOSING
             self._choice.look(anew=self._has_choice)
         else:
             self._take(decision)
 
     def _take(self, decision: Decision) -> None:
         self._chosen, self._claim_s = decision, self._known.now_s
-        self._phase = _Phase.TAKING
+        self._phase = _JoiningPhase.CLAIMING
         self._say("joining", decision.reason)
         self._choice.look()
 
@@ -118,15 +128,15 @@ class Joining:
     def on_view(self) -> None:
         """A view that was asked for is here."""
         known, choice = self._known, self._choice
-        if self._phase is _Phase.CHOOSING:
+        if self._phase is _JoiningPhase.CHOOSING:
             over, pinned = choice.passed_over(), known.settings.pinned
             self._take(
                 choose_path(choice.choice, known.grid, known.me, pinned=pinned, exclude=over)
             )
-        elif self._phase is _Phase.TAKING:
-            self._phase = _Phase.SETTLING
+        elif self._phase is _JoiningPhase.CLAIMING:
+            self._phase = _JoiningPhase.SETTLING
             self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
-        elif self._phase is _Phase.CHECKING:
+        elif self._phase is _JoiningPhase.LOOKING_AGAIN:
             self._looks += 1
             better = None
             if self._has_choice and self._looks < MAX_LOOKS:
@@ -143,7 +153,7 @@ class Joining:
     def _fetch(self) -> None:
         """The claim stands: get the shard, and a state of every module."""
         assert self._chosen is not None
-        self._phase = _Phase.FETCHING
+        self._phase = _JoiningPhase.FETCHING
         self._since_s = self._known.now_s
         self._has_shard, self._ask_s, self._reason = False, 0.0, ""
         self._scoring = self._sound = ()
@@ -164,7 +174,7 @@ class Joining:
                 followed.want()
                 followed.consider()
         missing = [followed.module for followed in modules if not followed.is_settled]
-        if self._has_shard and not missing and self._is_sound(path, modules):
+        if self._has_shard and not missing and self._see_if_sound(path, modules):
             self._start(path)
         elif known.now_s > self._limit_s(missing):
             self._leave_alone(self._reason or f"waited in vain for {self._waits_for(missing)}")
@@ -174,8 +184,8 @@ class Joining:
                 what = self._waits_for(missing) + (f" ({self._reason})" if self._reason else "")
             known.do(Wait(what, max(0.0, self._limit_s(missing) - known.now_s)))
 
-    def _is_sound(self, path: int, modules: list[FollowedModule]) -> bool:
-        """Tell whether what is here may be begun with; otherwise have it scored."""
+    def _see_if_sound(self, path: int, modules: list[FollowedModule]) -> bool:
+        """Have what is here scored, if it was not; returns whether it may be begun with."""
         heads = tuple(followed.head for followed in modules if followed.head is not None)
         fetched = [f for f in modules if f.head and f.head.version and f.role is not Role.TRAINER]
         if not fetched or not all(followed.has_row_of(path) for followed in modules):
@@ -187,7 +197,7 @@ class Joining:
 
     def on_scored(self, event: Scored) -> None:
         """Held-out texts say what the states are worth that were fetched."""
-        if self._phase is not _Phase.FETCHING or event.heads != self._scoring:
+        if self._phase is not _JoiningPhase.FETCHING or event.heads != self._scoring:
             return
         self._scoring = ()
         ruined = ruined_by(event.loss, event.with_genesis)
@@ -218,7 +228,7 @@ class Joining:
 
     def on_path(self, path: int, reason: str = "") -> None:
         """The shard is here, or there is a reason why nobody gave it."""
-        if self._phase is not _Phase.FETCHING or path != self.path:
+        if self._phase is not _JoiningPhase.FETCHING or path != self.path:
             return
         self._has_shard = not reason
         if reason:
@@ -232,7 +242,7 @@ class Joining:
         self._known.do(StartPath(path, heads))
         for followed in modules:
             followed.follow(Role.TRAINER)
-        self._phase, self.has_begun = _Phase.IDLE, True
+        self._phase, self.has_begun = _JoiningPhase.IDLE, True
 
     def _leave_alone(self, reason: str) -> None:
         """The claimed path cannot be begun."""
@@ -240,9 +250,9 @@ class Joining:
         assert path is not None
         self._stop_wanting()
         self._choice.pass_over(path)
-        is_late = known.now_s - self._wanted_s >= LONGEST_S
+        is_late = known.now_s - self._began_s >= LONGEST_S
         if known.path is not None or is_late or not self._has_choice:
-            self._phase = _Phase.IDLE
+            self._phase = _JoiningPhase.IDLE
             self.failure = reason if known.path is not None else f"{reason}; start again later"
             return
         known.do(Warn(f"looks for another path than {path}: {reason}"))
@@ -258,18 +268,18 @@ class Joining:
     def on_turn(self) -> None:
         """Do what is due now."""
         known = self._known
-        if self._phase is _Phase.FETCHING:
+        if self._phase is _JoiningPhase.FETCHING:
             self._turn_fetching()
             return
-        if self._phase is _Phase.SETTLING and known.now_s >= self._until_s:
-            self._phase = _Phase.CHECKING
+        if self._phase is _JoiningPhase.SETTLING and known.now_s >= self._until_s:
+            self._phase = _JoiningPhase.LOOKING_AGAIN
             self._choice.look()
         limit_s = LONGEST_S if known.path is None else LOOK_LIMIT_S
         left_s = self._since_s + limit_s - known.now_s
         if left_s > 0:
             known.do(Wait("the swarm's answer to a claim", left_s))
             return
-        self._phase = _Phase.IDLE
+        self._phase = _JoiningPhase.IDLE
         self.failure = f"the DHT did not answer for {limit_s:.0f} s"
         if known.path is None:
             self.failure += "; check the network and start again"
@@ -281,16 +291,16 @@ class Joining:
 
     def take_back(self, path: int) -> None:
         """Claim the path in training again, after a move that did not succeed."""
-        self._phase = _Phase.IDLE
+        self._phase = _JoiningPhase.IDLE
         self._claim_s = self._known.now_s
         self._chosen = Decision(path, "the move to another path failed")
         self._choice.settle()
 
     def stop(self) -> None:
         """Choose and want nothing any more; what was said last stands."""
-        if self._phase is _Phase.FETCHING:
+        if self._phase is _JoiningPhase.FETCHING:
             self._stop_wanting()
-        self._phase = _Phase.IDLE
+        self._phase = _JoiningPhase.IDLE
 
     def pause(self, reason: str) -> None:
         """Claim nothing, and say why."""

@@ -42,7 +42,7 @@ SHORT_WAIT_S = 1.0
 MAX_MAILBOXES, SILENT_ROUNDS = 256, 5
 
 
-class _Phase(Enum):
+class _MemberPhase(Enum):
     PAUSED = auto()
     JOINING = auto()
     TRAINING = auto()
@@ -74,7 +74,7 @@ class Member:
         self._choice = PathChoice(known)
         self._joining = Joining(known, self._choice, self._module)
         self._copies = Copies(known, self.modules)
-        self._phase = _Phase.PAUSED if settings.trains else _Phase.SERVING
+        self._phase = _MemberPhase.PAUSED if settings.trains else _MemberPhase.SERVING
         self._pause_reason = ""
         self._moving: Decision | None = None
         """The path to which it moves at its next turn."""
@@ -108,7 +108,7 @@ class Member:
         after `Left` nothing is."""
         known = self.known
         known.now_s = now_s
-        if self._phase is _Phase.GONE:
+        if self._phase is _MemberPhase.GONE:
             return []
         match event:
             case e.Turn():
@@ -171,7 +171,7 @@ class Member:
             self._joining.on_view()
         elif event.is_answer and self._thinks:
             self._move_if_better()
-        if self._phase in (_Phase.LEAVING, _Phase.GONE):
+        if self._phase in (_MemberPhase.LEAVING, _MemberPhase.GONE):
             return
         for followed in list(self.modules.values()):
             followed.on_view()
@@ -191,25 +191,25 @@ class Member:
     def _on_turn(self, turn: e.Turn) -> None:
         """Say what the shell does now: an inner step, or wait, or leave."""
         self._on_time()
-        if self._phase is _Phase.PAUSED and not self._pause_reason:
-            self._phase = _Phase.JOINING
+        if self._phase is _MemberPhase.PAUSED and not self._pause_reason:
+            self._phase = _MemberPhase.JOINING
             self._joining.begin()
-        if self._phase is _Phase.JOINING:
+        if self._phase is _MemberPhase.JOINING:
             self._turn_joining()
         self._act(turn)
 
     def _act(self, turn: e.Turn) -> None:
         match self._phase:
-            case _Phase.TRAINING:
+            case _MemberPhase.TRAINING:
                 self._turn_training(turn)
-            case _Phase.PARTING:
+            case _MemberPhase.PARTING:
                 self._turn_parting()
-            case _Phase.LEAVING:
+            case _MemberPhase.LEAVING:
                 self._turn_leaving()
-            case _Phase.PAUSED if self._has_successor and self.known.settings.follows:
+            case _MemberPhase.PAUSED if self._has_successor and self.known.settings.follows:
                 self._leave(to_successor=True)
                 self._turn_leaving()
-            case _Phase.PAUSED | _Phase.SERVING:
+            case _MemberPhase.PAUSED | _MemberPhase.SERVING:
                 self.known.do(a.Wait("", 0.0))
 
     def _turn_joining(self) -> None:
@@ -230,11 +230,11 @@ class Member:
             self._train()
 
     def _train(self) -> None:
-        self._phase, self._rounds_on_path = _Phase.TRAINING, 0
+        self._phase, self._rounds_on_path = _MemberPhase.TRAINING, 0
         newest = max((s.link.round_index for s in self._trained()), default=-1)
         self.rounds.enter(self.known.now_s, newest + 1)
         self._joining.train()
-        self.known.do(a.Begun(self.rounds.round_index))
+        self.known.do(a.Begun(self.rounds.present_round))
 
     def _turn_training(self, turn: e.Turn) -> None:
         """Begin what is due, end what is over, then step or wait."""
@@ -317,11 +317,11 @@ class Member:
 
     def _end_round(self) -> None:
         """Go on to the next round, leave, or think about moving."""
-        known, ended = self.known, self.rounds.round_index
+        known, ended = self.known, self.rounds.present_round
         self.rounds_done += 1
         self._rounds_on_path += 1
         self.rounds.next_round()
-        known.do(a.EndRound(ended, self.rounds.round_index))
+        known.do(a.EndRound(ended, self.rounds.present_round))
         most, alone = known.settings.max_rounds, [s.module for s in self._trained() if s.is_alone]
         if alone:
             self._is_machine = True
@@ -354,7 +354,7 @@ class Member:
 
     def _part(self) -> None:
         """Contribute what was trained so far to the round that is under way, before it is gone."""
-        self._phase, self._part_s = _Phase.PARTING, self.known.now_s
+        self._phase, self._part_s = _MemberPhase.PARTING, self.known.now_s
         self._thinks = False
         if self.known.schedule.is_counted:
             return
@@ -376,7 +376,7 @@ class Member:
         elif self._moving is not None:
             self.known.do(a.Move(self._moving.path, self._moving.reason))
             decision, self._moving = self._moving, None
-            self._phase = _Phase.JOINING
+            self._phase = _MemberPhase.JOINING
             self._joining.begin(decision)
             self._turn_joining()
         else:
@@ -388,7 +388,7 @@ class Member:
             followed.follow(Role.KEEPER)
         self.known.do(a.Pause(self._pause_reason))
         self.known.path = None
-        self._phase = _Phase.PAUSED
+        self._phase = _MemberPhase.PAUSED
         self._joining.pause(self._pause_reason)
 
     def _pause_or_resume(self, reason: str) -> None:
@@ -396,10 +396,10 @@ class Member:
         was_wanted, self._pause_reason = bool(self._pause_reason), reason
         if not reason or was_wanted or self._leave_s is not None:
             return
-        if self._phase in (_Phase.TRAINING, _Phase.PARTING):
+        if self._phase in (_MemberPhase.TRAINING, _MemberPhase.PARTING):
             self._moving = None
             self._part()
-        elif self._phase in (_Phase.JOINING, _Phase.PAUSED):
+        elif self._phase in (_MemberPhase.JOINING, _MemberPhase.PAUSED):
             self._joining.stop()
             self._pause()
 
@@ -408,14 +408,14 @@ class Member:
         if self._leave_s is not None:
             return
         self._leave_s, self._moving = self.known.now_s, None
-        if self._phase in (_Phase.TRAINING, _Phase.PARTING):
+        if self._phase in (_MemberPhase.TRAINING, _MemberPhase.PARTING):
             self._part()
         else:
             self._leave(to_successor=False)
 
     def _leave(self, *, to_successor: bool) -> None:
         """Withdraw the claim, save, hand over."""
-        self._phase, self._to_successor = _Phase.LEAVING, to_successor
+        self._phase, self._to_successor = _MemberPhase.LEAVING, to_successor
         if self._leave_s is None:
             self._leave_s = self.known.now_s
         self._joining.leave()
@@ -427,5 +427,5 @@ class Member:
         if self._hands_over and 0 < left_s <= LEAVE_BUDGET_S:
             self.known.do(a.Wait("others to take over the newest states", left_s))
             return
-        self._phase = _Phase.GONE
+        self._phase = _MemberPhase.GONE
         self.known.do(a.Left(self._to_successor, self._error, self._is_machine))

@@ -35,8 +35,8 @@ class ModuleChain:
         """Steps whose states this peer knows by its own computation, or as everybody does."""
         self._recent = "", frozenset[str]()
         """The step that this peer stands on, and who contributed to the last steps up to it."""
-        self.round_index = -1
-        """The last round whose boundary came here."""
+        self.last_round = -1
+        """The last round that began here: `Situation.round.index`."""
         self._candidates = Candidates((), -math.inf)
         self._candidates_of = (-1, -1, -1)
         """Editions of book and notes, and the round, that they were worked out of."""
@@ -50,7 +50,7 @@ class ModuleChain:
 
     def best(self) -> Link:
         """Return the heaviest head that may be taken."""
-        now_s, of = self._known.now_s, (self.book.edition, self.notes.edition, self.round_index)
+        now_s, of = self._known.now_s, (self.book.edition, self.notes.edition, self.last_round)
         is_new = of != self._candidates_of
         if is_new or not self._candidates_s <= now_s < self._candidates.until_s:
             self._candidates = self._find(self.notes)
@@ -70,7 +70,7 @@ class ModuleChain:
         schedule = self._known.schedule
         if not schedule.is_counted:
             return schedule.boundary(link.round_index, self.level).time_s
-        is_here = link.round_index <= self.round_index or self.book.is_vouched_by_most(link)
+        is_here = link.round_index <= self.last_round or self.book.is_vouched_by_most(link)
         return -math.inf if is_here else math.inf
 
     def recent(self, step: str | None = None) -> frozenset[str]:

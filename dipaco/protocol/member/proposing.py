@@ -137,7 +137,7 @@ class Proposing:
         refused, here = self._rows.refused, self._rows.here
         on_way = {
             peer
-            for peer, row in self._rows.behind(round_index, self._chain.stand).items()
+            for peer, row in self._rows.on_top_of(round_index, self._chain.stand).items()
             if peer not in ready and row.name not in here and row.name not in refused
         }
         return self._rows.of_round(round_index).keys() - on_way

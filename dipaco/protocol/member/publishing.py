@@ -36,7 +36,7 @@ class Publishing:
             self._tell_if_ahead(round_index)
             return  # Others' step of this round is here already.
         at.round.is_open = True
-        own = self._rows.behind(round_index, at.chain.stand).get(known.me)
+        own = self._rows.on_top_of(round_index, at.chain.stand).get(known.me)
         if own is None:
             anchor = at.head.digest
             known.do(Publish(at.module, round_index, at.chain.stand, anchor, boundary_s))
@@ -60,7 +60,7 @@ class Publishing:
         at, schedule, now_s = self._at, self._known.schedule, self._known.now_s
         if at.role is Role.TRAINER:
             return
-        for index in self._rows.rounds_behind(at.chain.stand):
+        for index in self._rows.rounds_on_top_of(at.chain.stand):
             is_next, boundary_s = index == at.link.round_index + 1, now_s
             if not schedule.is_counted:
                 is_next = index > at.link.round_index
@@ -81,7 +81,7 @@ class Publishing:
         if last.index >= 0 and not is_early:
             is_in_vain = at.link.round_index < last.index
             at.rounds_in_vain = at.rounds_in_vain + 1 if is_in_vain else 0
-        at.round, at.chain.round_index = Round(index, boundary_s, last.is_open), index
+        at.round, at.chain.last_round = Round(index, boundary_s, last.is_open), index
         self._rows.forget_before(index)
 
     def published(self, row: Row) -> None:

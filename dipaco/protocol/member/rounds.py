@@ -68,7 +68,8 @@ class Rounds(ABC):
     def __init__(self, schedule: RoundSchedule) -> None:
         self._schedule = schedule
         self._levels = schedule.grid.levels_in_time_order()
-        self.round_index = 0
+        self.present_round = 0
+        """The round that the peer is in. A module's own may differ (`situation.Round`)."""
         self.steps_in_round = 0
         """Inner steps that were taken in it."""
         self.opens_s = schedule.start_s
@@ -117,7 +118,7 @@ class Rounds(ABC):
 
     def has_ended(self) -> bool:
         """Tell whether all levels of the round are over, and all its steps are done."""
-        is_over = min(self._over.values()) >= self.round_index
+        is_over = min(self._over.values()) >= self.present_round
         return is_over and self.steps_in_round >= self._schedule.fixed_steps
 
     def next_boundary(self, level: str) -> Boundary:
@@ -137,7 +138,7 @@ class ClockRounds(Rounds):
         self.steps_in_round = 0
         self._came = {level: self._schedule.passed(level, now_s) for level in self._levels}
         self._over = dict(self._came)
-        self.round_index = min(self._came.values()) + 1
+        self.present_round = min(self._came.values()) + 1
 
     def due(self, now_s: float, step_s: float) -> list[Boundary]:
         """Return the boundaries that have come, each once, earliest first.
@@ -152,7 +153,7 @@ class ClockRounds(Rounds):
             if passed < self._came[level] - 1:
                 # The clock was put back by rounds.
                 self._came[level] = self._over[level] = passed
-                self.round_index = min(self.round_index, passed + 1)
+                self.present_round = min(self.present_round, passed + 1)
             if passed > self._came[level]:
                 self._came[level] = passed
                 found.append(schedule.boundary(passed, level))
@@ -165,7 +166,7 @@ class ClockRounds(Rounds):
     def next_round(self) -> None:
         """Go on to the round whose boundaries come next."""
         self.steps_in_round = 0
-        self.round_index = min(self._came.values()) + 1
+        self.present_round = min(self._came.values()) + 1
 
 
 class CountedRounds(Rounds):
@@ -183,7 +184,7 @@ class CountedRounds(Rounds):
         self.steps_in_round = 0
         first_s = schedule.duration_s if round_index == 0 else 0.0
         self.opens_s = max(schedule.start_s, now_s) + first_s
-        self.round_index = round_index
+        self.present_round = round_index
         self._came = dict.fromkeys(self._levels, round_index - 1)
         self._over = dict(self._came)
 
@@ -193,16 +194,16 @@ class CountedRounds(Rounds):
         if now_s < self.opens_s:
             return found
         for level in self._levels:
-            is_new = self._came[level] < self.round_index
+            is_new = self._came[level] < self.present_round
             if is_new and self.steps_in_round >= self._steps[level] <= self._quota():
-                self._came[level] = self.round_index
-                found.append(Boundary(now_s, self.round_index, level))
+                self._came[level] = self.present_round
+                found.append(Boundary(now_s, self.present_round, level))
         return found
 
     def _quota(self) -> int:
         """Return the steps of this round that may be done before the next gate."""
         for level in self._levels:
-            if self._over[level] < self.round_index:
+            if self._over[level] < self.present_round:
                 return self._steps[level]
         return self._schedule.fixed_steps
 
@@ -213,4 +214,4 @@ class CountedRounds(Rounds):
     def next_round(self) -> None:
         """Go on to the next round, or to a later one that is over here already."""
         self.steps_in_round = 0
-        self.round_index = max(self.round_index, *self._over.values()) + 1
+        self.present_round = max(self.present_round, *self._over.values()) + 1

@@ -149,7 +149,7 @@ class Taking:
         if contradicting is None:
             self._enter(self._plan_from_here(target) or self._plan_from_vouched(target))
         elif contradicting.parent == self._sure_of or not self._repeat(contradicting.parent):
-            self._note_most(contradicting)
+            self._note_contradicted(contradicting)
             self._refuse(contradicting.name, "it names another state than was computed here")
 
     def _contradicting(self, target: Link) -> Link | None:
@@ -163,7 +163,7 @@ class Taking:
                 return link
         return None
 
-    def _note_most(self, link: Link) -> None:
+    def _note_contradicted(self, link: Link) -> None:
         voters = self._chain.voters(link.parent) | {self._known.me}
         if link.step is not None and is_majority(link.step.peers, voters):
             self.contradicted = link.name
