@@ -231,9 +231,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             least=0.001,
         ),
     ] = None
-    max_upload_gb_hour: Annotated[
-        float | None, Option("the same for an hour, until the next one begins", "GB", least=0.001)
-    ] = None
     name: Annotated[
         str, Option("the name that others see, at most 32 characters", "NAME", common=True)
     ] = ""

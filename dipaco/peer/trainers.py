@@ -69,7 +69,6 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
             max_disk_gb=_share(settings.max_disk_gb, count),
             max_upload_mbps=_share(settings.max_upload_mbps, count),
             max_upload_gb_month=_share(settings.max_upload_gb_month, count),
-            max_upload_gb_hour=_share(settings.max_upload_gb_hour, count),
         )
         for number, device in enumerate(settings.devices)
     )

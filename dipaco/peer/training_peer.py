@@ -176,10 +176,7 @@ def _train(
     # What each may have for itself they have together.
     node.states.kept.max_bytes = sharers * contributions_limit(settings, node.plan, shards)
     budget = UploadBudget(
-        settings.cache_folder,
-        process.uplink,
-        gb_month=settings.max_upload_gb_month,
-        gb_hour=settings.max_upload_gb_hour,
+        settings.cache_folder, process.uplink, gb_month=settings.max_upload_gb_month
     )
     for line in too_slow(node.plan, settings.max_upload_mbps):
         logger.warning("%s", line)

@@ -232,19 +232,16 @@ def test_a_limit_of_heat_is_for_gpus_only():
         thermometer_of(torch.device("cpu"))
 
 
-def test_what_was_sent_is_a_reason_until_the_next_month_or_hour(tmp_path):
+def test_what_was_sent_is_a_reason_until_the_next_month(tmp_path):
     now = [datetime(2026, 1, 31, 22, 30)]
     uplink = Uplink()
 
     def budget():
-        return UploadBudget(tmp_path, uplink, gb_month=3.0, gb_hour=1.0, now=lambda: now[0])
+        return UploadBudget(tmp_path, uplink, gb_month=3.0, now=lambda: now[0])
 
     kept = budget()
     assert kept.reason() == ""
     uplink.sent_bytes = 1_500_000_000
-    assert "1 GB were sent this hour" in kept.reason()
-    assert not uplink.serves
-    now[0] = datetime(2026, 1, 31, 23, 0)
     assert kept.reason() == ""
     assert uplink.serves
     kept.count()
@@ -255,13 +252,15 @@ def test_what_was_sent_is_a_reason_until_the_next_month_or_hour(tmp_path):
     again = budget()
     uplink.sent_bytes = 1_600_000_000
     assert "3 GB were sent this month" in again.reason()
+    assert not uplink.serves
     now[0] = datetime(2026, 2, 1, 0, 0)
     assert again.reason() == ""
+    assert uplink.serves
 
 
 @pytest.mark.parametrize("count", ["Infinity", "-Infinity", "NaN", "1e400", '"many"', "null", "[]"])
 def test_a_count_of_what_was_sent_that_is_none_begins_anew(tmp_path, count):
-    (tmp_path / "upload.json").write_text(f'{{"month": ["2026-01", {count}], "hour": 5}}')
+    (tmp_path / "upload.json").write_text(f'["2026-01", {count}]')
     now = datetime(2026, 1, 31)
     assert UploadBudget(tmp_path, Uplink(), gb_month=3.0, now=lambda: now).reason() == ""
 
