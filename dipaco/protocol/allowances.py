@@ -100,12 +100,13 @@ DHT_SMALL = Rates(
     },
     together={ADMITTED: Rate(64 * MIB, 16 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
 )
-# The bytes of longer answers.
+# The bytes of longer answers, which are given only where there is enough for all of one: one
+# stranger may use a quarter of what there is.
 DHT_LARGE = Rates(
     each={
         CONTRIBUTOR: Rate(32 * MIB, 2 * MIB),
         ADMITTED: Rate(32 * MIB, 2 * MIB),
-        STRANGER: Rate(4 * MIB, 128 * KIB),
+        STRANGER: Rate(4 * MIB, 32 * KIB),
     },
     together={ADMITTED: Rate(64 * MIB, 16 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
 )
