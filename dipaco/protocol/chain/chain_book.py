@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .steps import Head, Row, Step, genesis_name
+from .steps import Head, Row, Step, genesis_name, rank
 from .trunk import Trunk
 
 # Steps whose contributors say who matters now.
@@ -47,8 +47,8 @@ class Link:
 
     @property
     def rank(self) -> tuple[int, str]:
-        """Sort key of the heads of a module; the least wins: the heavier, then the smaller name."""
-        return -self.weight, self.name
+        """Its place among the heads of the module (`steps.rank`)."""
+        return rank(self.weight, self.name)
 
     @property
     def paths(self) -> frozenset[int]:

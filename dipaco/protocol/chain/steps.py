@@ -167,8 +167,13 @@ class Head:
 
     @property
     def rank(self) -> tuple[int, str]:
-        """Sort key of the heads of a module; the least wins: the heavier, then the smaller name."""
-        return -self.weight, self.step
+        """Its place among the heads of the module (`rank`)."""
+        return rank(self.weight, self.step)
+
+
+def rank(weight: int, name: str) -> tuple[int, str]:
+    """Return the sort key of a head; the least wins: the heavier, then the smaller name."""
+    return -weight, name
 
 
 def genesis_name(run_id: str, module: str) -> str:
