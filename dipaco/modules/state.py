@@ -113,7 +113,7 @@ class ModuleState:
     def rest_on(self, other: ModuleState) -> None:
         """Take the memory of an equal state, read from a file, for everybody who holds this one.
 
-        The own memory goes back to the machine. Raises ValueError for another state.
+        The memory of this one goes back to the machine. Raises ValueError for another state.
         """
         if other.digest != self.digest:
             raise ValueError(f"{self.module}: state {other.digest[:16]} is another one")

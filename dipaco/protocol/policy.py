@@ -2,8 +2,8 @@
 
 See design 4.6, claims. Every peer decides for itself, among the paths that its view covers: of the
 others it is not known whether they wait. Peers with the same view decide compatibly; peers whose
-views differ slightly share a path for a moment at worst. What is kept where, and which state wins,
-is in `keeping.py` and `chain_book.py`.
+views differ slightly share a path for a moment at worst. What is kept where is in `keeping.py`, and
+which state wins in `chain/steps.py`.
 """
 
 from __future__ import annotations

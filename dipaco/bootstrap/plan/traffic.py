@@ -212,7 +212,7 @@ def _train(group: _Group) -> Traffic:
 
 
 def _train_closed(group: _Group) -> Traffic:
-    """The own file is given to the mailboxes, which are asked for rows and steps."""
+    """This peer's file is given to the mailboxes, which are asked for rows and steps."""
     fetched, told = group.trainers - 1, CALL_BYTES + ROW_BYTES
     return _moved(
         group.mailboxes * group.file_bytes,
@@ -261,7 +261,7 @@ class _Dht:
         self._looked_at = 1 + min(SAMPLED_AT_ONCE, buckets - 1)
 
     def look_and_say(self) -> Traffic:
-        """The own bucket is read, and it is said who this is, in each refresh."""
+        """This peer's bucket is read, and it is said who this is, in each refresh."""
         return self._bucket * self._refreshes + self._write(PEER_BYTES) * self._refreshes
 
     def train(self) -> Traffic:

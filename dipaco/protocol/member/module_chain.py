@@ -140,7 +140,7 @@ class ModuleChain:
                 self.notes.can_be_had(name)
 
     def see_doubts(self) -> None:
-        """Doubt what is on the chain of most no more."""
+        """Doubt steps no more that stand in a chain with enough peers (`is_of_most`)."""
         for tip in self.book.tips(self.module) if self.notes.doubted else ():
             doubted = [n for n in self.notes.doubted if self.book.stands_on(tip.name, n)]
             if doubted and self.is_of_most(tip.name):

@@ -7,8 +7,9 @@ over
     not due       the boundary of its round      yes: rounds grow along a chain
                   (counted: see `candidates`)
     refused       for good                       yes
-    doubted       most of those who counted      yes
+    doubted       enough of those who counted    yes
                   are in its chain
+                  (`quorums.may_overrule`)
     absent        its files, or a time, come     no: others may have built on it
 
     refused   a file in it is no contribution, its files give no state, or it names another state
@@ -48,7 +49,7 @@ class Notes:
         self.edition += 1
 
     def doubt(self, step: str) -> None:
-        """Take a step only once most are in its chain."""
+        """Take a step only once enough peers are in its chain (`quorums.may_overrule`)."""
         self.doubted.add(step)
         self.edition += 1
 

@@ -1,4 +1,4 @@
-"""The own contribution to a round: begun, told, closed (design 4.2, publish)."""
+"""This peer's contribution to a round: begun, told, closed (design 4.2, publish)."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Publishing:
         self._rows.forget_before(index)
 
     def published(self, row: Row) -> None:
-        """The own file is here, and the row that names it."""
+        """This peer's file is here, and the row that names it."""
         if self._at.role is Role.TRAINER:
             self._rows.note(row, lambda peer: peer == row.peer)
             self._rows.came(row)

@@ -181,7 +181,7 @@ class Taking:
         return True
 
     def _repeated(self, head: Head) -> None:
-        """The own step has been computed once more."""
+        """This peer's step has been computed once more."""
         self._drop_plan()
         own = self._chain.head
         if own is None or own.step != head.step:
