@@ -410,7 +410,7 @@ def test_even_parts_of_a_swarm_come_together_and_one_of_two_overrules_nobody(sid
 
 @pytest.mark.parametrize(("path", "is_left"), [(0, False), (1, True)])
 def test_a_state_that_the_path_was_not_trained_in_may_fit_worse_than_its_genesis(path, is_left):
-    """Whoever made it: of a state that the path was trained in nobody is believed."""
+    """No matter who made it: nobody is believed about a state in whose last step the path has a row."""
     assert heal("ABC", ("A", "BC"), loss_of_genesis=5.0, path=path) is is_left
 
 
