@@ -187,7 +187,7 @@ def test_an_unreachable_address(tmp_path):
             Command("dipaco-generate", "--initial-peers", address, "Once"),
         ]
         for command in commands:
-            command.fails(2, re.escape(address), "refused|answered", "ask anybody in it")
+            command.fails(2, re.escape(address), "refused|answered", "check|ask anybody in it")
 
 
 def test_a_port_in_use(tmp_path):
