@@ -276,3 +276,22 @@ def test_the_first_row_of_a_newcomer_counts_before_its_claim_is_seen_and_its_nex
         member.hear(second)
         (step,) = member.proposed()
         assert step.peers == counting
+
+
+def test_a_peer_that_is_no_mailbox_proposes_after_two_rounds_in_vain():
+    """All mailboxes may stand on a chain that it has refused: that of the only other trainer, who poisons it."""
+    member = Trainer("A", "ABC", closed="A")
+    base = Step.of([member.row(peer) for peer in "ABC"])
+    member.stand_on(base)
+    proposed = []
+    for round_index in (1, 2, 3):
+        member.known.now_s = BOUNDARY_S + round_index * DURATION_S
+        member.module.begin(round_index, member.known.now_s)
+        row = member.row("A", round_index=round_index, file=name(f"A {round_index}"))
+        member.module.handle(e.Published(MODULE, row))
+        member.gathered(row)
+        member.wait(GATHER_S + 5 * GRACE_S)
+        member.nobody_answers()
+        proposed.append([step.round_index for step in member.proposed()])
+        member.module.carry_on("no step came")
+    assert proposed == [[], [], [3]]

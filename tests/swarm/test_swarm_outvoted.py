@@ -53,8 +53,8 @@ def test_one_of_three_keeps_its_own_state_and_stops_after_three_rounds(tmp_path)
         assert honest.popen.wait(LIMIT_S) == MachineError.exit_code, swarm.outputs()
         kept, invented = states_of(honest), states_of(liars[0])
         assert states_of(liars[1])[LIED_FROM] == invented[LIED_FROM]
-        assert max(kept) == LIED_FROM
         assert kept[LIED_FROM - 1] == invented[LIED_FROM - 1]
+        # It may have taken a step alone meanwhile, as after any two rounds in vain.
         assert not set(kept.values()) & {d for version, d in invented.items() if version >= LIED_FROM}
         said = honest.output.read_text()
         assert "L0.E0: a state is refused: it names another state than was computed here" in said

@@ -10,7 +10,8 @@ is the k-th in the order of the round, from 0.
     a grace before G         anybody                          a step was told, and this one has
                                                               more rows
     k graces after G         mailbox k                        no step was told
-    four graces after G      anybody                          there is no mailbox
+    four graces after G      anybody                          there is no mailbox, or two rounds
+                                                              have brought no step
 
 A step is taken as soon as it lacks nobody who is awaited, and otherwise at G. So the first proposer
 does not decide whose rows count.
@@ -26,13 +27,13 @@ from dipaco.protocol.chain.steps import MAX_ROWS, Row, Step
 
 from .group import Group
 from .knowledge import mailbox_order
-from .quorums import is_majority, may_propose
+from .quorums import ROUNDS_IN_VAIN, is_majority, may_propose
 from .situation import Role, Situation
 
 # In so many graces before G rows that a proposal left out are proposed.
 OUTBID_GRACES = 1.0
-# So many graces after G anybody proposes where there is no mailbox.
-NO_MAILBOX_GRACES = 4.0
+# So many graces after G anybody proposes where no mailbox is expected to.
+ANYBODY_GRACES = 4.0
 # So many graces after G a step of that round does not replace another one any more.
 LATE_GRACES = 3.0
 
@@ -73,7 +74,9 @@ class Proposing:
             return False
         boxes, me = self._group.mailboxes(), self._known.me
         if me not in boxes:
-            return not boxes and late_s >= NO_MAILBOX_GRACES * grace_s
+            # Mailboxes may all stand on a chain that this peer has refused.
+            is_left = not boxes or self._at.rounds_in_vain >= ROUNDS_IN_VAIN
+            return is_left and late_s >= ANYBODY_GRACES * grace_s
         if self._known.now_s < self._at.round.boundary_s:
             return boxes == [me]
         if late_s < 0:
