@@ -357,7 +357,7 @@ class World:
         """Score the final states, as the peers wrote them when they left, on all held-out text."""
         states = {}
         for module, event in final.items():
-            file = next(self.folder.glob(f"*-cache/**/*-{event['digest']}.safetensors"))
+            file = next(self.folder.glob(f"*-cache/*/store/**/{event['digest']}"))
             layout = layout_of(self.grid, module)
             states[module] = read_state(file, layout, event["digest"], module=module)
         model = PathModel(self.plan.model)
