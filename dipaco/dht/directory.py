@@ -203,7 +203,8 @@ class Directory:
         """Collect what is published inside the block and store it with one call at its end.
 
         A peer with many holdings renews them all in the time of one. Inside the block `publish_*`
-        returns True; what no node stored is logged at the end. Of this thread alone.
+        returns True; what no node stored is logged at the end. What other
+        threads publish meanwhile is stored by itself.
         """
         assert self._collected.entries is None, "together() does not nest"
         entries: dict[RecordName, _Entry] = {}

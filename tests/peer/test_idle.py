@@ -55,7 +55,7 @@ def test_a_peer_pauses_while_somebody_is_at_the_desktop(monkeypatch):
     monkeypatch.setattr(idle, "sessions", lambda: shown)
     monkeypatch.setattr(idle, "Aside", lambda reason: reason)
     reason = in_use(10.0)
-    assert reason() == "somebody uses this machine, until it was idle for 10 minutes (--when-idle)"
+    assert reason() == "somebody uses this machine, until it has been idle for 10 minutes (--when-idle)"
     shown[0] |= {"IdleHint": "yes", "IdleSinceHintMonotonic": str(int(now[0] * 1e6))}
     now[0] += 599.0
     assert "somebody" in reason()

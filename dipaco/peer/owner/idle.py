@@ -37,7 +37,8 @@ def in_use(minutes: float) -> Reason:
         if idle is None or idle >= 60.0 * minutes:
             return ""
         return (
-            f"somebody uses this machine, until it was idle for {minutes:g} minutes (--when-idle)"
+            f"somebody uses this machine, until it has been idle for {minutes:g} minutes "
+            "(--when-idle)"
         )
 
     return Aside(reason)
