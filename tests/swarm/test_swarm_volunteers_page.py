@@ -1,4 +1,4 @@
-"""docs/join.md shows what a peer prints, and a peer prints it."""
+"""docs/volunteers.md shows what a peer prints, and a peer prints it."""
 
 import re
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import LIMIT_S, Swarm
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "join.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "volunteers.md"
 
 
 def expected_lines():
