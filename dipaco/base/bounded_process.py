@@ -1,7 +1,8 @@
 """Work on what strangers wrote, in a process of its own with a limit of time and of memory.
 
-It reads a line of JSON and answers with one. A process that takes too long, or that asks for too
-much memory, is ended, and the next question starts another one.
+It reads a line of JSON and answers with one. A process that computes too long, or that asks for too
+much memory, is ended, and the next question starts another one. What counts is the time of its
+processor: on a busy machine an answer may take long, and nobody is refused for that.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +20,8 @@ from typing import Any
 
 # For starting Python, before anything is asked.
 _START_S = 30.0
+# The part of a processor that a process gets on a busy machine, or the wait for it ends.
+_LEAST_SHARE = 0.05
 # Each thread of a library takes addresses, which are what is limited.
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
@@ -83,11 +87,11 @@ class BoundedProcess:
         assert process is not None
         assert process.stdin is not None
         assert process.stdout is not None
-        killer = threading.Timer(limit_s, process.kill)
+        killer = threading.Timer(limit_s / _LEAST_SHARE, process.kill)
         killer.start()
         try:
             if question is not None:
-                process.stdin.write(json.dumps(question).encode() + b"\n")
+                process.stdin.write(json.dumps([limit_s, question]).encode() + b"\n")
                 process.stdin.flush()
             line = process.stdout.readline()
         except OSError:
@@ -111,10 +115,14 @@ def answer_lines(
     `begin` takes what is said first; it returns the answer to that, and what answers the rest.
     """
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    # Ends the process; a parent may ignore it.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     _say({"answer": None})
     answer: Callable[[Any], Any] | None = None
     for line in sys.stdin.buffer:
-        question = json.loads(line)
+        limit_s, question = json.loads(line)
+        # The signal comes when the process has computed so long.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         try:
             if answer is None:
                 found, answer = begin(question)
@@ -127,6 +135,8 @@ def answer_lines(
             _say({"error": reason})
         else:
             _say({"answer": found})
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
 def _say(answer: dict[str, Any]) -> None:

@@ -152,8 +152,8 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
     tokens = [~token for token in _begin_lacking(tokenizer, text)]
     position = 0
     for start, end in answers:
-        tokens += [~token for token in tokenizer.encode_marked(text[position:start])]
-        said = tokenizer.encode_marked(text[start:end])
+        tokens += [~token for token in tokenizer.encode_marked(text, position, start)]
+        said = tokenizer.encode_marked(text, start, end)
         end_place = next((n for n, token in enumerate(said) if token in tokenizer.ends), None)
         has_end = end_place is not None
         learned = len(said) if end_place is None else end_place + 1
@@ -164,7 +164,7 @@ def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, in
     if not rest.strip() and not has_end:
         tokens.append(END_TOKEN)
     else:
-        tokens += [~token for token in tokenizer.encode_marked(rest)]
+        tokens += [~token for token in tokenizer.encode_marked(text, position)]
     return np.asarray(tokens, dtype=np.int64)
 
 

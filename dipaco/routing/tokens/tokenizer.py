@@ -92,10 +92,11 @@ class Tokenizer:
         some control characters."""
         return len(text) - len(self._pieces.writable(text))
 
-    def encode_marked(self, text: str) -> list[int]:
-        """Return the tokens of a text in which names of special tokens, as a chat template writes
-        them, are these tokens. What strangers wrote is `shielded` before a template is filled."""
-        return self._pieces.encode_marked(_clean(text))
+    def encode_marked(self, text: str, start: int = 0, end: int | None = None) -> list[int]:
+        """Return the tokens of a part of a text, by default of all of it, in which names of special
+        tokens, as a chat template writes them, are these tokens. What strangers wrote is `shielded`
+        before a template is filled."""
+        return self._pieces.encode_marked(_clean(text), start, end)
 
     def shielded(self, text: str) -> str:
         """Return a text whose names of special tokens stay text for `encode_marked`."""
@@ -199,9 +200,9 @@ class SentencePieces:
             tokens += part
         return tokens
 
-    def encode_marked(self, text: str) -> list[int]:
-        """Return the tokens of a text; names of special pieces are text in any case."""
-        return self.encode([text], 1)[0]
+    def encode_marked(self, text: str, start: int = 0, end: int | None = None) -> list[int]:
+        """Return the tokens of a part of a text; names of special pieces are text in any case."""
+        return self.encode([text[start:end]], 1)[0]
 
     def shielded(self, text: str) -> str:
         """Return the text, whose names are text in any case."""

@@ -5,6 +5,10 @@ So every token has two numbers: that of the run, and that of the file, which exp
 Unknown and padding are the run's own, and so is begin where the checkpoint has none: no text has
 these, and their numbers lie behind all rows of the checkpoint, so an export leaves them out.
 
+Some tokenizers (those of Llama 2 and Mistral) put a space in front of a text. They do so in a run,
+too: at the beginning of a text, and behind a special token where `tokenizers` puts one there. What
+goes on in the middle of a text, as an answer does, is encoded without it. A decoded text keeps it.
+
 The blob of such a tokenizer is JSON: the file as it is, the numbers of the four, the chat template
 of its checkpoint, and what an export needs to say again of it (`Origin`).
 """
@@ -16,7 +20,7 @@ import json
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,10 +54,14 @@ _DISPENSABLE = (
 # other formats, or that draw, are not among these.
 _KINDS = {
     "model": {"BPE", "Unigram"},
-    "normalizer": {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Replace"},
-    "pre_tokenizer": {"Sequence", "Split", "ByteLevel", "Digits", "Whitespace", "Punctuation"},
-    "decoder": {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Replace"},
-}
+    "normalizer": {"Sequence", "NFC", "NFD", "NFKC", "NFKD", "Replace", "Prepend"},
+    "pre_tokenizer": {
+        "Sequence", "Split", "ByteLevel", "Digits", "Whitespace", "Punctuation", "Metaspace",
+    },
+    "decoder": {"Sequence", "ByteLevel", "ByteFallback", "Fuse", "Replace", "Strip", "Metaspace"},
+}  # fmt: skip
+# What takes away in a decoded text the space that was put in front.
+_STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 _POST_PROCESSORS = {"Sequence", "TemplateProcessing", "ByteLevel"}
 
 
@@ -116,8 +124,17 @@ class JsonPieces:
         """Names of special tokens are text even in a chat."""
         # Both read names of special tokens as text; `_marked` is for what lies between these.
         self._marked = _load_for_texts(self.tokenizer, source)
+        going_on = _without_space_in_front(self.tokenizer)
+        self._going_on = _load_for_texts(going_on, source)
+        """For what stands in the middle of a text; it decodes, too."""
+        self.puts_space_in_front = any(
+            going_on.get(part) != self.tokenizer.get(part)
+            for part in ("normalizer", "pre_tokenizer")
+        )
+        self._puts_space_at_start_alone = _puts_space_at_start_alone(self.tokenizer)
         self._controls = {} if self.splits_special else _controls(self.tokenizer)
         self._named_control = _named(self._controls.values())
+        self._control_names = () if self.splits_special else tuple(self.control_names())
         with _panics(source):
             self.for_texts = _without_stripping(self.tokenizer)
         """The `tokenizer.json` as documents are read with it: they come back whole, with all white
@@ -187,20 +204,25 @@ class JsonPieces:
             found = [encoding.ids for encoding in encoded]
         return [self.run_tokens(ids) for ids in found]
 
-    def encode_marked(self, text: str) -> list[int]:
-        """Return the run's tokens of a text in which names of special tokens are these, unless they
-        were `shielded`."""
-        numbers, position = [], 0
-        for found in self._named_control.finditer(text) if self._named_control else ():
-            numbers += self._numbers_between(text[position : found.start()])
+    def encode_marked(self, text: str, start: int = 0, end: int | None = None) -> list[int]:
+        """Return the run's tokens of a part of a text, by default of all of it. Names of special
+        tokens are these, unless they were `shielded`."""
+        end = len(text) if end is None else end
+        numbers, position = [], start
+        for found in self._named_control.finditer(text, start, end) if self._named_control else ():
+            numbers += self._numbers_between(text, position, found.start())
             assert found.lastindex is not None  # each name is a group
             numbers.append([*self._controls][found.lastindex - 1])
             position = found.end()
-        return self.run_tokens([*numbers, *self._numbers_between(text[position:])])
+        return self.run_tokens([*numbers, *self._numbers_between(text, position, end)])
 
-    def _numbers_between(self, text: str) -> list[int]:
-        written = self.writable(text.replace(_SHIELD, ""))
-        found: list[int] = self._marked.encode(written, add_special_tokens=False).ids
+    def _numbers_between(self, text: str, start: int, end: int) -> list[int]:
+        """Return the numbers of a part of a text without special tokens in it."""
+        is_behind_special = text.endswith(self._control_names, 0, start)
+        gets_space = is_behind_special and not self._puts_space_at_start_alone
+        tokenizer = self._marked if start == 0 or gets_space else self._going_on
+        written = self.writable(text[start:end].replace(_SHIELD, ""))
+        found: list[int] = tokenizer.encode(written, add_special_tokens=False).ids
         return found
 
     def shielded(self, text: str) -> str:
@@ -211,10 +233,11 @@ class JsonPieces:
         return self._named_control.sub(lambda name: f"{name[0][0]}{_SHIELD}{name[0][1:]}", text)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the run's tokens; special ones vanish."""
+        """Return the text of the run's tokens; special ones vanish, and a space that the tokenizer
+        has put in front of a text stays."""
         known = [token for token in tokens if 0 <= token < self.vocabulary_size]
         numbers = self._to_file[np.asarray(known, dtype=np.int64)].tolist()
-        return str(self._marked.decode(numbers, skip_special_tokens=True))
+        return str(self._going_on.decode(numbers, skip_special_tokens=True))
 
 
 def with_added_tokens(
@@ -276,12 +299,13 @@ def pack_tokenizer(
             f"of {rows}; they are of different models"
         )
     begin, end = special[BEGIN_TOKEN], str(special[END_TOKEN])
-    own = [end] if begin == end or begin not in known else [begin, end]
+    has_begin = begin in known and begin != end
+    own = [str(begin), end] if has_begin else [end]
     added = tokenizer.get("added_tokens") or ()
     content["added_tokens"] = _with_special(added, {name: known[name] for name in own})
     content["post_processor"] = _known_post_processor(tokenizer.get("post_processor"))
     new = itertools.count(rows)
-    numbers = [next(new), known[begin] if begin in own else next(new), known[end], next(new)]
+    numbers = [next(new), known[own[0]] if has_begin else next(new), known[end], next(new)]
     origin = Origin(
         names=(special[0], special[1], special[2], special[3]),
         rows=rows,
@@ -388,6 +412,8 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
                 raise IntegrityError(f"{source} has a pattern of over {_MAX_PATTERN} letters")
             if kind == "Replace":
                 growth *= _growth(pattern, str(found.get("content", "")))
+            elif kind == "Prepend":
+                growth *= 1 + len(str(found.get("prepend", "")))
         if growth > _MAX_GROWTH:
             raise ConfigurationError(
                 f"{source}: the replacements of its {part} make a text up to {growth} times as "
@@ -486,6 +512,40 @@ def _without_stripping(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     return {**tokenizer, "added_tokens": [{**t, "lstrip": False, "rstrip": False} for t in added]}
 
 
+def _without_space_in_front(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a `tokenizer.json` that puts no space in front of a text, and takes none away where
+    it decodes."""
+    parts = {part: _changed(tokenizer.get(part), _without_space) for part in _KINDS}
+    return {**tokenizer, **{part: value for part, value in parts.items() if part in tokenizer}}
+
+
+def _without_space(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    if part.get("type") == "Prepend" or part == _STRIP:
+        return None
+    return {**part, "prepend_scheme": "never"} if part.get("type") == "Metaspace" else {**part}
+
+
+def _changed(part: Any, change: Callable[[Mapping[str, Any]], dict[str, Any] | None]) -> Any:
+    """Return a part of a tokenizer with each thing that it consists of changed, or left out."""
+    if not isinstance(part, Mapping):
+        return part
+    if part.get("type") != "Sequence":
+        return change(part)
+    lists = {key: value for key, value in part.items() if isinstance(value, list)}
+    kept = {
+        key: [new for inner in value if (new := _changed(inner, change)) is not None]
+        for key, value in lists.items()
+    }
+    return {**part, **kept}
+
+
+def _puts_space_at_start_alone(tokenizer: Mapping[str, Any]) -> bool:
+    """Return whether there is no space behind a special token."""
+    parts = [*_parts(tokenizer.get("normalizer")), *_parts(tokenizer.get("pre_tokenizer"))]
+    schemes = {part.get("prepend_scheme") for part in parts if part.get("type") == "Metaspace"}
+    return "first" in schemes
+
+
 def _lost_added_tokens(pieces: JsonPieces) -> set[str]:
     """Return the added tokens that a decoder turns into another text than their names."""
     names = [token["content"] for token in pieces.for_texts["added_tokens"]]
@@ -506,18 +566,23 @@ def _as_text(tokenizer: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _comes_back(pieces: JsonPieces, text: str) -> bool:
-    back = pieces.decode(pieces.encode([text], 1)[0])
+    back = _without_front(pieces, pieces.decode(pieces.encode([text], 1)[0]))
     return unicodedata.normalize("NFKC", back) == unicodedata.normalize("NFKC", text)
+
+
+def _without_front(pieces: JsonPieces, text: str) -> str:
+    return text.removeprefix(" ") if pieces.puts_space_in_front else text
 
 
 def _check_round_trip(pieces: JsonPieces, source: str) -> None:
     """Refuse a tokenizer in which texts cannot be written, or that cannot be streamed."""
     plain = "The city, 1789:\n\n\tlies  there."
     tokens = pieces.encode([plain], 1)[0]
-    if "".join(pieces.decode([token]) for token in tokens) != plain:
+    back = "".join(pieces.decode([token]) for token in tokens)
+    if _without_front(pieces, back) != plain:
         raise ConfigurationError(
-            f"{source} does not give a text back piece by piece (it may put a space in front); a "
-            f"run needs byte-level BPE, or pieces with byte fallback and spaces as they are"
+            f"{source} does not give a text back piece by piece; a run needs byte-level BPE, or "
+            f"pieces with byte fallback and spaces as they are"
         )
     # Every byte that UTF-8 has stands in these; what is dispensable may be missing.
     text = "".join(map(chr, (*range(1, 0x180), *range(0x600, 0x800), *range(0x1000, 0xD800, 911))))

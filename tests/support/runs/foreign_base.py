@@ -80,14 +80,52 @@ SPECIAL_TEXTS = (
     "a<|begin_of_text|>b<|end_of_text|> c",
 )
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+# Llama 2's, and Mistral's but for the names.
+INSTRUCTION_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+# Families whose tokenizer puts a space in front of a text.
+SPACED = ("llama2", "mistral")
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
+def spaced_tokenizer(family):
+    """Return a tokenizer that puts a space in front of a text, as those of Llama 2 and Mistral."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    if family == "llama2":
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    special = ["<unk>", "<s>", "</s>"] + ["[INST]", "[/INST]"] * (family == "mistral")
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=tokens, show_progress=False)
+    # Words by themselves, so that no piece has a space in its middle.
+    words = [" " + word for text in tiny_documents(4, 20, 0) for word in text.split()]
+    tokenizer.train_from_iterator([*words, *" [/INST]"], trainer)
+    content = json.loads(tokenizer.to_str())
+    # Byte pieces are ordinary ones.
+    content["added_tokens"] = content["added_tokens"][: len(special)]
+    begin = {"id": "<s>", "ids": [1], "tokens": ["<s>"]}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<s>": begin},
+    }
+    settings = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "chat_template": INSTRUCTION_TEMPLATE}
+    return tokenizers.Tokenizer.from_str(json.dumps(content)), settings
+
+
 def foreign_tokenizer(family):
     """Return a tokenizer and its `tokenizer_config.json`."""
+    if family in SPACED:
+        return spaced_tokenizer(family)
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=family == "llama"))
     bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if family == "smollm2":
@@ -154,10 +192,11 @@ def make_foreign_base(folder, family, **config):
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "initializer_range": 0.2,
-        "tie_word_embeddings": family != "llama",
+        "tie_word_embeddings": not family.startswith("llama"),
         **config,
     }
-    special = [tokenizer.token_to_id(name) for name in ("<|im_start|>", "<|im_end|>")]
+    names = ("<s>", "</s>") if family in SPACED else ("<|im_start|>", "<|im_end|>")
+    special = [tokenizer.token_to_id(name) for name in names]
     torch.manual_seed(0)
     if family in FOREIGN:
         kind, config_kind, own = FOREIGN[family]
