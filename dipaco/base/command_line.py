@@ -249,7 +249,9 @@ def _add(argument: Argument, parser: argparse._ActionsContainer, *, is_short: bo
         parser.add_argument(argument.name, **(keywords | {"nargs": "*"}))
         if is_short:  # One way to give them is enough there.
             keywords["help"] = argparse.SUPPRESS
-    if option.positional:
+    if option.positional and argument.takes_words:
+        parser.add_argument(argument.name, **(keywords | {"nargs": "+"}))
+    elif option.positional:
         # argparse would make a value of the word that stands for none.
         parser.add_argument(argument.name, **(keywords | {"nargs": "?", "default": None}))
     else:

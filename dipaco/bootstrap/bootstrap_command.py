@@ -1,5 +1,6 @@
 """dipaco-bootstrap: plan and prepare a run, and serve it to the first peers.
 
+dipaco-bootstrap init texts/*.jsonl
 dipaco-bootstrap plan examples/tiny/RUN.toml
 dipaco-bootstrap prepare examples/tiny/RUN.toml --out my-run
 dipaco-bootstrap serve my-run
@@ -14,6 +15,7 @@ from dipaco.base.command_line import Command, Program
 from dipaco.base.errors import CorpusError
 
 from .bootstrap_settings import (
+    InitSettings,
     InviteSettings,
     PlanSettings,
     PrepareSettings,
@@ -22,6 +24,15 @@ from .bootstrap_settings import (
 )
 
 NO_ADDRESS_YET = "dipaco-peer ADDR --invitation TEXT"
+
+
+def run_init(settings: InitSettings) -> int:
+    """Run `dipaco-bootstrap init`."""
+    from .new_run import write_run_toml
+
+    print(write_run_toml(settings.files, settings.out, settings.base, settings.peers))
+    print(f"{settings.out} is written; next: dipaco-bootstrap plan {settings.out}")
+    return 0
 
 
 def run_prepare(settings: PrepareSettings) -> int:
@@ -152,6 +163,14 @@ def run_revoke(settings: RevokeSettings) -> int:
     return 0
 
 
+INIT = Command(
+    "init",
+    InitSettings,
+    run_init,
+    summary="write a RUN.toml for some texts or chats",
+    description="Look at the first rows of some files, count their documents, and write a RUN.toml "
+    "with the right fields and with sizes to begin with.",
+)
 PREPARE = Command(
     "prepare",
     PrepareSettings,
@@ -194,7 +213,7 @@ REVOKE = Command(
     description="Sign a new list of revoked invitations. Nodes that serve the run folder pass it "
     "on within a quarter of a round, and every peer keeps it.",
 )
-COMMAND = Program("dipaco-bootstrap", str(__doc__), (PREPARE, PLAN, SERVE, INVITE, REVOKE))
+COMMAND = Program("dipaco-bootstrap", str(__doc__), (INIT, PREPARE, PLAN, SERVE, INVITE, REVOKE))
 main = COMMAND.main
 
 if __name__ == "__main__":

@@ -20,6 +20,30 @@ RUN_TOML = Option("the file that describes the run", "RUN.toml", positional=True
 
 
 @dataclass(frozen=True, kw_only=True)
+class InitSettings(Settings):
+    """For which texts a RUN.toml is written, and where."""
+
+    files: Annotated[
+        tuple[str, ...],
+        Option(
+            "files or folders of texts or chats: JSON Lines, JSON, Parquet, Arrow, plain text",
+            "FILE",
+            positional=True,
+        ),
+    ]
+    base: Annotated[
+        str | None,
+        Option(
+            "train adapters over this public model: the folder of a checkpoint, or the name of "
+            "one in the cache of the Hugging Face Hub",
+            "OWNER/NAME",
+        ),
+    ] = None
+    peers: Annotated[int, Option("peers that you expect", "N", least=1, most=10**6)] = 4
+    out: Annotated[Path, Option("the file to write", "FILE")] = Path("RUN.toml")
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrepareSettings(ComputeSettings):
     """How a run is prepared, and where."""
 

@@ -1,0 +1,138 @@
+"""`dipaco-bootstrap init`: a RUN.toml that works, from some files."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dipaco.base.errors import ConfigurationError, CorpusError
+from dipaco.bootstrap import first_look
+from dipaco.bootstrap.bootstrap_command import main
+from dipaco.bootstrap.first_look import look_at_files
+from dipaco.bootstrap.new_run import SIZES, write_run_toml
+from dipaco.bootstrap.run_config import load_run_config
+from support.runs.chat_runs import chat_rows, write_chats
+from support.runs.chat_templates import CHATML
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny" / "data"
+PAGE = TINY.parents[2] / "docs" / "configuration.md"
+CHATS = TINY.parents[1] / "chats" / "data"
+
+
+def rows(path, values):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(value) + "\n" for value in values), encoding="utf-8")
+
+
+def articles(count, **more):
+    return [{"id": f"{i:07}", "title": f"No {i}", "body": f"{i} " + "some words " * 80, **more} for i in range(count)]
+
+
+def written(tmp_path, files, peers=4):
+    out = tmp_path / "RUN.toml"
+    said = write_run_toml([str(file) for file in files], out, None, peers)
+    return tomllib.loads(out.read_text(encoding="utf-8")), said
+
+
+def test_the_shipped_corpus_gets_a_run_that_can_be_prepared(tmp_path):
+    found, said = written(tmp_path, [TINY])
+    assert found["data"]["label_field"] == "domain"
+    assert found["grid"]["modules_per_level"] == [2, 2]
+    assert "validation.jsonl.gz" in said
+    config = load_run_config(tmp_path / "RUN.toml")
+    assert config.grid.path_count == 4
+    assert config.data.has_validation
+
+
+def test_the_longest_field_is_the_text_and_the_one_of_few_values_the_label(tmp_path):
+    values = articles(150, section="news") + articles(150, section="sports")
+    rows(tmp_path / "texts" / "a.jsonl", values)
+    found, _ = written(tmp_path, [tmp_path / "texts" / "a.jsonl"])
+    assert found["data"] == {"train": "texts/a.jsonl", "text_field": "body", "label_field": "section"}
+
+
+def test_files_of_one_folder_are_named_by_a_pattern(tmp_path):
+    for name in ("b", "a", "test"):
+        rows(tmp_path / "texts" / f"{name}.jsonl", [{"text": f"{name} {i} words"} for i in range(60)])
+    found, _ = written(tmp_path, sorted((tmp_path / "texts").iterdir()))
+    assert found["data"] == {"train": "texts/*.jsonl", "validation": "texts/test.jsonl"}
+
+
+def test_a_text_file_is_read_by_paragraphs_if_it_has_some(tmp_path):
+    (tmp_path / "a.txt").write_text("\n\n".join(f"paragraph {i} of a book" for i in range(100)))
+    (tmp_path / "b.txt").write_text("\n".join(f"line {i} of a list" for i in range(100)))
+    assert look_at_files([str(tmp_path / "a.txt")]).text_unit == "paragraph"
+    assert look_at_files([str(tmp_path / "b.txt")]).text_unit == "line"
+
+
+@pytest.mark.parametrize(
+    ("documents", "words", "peers", "paths"),
+    [(1000, 1000, 4, 4), (1000, 1000, 11, 8), (1000, 1000, 1, 2), (120, 1000, 8, 2), (1000, 20, 8, 2)],
+)
+def test_a_path_for_each_peer_but_none_with_too_few_texts(tmp_path, documents, words, peers, paths):
+    rows(tmp_path / "a.jsonl", [{"text": f"{i} " + "word " * words} for i in range(documents)])
+    found, _ = written(tmp_path, [tmp_path / "a.jsonl"], peers)
+    first, second = found["grid"]["modules_per_level"]
+    assert first * second == paths
+
+
+def test_the_page_has_the_table_of_sizes():
+    rows = re.findall(r"^\| ([\d,]+) \| [\d.]+ M \| (\d+) \| (\d+) \| ([\d,]+) \|$", PAGE.read_text(), re.M)
+    told = [tuple(int(value.replace(",", "")) for value in row) for row in rows]
+    assert told == [(one.tokens, one.hidden_size, one.block_count, one.vocabulary_size) for one in SIZES]
+
+
+def test_much_text_is_counted_by_its_beginning(tmp_path, monkeypatch):
+    for name in ("a", "b", "c"):
+        rows(tmp_path / f"{name}.jsonl", articles(1000))
+    files = sorted(map(str, tmp_path.glob("*.jsonl")))
+    whole = look_at_files(files)
+    monkeypatch.setattr(first_look, "_CHARACTERS", whole.characters // 2)
+    part = look_at_files(files)
+    assert part.counted < 0.7
+    assert part.documents == pytest.approx(whole.documents, rel=0.05)
+    assert part.characters == pytest.approx(whole.characters, rel=0.05)
+
+
+def test_chats_need_a_base(tmp_path):
+    with pytest.raises(ConfigurationError, match="--base"):
+        write_run_toml([str(CHATS)], tmp_path / "RUN.toml", None, 4)
+    assert not (tmp_path / "RUN.toml").exists()
+
+
+def test_chats_over_a_base_become_adapters(tmp_path):
+    toml = write_chats(tmp_path, chat_rows(), CHATML)
+    toml.unlink()
+    [base] = [path.parent for path in tmp_path.rglob("config.json")]
+    [chats] = tmp_path.rglob("*.jsonl")
+    write_run_toml([str(chats)], tmp_path / "RUN.toml", str(base), 4)
+    config = load_run_config(tmp_path / "RUN.toml")
+    assert config.adapters is not None
+    assert config.base.checkpoint == base
+    assert config.grid.modules_per_level == (1, 2)  # forty chats are few
+
+
+def test_a_base_that_is_not_here_is_told_and_nothing_is_written(tmp_path):
+    with pytest.raises(ConfigurationError, match="OWNER/NAME|some-body/some-base"):
+        write_run_toml([str(CHATS)], tmp_path / "RUN.toml", "some-body/some-base", 4)
+    assert not (tmp_path / "RUN.toml").exists()
+
+
+def test_files_without_texts_are_refused(tmp_path):
+    rows(tmp_path / "a.jsonl", [{"number": 1}])
+    (tmp_path / "empty").mkdir()
+    for name in ("a.jsonl", "empty", "nothing.jsonl"):
+        with pytest.raises(CorpusError):
+            look_at_files([str(tmp_path / name)])
+
+
+def test_a_run_toml_is_never_replaced(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows(tmp_path / "a.jsonl", articles(60))
+    assert main(["init", "a.jsonl"]) == 0
+    before = Path("RUN.toml").read_bytes()
+    assert main(["init", "a.jsonl"]) != 0
+    assert "--out" in capsys.readouterr().err
+    assert Path("RUN.toml").read_bytes() == before
