@@ -188,15 +188,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             common=True,
         ),
     ] = None
-    max_gpu_temp: Annotated[
-        float | None,
-        Option(
-            "pause while the GPU is hotter than C degrees",
-            "C",
-            least=30,
-            most=110,
-        ),
-    ] = None
     duty: Annotated[
         float,
         Option(

@@ -46,7 +46,6 @@ from dipaco.peer.node.guests import RevocationList, given_invitation
 from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.line_for_others import line_for_others
 from dipaco.peer.node.node import Node
-from dipaco.peer.owner.gpu_heat import HotGpu, thermometer_of
 from dipaco.peer.owner.idle import in_use
 from dipaco.peer.owner.keep_awake import KeepAwake
 from dipaco.peer.owner.pause_reasons import (
@@ -182,7 +181,7 @@ def _train(
         logger.warning("%s", line)
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
-    pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, device, budget, events))
+    pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, budget, events))
     _warn_of_unused_gpu(settings, device, reason)
     display.say(_device_line(device, reason, gpus_left(device, settings.device)))
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
@@ -255,7 +254,7 @@ def _new_trainer(
 
 
 def reasons_to_pause(
-    settings: PeerSettings, device: torch.device, budget: UploadBudget, events: EventLog
+    settings: PeerSettings, budget: UploadBudget, events: EventLog
 ) -> list[Reason]:
     """Return what a peer is asked to pause for; the first that holds is told.
 
@@ -270,8 +269,6 @@ def reasons_to_pause(
         reasons += [Aside(while_running(programs_of(settings.pause_while)))]
     if settings.when_idle is not None:
         reasons += [in_use(settings.when_idle)]
-    if settings.max_gpu_temp is not None:
-        reasons += [HotGpu(settings.max_gpu_temp, thermometer_of(device))]
     disk = FullDisk(settings.cache_folder, lambda said: events.emit("disk", what=said))
     return [*reasons, budget.reason, disk]
 

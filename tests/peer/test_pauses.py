@@ -14,9 +14,8 @@ import torch
 from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.modules.device import be_nice
 from dipaco.peer import pause_command, peer_command
-from dipaco.peer.owner import gpu_heat, pauses
+from dipaco.peer.owner import pauses
 from dipaco.peer.owner.duty import rest_s
-from dipaco.peer.owner.gpu_heat import HotGpu, Thermometer, thermometer_of
 from dipaco.peer.owner.pause_reasons import (
     Aside,
     FullDisk,
@@ -159,77 +158,6 @@ def test_a_program_of_this_machine():
     finally:
         child.kill()
         child.wait()
-
-
-def test_a_hot_gpu_is_a_reason_until_it_is_some_degrees_cooler():
-    degrees = [79, 81, 80, 71, 70, 80]
-    heat = HotGpu(80, lambda: degrees.pop(0), lambda: 0.0)
-    assert [bool(heat()) for _ in range(6)] == [False, True, True, True, False, False]
-
-
-def test_a_gpu_whose_heat_nobody_knows_counts_as_hot():
-    """One answer may fail to come; one a minute old is worth nothing."""
-    answers = [(0, 60), (10, None), (59, None), (71, 60)]
-    answers += [(80, None), (132, None), (140, 60)]
-    now = [0.0]
-    heat = HotGpu(80, lambda: answers[0][1], lambda: now[0])
-    found = []
-    while answers:
-        now[0] = answers[0][0]
-        found.append("is unknown" in heat())
-        answers.pop(0)
-    assert found == [False, False, False, False, False, True, False]
-
-
-def nvidia_smi(folder, monkeypatch, text):
-    """Put a program of that name before all others."""
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{text}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-
-def test_what_nvidia_smi_says(tmp_path, monkeypatch):
-    asked = tmp_path / "asked"
-    nvidia_smi(tmp_path, monkeypatch, f'echo "$@" > {asked}; echo 63')
-    thermometer = Thermometer("GPU-1")
-    assert thermometer.first() == 63
-    assert asked.read_text().startswith("-i GPU-1 --query-gpu=temperature.gpu")
-    # The first call has asked; some later one has the answer.
-    found = thermometer()
-    while found is None:
-        threading.Event().wait(0.2)
-        found = thermometer()
-    assert found == 63
-    for said in ("echo '[N/A]'", "exit 9", r"printf '\\377'"):
-        nvidia_smi(tmp_path, monkeypatch, said)
-        with pytest.raises(ConfigurationError, match=r"does not say how hot"):
-            Thermometer("GPU-1").first()
-
-
-def test_an_nvidia_smi_that_nothing_ends_is_not_joined_by_others(tmp_path, monkeypatch):
-    """A GPU that has fallen off its bus lets them hang in the kernel."""
-    asked = tmp_path / "asked"
-    nvidia_smi(tmp_path, monkeypatch, f"echo $$ >> {asked}; exec sleep 600")
-    monkeypatch.setattr(gpu_heat, "ANSWER_LIMIT_S", 0.0)
-    with monkeypatch.context() as patched:
-        patched.setattr(subprocess.Popen, "kill", lambda process: None)
-        thermometer = Thermometer("GPU-1")
-        while not asked.exists() or not asked.read_text():
-            assert thermometer() is None
-            threading.Event().wait(0.05)
-        for _ in range(3):
-            assert thermometer() is None
-            threading.Event().wait(0.2)
-    started = asked.read_text().split()
-    for process in started:
-        os.kill(int(process), signal.SIGKILL)
-    assert len(started) == 1
-
-
-def test_a_limit_of_heat_is_for_gpus_only():
-    with pytest.raises(ConfigurationError, match=r"--max-gpu-temp is for an NVIDIA GPU"):
-        thermometer_of(torch.device("cpu"))
 
 
 def test_what_was_sent_is_a_reason_until_the_next_month(tmp_path):

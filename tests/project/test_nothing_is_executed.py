@@ -101,9 +101,6 @@ EXCEPTIONS = {
     ("inference/serve/llama_server.py", "imports subprocess"): (
         "starts this file with this Python; its parameters are this program's own"
     ),
-    ("peer/owner/gpu_heat.py", "imports subprocess"): (
-        "asks nvidia-smi for a temperature; no word of it comes from others"
-    ),
     ("peer/owner/idle.py", "imports subprocess"): (
         "asks loginctl since when nobody has used this machine; no word of it comes from others"
     ),

@@ -20,7 +20,6 @@ from dipaco.modules.device import choose_device, limit_memory
 from dipaco.modules.layout import parameter_counts
 from dipaco.modules.memory import USABLE_SHARE, least_pass_bytes
 from dipaco.peer.exchange.fetching import shard_bytes
-from dipaco.peer.owner.gpu_heat import thermometer_of
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
@@ -113,8 +112,6 @@ def machine_checks(
         return
     try:
         limit_memory(device, settings.vram_gb)
-        if settings.max_gpu_temp is not None:
-            thermometer_of(device)
     except ConfigurationError as error:
         yield failed("flags", error)
     if gpu is not None and settings.vram_gb is not None:
