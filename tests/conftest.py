@@ -11,9 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No thread waits for the wrong thing (base/waits.py), here and in every process that a test starts.
 os.environ["DIPACO_ASSERT_WAITS"] = "1"
 
-# The settings of the person who runs the tests are not those of the tests.
-os.environ["XDG_CONFIG_HOME"] = os.devnull
-
 import pytest
 from hypothesis import settings
 

@@ -2,10 +2,9 @@
 
     main = Command("dipaco-serve", ServeSettings, serve, "Serve a run.").main
 
-A flag wins over one of the last time, that over the settings file (`settings_file`), and that over
-the default. Every command knows
-`--config`, `--debug` and `--version` beside its settings. Nothing large is imported here: `--help`
-and mistakes are answered at once.
+A flag wins over one of the last time, and that over the default. Every command knows `--debug` and
+`--version` beside its settings. Nothing large is imported here: `--help` and mistakes are answered
+at once.
 """
 
 from __future__ import annotations
@@ -13,22 +12,30 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, Literal, NoReturn, get_args, get_origin
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from .errors import DipacoError
 from .files import tidy
 from .output import outlast_audience
 from .running import SettingsT, run_with_settings
 from .settings import Argument, Typed, arguments_of
-from .settings_file import CONFIG_VARIABLE, find_file, read_settings
+
+
+class LastTime(NamedTuple):
+    """What a user typed of a command before."""
+
+    file: Path
+    """Where it is kept."""
+    words: list[str]
+    replaced: set[str]
+    """Names of fields that they do not give any more."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +50,9 @@ class Command(Generic[SettingsT]):
     summary: str = ""
     """Its line in the help of a program with several commands."""
 
-    last_time: (
-        Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[Path, dict[str, Any]]] | None
-    ) = None
-    """Given what was typed and what a settings file says, what was typed before, and the file that
-    it is kept in. Its settings have a field `typed` of the type `Typed`."""
-
-    settings_of: str = ""
-    """The program whose table in a settings file it reads, if not its own."""
-
-    def table(self, program: str = "") -> tuple[str, ...]:
-        """Return where its settings are in a file; `program` has it as one of several commands."""
-        names = (program, self.name) if program else (self.settings_of or self.name,)
-        return tuple(name.removeprefix("dipaco-") for name in names)
+    last_time: Callable[[Mapping[str, Any]], LastTime] | None = None
+    """Given what was typed, says what was typed before. Its settings have a field `typed` of the
+    type `Typed`."""
 
     def parser(self, *, only_common: bool = False) -> argparse.ArgumentParser:
         """Return the parser. The help of `only_common` is one page, where some options are."""
@@ -80,58 +77,37 @@ class Command(Generic[SettingsT]):
         self.add_to(parser, only_common=only_common)
         return parser
 
-    def add_to(
-        self,
-        parser: argparse.ArgumentParser,
-        program: str = "",
-        *,
-        commands: Collection[str] = (),
-        only_common: bool = False,
-    ) -> None:
-        """Add the arguments to the parser of the command. `commands` are all of the program."""
+    def add_to(self, parser: argparse.ArgumentParser, *, only_common: bool = False) -> None:
+        """Add the arguments to the parser of the command."""
         groups: dict[str, argparse._ActionsContainer] = {"": parser}
         for argument in arguments_of(self.settings):
             group = "" if only_common else argument.group
             if group not in groups:
                 groups[group] = parser.add_argument_group(group)
             _add(argument, groups[group], is_short=only_common)
-        config = (
-            f"a TOML file with settings under [{'.'.join(self.table(program))}] (default: "
-            f"{CONFIG_VARIABLE}, else ~/.config/dipaco/config.toml)"
-        )
-        debug = "show tracebacks and debug messages"
-        if only_common:
-            config = debug = argparse.SUPPRESS
-        parser.add_argument("--config", dest="_config", metavar="FILE", help=config)
+        debug = argparse.SUPPRESS if only_common else "show tracebacks and debug messages"
         parser.add_argument("--debug", dest="_debug", action="store_true", help=debug)
-        parser.set_defaults(_command=self, _parser=parser, _program=program, _commands=commands)
+        parser.set_defaults(_command=self, _parser=parser)
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
         """Return the flags that were given, and nothing else. Raises SystemExit as argparse."""
         is_whole = "--help-all" in (sys.argv if words is None else words)
         return self.parser(only_common=not is_whole).parse_args(words)
 
-    def read(
-        self, parsed: argparse.Namespace, environment: Mapping[str, str] = os.environ
-    ) -> SettingsT:
-        """Return the settings. Raises ConfigurationError, and SystemExit as argparse does."""
-        found = arguments_of(self.settings)
-        typed = {argument.name: getattr(parsed, argument.name, None) for argument in found}
-        flags = {
+    def flags(self, parsed: argparse.Namespace) -> dict[str, Any]:
+        """Return what was typed, by name of the field."""
+        typed = {a.name: getattr(parsed, a.name, None) for a in arguments_of(self.settings)}
+        return {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in typed.items()
             if value is not None
         }
-        file = find_file(parsed._config, environment)
-        read: dict[str, Any] = {}
-        if file is not None:
-            table, is_shared = self.table(parsed._program), bool(self.settings_of)
-            read = read_settings(file, table, found, commands=parsed._commands, is_shared=is_shared)
-        last: dict[str, Any] = {}
-        last_file = None
-        if self.last_time is not None:
-            last_file, last = self.last_time(flags, read)
-        values = read | last | flags
+
+    def read(self, parsed: argparse.Namespace) -> SettingsT:
+        """Return the settings. Raises ConfigurationError, and SystemExit as argparse does."""
+        found, flags = arguments_of(self.settings), self.flags(parsed)
+        last_file, last = self._last(flags)
+        values = last | flags
         missing = [a for a in found if a.default is MISSING and a.name not in values]
         if missing:
             names = ", ".join(argument.shown for argument in missing)
@@ -141,14 +117,20 @@ class Command(Generic[SettingsT]):
         try:
             return self.settings(**values)
         except DipacoError as error:
-            hint = ""
-            for source, given in ((file, read), (last_file, last)):
-                # Of two that say it, the later one counts.
-                counts = {n for n in given.keys() - flags.keys() if values[n] is given[n]}
-                stated = [a for a in found if a.name in counts]
-                said = [a.shown for a in stated if _is_named(str(error), a, given[a.name])]
-                hint += f" ({' and '.join(said)} stands in {source})" if said else ""
+            kept = [a for a in found if a.name in last.keys() - flags.keys()]
+            said = [a.shown for a in kept if _is_named(str(error), a, last[a.name])]
+            hint = f" ({' and '.join(said)} stands in {last_file})" if said else ""
             raise type(error)(f"{error}{hint}") from None
+
+    def _last(self, flags: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+        """Return what was typed before and still holds, and the file where it stands."""
+        if self.last_time is None:
+            return None, {}
+        last = self.last_time(flags)
+        parser = self.parser(only_common=True)
+        parser.prog = str(last.file)  # What is wrong in it is said of it.
+        kept = self.flags(parser.parse_args(last.words))
+        return last.file, {name: kept[name] for name in kept.keys() - last.replaced}
 
     def main(self, words: Sequence[str] | None = None) -> int:
         """Entry point of a program with this command alone. Returns the exit code."""
@@ -173,12 +155,11 @@ class Program:
         )
         _add_version(parser)
         parsers = parser.add_subparsers(dest="command", required=True)
-        names = [command.name for command in self.commands]
         for command in self.commands:
             added = parsers.add_parser(
                 command.name, help=command.summary, description=command.description
             )
-            command.add_to(added, self.name, commands=names)
+            command.add_to(added)
         return parser
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:

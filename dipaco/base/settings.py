@@ -4,8 +4,7 @@
     class ServeSettings(Settings):
         port: Annotated[int, Option("TCP port to listen on", "PORT", least=0, most=65535)] = 31337
 
-Flags (`command_line`), keys of a settings file (`settings_file`), defaults, checks and messages
-follow from it.
+Flags (`command_line`), defaults, checks and messages follow from it.
 """
 
 from __future__ import annotations
@@ -63,11 +62,6 @@ class Argument:
         if self.option.positional:
             return self.option.metavar or self.name
         return self.option.flag or f"--{self.name.replace('_', '-')}"
-
-    @property
-    def key(self) -> str:
-        """Its name in a settings file."""
-        return self.name if self.option.positional else self.shown[2:].replace("-", "_")
 
     @property
     def takes_words(self) -> bool:

@@ -111,7 +111,6 @@ COMMANDS = {
         pause,
         description="Pause the running peer until it is told to continue: it publishes its last "
         "work, gives up its path, frees the device and the memory, and still serves its states.",
-        settings_of="dipaco-peer",
         epilog="kill -USR1 and -USR2 with the peer's process id do the same.",
     ),
     "resume": Command(
@@ -119,7 +118,6 @@ COMMANDS = {
         ControlSettings,
         resume,
         description="Let a paused peer claim a path again.",
-        settings_of="dipaco-peer",
     ),
     "status": Command(
         "dipaco-peer status",
@@ -127,6 +125,5 @@ COMMANDS = {
         status,
         description="Say what the peer of this machine does, how many of its tokens are in the "
         "model, and what a friend types to join through it. It asks nobody.",
-        settings_of="dipaco-peer",
     ),
 }

@@ -17,9 +17,7 @@ FLAG = "--install-service"
 # uses.
 KEPT_VARIABLES = (
     "PATH",
-    "DIPACO_CONFIG",
     "XDG_CACHE_HOME",
-    "XDG_CONFIG_HOME",
     "HF_HOME",
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",

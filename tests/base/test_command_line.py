@@ -22,6 +22,7 @@ from dipaco.base.command_line import Command
 from dipaco.base.settings import Settings, arguments_of
 from dipaco.inference import generate_command
 from dipaco.peer import peer_command
+from dipaco.peer.peer_settings import default_cache_folder
 from support.programs.commands import SCRIPTS as COMMANDS
 from support.programs.commands import commands, parsers
 
@@ -35,7 +36,7 @@ def describe_all():
     """Return the command line of all commands as text: one line an option."""
     os.environ["XDG_CACHE_HOME"] = CACHE_HOME
     lines = []
-    settings = {name: command.settings for name, command, _ in commands()}
+    settings = {name: command.settings for name, command in commands()}
     for name, parser in parsers().items():
         found = arguments_of(settings[name]) if name in settings else ()
         arguments = {argument.name: argument for argument in found}
@@ -99,7 +100,7 @@ for module, words, columns in json.load(sys.stdin):
     said.append((code, out.getvalue(), err.getvalue()))
 print(json.dumps((said, sorted({"torch", "hivemind", "datasets"} & set(sys.modules)))))
 """
-ALL = [name for name, _, _ in commands()]
+ALL = [name for name, _ in commands()]
 # What the frozen text says of options that print something and end.
 ENDING = [
     f"{name} {option}"
@@ -131,7 +132,7 @@ class Answers:
         done = subprocess.run(
             [sys.executable, "-c", ANSWER],
             input=json.dumps(asked),
-            env={**os.environ, "XDG_CACHE_HOME": "/var/cache", "XDG_CONFIG_HOME": "/nowhere"},
+            env={**os.environ, "XDG_CACHE_HOME": "/var/cache"},
             capture_output=True,
             text=True,
             timeout=280,
@@ -214,8 +215,28 @@ def test_an_address_needs_no_flag():
 )
 def test_a_text_behind_an_address_is_no_address(words):
     command = generate_command.COMMAND
-    settings = command.read(command.parse(words), {"XDG_CONFIG_HOME": "/nowhere"})
+    settings = command.read(command.parse(words))
     assert (settings.initial_peers, settings.prompt) == ((ADDRESS,), "def main")
+
+
+@pytest.mark.parametrize("value", ['"/data"', "'/data'", "/data\r", " /data \n", '" /data"\r\n'])
+def test_quotes_and_white_space_around_a_folder_are_no_part_of_it(value, monkeypatch):
+    command = peer_command.COMMAND
+    assert command.read(command.parse(["--cache-dir", value])).cache_folder == Path("/data")
+    monkeypatch.setenv("XDG_CACHE_HOME", value)
+    assert default_cache_folder() == Path("/data/dipaco")
+
+
+def test_a_user_without_a_name_and_a_home_has_defaults(monkeypatch):
+    """As in a container that runs under a number."""
+
+    def nobody():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert default_cache_folder() == Path("/.cache/dipaco")
+    parsers()
 
 
 def test_the_second_of_two_addresses_behind_one_flag_is_refused_with_what_to_type(capsys):

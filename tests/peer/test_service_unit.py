@@ -78,7 +78,7 @@ def test_systemd_reads_the_unit(tmp_path):
         pytest.skip("this machine has no systemd-analyze")
     words = ["/bin/true", "50%", "$HOME", 'a "b" c', "back\\slash", "", "it's; so"]
     file = tmp_path / "dipaco-peer.service"
-    file.write_text(unit(words, {"DIPACO_CONFIG": "/a b/50%.toml"}, tmp_path))
+    file.write_text(unit(words, {"XDG_CACHE_HOME": "/a b/50%"}, tmp_path))
     done = subprocess.run(
         [analyze, "verify", "--man=no", str(file)], capture_output=True, text=True, check=False, timeout=120
     )

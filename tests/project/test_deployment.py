@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,14 +13,12 @@ import tarfile
 import time
 import tomllib
 import zipfile
-from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dipaco.base.settings_file import CONFIG_VARIABLE
 from dipaco.bootstrap import bootstrap_command
 from dipaco.peer import peer_command
 from support.programs.commands import ROOT, options_of, parsers
@@ -109,25 +108,17 @@ def test_commands_and_flags_in_the_files_exist(file):
 
 def test_no_settings_are_in_variables():
     named = {name for file in FILES for name in re.findall(r"\bDIPACO_\w+", text_of(file))}
-    assert named == {CONFIG_VARIABLE}
+    assert named == set()
 
 
-def test_the_settings_files_are_ones(tmp_path):
-    def read(command, words, file):
-        parsed = command.parse([*words, "--config", str(file)])
-        return parsed._command.read(parsed)
-
-    for command, words in ((peer_command.COMMAND, []), (bootstrap_command.COMMAND, ["serve", "run"])):
-        assert read(command, words, DEPLOY / "config.toml").port == 31337
-    image, notebook = tmp_path / "image.toml", tmp_path / "notebook.toml"
-    [of_image] = re.findall(r"printf '(.*)' >", (DEPLOY / "Dockerfile").read_text())
-    image.write_text(of_image.replace("\\n", "\n"))
-    assert read(peer_command.COMMAND, ["--check"], image).cache_folder == Path("/data")
-    cells = json.loads((ROOT / "examples" / "notebook" / "peer.ipynb").read_text())["cells"]
-    [settings] = [cell["source"] for cell in cells if cell["id"] == "settings"]
-    assert settings[0] == "%%writefile dipaco.toml\n"
-    notebook.write_text("".join(settings[1:]))
-    assert read(peer_command.COMMAND, [], notebook).cache_folder == tmp_path / "dipaco-cache"
+def test_the_services_start_commands_with_flags_that_can_be():
+    flags = dict(re.findall(r'^(\w+)="(.*)"$', (DEPLOY / "flags").read_text(), re.M))
+    for program, words in ((peer_command.COMMAND, []), (bootstrap_command.COMMAND, ["serve", "run"])):
+        name = f"{program.name.removeprefix('dipaco-').upper()}_FLAGS"
+        assert f" ${name}\n" in (DEPLOY / f"{program.name}.service").read_text()
+        parsed = program.parse([*words, *shlex.split(flags[name])])
+        settings = parsed._command.read(parsed)
+        assert settings.initial_peers or settings.announce_maddrs
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda file: file.name)

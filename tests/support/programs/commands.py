@@ -21,14 +21,14 @@ def program_of(module):
 
 
 def commands():
-    """Yield every command: what is typed, the command, and the table of its settings."""
+    """Yield every command: what is typed, and the command."""
     programs = [program_of(module) for module in SCRIPTS.values()]
     for program in [*programs, *pause_command.COMMANDS.values()]:
         if isinstance(program, Command):
-            yield program.name, program, program.table()
+            yield program.name, program
             continue
         for command in program.commands:
-            yield f"{program.name} {command.name}", command, command.table(program.name)
+            yield f"{program.name} {command.name}", command
 
 
 def parsers():
