@@ -229,7 +229,7 @@ class FalseDigests(Insider):
                         reachable="direct",
                         held=held,
                     )
-                    if not directory.publish_module(record, ANNOUNCED_FOR_S):
+                    if not directory.publish("modules", record.module, record, ANNOUNCED_FOR_S):
                         print(f"{peer}: nobody stores what it announces", flush=True)
         finally:
             self.later(ANNOUNCED_S, self._announce)

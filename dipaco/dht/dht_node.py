@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing.util
-import os
 import platform
 import re
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -33,14 +30,7 @@ from dipaco.base.files import atomic_write, sha256_of_file
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.manifest import SignedManifest, current_runs, newest_run
 
-from .addresses import (
-    check_listen_address,
-    check_peer_address,
-    is_loopback,
-    listening_everywhere,
-    parse_listen,
-    port_of,
-)
+from .addresses import is_loopback, listening_everywhere, parse_listen, port_of
 from .bounded_protocol import introduce
 from .guarded_dht import GuardedDHT
 from .record_validator import record_validators
@@ -49,8 +39,6 @@ logger = logging.getLogger("dipaco.dht.dht_node")
 
 STARTUP_TIMEOUT_S = 60.0
 ADDRESSES_LIMIT_S = 15.0
-# Of 107 bytes; "/pymp-xxxxxxxx/listener-xxxxxxxx" comes after it.
-LONGEST_TEMPORARY = 70
 DEFAULT_PORT = 31337
 PORTS_TRIED = 100
 # The SHA-256 of p2pd v0.5.0.hivemind1 as it was released, which Hivemind 1.1.12 comes with.
@@ -58,8 +46,6 @@ P2PD_SHA256 = {
     "x86_64": "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8",
     "aarch64": "046f18480c785a84bdf139d7486086d379397ca106cb2f0191598da32f81447a",
 }
-# What the processes of a node share is there, some pages of it.
-SHARED_MEMORY, SHARED_BYTES = Path("/dev/shm"), 2**18
 # Runs in one message; anybody can announce some.
 MAX_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
@@ -150,9 +136,8 @@ def join_dht(
     the network layer itself does not start. No process is left behind then.
     """
     check_p2pd()
-    check_shared_memory()
-    shorten_sockets()
-    _check_addresses(initial_peers, announce_maddrs, host_maddrs, needs_ports=not client_mode)
+    for address in () if client_mode else host_maddrs:
+        check_port_is_free(address)
     dht = GuardedDHT(
         () if is_first else initial_peers,
         given=initial_peers,
@@ -180,24 +165,6 @@ def join_dht(
     return dht
 
 
-def _check_addresses(
-    initial_peers: Sequence[str],
-    announce_maddrs: Sequence[str],
-    host_maddrs: Sequence[str],
-    *,
-    needs_ports: bool,
-) -> None:
-    """Raise `AddressError` for an address that cannot be used, or a port that is not free."""
-    for address in initial_peers:
-        check_peer_address(address)
-    for address in announce_maddrs:
-        check_listen_address(address, "--announce-maddrs")
-    for address in host_maddrs:
-        check_listen_address(address, "--host-maddrs")
-        if needs_ports:
-            check_port_is_free(address)
-
-
 def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
     """Return the addresses at which others can reach this node, loopback last.
 
@@ -218,20 +185,6 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
     raise NetworkError("the network layer reports no addresses; start again with --debug")
 
 
-def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
-    """Raise `StorageError` unless the processes of a node can share memory, as Hivemind's do."""
-    if not sys.platform.startswith("linux"):
-        return
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, SHARED_BYTES)
-    except OSError as error:
-        raise StorageError(
-            f"processes cannot share memory: {folder}: {error.strerror}; mount it: mount -t tmpfs "
-            f"tmpfs {folder}, or in a container docker run --shm-size 64m"
-        ) from None
-
-
 def check_p2pd(program: Path | None = None) -> None:
     """Raise `IntegrityError` unless p2pd, which speaks with strangers, is the released one."""
     file = program or Path(p2p_daemon.__file__).parents[1] / "hivemind_cli" / "p2pd"
@@ -245,18 +198,6 @@ def check_p2pd(program: Path | None = None) -> None:
             f"{file} is not the p2pd that Hivemind was released with (SHA-256 {found[:64]}); "
             "pip install --force-reinstall --no-deps hivemind==1.1.12"
         )
-
-
-def shorten_sockets() -> None:
-    """Let the sockets between our processes be in /tmp where the temporary folder has a name that
-    is too long for the name of a socket."""
-    usual = tempfile.gettempdir()
-    if len(usual) > LONGEST_TEMPORARY:
-        try:
-            tempfile.tempdir = "/tmp"
-            multiprocessing.util.get_temp_dir()  # decides it for this process and its children
-        finally:
-            tempfile.tempdir = usual
 
 
 def be_client(dht: GuardedDHT, is_client: bool) -> None:

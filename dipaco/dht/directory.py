@@ -46,7 +46,6 @@ from dipaco.protocol.record_keys import (
 )
 from dipaco.protocol.records import (
     RENEWED_AFTER,
-    BlobRecord,
     ModuleRecord,
     PeerRecord,
     ProgressRecord,
@@ -143,13 +142,8 @@ class Directory:
     def serve(self, grid: Grid) -> None:
         """Have this node store the records of the run for others. Raises `NetworkError`."""
         assert self.gate is not None, "a run has a gate"
-        run = KnownRun(
-            run_id=self.run_id,
-            module_counts=grid.config.module_counts,
-            private_modules=grid.path_count if grid.has_private else 0,
-            buckets=bucket_count(grid.path_count),
-            gate=self.gate,
-        )
+        buckets = bucket_count(grid.path_count)
+        run = KnownRun(self.run_id, frozenset(grid.modules()), buckets, self.gate)
         self._served = run
         self._dht.keep(f"run {self.run_id}", serve_run, run)
 
@@ -164,60 +158,9 @@ class Directory:
 
     # -- writing
 
-    def publish_module(self, record: ModuleRecord, life_s: float) -> bool:
-        """Say what this peer has to do with a module."""
-        return self._publish("modules", record.module, record, life_s)
-
-    def withdraw_module(self, module: str) -> bool:
-        """Overwrite what was said of a module by nothing, which ends a moment later than it did."""
-        name = self._name("modules", module)
-        with self._lock:
-            self._said.pop(name, None)
-        if name not in self._expirations:
-            return True
-        return self._store(name, None, 0.0)
-
-    def publish_peer(self, record: PeerRecord, bucket: int, life_s: float) -> bool:
-        """Say what this peer is, in the bucket of its path."""
-        return self._publish("peers", str(bucket), record, life_s)
-
-    def publish_progress(self, record: ProgressRecord, bucket: int, life_s: float) -> bool:
-        """Say how far the paths of a bucket are that this peer trained."""
-        return self._publish("progress", str(bucket), record, life_s)
-
-    def publish_blob(self, record: BlobRecord, life_s: float) -> bool:
-        """Say that this peer serves a blob."""
-        return self._publish("blobs", record.sha256, record, life_s)
-
-    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
-        """Store a run's manifest again; any peer may, since it certifies itself.
-
-        Also that of another run than the directory's: one that this one succeeds.
-        """
-        subkey = record_subkey("manifests", *run_and_operator(envelope), b"")
-        life_s = min(life_s, KINDS["manifests"].max_life_s)
-        return self._store((MANIFESTS_KEY, subkey), envelope, life_s)
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Collect what is published inside the block and store it with one call at its end.
-
-        A peer with many holdings renews them all in the time of one. Inside the block `publish_*`
-        returns True; what no node stored is logged at the end. What other
-        threads publish meanwhile is stored by itself.
-        """
-        assert self._collected.entries is None, "together() does not nest"
-        entries: dict[RecordName, _Entry] = {}
-        self._collected.entries = entries
-        try:
-            yield
-        finally:
-            self._collected.entries = None
-        if entries:
-            self._store_entries(list(entries.values()))
-
-    def _publish(self, kind: str, item: str | None, record: Record, life_s: float) -> bool:
-        """Store a record, unless what it says stands there and is hardly older."""
+    def publish(self, kind: str, item: str, record: Record, life_s: float) -> bool:
+        """Store a record under a module, a bucket or a blob, unless what it says stands there and
+        is hardly older."""
         name = self._name(kind, item)
         life_s = min(life_s, KINDS[kind].max_life_s)
         value = record.model_dump()
@@ -232,7 +175,43 @@ class Directory:
             self._said[name] = lasting, now_s + life_s
         return self._store(name, value, life_s)
 
-    def _name(self, kind: str, item: str | None) -> RecordName:
+    def withdraw(self, kind: str, item: str) -> bool:
+        """Overwrite what was said there by nothing, which ends a moment later than it did."""
+        name = self._name(kind, item)
+        with self._lock:
+            self._said.pop(name, None)
+        if name not in self._expirations:
+            return True
+        return self._store(name, None, 0.0)
+
+    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
+        """Store a run's manifest again; any peer may, since it certifies itself.
+
+        Also that of another run than the directory's: one that this one succeeds.
+        """
+        subkey = record_subkey("manifests", *run_and_operator(envelope), b"")
+        life_s = min(life_s, KINDS["manifests"].max_life_s)
+        return self._store((MANIFESTS_KEY, subkey), envelope, life_s)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Collect what is published inside the block and store it with one call at its end.
+
+        A peer with many holdings renews them all in the time of one. Inside the block `publish`
+        returns True; what no node stored is logged at the end. What other
+        threads publish meanwhile is stored by itself.
+        """
+        assert self._collected.entries is None, "together() does not nest"
+        entries: dict[RecordName, _Entry] = {}
+        self._collected.entries = entries
+        try:
+            yield
+        finally:
+            self._collected.entries = None
+        if entries:
+            self._store_entries(list(entries.values()))
+
+    def _name(self, kind: str, item: str) -> RecordName:
         key = record_key(kind, self.run_id, item)
         return key, record_subkey(kind, self.run_id, item, self._public_key)
 

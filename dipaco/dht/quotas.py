@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +51,6 @@ QUOTAS = {
     "revocations": Quota(2 * SERVED_RUNS, 2 * SERVED_RUNS, 2**20),
 }
 _OTHERS = Quota(OTHER_MANIFESTS, OTHER_MANIFESTS, OTHER_MANIFEST_BYTES)
-_MODULE = re.compile(r"L(0|[1-9][0-9]*)\.E(0|[1-9][0-9]*)|P(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,7 @@ class KnownRun:
     """A run whose records a node stores, and which keys it has."""
 
     run_id: str
-    module_counts: tuple[int, ...]
-    private_modules: int
-    """As many as paths if anything is private to a path, else 0."""
+    modules: frozenset[str]
     buckets: int
     gate: Gate
     """The peers that are in."""
@@ -78,7 +74,7 @@ class KnownRun:
         if kind == "revocations":
             return self._is_list_of_operator(value)
         if kind == "modules":
-            return self._has_module(item)
+            return item in self.modules
         if kind in ("peers", "progress"):
             return int(item) < self.buckets
         return True
@@ -104,16 +100,6 @@ class KnownRun:
         envelope = MSGPackSerializer.loads(value)
         self.gate.revoke(envelope)
         return bool(envelope == self.gate.envelope)
-
-    def _has_module(self, name: str) -> bool:
-        match = _MODULE.fullmatch(name)
-        if match is None:
-            return False
-        level, number, private = match.groups()
-        if private is not None:
-            return int(private) < self.private_modules
-        levels = self.module_counts
-        return int(level) < len(levels) and int(number) < levels[int(level)]
 
 
 # A key and a subkey.

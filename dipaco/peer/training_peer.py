@@ -307,7 +307,7 @@ def start_background(
     status.addresses = visible_addresses(node.dht)
     refresher = Refresher(node, status, background)
     blob_keeper = BlobKeeper(node, refresher, background)
-    refresher.refresh_too(RevocationList(node.gate, node.folder))
+    refresher.refresh_too(RevocationList(node.gate, node.folder).read)
     twin = TwinWatch(
         node.me, node.clock.now(), lambda others: events.emit("twin", addresses=list(others))
     )

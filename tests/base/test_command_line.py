@@ -116,6 +116,7 @@ REFUSED = [
     (["/ip4/203.0.113.5/tcp/31337"], 4, "paste the whole address"),
     (["--initial-peers", f"{ADDRESS}/operator/12"], 4, "no fingerprint"),
     ([ADDRESS, "--announce-maddrs", "/ip4/192.0.2.1"], 4, "--announce-maddrs"),
+    ([ADDRESS, "--announce-maddrs", "/ip4/192.0.2.1/tcp/0"], 4, "announces port 0"),
     ([ADDRESS, "--hours", "night"], 3, "--hours"),
 ]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from dipaco.base.errors import StorageError
-from dipaco.dht.dht_node import check_shared_memory
 from dipaco.peer.node.node import make_folder
 from dipaco.protocol.identity import is_in_use, load_or_create_identity
 
@@ -31,9 +30,3 @@ def test_a_folder_that_a_variable_names(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     with pytest.raises(StorageError, match=r"\(XDG_CACHE_HOME=/proc/nowhere\).*--cache-dir"):
         make_folder(Path("/proc/nowhere/dipaco"))
-
-
-def test_no_memory_to_share():
-    check_shared_memory()
-    with pytest.raises(StorageError, match=r"/proc/nowhere: No such file.*--shm-size"):
-        check_shared_memory(Path("/proc/nowhere"))

@@ -167,7 +167,7 @@ def test_who_is_known_is_asked_itself_when_the_dht_does_not_show_it(tmp_path):
     called = []
     gone = peer(5)
     try:
-        assert shown.directory.publish_peer(peer_record(shown.peer_id, 1), 0, 60.0)
+        assert shown.directory.publish("peers", "0", peer_record(shown.peer_id, 1), 60.0)
         assert paths_of(alone.directory) == {}, "it is in no swarm"
         places = {shown.peer_id: (shown.address,), gone: (f"/ip4/127.0.0.1/tcp/9/p2p/{gone}",)}
         alone.directory.known_directly = lambda modules: places

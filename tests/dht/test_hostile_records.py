@@ -281,7 +281,7 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path, monkeypatch):
     )
     try:
         record = peer_record(node.peer_id, 1)
-        assert node.directory.publish_peer(record, 0, 60.0)
+        assert node.directory.publish("peers", "0", record, 60.0)
         own = subkey_of(node.identity)
         late = time.time() + 500
         liar.store(KEY, claim_of(node.identity, 3), late, subkey=own)
@@ -293,7 +293,7 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path, monkeypatch):
         assert paths_of(node.directory) == {node.peer_id: 1}
         moved = record.model_copy(update={"path": 2})
         # The liar, which is asked to store it too, may say that nobody did.
-        node.directory.publish_peer(moved, 0, 60.0)
+        node.directory.publish("peers", "0", moved, 60.0)
         assert paths_of(node.directory) == {node.peer_id: 2}
     finally:
         liar.shutdown()

@@ -32,7 +32,9 @@ from support.wire.exchanges import OPERATOR
 from support.wire.peers import OpenGate, key
 
 OTHER_RUN = "fedcba9876543210"
-RUN = KnownRun(RUN_ID, (2, 3), 4, 2, OpenGate(RUN_ID))
+# Of a grid of 2 and 3 modules, with something private to each of four paths.
+MODULES = frozenset({"L0.E0", "L0.E1", "L1.E0", "L1.E1", "L1.E2", *(f"P{path}" for path in range(4))})
+RUN = KnownRun(RUN_ID, MODULES, 2, OpenGate(RUN_ID))
 FRIEND = PEER_ID_PREFIX + b"f" * 32
 NOW = 1_000.0
 # Small, so that floods are short.
@@ -144,7 +146,7 @@ def test_a_goodbye_keeps_no_place_for_who_has_left():
     clock, invitation = Clock(), make_invitation(Terms(RUN_ID, 1, 0), OPERATOR)
     gate = Gate(RUN_ID, raw_public_key(OPERATOR), now=clock)
     records = HeldRecords(clock)
-    records.serve(KnownRun(RUN_ID, (2, 3), 4, 2, gate))
+    records.serve(KnownRun(RUN_ID, MODULES, 2, gate))
 
     def say(number, state):
         public_key = raw_public_key(key(number))
@@ -222,7 +224,7 @@ def test_junk_runs_leave_room_for_the_run_that_is_served():
 
     assert sum(announce(number, junk) for number in range(1, 40)) == OTHER_MANIFESTS
     served = make_plan(seed=0).run_id
-    records.serve(KnownRun(served, (2,), 0, 1, Gate(served, raw_public_key(key))))
+    records.serve(KnownRun(served, frozenset(), 1, Gate(served, raw_public_key(key))))
     assert announce(0, key)
     # What its operator signs besides may be what succeeds it.
     assert announce(40, key)

@@ -15,7 +15,6 @@ from dipaco.base.errors import ConfigurationError, NetworkError
 from dipaco.modules.device import be_nice
 from dipaco.peer import pause_command, peer_command
 from dipaco.peer.owner import pauses
-from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.pause_reasons import (
     Aside,
     FullDisk,
@@ -31,6 +30,7 @@ from dipaco.peer.owner.pauses import Pauses, activity_file, ask_to_pause, ask_to
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.peer_settings import PeerSettings
+from dipaco.peer.shell.session import rest_s
 
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
 

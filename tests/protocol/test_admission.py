@@ -233,7 +233,7 @@ def test_a_record_that_nobody_has_signed_keeps_no_place_for_who_has_gone():
     single = make_invitation(Terms(RUN, 1, 0), OPERATOR)
     gate = gate_at(clock)
     held = HeldRecords(clock)
-    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
+    held.serve(KnownRun(RUN, frozenset(), 2, gate))
     gate.check(peer(0), admission(0, single))
     name = DHTID.generate(record_key("peers", RUN, "0"))
     subkey = record_subkey("peers", RUN, "0", public(0))
@@ -380,7 +380,7 @@ def test_only_the_operator_revokes(gate, envelope):
 
 def served(gate):
     held = HeldRecords(lambda: NOW_S)
-    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
+    held.serve(KnownRun(RUN, frozenset(), 2, gate))
     return held
 
 
@@ -419,9 +419,9 @@ def test_a_node_drops_what_is_revoked_and_keeps_the_newest_list(gate):
     assert not keep(9, foreign)
     assert not store(held, 1, {"admission": admission(1)})
     assert keep(3, lists[2])
-    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
+    held.serve(KnownRun(RUN, frozenset(), 2, gate))
     gate.revoke(lists[2])
-    held.serve(KnownRun(RUN, (2, 3), 4, 2, gate))
+    held.serve(KnownRun(RUN, frozenset(), 2, gate))
     assert held.record_count == 1
 
 

@@ -136,16 +136,16 @@ def test_the_command_on_a_real_swarm(tmp_path, records):
         peer = records.peers[peer_name(0)].model_copy(update={"peer_id": me})
         # Without an admission nobody is seen.
         node.directory.admission = None
-        node.directory.publish_peer(peer, 0, 300.0)
+        node.directory.publish("peers", "0", peer, 300.0)
         asked = status("--initial-peers", node.address, "--json")
         assert json.loads(asked.stdout)["peers"] == []
         assert "no admission" in asked.stderr
 
         gate = Gate.of(manifest)
         node.directory.admission = admit(gate, node.identity, manifest, time.time(), None)
-        node.directory.publish_peer(peer, 0, 300.0)
+        node.directory.publish("peers", "0", peer, 300.0)
         progress = ProgressRecord(peer_id=me, entries=tuple(records.progress.values()))
-        node.directory.publish_progress(progress, 0, 300.0)
+        node.directory.publish("progress", "0", progress, 300.0)
         asked = status("--initial-peers", node.address, "--json", "--run", "live")
         found = json.loads(asked.stdout)
         assert asked.stderr == ""

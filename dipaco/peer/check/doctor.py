@@ -20,7 +20,7 @@ from dipaco.base.errors import (
     UnreachableError,
 )
 from dipaco.base.progress import shown_bytes
-from dipaco.dht.dht_node import check_port_is_free, check_shared_memory, visible_addresses
+from dipaco.dht.dht_node import check_port_is_free, visible_addresses
 from dipaco.modules.base_source import seems_in_hub_cache
 from dipaco.modules.frozen_file import base_file_bytes
 from dipaco.modules.hub_cache import is_hub_name
@@ -78,7 +78,6 @@ def examine_all(settings: PeerSettings) -> Iterator[Check]:
     yield check_system()
     yield check_versions()
     yield check_open_files()
-    yield _check_sharing()
     is_running = is_in_use(settings.cache_folder / "identity.key")
     if is_running:
         remedy = "a second one needs a --cache-dir of its own"
@@ -96,14 +95,6 @@ def _check_idle(minutes: float) -> Check:
         return ok("idle", in_use(minutes)() or "nobody uses this machine now")
     except ConfigurationError as error:
         return failed("idle", error)
-
-
-def _check_sharing() -> Check:
-    try:
-        check_shared_memory()
-    except DipacoError as error:
-        return failed("shared memory", error)
-    return ok("shared memory", "usable")
 
 
 def _check_port(settings: PeerSettings, *, is_running: bool) -> Check:

@@ -21,7 +21,7 @@ from dipaco.base.errors import (
     StorageError,
 )
 from dipaco.peer.exchange.contact.clock import ClockSample
-from dipaco.peer.exchange.contact.hello import Greeting, Hello, clock_samples, say_hello
+from dipaco.peer.exchange.contact.hello import Hello, clock_samples, say_hello
 from dipaco.peer.exchange.files.contribution_files import check_is_of
 from dipaco.peer.exchange.files.download_slots import DownloadSlots
 from dipaco.peer.exchange.files.mirrors import MirrorSource
@@ -81,13 +81,13 @@ RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
 class Exchange:
     """One node's exchange. Thread-safe."""
 
-    def __init__(self, transport: Transport, me: Greeting = Greeting()) -> None:
-        self._transport, self._me = transport, me
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self.uplink = transport.uplink
         """Counts what is sent and received."""
         self.on_called: Callable[[str, bool], None] = lambda peer, has_answered: None
         """Hears, for every peer that is told something, whether it was there. Returns at once."""
-        self._responder = Responder(transport, me)
+        self._responder = Responder(transport)
         self._thread = LoopThread("exchange", transport.check)
         self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
         self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
@@ -164,10 +164,7 @@ class Exchange:
 
     def hello(self, peer: str, timeout_s: float = CALL_TIMEOUT_S) -> Hello:
         """Say hello. Raises `NetworkError`, or `ProtocolVersionError` for another version."""
-        saying = say_hello(self._transport, peer, self._me, timeout_s)
-        hello = self._thread.call(saying, timeout_s + 1.0)
-        hello.check_protocol(self._me)
-        return hello
+        return self._thread.call(say_hello(self._transport, peer, timeout_s), timeout_s + 1.0)
 
     def clock_samples(
         self, peers: Sequence[str], count: int, timeout_s: float
@@ -175,7 +172,7 @@ class Exchange:
         """Measure the clocks of several peers at once; those that do not answer have none."""
 
         async def measure() -> list[tuple[ClockSample, ...]]:
-            one = (clock_samples(self._transport, p, count, self._me, timeout_s) for p in peers)
+            one = (clock_samples(self._transport, p, count, timeout_s) for p in peers)
             return await asyncio.gather(*one)
 
         return dict(zip(peers, self._thread.call(measure(), timeout_s + 2.0), strict=True))

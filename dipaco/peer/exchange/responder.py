@@ -23,7 +23,7 @@ from dipaco.base.files import TEMPORARY_SUFFIX, hold
 from dipaco.base.refusals import Refusals
 from dipaco.base.repetition import Complaints
 from dipaco.base.token_bucket import Budget
-from dipaco.peer.exchange.contact.hello import Greeting
+from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.exchange.contact.reachability import CallingBack
 from dipaco.peer.exchange.files.content import OpenContent, opened
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
@@ -62,6 +62,7 @@ from dipaco.protocol.allowances import (
 )
 from dipaco.protocol.chain.steps import Row
 from dipaco.protocol.member.events import Told
+from dipaco.protocol.plan import PROTOCOL_VERSION
 
 from .served_run import NO_ANSWER, ServedRun
 
@@ -82,9 +83,8 @@ PUT_PREFIX = ".put-"
 class Responder:
     """Answers streams. Lives on the exchange's event loop."""
 
-    def __init__(self, transport: Transport, me: Greeting) -> None:
-        self._transport, self._me = transport, me
-        self.system_time: Callable[[], float] = time.time
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self.run: ServedRun | None = None
         self.on_told: Callable[[Told], None] = lambda told: None
         """Hears what good rows and steps another peer tells. Returns at once."""
@@ -116,7 +116,7 @@ class Responder:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 beginning = await read_beginning(stream)
-                received_s = self.system_time()
+                received_s = time.time()
                 place = self._known_by(beginning, place, stream)
                 cost = beginning.size_bytes + REQUEST_COST_BYTES
                 await self._pay(self._asked, place.asker, cost, REQUEST_TIMEOUT_S)
@@ -213,10 +213,10 @@ class Responder:
 
     def _hello(self, received_s: float) -> HelloReply:
         return HelloReply(
-            protocol=self._me.protocol,
-            software=self._me.software[:64],
+            protocol=PROTOCOL_VERSION,
+            software=SOFTWARE[:64],
             received_s=received_s,
-            sent_s=self.system_time(),
+            sent_s=time.time(),
             run=self.run.run_id if self.run is not None else None,
         )
 

@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
-from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import DipacoError
-from dipaco.dht.directory import Directory
 from dipaco.peer.exchange.contact.hello import SOFTWARE
-from dipaco.peer.exchange.exchange import Exchange
-from dipaco.peer.exchange.fetching import ContentFetcher
-from dipaco.peer.node.states import States
-from dipaco.protocol.manifest import SignedManifest
+from dipaco.peer.node.node import Node
 from dipaco.protocol.published_records import Publication, PublishedRecords
-from dipaco.protocol.records import (
-    BlobRecord,
-    ModuleRecord,
-    PeerRecord,
-    ProgressRecord,
-    clean_text,
-)
+from dipaco.protocol.records import BlobRecord, PeerRecord, clean_text
 
-from .joined_run import JoinedRun
 from .own_status import PeerStatus
 
 logger = logging.getLogger("dipaco.peer.presence.own_records")
@@ -31,28 +18,13 @@ MANIFEST_LIFE_S = 3600.0
 BLOB_PERIODS = 8
 
 
-class RecordedNode(JoinedRun, Protocol):
-    """What is told of a node: a `Node`, or what stands in for one."""
-
-    directory: Directory
-    exchange: Exchange
-    held: States
-    blobs: BlobStore
-    fetcher: ContentFetcher
-    manifest: SignedManifest
-
-    def earlier_manifests(self) -> tuple[SignedManifest, ...]:
-        """Return the manifests of the runs that this process came here through."""
-        ...
-
-
 class OwnRecords:
     """The records of one peer. `publish` and `say_goodbye` are for one thread.
 
     :param life_s: how long a record counts that is not renewed
     """
 
-    def __init__(self, node: RecordedNode, status: PeerStatus, life_s: float) -> None:
+    def __init__(self, node: Node, status: PeerStatus, life_s: float) -> None:
         self._node, self._status, self._directory = node, status, node.directory
         self._life_s = life_s
         self._records = PublishedRecords(node.grid, life_s)
@@ -106,16 +78,10 @@ class OwnRecords:
         )
 
     def _write(self, found: Publication) -> None:
-        directory, record = self._directory, found.record
-        match record:
-            case PeerRecord():
-                directory.publish_peer(record, int(found.item), found.life_s)
-            case ModuleRecord():
-                directory.publish_module(record, found.life_s)
-            case ProgressRecord():
-                directory.publish_progress(record, int(found.item), found.life_s)
-            case None:
-                directory.withdraw_module(found.item)
+        if found.record is None:
+            self._directory.withdraw(found.kind, found.item)
+        else:
+            self._directory.publish(found.kind, found.item, found.record, found.life_s)
 
     def _publish_blobs(self) -> None:
         """Blobs don't change: announce them rarely, with a longer life."""
@@ -133,4 +99,4 @@ class OwnRecords:
             if node.blobs.has(sha256):
                 size = node.blobs.path(sha256).stat().st_size
                 record = BlobRecord(peer_id=node.me, sha256=sha256, bytes=size)
-                self._directory.publish_blob(record, life_s)
+                self._directory.publish("blobs", sha256, record, life_s)

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Protocol
 
 from dipaco.base.errors import AdmissionError, DipacoError, NetworkError
 from dipaco.base.patience import looks, since_start_s
@@ -38,21 +37,13 @@ AGAIN_S = 1.0
 LOOK_AT_CLOCK_S = 5.0
 
 
-class FurtherRecords(Protocol):
-    """Further records that are read, and renewed, after the others, on the refresher's thread."""
-
-    def read(self, directory: Directory) -> None:
-        """Read what others published, and publish what there is."""
-        ...
-
-
 class Refresher:
     """The background thread, see the module's docstring. Used by peers and bootstrap nodes."""
 
     def __init__(self, node: Node, status: PeerStatus, background: Background) -> None:
         self._node, self._background = node, background
         self._directory, self._clock = node.directory, node.clock
-        self._further_records: list[FurtherRecords] = []
+        self._further_records: list[Callable[[Directory], None]] = []
         self._listeners: list[Callable[[SwarmView], None]] = []
         self.period_s = refresh_period_s(node.plan.rounds)
         self._own_records = OwnRecords(node, status, record_life_s(self.period_s))
@@ -82,9 +73,9 @@ class Refresher:
         self._node.dht.on_restart(self._on_restart)
         self._thread.start()
 
-    def refresh_too(self, records: FurtherRecords) -> None:
-        """Read and renew `records` too, from the next refresh on."""
-        self._further_records.append(records)
+    def refresh_too(self, read: Callable[[Directory], None]) -> None:
+        """Call `read` after each refresh, on the refresher's thread, for further records."""
+        self._further_records.append(read)
 
     def on_view(self, listener: Callable[[SwarmView], None]) -> None:
         """Call `listener` with every new view, on the refresher's thread."""
@@ -243,5 +234,5 @@ class Refresher:
         self._neighbours.note_contributors(wide)
         for listener in self._listeners:
             listener(self._view)
-        for records in self._further_records:
-            records.read(directory)
+        for read in self._further_records:
+            read(directory)

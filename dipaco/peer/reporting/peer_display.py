@@ -23,7 +23,6 @@ from dipaco.peer.node.node import Node
 from dipaco.peer.owner.pauses import BY_COMMAND
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.peer_settings import default_cache_folder
-from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
 
@@ -234,8 +233,8 @@ class LivePanel:
 
     def __init__(
         self,
-        run: JoinedRun,
-        swarm: SeenSwarm,
+        run: Node,
+        swarm: Refresher,
         status: PeerStatus,
         given: Given,
         uplink: Uplink,

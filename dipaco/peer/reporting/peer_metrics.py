@@ -25,9 +25,10 @@ from prometheus_client.registry import Collector
 from dipaco.base.errors import ConfigurationError, DipacoError
 from dipaco.base.host_and_port import host_and_port
 from dipaco.peer.exchange.contact.hello import SOFTWARE
+from dipaco.peer.node.node import Node
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.peer.presence.joined_run import JoinedRun, SeenSwarm
 from dipaco.peer.presence.own_status import PeerStatus
+from dipaco.peer.presence.refresher import Refresher
 from dipaco.protocol.records import ClaimState, Reachability
 
 
@@ -43,8 +44,8 @@ class PeerMetrics:
         disable_created_metrics()
         self.registry = CollectorRegistry(auto_describe=False)
         self._is_served = False
-        self._run: JoinedRun | None = None
-        self._swarm: SeenSwarm | None = None
+        self._run: Node | None = None
+        self._swarm: Refresher | None = None
         self._status = PeerStatus()
         self._count_states: Callable[[], int] = lambda: 0
 
@@ -109,8 +110,8 @@ class PeerMetrics:
 
     def follow(
         self,
-        run: JoinedRun,
-        swarm: SeenSwarm,
+        run: Node,
+        swarm: Refresher,
         status: PeerStatus,
         count_states: Callable[[], int],
     ) -> None:

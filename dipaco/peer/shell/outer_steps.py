@@ -26,7 +26,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -43,18 +42,12 @@ from dipaco.base.repetition import Complaints
 from dipaco.modules.contributions import MAX_SCALE, pieces
 from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import is_out_of_memory
-from dipaco.modules.outer import OuterRule
 from dipaco.modules.state import ModuleState
-from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.exchange import Exchange
-from dipaco.peer.exchange.fetching import ContentFetcher
-from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.keeping.path_files import PathFiles
-from dipaco.peer.node.states import Named, States, head_of
-from dipaco.peer.presence.joined_run import JoinedRun
+from dipaco.peer.node.node import Node
+from dipaco.peer.node.states import Named, head_of
 from dipaco.peer.reporting.event_log import EventLog
 from dipaco.protocol.chain.steps import MARK_BYTES, Head, Row, sign_row
-from dipaco.protocol.identity import Identity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.taking import is_much_worse
@@ -80,22 +73,6 @@ SAVING_LIMIT_S = 30.0
 PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
-class OuterNode(JoinedRun, Protocol):
-    """What outer rounds need of a node: a `Node`, or what stands in for one."""
-
-    identity: Identity
-    chains: ChainStore
-    contributions: ContributionFiles
-    held: States
-    exchange: Exchange
-    fetcher: ContentFetcher
-
-    @property
-    def rule(self) -> OuterRule:
-        """How a step is computed."""
-        ...
-
-
 class OuterSteps:
     """Called by a shell, on its thread and the model's; reports from others.
 
@@ -105,7 +82,7 @@ class OuterSteps:
 
     def __init__(
         self,
-        node: OuterNode,
+        node: Node,
         files: PathFiles,
         events: EventLog,
         report: Callable[[e.Event], None],

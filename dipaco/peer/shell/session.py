@@ -14,7 +14,6 @@ from dipaco.base.errors import IntegrityError, MachineError, NetworkError
 from dipaco.modules.device import return_freed_memory, wait_for
 from dipaco.peer.keeping.path_files import OptimizerFiles, PathFiles
 from dipaco.peer.node.node import Node
-from dipaco.peer.owner.duty import rest_s
 from dipaco.peer.owner.pauses import Pauses
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.member import actions as a
@@ -30,6 +29,11 @@ from .shell import LONGEST_WAIT_S, Shell
 from .successor import SuccessorWatch
 
 logger = logging.getLogger("dipaco.peer.shell.session")
+
+
+def rest_s(worked_s: float, duty_percent: float) -> float:
+    """Return the seconds of rest after which `worked_s` is `duty_percent` of the time."""
+    return worked_s * (100.0 / duty_percent - 1.0)
 
 
 class Session:
@@ -80,7 +84,7 @@ class Session:
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
         self._is_successor_told = False
         self._successor: Node | None = None
-        refresher.refresh_too(self._watch)
+        refresher.refresh_too(self._watch.read)
 
     # -- life cycle
 

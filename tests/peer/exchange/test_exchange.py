@@ -157,8 +157,7 @@ def test_of_another_run_or_module_nothing_is_known_and_silence_is_none(peers):
 
 def test_a_hello_brings_an_admission(peers):
     one, other = peers(), peers()
-    hello = one.exchange.hello(other.peer)
-    assert (hello.peer_id, hello.run) == (other.peer, RUN)
+    assert one.exchange.hello(other.peer).run == RUN
     assert other.run.check.is_in(one.peer)
     assert not one.run.check.is_in(other.peer)
 

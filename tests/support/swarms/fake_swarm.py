@@ -117,23 +117,19 @@ class FakeDirectory:
     def say_all_again(self):
         self.anew += 1
 
-    def publish_peer(self, record, bucket, life_s):
-        self.peers.append(record)
+    def publish(self, kind, item, record, life_s):
+        if kind == "peers":
+            self.peers.append(record)
+        elif kind == "modules":
+            self.modules[item] = record
+        elif kind == "blobs":
+            self.blobs.append(item)
 
-    def publish_module(self, record, life_s):
-        self.modules[record.module] = record
-
-    def withdraw_module(self, module):
-        self.modules.pop(module, None)
-
-    def publish_progress(self, record, bucket, life_s):
-        pass
+    def withdraw(self, kind, item):
+        self.modules.pop(item, None)
 
     def publish_manifest(self, envelope, life_s):
         self.manifests.append(envelope)
-
-    def publish_blob(self, record, life_s):
-        self.blobs.append(record.sha256)
 
 
 class FakeExchange:

@@ -3,10 +3,7 @@
 The fixture `nodes` (conftest.py) gives them; a test starts the exchanges that it needs.
 """
 
-import time
-
 from dipaco.dht.guarded_dht import GuardedDHT
-from dipaco.peer.exchange.contact.hello import Greeting
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.streams.transport import HivemindTransport
 
@@ -23,8 +20,8 @@ class Nodes:
         self.addresses = [str(address) for address in self.server_dht.get_visible_maddrs()]
         self.started = []
 
-    def serving(self, me=Greeting()):
-        exchange = Exchange(HivemindTransport(self.server_dht), me)
+    def serving(self):
+        exchange = Exchange(HivemindTransport(self.server_dht))
         exchange.start()
         self.started.append(exchange)
         return exchange
@@ -32,8 +29,3 @@ class Nodes:
     def stop_exchanges(self):
         while self.started:
             self.started.pop().stop()
-
-
-def set_ahead(exchange, seconds):
-    """Let an exchange tell a time that much ahead of this machine's."""
-    exchange._responder.system_time = lambda: time.time() + seconds

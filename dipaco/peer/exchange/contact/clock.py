@@ -95,13 +95,13 @@ def draw(peers: Iterable[str], count: int) -> list[str]:
     return random.SystemRandom().sample(known, min(count, len(known)))
 
 
-def check_offset(offset_s: float, limit_s: float = MAX_CLOCK_OFFSET_S, peers: str = "") -> None:
-    """Raise `ClockError` when the others' clocks are `offset_s` ahead, more than `limit_s`."""
-    if abs(offset_s) > limit_s:
+def check_offset(offset_s: float) -> None:
+    """Raise `ClockError` when the others' clocks are `offset_s` ahead, and that is too much."""
+    if abs(offset_s) > MAX_CLOCK_OFFSET_S:
         where = "behind" if offset_s > 0 else "ahead of"
         raise ClockError(
-            f"this machine's clock is {abs(offset_s):.1f} s {where} "
-            f"{peers or 'the other peers'}, at most {limit_s:.0f} s are allowed; {REMEDY}"
+            f"this machine's clock is {abs(offset_s):.1f} s {where} the other peers, at most "
+            f"{MAX_CLOCK_OFFSET_S:.0f} s are allowed; {REMEDY}"
         )
 
 

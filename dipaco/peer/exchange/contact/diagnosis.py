@@ -1,7 +1,7 @@
 """Why joining failed: a plain libp2p client looks at each address and says it in one line.
 
-Hivemind's join fails with the same words for a wrong clock, a closed port and a mistyped peer id.
-This asks each address itself, without a DHT. `dipaco-peer --check` begins with the same questions.
+Hivemind's join fails with the same words for a closed port, a mistyped peer id and another
+protocol. This asks each address itself, without a DHT.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from dipaco.base.errors import AddressError, DipacoError, ProtocolVersionError, UnreachableError
 from dipaco.peer.exchange.streams.loop_thread import LoopThread
@@ -25,60 +22,39 @@ from dipaco.peer.exchange.streams.reasons import dial_reason
 from dipaco.peer.exchange.streams.transport import HivemindTransport
 from dipaco.protocol.identity import Identity
 
-from .clock import MAX_CLOCK_OFFSET_S, best_sample, check_offset
-from .hello import Greeting, Hello, clock_samples, say_hello
+from .hello import say_hello
 from .known_peers import peer_of
 
 logger = logging.getLogger("dipaco.peer.exchange.contact.diagnosis")
 
 DAEMON_TIMEOUT_S = 60.0
-SAMPLES = 3
 # Whether somebody answers under an own identity.
 ANSWER_S, LOOKS, LOOK_S = 5.0, 10, 0.2
 AGAIN, AGAIN_AFTER_S = 2, 3.0
-# Hivemind refuses to join beyond its own limit, measured less exactly than ours.
-JOIN_LIMIT_S = min(MAX_CLOCK_OFFSET_S, 0.9 * MAX_DHT_TIME_DISCREPANCY_SECONDS)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What one address answered."""
-
-    address: str
-    hello: Hello | None = None
-    clock_offset_s: float = 0.0
-    error: DipacoError | None = None
-
-
-def diagnose(initial_peers: Sequence[str]) -> tuple[Finding, ...]:
+def diagnose(initial_peers: Sequence[str]) -> None:
     """Find out why joining through `initial_peers` failed, and raise it.
 
-    Called once `join_dht` has failed. Raises `ClockError` when the clocks of the peers that answer
-    are too far from this machine's, `ProtocolVersionError` when those that answer speak no protocol
-    of ours, and `UnreachableError` when none answers. Returns when nothing is wrong with the
-    addresses: then the failure was another one, or has passed.
+    Called once `join_dht` has failed. Raises `ProtocolVersionError` when those that answer speak no
+    protocol of ours, and `UnreachableError` when none answers. Returns when a peer answers: then
+    the failure was another one, or has passed.
     """
-    findings = examine(initial_peers)
-    answered = [finding for finding in findings if finding.hello is not None]
-    if answered:
-        offset_s = statistics.median(finding.clock_offset_s for finding in answered)
-        check_offset(offset_s, JOIN_LIMIT_S, f"that of {answered[0].address}")
-        mismatches = [finding.error for finding in answered if finding.error is not None]
-        if len(mismatches) == len(answered):
-            raise mismatches[0]
-        return findings
-    for finding in findings:
-        if isinstance(finding.error, ProtocolVersionError):
-            raise finding.error
+    errors = examine(initial_peers)
+    if None in errors.values():
+        return
+    for error in errors.values():
+        if isinstance(error, ProtocolVersionError):
+            raise error
     raise UnreachableError(
-        f"no peer answers at {'; '.join(f'{f.address} ({f.error})' for f in findings)}; that "
-        "machine may be off, and its swarm goes on without it: ask anybody in it for the line that "
-        "'dipaco-peer status' prints for a friend"
+        f"no peer answers at {'; '.join(f'{address} ({e})' for address, e in errors.items())}; "
+        "that machine may be off, and its swarm goes on without it: ask anybody in it for the "
+        "line that 'dipaco-peer status' prints for a friend"
     )
 
 
-def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding, ...]:
-    """Say hello to every address and return what each answered, in order.
+def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> dict[str, DipacoError | None]:
+    """Say hello to every address and return what is wrong with it, None if it answers.
 
     Peers are asked all at once, several addresses of one peer one after the other: libp2p dials
     all that it knows of a peer, and would blame one address for another. `timeout_s` bounds each
@@ -87,23 +63,23 @@ def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> tuple[Finding,
     groups: dict[str, list[str]] = {}
     for address in dict.fromkeys(addresses):
         groups.setdefault(peer_of(address), []).append(address)
-    findings: dict[str, Finding] = {}
+    found: dict[str, DipacoError | None] = dict.fromkeys(addresses)
 
     async def examine_peer(p2p: P2P, group: Sequence[str]) -> None:
         for address in group:
-            findings[address] = await _examine(p2p, address, timeout_s)
+            found[address] = await _examine(p2p, address, timeout_s)
 
-    async def run() -> tuple[Finding, ...]:
+    async def run() -> None:
         async with _plain_client() as p2p:
             await asyncio.gather(*(examine_peer(p2p, group) for group in groups.values()))
-            return tuple(findings[address] for address in addresses)
 
     thread = LoopThread("diagnosis")
     thread.start()
     try:
-        return thread.call(run(), DAEMON_TIMEOUT_S + 3 * len(addresses) * timeout_s + 5.0)
+        thread.call(run(), DAEMON_TIMEOUT_S + 3 * len(addresses) * timeout_s + 5.0)
     finally:
         thread.stop()
+    return found
 
 
 def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
@@ -183,28 +159,17 @@ async def _dial(p2p: P2P, peer: str, where: Multiaddr | None, timeout_s: float) 
     await asyncio.wait_for(p2p._client.connect(PeerID.from_base58(peer), addresses), timeout_s)
 
 
-async def _examine(p2p: P2P, address: str, timeout_s: float) -> Finding:
-    me = Greeting()
+async def _examine(p2p: P2P, address: str, timeout_s: float) -> DipacoError | None:
     try:
         peer, where = _split(address)
         await _dial(p2p, peer, where, timeout_s)
-        transport = HivemindTransport(None, p2p=p2p)
-        hello = await say_hello(transport, peer, me, timeout_s)
+        await say_hello(HivemindTransport(None, p2p=p2p), peer, timeout_s)
     except DipacoError as error:
-        return Finding(address, error=error)
+        return error
     except Exception as error:
         logger.debug("%s: %r", address, error)
-        return Finding(
-            address, error=UnreachableError(dial_reason(error, address.rpartition("/p2p/")[0]))
-        )
-    samples = await clock_samples(transport, peer, SAMPLES, me, timeout_s)
-    best = best_sample((hello.clock, *samples))
-    assert best is not None
-    try:
-        hello.check_protocol(me)
-    except ProtocolVersionError as error:
-        return Finding(address, hello, best.offset_s, error)
-    return Finding(address, hello, best.offset_s)
+        return UnreachableError(dial_reason(error, address.rpartition("/p2p/")[0]))
+    return None
 
 
 def _split(address: str) -> tuple[str, Multiaddr]:

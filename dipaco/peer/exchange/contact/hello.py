@@ -20,53 +20,37 @@ SOFTWARE = f"dipaco/{version('dipaco')}"
 
 
 @dataclass(frozen=True)
-class Greeting:
-    """What this node says of itself."""
-
-    software: str = SOFTWARE
-    protocol: int = PROTOCOL_VERSION
-
-
-@dataclass(frozen=True)
 class Hello:
     """A peer's answer to a hello."""
 
-    peer_id: str
-    protocol: int
-    software: str
     run: str | None
     """The run that it takes part in; None while it joins."""
     clock: ClockSample
 
-    def check_protocol(self, me: Greeting) -> None:
-        """Raise `ProtocolVersionError` unless the peer speaks our version."""
-        if self.protocol != me.protocol:
-            raise ProtocolVersionError(
-                f"peer {self.peer_id} is {self.software} with protocol {self.protocol}, this is "
-                f"{me.software} with protocol {me.protocol}; "
-                f"{protocol_remedy(self.protocol, me.protocol)}"
-            )
 
-
-async def say_hello(transport: Transport, peer: str, me: Greeting, timeout_s: float) -> Hello:
-    """Say hello once. Raises as `call` does; the protocol version is not checked."""
-    request = HelloRequest(protocol=me.protocol, software=me.software[:64])
+async def say_hello(transport: Transport, peer: str, timeout_s: float) -> Hello:
+    """Say hello once. Raises as `call` does, also for a peer of another version."""
+    request = HelloRequest(protocol=PROTOCOL_VERSION, software=SOFTWARE[:64])
     asked_s = time.time()
     reply = await call(transport, peer, request, HelloReply, timeout_s)
-    sample = sample_of(asked_s, reply.received_s, reply.sent_s, time.time())
-    software_shown = "".join(c if c.isprintable() else "?" for c in reply.software)
-    return Hello(peer, reply.protocol, software_shown, reply.run, sample)
+    if reply.protocol != PROTOCOL_VERSION:
+        software_shown = "".join(c if c.isprintable() else "?" for c in reply.software)
+        raise ProtocolVersionError(
+            f"peer {peer} is {software_shown} with protocol {reply.protocol}, this is {SOFTWARE} "
+            f"with protocol {PROTOCOL_VERSION}; {protocol_remedy(reply.protocol)}"
+        )
+    return Hello(reply.run, sample_of(asked_s, reply.received_s, reply.sent_s, time.time()))
 
 
 async def clock_samples(
-    transport: Transport, peer: str, count: int, me: Greeting, timeout_s: float
+    transport: Transport, peer: str, count: int, timeout_s: float
 ) -> tuple[ClockSample, ...]:
     """Say hello `count` times, one after the other; what was measured until a failure counts."""
     samples: list[ClockSample] = []
 
     async def measure() -> None:
         for _ in range(count):
-            samples.append((await say_hello(transport, peer, me, timeout_s)).clock)
+            samples.append((await say_hello(transport, peer, timeout_s)).clock)
 
     with contextlib.suppress(NetworkError, ProtocolVersionError, asyncio.TimeoutError):
         await asyncio.wait_for(measure(), timeout_s)
