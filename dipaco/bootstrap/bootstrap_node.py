@@ -29,7 +29,6 @@ from dipaco.peer.node_process import NodeProcess, begin_process
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.presence.refresher import Refresher
 from dipaco.peer.reporting.peer_display import Display
-from dipaco.peer.shell.running_node import RunningNode
 from dipaco.peer.shell.shell import Shell
 from dipaco.peer.training_peer import install_stop_signals, start_background, write_address_file
 from dipaco.protocol.member.knowledge import MemberSettings
@@ -97,8 +96,8 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
     status = PeerStatus(Activity("serving"))
     background = Background()
     background.on_failure(stopping.set)
-    refresher, blob_keeper = start_background(node, status, background, events)
-    process.metrics.follow(node, refresher, status, lambda: len(node.held.all()))
+    running, blob_keeper = start_background(node, status, background, process)
+    refresher = running.refresher
     process.metrics.serve(settings.metrics, display.say)
     addresses = visible_addresses(node.dht)
     write_address_file(settings, addresses)
@@ -123,7 +122,6 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
         display.say(_of_predecessor(node))
     events.emit("serving", run=node.run_id, addresses=list(addresses))
     as_mailbox = MemberSettings(node.me, trains=False)
-    running = RunningNode(node, status, refresher, background, events, stopping)
     shell = Shell(running, as_mailbox)
     looking = background.thread(
         "look",

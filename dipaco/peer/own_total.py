@@ -9,11 +9,9 @@ from dipaco.base.files import text_of
 from dipaco.peer.keeping.credit import tokens_on_disk
 from dipaco.peer.node.given_address import kept_line
 from dipaco.peer.owner.pauses import activity_file
-from dipaco.protocol.identity import is_in_use, kept_peer_id
+from dipaco.protocol.identity import KEY_FILE, is_in_use, kept_peer_id
 from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.routing.run_folder import RunFolder
-
-KEY = "identity.key"
 
 
 def lines_about(cache_folder: Path) -> list[str]:
@@ -22,14 +20,14 @@ def lines_about(cache_folder: Path) -> list[str]:
     `cache_folder` is that of a peer, or of the trainers of `--devices`.
     """
     trainers = sorted(
-        folder for folder in cache_folder.glob("trainer-*") if (folder / KEY).exists()
+        folder for folder in cache_folder.glob("trainer-*") if (folder / KEY_FILE).exists()
     )
-    folders = [f for f in (cache_folder, *trainers) if (f / KEY).exists()]
-    running = [folder for folder in folders if is_in_use(folder / KEY)]
+    folders = [f for f in (cache_folder, *trainers) if (f / KEY_FILE).exists()]
+    running = [folder for folder in folders if is_in_use(folder / KEY_FILE)]
     lines = [text_of(activity_file(folder)).strip() or "joining" for folder in running]
     if not running:
         lines = ["no peer is running here; dipaco-peer starts one"]
-    totals = _totals(cache_folder, {kept_peer_id(folder / KEY) for folder in folders})
+    totals = _totals(cache_folder, {kept_peer_id(folder / KEY_FILE) for folder in folders})
     lines += totals or ["nothing trained yet"]
     friends = [line for folder in running if (line := kept_line(folder))]
     if friends:

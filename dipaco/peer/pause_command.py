@@ -13,7 +13,7 @@ from dipaco.base.command_line import Command
 from dipaco.base.errors import NetworkError
 from dipaco.base.settings import Option, Settings
 from dipaco.peer.owner.pauses import activity_file, ask_to_pause, ask_to_resume
-from dipaco.protocol.identity import is_in_use
+from dipaco.protocol.identity import KEY_FILE, is_in_use
 
 from .peer_settings import default_cache_folder
 
@@ -82,7 +82,7 @@ def _peers(settings: ControlSettings) -> list[ControlSettings]:
 
 
 def _is_running(settings: ControlSettings) -> bool:
-    return is_in_use(settings.cache_folder / "identity.key")
+    return is_in_use(settings.cache_folder / KEY_FILE)
 
 
 def _wait(settings: ControlSettings, is_done: Callable[[str], bool]) -> str:

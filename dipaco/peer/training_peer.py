@@ -185,13 +185,10 @@ def _train(
     _warn_of_unused_gpu(settings, device, reason)
     display.say(_device_line(device, reason, gpus_left(device, settings.device)))
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
-    background = Background()
-    refresher, blob_keeper = start_background(node, status, background, events)
-    process.metrics.follow(node, refresher, status, lambda: len(node.held.all()))
+    running, blob_keeper = start_background(node, status, Background(), process)
     process.metrics.serve(settings.metrics, display.say)
-    display.start(node, refresher, status)
+    display.start(node, running.refresher, status)
     trainer = _new_trainer(settings, node, device, micro_batch_size, process.stopping)
-    running = RunningNode(node, status, refresher, background, events, process.stopping)
     session = Session(settings, running, trainer, pauses)
     # Later than the other processes and what answers others: these have to be quick.
     be_nice(settings.nice, device)
@@ -288,9 +285,10 @@ def _settings_in_successor(
 
 
 def start_background(
-    node: Node, status: PeerStatus, background: Background, events: EventLog
-) -> tuple[Refresher, BlobKeeper]:
+    node: Node, status: PeerStatus, background: Background, process: NodeProcess
+) -> tuple[RunningNode, BlobKeeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
+    events = process.events
     # Which run the events that follow are of, and who tells them: so a log alone is enough.
     events.emit(
         "run",
@@ -306,6 +304,8 @@ def start_background(
     node.serve_run()
     status.addresses = visible_addresses(node.dht)
     refresher = Refresher(node, status, background)
+    running = RunningNode(node, status, refresher, background, events, process.stopping)
+    process.metrics.follow(node, refresher, status)
     blob_keeper = BlobKeeper(node, refresher, background)
     refresher.refresh_too(RevocationList(node.gate, node.folder).read)
     twin = TwinWatch(
@@ -313,7 +313,7 @@ def start_background(
     )
     twin.said(status.addresses)
     refresher.on_view(twin.on_view)
-    _watch_reachability(node, status, refresher, background, events, twin)
+    _watch_reachability(running, twin)
     known = KnownPeers(node.cache_folder)
     refresher.on_view(
         lambda view: known.note(
@@ -323,25 +323,19 @@ def start_background(
     refresher.start()
     refresher.refresh()
     blob_keeper.start()
-    return refresher, blob_keeper
+    return running, blob_keeper
 
 
-def _watch_reachability(
-    node: Node,
-    status: PeerStatus,
-    refresher: Refresher,
-    background: Background,
-    events: EventLog,
-    twin: TwinWatch,
-) -> None:
+def _watch_reachability(running: RunningNode, twin: TwinWatch) -> None:
     """Find out how others call this node, and tell them."""
+    node, status, refresher = running.node, running.status, running.refresher
 
     def tell(addresses: tuple[str, ...], reachable: Reachability) -> None:
         has_changed = reachable != status.reachable
         if has_changed:
             line = line_for_others(addresses, node.manifest) if reachable == "direct" else ""
             keep_line(node.cache_folder, line)
-            events.emit("reachable", how=reachable, addresses=list(addresses), line=line)
+            running.events.emit("reachable", how=reachable, addresses=list(addresses), line=line)
         twin.said(addresses)
         status.addresses, status.reachable = addresses, reachable
         refresher.announce()
@@ -354,7 +348,7 @@ def _watch_reachability(
         node.exchange,
         node.me,
         lambda: visible_addresses(node.dht, attempts=1),
-        background.thread,
+        running.background.thread,
         tell,
     )
     refresher.on_view(watch.on_view)

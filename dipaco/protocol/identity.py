@@ -23,6 +23,8 @@ from dipaco.base.files import atomic_write, try_lock
 
 logger = logging.getLogger("dipaco.protocol.identity")
 
+# In a cache folder.
+KEY_FILE = "identity.key"
 # Leaving takes up to ten seconds.
 PREDECESSOR_LEAVES_S = 15.0
 _LOOK_S = 0.1

@@ -115,13 +115,13 @@ def run(settings: StatusSettings) -> int:
     from dipaco.dht.addresses import split_operator
     from dipaco.dht.dht_node import join_dht
     from dipaco.dht.directory import Directory
-    from dipaco.protocol.identity import load_or_create_identity
+    from dipaco.protocol.identity import KEY_FILE, load_or_create_identity
 
     from .run_reader import RunReader
 
     addresses, operator = split_operator(settings.initial_peers)
     with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
-        identity = load_or_create_identity(Path(folder) / "identity.key")
+        identity = load_or_create_identity(Path(folder) / KEY_FILE)
         dht = join_dht(addresses, identity=identity, client_mode=True)
         try:
             manifest = _select(Directory(dht, identity, None), settings.run, operator)

@@ -44,43 +44,24 @@ def settings(tmp_path):
 # -- the machine
 
 
-def test_windows_containers_and_notebooks_are_recognised(tmp_path):
-    def check(name, version, environment=None, **files):
-        made_up = machine_root(tmp_path / name, {"proc/version": version, **files})
-        return this_machine.check_system(made_up, environment or {})
+def test_the_first_windows_subsystem_is_refused(tmp_path):
+    def check(name, version, **files):
+        return this_machine.check_system(machine_root(tmp_path / name, {"proc/version": version, **files}))
 
     release = {"etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04 LTS"\n'}
     two = check("two", "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@x)", **release)
-    assert two.value == "Ubuntu 24.04 LTS, Linux 5.15.153.1-microsoft-standard-WSL2, WSL2"
-    assert "docs/windows.md" in remedy(two, "ok")
+    assert (two.verdict, two.value) == ("ok", "Ubuntu 24.04 LTS, Linux 5.15.153.1-microsoft-standard-WSL2")
     one = check("one", "Linux version 4.4.0-19041-Microsoft (Microsoft@x)")
     assert "--set-version" in remedy(one, "problem", 3)
-    assert remedy(check("plain", "Linux version 6.1.0 (debian)"), "ok") == ""
-    container = check("docker", "Linux version 6.1.0", **{".dockerenv": ""})
-    assert "published port" in remedy(container, "ok")
-    for variable in ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"):
-        notebook = check("notebook", "Linux version 6.1.0", {variable: "x"})
-        assert "--cache-dir" in remedy(notebook, "warning")
-
-
-def test_versions_are_compared_with_what_dipaco_needs(monkeypatch):
-    assert this_machine.check_versions().verdict == "ok"
-    monkeypatch.setattr(this_machine, "version", lambda name: "2.4.1" if name == "numpy" else "1.1.12")
-    monkeypatch.setattr(this_machine, "requires", lambda name: ["numpy<2.4", "hivemind==1.1.12"])
-    found = this_machine.check_versions()
-    assert found.value == "numpy 2.4.1, but <2.4 is needed"
-    assert remedy(found, "problem", 3) == "pip install 'numpy<2.4'"
 
 
 def test_a_peer_has_as_many_files_as_it_may(monkeypatch):
     limits, most = [], this_machine.OPEN_FILES
     monkeypatch.setattr(this_machine.resource, "setrlimit", lambda kind, wanted: limits.append(wanted))
-    for soft, hard, found in ((1024, 4096, 4096), (1024, 10**6, most), (10**5, 10**6, 10**5), (1024, -1, most)):
+    for soft, hard in ((1024, 4096), (1024, 10**6), (10**5, 10**6), (1024, -1)):
         monkeypatch.setattr(this_machine.resource, "getrlimit", lambda kind, soft=soft, hard=hard: (soft, hard))
-        assert this_machine.open_many_files() == found
+        this_machine.open_many_files()
     assert limits == [(4096, 4096), (most, 10**6), (most, -1)]
-    monkeypatch.setattr(this_machine, "open_many_files", lambda: 1024)
-    assert f"ulimit -n {most}" in remedy(this_machine.check_open_files(), "warning")
 
 
 MEMORY = {"proc/meminfo": "MemTotal: 16777216 kB\nMemFree: 1 kB\nMemAvailable: 8388608 kB\n"}
@@ -117,20 +98,6 @@ def test_the_least_limit_of_the_own_control_group_is_the_memory(tmp_path, group,
     assert memory("unit", "/job", root=(unlimited, GIB), job=(2 * GIB, GIB)) == Memory(2 * GIB, GIB)
     nested = memory("nested", "/job/step", root=(8 * GIB, GIB), job=(2 * GIB, GIB), step=(3 * GIB, GIB // 2))
     assert nested == Memory(2 * GIB, GIB)
-
-
-def test_the_compiler(monkeypatch, tmp_path):
-    monkeypatch.setattr(this_machine, "find_spec", lambda name: None)
-    monkeypatch.setattr(this_machine.shutil, "which", lambda name: None)
-    monkeypatch.setattr(this_machine.sysconfig, "get_path", lambda name: str(tmp_path))
-    bare = this_machine.check_compiler(True)
-    assert "apt install gcc" in remedy(bare, "warning")
-    assert bare.value.startswith("missing: Triton, a C compiler, Python's headers;")
-    assert this_machine.check_compiler(False).verdict == "ok"
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(this_machine, "find_spec", lambda name: object())
-    monkeypatch.setattr(this_machine.shutil, "which", lambda name: "/usr/bin/gcc")
-    assert this_machine.check_compiler(True).verdict == "ok"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import logging
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,10 +57,14 @@ class Peer:
         self.swarm, self.others, self.status = FakeSwarm(), Others(), PeerStatus()
         self.chains = ChainStore(RUN, [MODULE], Index(Path("nowhere")))
         self.reported = queue.SimpleQueue()
-        files = type("Files", (), {"find": lambda self, sha256: Path("file")})()
-        others = self.others
-        swarm = self.swarm
-        self.messenger = Messenger(swarm, others, self.chains, files, self.status, self.reported.put, ROUND_S)
+        node = SimpleNamespace(
+            exchange=self.others,
+            chains=self.chains,
+            contributions=SimpleNamespace(find=lambda sha256: Path("file")),
+            plan=SimpleNamespace(rounds=SimpleNamespace(duration_s=ROUND_S)),
+        )
+        running = SimpleNamespace(node=node, refresher=self.swarm, status=self.status)
+        self.messenger = Messenger(running, self.reported.put)
 
     def do(self, action):
         assert self.messenger.handlers()[type(action)](action) is None
@@ -141,7 +146,7 @@ def test_what_takes_seconds_never_waits_behind_files_on_a_slow_line(peer):
 
 
 def test_a_file_whose_round_is_over_is_given_to_nobody(peer):
-    peer.messenger._round_s = -1.0
+    peer.messenger._node.plan.rounds.duration_s = -1.0
     peer.do(a.Put((OTHER,), ROW, 1))
     peer.messenger._puts.shutdown()
     assert peer.others.put_to.empty()

@@ -58,7 +58,8 @@ def test_a_slow_scorer_leaves_rounds_out_unless_others_wait_for_it(monkeypatch, 
     refresher.view.progress = {0: SimpleNamespace(validation_nll=9.0, validation_tokens=9)}
     node.load_shard_index = lambda: SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)])
     files = MagicMock()
-    reports = ProgressReports(node, refresher, trainer, files, status, MagicMock())
+    running = SimpleNamespace(node=node, refresher=refresher, status=status, events=MagicMock())
+    reports = ProgressReports(running, trainer, files)
     rounds.validation_every_rounds = 2
     reports.end_round(0, 1.0)
     assert status.progress[0].validation_tokens == 0
@@ -87,7 +88,8 @@ def test_a_loss_that_is_finite_and_great_ends_no_peer():
     trainer.anchors.return_value = {}
     trainer.loss_of = lambda path, states, rows: LossSum(2e15, 10**6)
     status = PeerStatus()
-    reports = ProgressReports(node, MagicMock(), trainer, MagicMock(), status, MagicMock())
+    running = SimpleNamespace(node=node, refresher=MagicMock(), status=status, events=MagicMock())
+    reports = ProgressReports(running, trainer, MagicMock())
     for round_index in range(2):
         reports.end_round(round_index, 2e15)
         assert status.progress[0].validation_nll == MAX_NLL

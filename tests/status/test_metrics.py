@@ -4,6 +4,7 @@ import json
 import re
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import generate_latest
@@ -91,7 +92,9 @@ def followed(*events):
     swarm = FakeSwarm(SwarmView(0.0, peers={ME: peer_record(ME)}))
     claim = Activity("training", 3)
     status = PeerStatus(claim, waiting_for="others", reachable="direct", validation_loss=2.5)
-    metrics.follow(FakeRun(plan, time.clock), swarm, status, lambda: 2)
+    run = FakeRun(plan, time.clock)
+    run.held = SimpleNamespace(all=lambda: (1, 2))
+    metrics.follow(run, swarm, status)
     for kind, values in events:
         metrics.on_event(kind, values)
     return metrics

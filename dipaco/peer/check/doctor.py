@@ -31,13 +31,13 @@ from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
 from dipaco.peer.owner.idle import in_use
 from dipaco.peer.peer_settings import PeerSettings
-from dipaco.protocol.identity import is_in_use
+from dipaco.protocol.identity import KEY_FILE, is_in_use
 from dipaco.protocol.plan import RunPlan, ShardIndex
 
 from . import needs
 from .checks import Check, failed, ok, warning
 from .fits import machine_checks
-from .this_machine import check_open_files, check_system, check_versions
+from .this_machine import check_system, check_versions
 
 # A clock that is further off than this is corrected while a peer runs.
 CLOCK_WARNING_S = 1.0
@@ -77,8 +77,7 @@ def examine_all(settings: PeerSettings) -> Iterator[Check]:
     """Yield every check as soon as it is made. What needs CUDA comes last: it must not fork."""
     yield check_system()
     yield check_versions()
-    yield check_open_files()
-    is_running = is_in_use(settings.cache_folder / "identity.key")
+    is_running = is_in_use(settings.cache_folder / KEY_FILE)
     if is_running:
         remedy = "a second one needs a --cache-dir of its own"
         yield warning("cache folder", f"a peer is running with {settings.cache_folder}", remedy)

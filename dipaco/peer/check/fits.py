@@ -28,7 +28,6 @@ from .checks import Check, failed, ok, problem, warning
 from .this_machine import (
     Gpu,
     Memory,
-    check_compiler,
     how_to_use_gpu,
     look_at_device,
     look_at_memory,
@@ -117,8 +116,6 @@ def machine_checks(
     if gpu is not None and settings.vram_gb is not None:
         gpu = replace(gpu, free_bytes=min(gpu.free_bytes, int(settings.vram_gb * 2**30)))
     yield check_device(gpu, settings.device, reason)
-    if gpu is not None:
-        yield check_compiler(settings.compile_model)
     if plan is None:
         return
     need = memory_need(plan, settings, gpu, programs_bytes)

@@ -6,27 +6,19 @@ notebooks need stands in docs/windows.md and examples/deploy/README.md; nothing 
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import resource
-import shutil
-import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
-from importlib.util import find_spec
+from importlib.metadata import version
 from pathlib import Path
-
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from dipaco.base.files import text_of
 
-from .checks import Check, ok, problem, warning
+from .checks import Check, ok, problem
 
-# What the versions line shows; all requirements are checked.
-SHOWN_PACKAGES = ("torch", "hivemind", "numpy")
+SHOWN_PACKAGES = ("dipaco", "torch", "hivemind", "numpy")
 # Files and connections that a peer asks for.
 OPEN_FILES = 16384
 
@@ -50,8 +42,8 @@ class Gpu:
     """The number format of passes: bf16, fp16 or fp32."""
 
 
-def check_system(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Check:
-    """Say what kind of machine this is, and where a page tells what that kind needs."""
+def check_system(root: Path = Path("/")) -> Check:
+    """Say what kind of machine this is."""
     kernel = text_of(root / "proc/version")
     named = re.search(r'^PRETTY_NAME="?([^"\n]*)', text_of(root / "etc/os-release"), re.M)
     words = kernel.split()
@@ -59,81 +51,24 @@ def check_system(root: Path = Path("/"), environment: Mapping[str, str] = os.env
         f"{named[1] if named else platform.system()}, "
         f"Linux {words[2] if len(words) > 2 else platform.release()}"
     )
-    marks = ("docker", "containerd", "kubepods", "libpod", "lxc")
     if re.search(r"-Microsoft\b", kernel):  # "Linux version 4.4.0-19041-Microsoft" is imitated.
         remedy = "dipaco needs WSL2: wsl --set-version DISTRIBUTION 2 in PowerShell"
         return problem("system", f"{value}, WSL1", f"{remedy} (docs/windows.md)")
-    if "microsoft" in kernel.lower():
-        return ok("system", f"{value}, WSL2", "docs/windows.md has what Windows needs")
-    if any(name.startswith(("COLAB_", "KAGGLE_KERNEL_RUN_TYPE")) for name in environment):
-        return warning(
-            "system",
-            f"{value}, a notebook",
-            "it ends within hours; what it trained stays if --cache-dir is on a drive that is kept "
-            "(examples/deploy/README.md)",
-        )
-    if (
-        (root / ".dockerenv").exists()
-        or (root / "run/.containerenv").exists()
-        or any(mark in text_of(root / "proc/1/cgroup") for mark in marks)
-    ):
-        needs = "a published port and a volume for --cache-dir (examples/deploy/README.md)"
-        return ok("system", f"{value}, in a container", f"give it {needs}")
     return ok("system", value)
 
 
 def check_versions() -> Check:
-    """Compare what is installed with what this version of dipaco was made for."""
-    found_python = platform.python_version()
-    try:
-        shown = [f"dipaco {version('dipaco')}", f"Python {found_python}"]
-        needed = [Requirement(line) for line in requires("dipaco") or ()]
-        python = metadata("dipaco")["Requires-Python"] or ""
-    except PackageNotFoundError:
-        return problem("versions", "dipaco is not installed", "pip install dipaco")
-    if not SpecifierSet(python).contains(found_python, prereleases=True):
-        remedy = "make a new environment with a Python of that version"
-        return problem("versions", f"Python {found_python}, but {python} is needed", remedy)
-    unfit = []
-    for requirement in needed:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            found = version(requirement.name)
-        except PackageNotFoundError:
-            found = ""
-        if requirement.name in SHOWN_PACKAGES:
-            shown.append(f"{requirement.name} {found}")
-        if not found or not requirement.specifier.contains(found, prereleases=True):
-            unfit.append((requirement, found or "is missing"))
-    if not unfit:
-        return ok("versions", ", ".join(shown))
-    told = [f"{r.name} {found}, but {r.specifier} is needed" for r, found in unfit]
-    wanted = " ".join(f"'{r.name}{r.specifier}'" for r, _ in unfit)
-    return problem("versions", "; ".join(told), f"pip install {wanted}")
+    """Say which versions are installed, for reports of bugs."""
+    shown = (f"{package} {version(package)}" for package in SHOWN_PACKAGES)
+    return ok("versions", f"Python {platform.python_version()}, {', '.join(shown)}")
 
 
-def open_many_files() -> int:
-    """Let this process have as many files and connections as it may, up to `OPEN_FILES`; return
-    how many it has then. A peer begins with it."""
+def open_many_files() -> None:
+    """Let this process have as many files and connections as it may, up to `OPEN_FILES`."""
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    return wanted
-
-
-def check_open_files() -> Check:
-    """Say whether a peer may open as many files and connections as it needs."""
-    found = open_many_files()
-    if found >= OPEN_FILES:
-        return ok("open files", f"{found:,}")
-    return warning(
-        "open files",
-        f"{found:,}, a peer asks for {OPEN_FILES:,}",
-        f"ulimit -n {OPEN_FILES} as root, or 'nofile' in /etc/security/limits.conf",
-    )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def look_at_memory(root: Path = Path("/")) -> Memory:
@@ -215,23 +150,3 @@ def look_at_device(name: str) -> tuple[Gpu | None, str]:
     formats = {torch.bfloat16: "bf16", torch.float16: "fp16"}
     shown = formats.get(devices.number_format(device), "fp32")
     return Gpu(devices.device_name(device), *sizes, shown), reason
-
-
-def check_compiler(is_wanted: bool) -> Check:
-    """Say whether the model can be compiled for the GPU: Triton, a C compiler, Python's headers."""
-    if not is_wanted:
-        return ok("compiler", "the model is not compiled, as asked for")
-    compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
-    found = {
-        "Triton": find_spec("triton") is not None,
-        "a C compiler": any(shutil.which(name) for name in compilers),
-        "Python's headers": Path(sysconfig.get_path("include"), "Python.h").exists(),
-    }
-    missing = [name for name, is_here in found.items() if not is_here]
-    if not missing:
-        return ok("compiler", f"{', '.join(found)} are here")
-    return warning(
-        "compiler",
-        f"missing: {', '.join(missing)}; the model trains without being compiled, slower",
-        "sudo apt install gcc python3-dev; Triton comes with PyTorch for GPUs",
-    )

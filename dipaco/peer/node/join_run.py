@@ -22,7 +22,7 @@ from dipaco.peer.exchange.contact.known_peers import KnownPeers, peer_of
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.streams.transport import HivemindTransport
 from dipaco.peer.owner.uplink import Uplink
-from dipaco.protocol.identity import Identity, load_or_create_identity
+from dipaco.protocol.identity import KEY_FILE, Identity, load_or_create_identity
 from dipaco.protocol.manifest import MANIFEST_FILE, SignedManifest, verify_manifest
 from dipaco.routing.run_folder import RunFolder
 
@@ -61,7 +61,7 @@ def join_run(
     listening = listening or Listening()
     own_manifest = RunFolder(run_folder).manifest_path.read_bytes() if run_folder else None
     make_folder(cache_folder)
-    key_file = identity_path or cache_folder / "identity.key"
+    key_file = identity_path or cache_folder / KEY_FILE
     identity, may_be_a_copy = _identity(key_file, listening, say)
     runs_folder = runs_folder or cache_folder
     known = KnownPeers(cache_folder)

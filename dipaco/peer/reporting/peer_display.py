@@ -25,6 +25,7 @@ from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.peer_settings import default_cache_folder
 from dipaco.peer.presence.own_status import PeerStatus
 from dipaco.peer.presence.refresher import Refresher
+from dipaco.protocol.identity import KEY_FILE
 
 # Plain lines for inner steps appear at most this often.
 PLAIN_INNER_PERIOD_S = 15.0
@@ -219,7 +220,7 @@ _LINES = {
     "successor": _successor_line,
     "twin": lambda v: (
         f"another machine has this peer's identity, at {v['addresses'][0]}: both do one peer's "
-        "work. Stop one of them and delete its identity.key"
+        f"work. Stop one of them and delete its {KEY_FILE}"
     ),
 }
 

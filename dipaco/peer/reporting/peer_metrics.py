@@ -47,7 +47,6 @@ class PeerMetrics:
         self._run: Node | None = None
         self._swarm: Refresher | None = None
         self._status = PeerStatus()
-        self._count_states: Callable[[], int] = lambda: 0
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"dipaco_{name}", help, labels, registry=self.registry)
@@ -87,11 +86,7 @@ class PeerMetrics:
             ("round", "the present round; with fixed steps that of this peer", self._round),
             ("path", "the path in training; -1 without one", self._path),
             ("waiting", "1 while the peer waits for something", self._waiting),
-            (
-                "states_held",
-                "module states that the peer can serve",
-                lambda: self._count_states(),
-            ),
+            ("states_held", "module states that the peer can serve", self._states_held),
             (
                 "peers_seen",
                 "peers in its newest view, which is a part of the swarm",
@@ -108,16 +103,9 @@ class PeerMetrics:
             reachable.labels(how).set_function(partial(self._is_reached, how))
         self.registry.register(_Moved(uplink))
 
-    def follow(
-        self,
-        run: Node,
-        swarm: Refresher,
-        status: PeerStatus,
-        count_states: Callable[[], int],
-    ) -> None:
+    def follow(self, run: Node, swarm: Refresher, status: PeerStatus) -> None:
         """Read gauges from this run's parts from now on."""
         self._run, self._swarm, self._status = run, swarm, status
-        self._count_states = count_states
         # From 0 on: of a series that begins with its first event, `increase` misses that one.
         for level in {level_of(module) for module in run.grid.modules()}:
             self._outer_steps.labels(level)
@@ -184,6 +172,9 @@ class PeerMetrics:
         if run is None or run.schedule.fixed_steps:
             return self._status.round_index
         return max(0, run.schedule.round_at(run.clock.now()))
+
+    def _states_held(self) -> int:
+        return 0 if self._run is None else len(self._run.held.all())
 
     def _peers_seen(self) -> int:
         try:

@@ -15,15 +15,12 @@ from typing import Any
 
 from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.base.repetition import Complaints
-from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.exchange import Exchange
-from dipaco.peer.exchange.files.contribution_files import ContributionFiles
-from dipaco.peer.presence.own_status import Activity, PeerStatus
-from dipaco.peer.presence.refresher import Refresher
+from dipaco.peer.presence.own_status import Activity
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 
 from .handlers import Handlers
+from .running_node import RunningNode
 
 logger = logging.getLogger("dipaco.peer.shell.messenger")
 
@@ -36,22 +33,9 @@ COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 20
 class Messenger:
     """Carries out the actions that concern other peers. Called on the shell's thread."""
 
-    def __init__(
-        self,
-        refresher: Refresher,
-        others: Exchange,
-        chains: ChainStore,
-        files: ContributionFiles,
-        status: PeerStatus,
-        report: Callable[[e.Event], None],
-        round_s: float,
-    ) -> None:
-        """`round_s`: how long a round lasts. A file that was not taken within it is of no use."""
-        self._refresher, self._others = refresher, others
-        self._chains, self._files = chains, files
-        self._status, self._report = status, report
+    def __init__(self, running: RunningNode, report: Callable[[e.Event], None]) -> None:
+        self._running, self._node, self._report = running, running.node, report
         self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
-        self._round_s = round_s
         # What must take seconds never waits behind what may take minutes.
         self._calls = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="calls")
         self._puts = ThreadPoolExecutor(PUTS_AT_ONCE, thread_name_prefix="puts")
@@ -95,47 +79,51 @@ class Messenger:
         threads.submit(run)
 
     def _say(self, action: a.Say) -> None:
-        self._status.claim = Activity(
+        self._running.status.claim = Activity(
             action.state,
             action.path,
             since_s=action.since_s,
             reason=action.reason,
             pinned=action.pinned,
         )
-        self._refresher.announce()
+        self._running.refresher.announce()
 
     def _warn(self, action: a.Warn) -> None:
         logger.log(self._complaints.level(action.text), "%s", action.text)
 
     def _watch(self, action: a.Watch) -> None:
-        self._refresher.watch(action.scope)
+        self._running.refresher.watch(action.scope)
 
     def _look(self, action: a.Look) -> None:
-        self._report(e.Viewed(self._refresher.refresh(action.further), is_answer=True))
+        view = self._running.refresher.refresh(action.further)
+        self._report(e.Viewed(view, is_answer=True))
 
     def _tell(self, action: a.Tell) -> None:
-        self._chains.note_rows(action.rows)
+        self._node.chains.note_rows(action.rows)
         if action.peers:
-            self._others.tell(action.peers, action.module, action.rows, action.steps, action.keep)
+            tell = self._node.exchange.tell
+            tell(action.peers, action.module, action.rows, action.steps, action.keep)
 
     def _ask(self, action: a.Ask) -> None:
-        answer = self._others.ask(action.peer, action.module, action.locator)
+        answer = self._node.exchange.ask(action.peer, action.module, action.locator)
         if answer is None:
             raise NetworkError(f"{action.peer} does not answer")
         self._report(answer)
 
     def _put_all(self, action: a.Put) -> None:
-        left, until_s = iter(action.peers), time.monotonic() + self._round_s
+        # A file that was not taken within a round is of no use.
+        left = iter(action.peers)
+        until_s = time.monotonic() + self._node.plan.rounds.duration_s
         for _ in range(action.copies):
             self._submit(self._puts, functools.partial(self._put, left, until_s), action)
 
     def _put(self, left: Iterator[str], until_s: float, action: a.Put) -> None:
         """Have one more peer take the file; `left` is shared by all that are to."""
-        file = self._files.find(action.row.file)
+        file = self._node.contributions.find(action.row.file)
         if file is None:
             return
         for peer in left:
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or self._others.put(peer, action.row, file, left_s):
+            if left_s <= 0 or self._node.exchange.put(peer, action.row, file, left_s):
                 return
             logger.debug("%s does not take a file", peer)

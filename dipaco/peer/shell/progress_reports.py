@@ -13,14 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from dipaco.peer.keeping.path_files import PathFiles
-from dipaco.peer.node.node import Node
-from dipaco.peer.presence.own_status import PeerStatus
-from dipaco.peer.presence.refresher import Refresher
-from dipaco.peer.reporting.event_log import EventLog
 from dipaco.protocol.records import MAX_NLL, ProgressEntry
 from dipaco.training.interruption import PassInterrupted
 from dipaco.training.scoring import LossSum
 from dipaco.training.trainer import PathTrainer
+
+from .running_node import RunningNode
 
 logger = logging.getLogger("dipaco.peer.shell.progress_reports")
 
@@ -56,19 +54,11 @@ class ScoringBudget:
 class ProgressReports:
     """Validates and reports the path being trained. For the session's thread."""
 
-    def __init__(
-        self,
-        node: Node,
-        refresher: Refresher,
-        trainer: PathTrainer,
-        files: PathFiles,
-        status: PeerStatus,
-        events: EventLog,
-    ) -> None:
-        self._node, self._refresher, self._trainer = node, refresher, trainer
-        self._files, self._status, self._events = files, status, events
+    def __init__(self, running: RunningNode, trainer: PathTrainer, files: PathFiles) -> None:
+        self._running, self._node = running, running.node
+        self._trainer, self._files = trainer, files
         # With fixed steps the others wait, and what is told must not depend on the machine.
-        share = math.inf if node.schedule.fixed_steps else SCORING_SHARE
+        share = math.inf if self._node.schedule.fixed_steps else SCORING_SHARE
         self._budget = ScoringBudget(share, time.monotonic)
 
     def end_round(self, round_index: int, train_loss: float) -> None:
@@ -85,15 +75,15 @@ class ProgressReports:
             logger.warning("the held-out loss is not finite, so it is not published")
             validation = LossSum()
         if validation.loss is not None:
-            self._status.validation_loss = validation.loss
-            self._events.emit(
+            self._running.status.validation_loss = validation.loss
+            self._running.events.emit(
                 "validation",
                 path=path,
                 round=round_index,
                 loss=round(validation.loss, 6),
                 tokens=validation.tokens,
             )
-        own = self._status.progress
+        own = self._running.status.progress
         known = own.get(path)
         if not validation.tokens and known is not None:
             # What this peer scored last goes on to stand for the path.
@@ -109,4 +99,4 @@ class ProgressReports:
             shard_sequences=self._node.load_shard_index().paths[path].train_sequences,
             train_loss=train_loss if plain else MAX_LOSS,
         )
-        self._refresher.announce()
+        self._running.refresher.announce()

@@ -80,7 +80,7 @@ class Session:
             model_handlers=self._model_handlers(),
             next_turn=self._next_turn,
         )
-        self._progress = ProgressReports(node, refresher, trainer, self._files, status, events)
+        self._progress = ProgressReports(running, trainer, self._files)
         self._watch = SuccessorWatch(node, events, background, follow=not settings.stay)
         self._is_successor_told = False
         self._successor: Node | None = None

@@ -71,15 +71,7 @@ class Shell:
         self._now, self._background, self._stopping = node.clock.now, background, running.stopping
         self._next_turn = next_turn
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self.messenger = Messenger(
-            refresher,
-            node.exchange,
-            node.chains,
-            node.contributions,
-            running.status,
-            self.report,
-            node.plan.rounds.duration_s,
-        )
+        self.messenger = Messenger(running, self.report)
         self.outer_steps = OuterSteps(
             node,
             files or PathFiles(node),
