@@ -127,7 +127,7 @@ async def serve_run(node: Any, run: KnownRun) -> None:
         if not protocol.company.knows(peer_id):
             del table[node_id]
     node.blacklist.clear()
-    _begin(_get_acquainted(node))
+    begin(_get_acquainted(node))
 
 
 async def let_in(node: Any, gates: Sequence[Gate]) -> None:
@@ -155,11 +155,11 @@ async def introduce(node: Any, admission: bytes, is_client: bool | None = None) 
     if not protocol.client_mode:
         protocol.node_info = company.introduction(protocol.node_id)
     if protocol.node_info != before:
-        _begin(_get_acquainted(node))
+        begin(_get_acquainted(node))
 
 
-def _begin(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Begin a task; the loop holds its tasks."""
+def begin(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Begin a task on a loop that holds its tasks."""
     return asyncio.create_task(coroutine)
 
 
@@ -493,7 +493,7 @@ async def rpc_ping(
     is_there = response.available or not request.validate
     if self.company.hears(peer, said) and wants_to_be_asked(said):
         coroutine = self.update_routing_table(node_id_of(peer), peer, responded=is_there)
-        _begin(coroutine)
+        begin(coroutine)
     return response
 
 
@@ -511,7 +511,7 @@ async def _can_be_called(protocol: DHTProtocol, peer: PeerID) -> bool:
 def _greet(protocol: DHTProtocol, request: Any, context: P2PContext) -> bool:
     """Let the sender of a request into the table if it may be there; returns whether it is in."""
     ping = dht_pb2.PingRequest(peer=request.peer)
-    _begin(protocol.rpc_ping(ping, context))
+    begin(protocol.rpc_ping(ping, context))
     return bool(protocol.company.hears(context.remote_id, bytes(request.peer.node_id)))
 
 

@@ -8,7 +8,7 @@ import platform
 import re
 import socket
 import sys
-import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -32,6 +32,7 @@ from dipaco.protocol.manifest import SignedManifest, current_runs, newest_run
 
 from .addresses import is_loopback, listening_everywhere, parse_listen, port_of
 from .bounded_protocol import introduce
+from .directory import Directory
 from .guarded_dht import GuardedDHT
 from .record_validator import record_validators
 
@@ -46,6 +47,8 @@ P2PD_SHA256 = {
     "x86_64": "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8",
     "aarch64": "046f18480c785a84bdf139d7486086d379397ca106cb2f0191598da32f81447a",
 }
+# For a run to appear.
+MANIFEST_WAIT_S = 20.0
 # Runs in one message; anybody can announce some.
 MAX_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
@@ -181,7 +184,7 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
             addresses = []
         if addresses:
             return tuple(sorted(set(addresses), key=lambda a: (is_loopback(a), a)))
-        threading.Event().wait(0.5)
+        time.sleep(0.5)
     raise NetworkError("the network layer reports no addresses; start again with --debug")
 
 
@@ -240,6 +243,26 @@ def _clock_difference(reason: str) -> str:
         return "too far from"
     difference_s = float(clocks[1].rstrip(".")) - float(clocks[2].rstrip("."))
     return f"{abs(difference_s):.1f} s {'ahead of' if difference_s > 0 else 'behind'}"
+
+
+def find_run(
+    directory: Directory,
+    run: str | None,
+    *,
+    operator: str | None = None,
+    served: Callable[[], Collection[str]] = frozenset,
+) -> SignedManifest:
+    """Return the run that is meant among those in the DHT; see `select_run`, also for what is
+    raised. A bootstrap node that has just started publishes its manifest within seconds."""
+    deadline = time.monotonic() + MANIFEST_WAIT_S
+    while True:
+        manifests = directory.list_manifests()
+        try:
+            return select_run(manifests, run, operator=operator, served=served)
+        except DipacoError:
+            if manifests or time.monotonic() > deadline:
+                raise
+        time.sleep(1.0)
 
 
 def select_run(

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -96,11 +96,6 @@ def hold_tasks(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_task_factory(make)
 
 
-def start_task(coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Begin a task on a loop that holds its tasks."""
-    return asyncio.create_task(coroutine)
-
-
 def serve_node(options: NodeOptions, connected: socket.socket) -> int:
     """Be the DHT process at one end of a connection, until told to stop or p2pd is gone."""
     bounded_protocol.install(address.rpartition("/p2p/")[2] for address in options.given)
@@ -142,7 +137,7 @@ class _ServedNode:
         """Make the node and answer requests, to the end."""
         reader, self._writer = await asyncio.open_unix_connection(sock=connected)
         beginning = await read_message(reader)
-        start_task(self._beat())
+        bounded_protocol.begin(self._beat())
         try:
             self._node = await self._make_node(beginning)
         except Exception as error:
@@ -151,9 +146,9 @@ class _ServedNode:
             await self._close()
             return
         self._send(READY, True, None)
-        start_task(self._answer_all(reader))
-        start_task(self._watch_p2pd())
-        start_task(self._ping_p2pd())
+        bounded_protocol.begin(self._answer_all(reader))
+        bounded_protocol.begin(self._watch_p2pd())
+        bounded_protocol.begin(self._ping_p2pd())
         why = await self._stopped
         if why:
             self._send(LAST, True, why)
@@ -234,7 +229,7 @@ class _ServedNode:
             except Exception:
                 logger.warning("a request to the DHT process could not be read", exc_info=True)
                 continue
-            start_task(self._answer(number, function, arguments))
+            bounded_protocol.begin(self._answer(number, function, arguments))
 
     async def _answer(
         self, number: int, function: Callable[..., Any], arguments: tuple[Any, ...]

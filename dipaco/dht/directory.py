@@ -55,8 +55,7 @@ from dipaco.protocol.records import (
 from dipaco.protocol.revocations import read_revocations
 from dipaco.protocol.view import SwarmView, view_of_records
 
-from .bounded_protocol import introduce, let_in, note_contributors, serve_run
-from .dht_process import start_task
+from .bounded_protocol import begin, introduce, let_in, note_contributors, serve_run
 from .guarded_dht import GuardedDHT
 from .quotas import KnownRun
 
@@ -536,7 +535,7 @@ async def _call_peers(node: Any, addresses: dict[str, tuple[str, ...]], patience
         if await node.protocol.call_ping(peer) is not None:
             node.blacklist.register_success(peer)
 
-    calls = [start_task(ping(PeerID.from_base58(p), places)) for p, places in addresses.items()]
+    calls = [begin(ping(PeerID.from_base58(p), places)) for p, places in addresses.items()]
     if calls:
         await asyncio.wait(calls, timeout=patience_s)
 

@@ -345,7 +345,7 @@ def _watch_reachability(running: RunningNode, twin: TwinWatch) -> None:
             be_client(node.dht, reachable == "outgoing")
 
     watch = ReachabilityWatch(
-        node.exchange,
+        node.exchange.call_back,
         node.me,
         lambda: visible_addresses(node.dht, attempts=1),
         running.background.thread,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command
-from dipaco.base.errors import ConfigurationError, RunSelectionError, StorageError
+from dipaco.base.errors import ConfigurationError, StorageError
 from dipaco.base.host_and_port import host_and_port
 from dipaco.base.output import is_unread
 from dipaco.base.running import say
@@ -26,14 +26,10 @@ from dipaco.dht.addresses import PROXY_NAME, check_given_peer
 from dipaco.peer.node.given_address import known_addresses
 
 if TYPE_CHECKING:
-    from dipaco.dht.directory import Directory
-    from dipaco.protocol.manifest import SignedManifest
-
     from .run_reader import RunReader
 
-# How often --watch draws anew, and how long a run that was just served may take to be found.
+# How often --watch draws anew.
 WATCH_PERIOD_S = 5.0
-MANIFEST_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +109,7 @@ def run(settings: StatusSettings) -> int:
     if settings.ledger and listening is None:
         return _show_ledger(settings)
     from dipaco.dht.addresses import split_operator
-    from dipaco.dht.dht_node import join_dht
+    from dipaco.dht.dht_node import find_run, join_dht
     from dipaco.dht.directory import Directory
     from dipaco.protocol.identity import KEY_FILE, load_or_create_identity
 
@@ -124,7 +120,8 @@ def run(settings: StatusSettings) -> int:
         identity = load_or_create_identity(Path(folder) / KEY_FILE)
         dht = join_dht(addresses, identity=identity, client_mode=True)
         try:
-            manifest = _select(Directory(dht, identity, None), settings.run, operator)
+            directory = Directory(dht, identity, None)
+            manifest = find_run(directory, settings.run, operator=operator)
             reader = RunReader(dht, identity, manifest)
             if listening is None:
                 return _show(reader, settings)
@@ -157,20 +154,6 @@ def _show_ledger(settings: StatusSettings) -> int:
     history.close()
     print(json.dumps(ledger, indent=2)) if settings.json else print_ledger(ledger)
     return 0
-
-
-def _select(directory: Directory, run: str | None, operator: str | None) -> SignedManifest:
-    """Find the run; a swarm that has just started publishes its manifest within seconds."""
-    from dipaco.dht.dht_node import select_run
-
-    deadline = time.monotonic() + MANIFEST_WAIT_S
-    while True:
-        try:
-            return select_run(directory.list_manifests(), run, operator=operator)
-        except RunSelectionError:
-            if directory.list_manifests() or time.monotonic() > deadline:
-                raise
-            time.sleep(1.0)
 
 
 def _show(reader: RunReader, settings: StatusSettings) -> int:

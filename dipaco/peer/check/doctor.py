@@ -178,7 +178,7 @@ def _how_reached(node: Node, connected: tuple[str, ...]) -> tuple[tuple[str, ...
     try:
         addresses = visible_addresses(node.dht)
         asked = tuple(dict.fromkeys((*map(peer_of, node.initial_peers), *connected)))
-        return addresses, probe(node.exchange, asked, addresses)[0]
+        return addresses, probe(node.exchange.call_back, asked, addresses)[0]
     except NetworkError:
         return (), "unknown"
 

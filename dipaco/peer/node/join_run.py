@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from dipaco.base.errors import DipacoError
 from dipaco.dht.addresses import split_operator
-from dipaco.dht.dht_node import select_run
+from dipaco.dht.dht_node import find_run, select_run
 from dipaco.dht.directory import Directory
 from dipaco.peer.exchange.contact.clock import Clock, measure_clock
 from dipaco.peer.exchange.contact.known_peers import KnownPeers, peer_of
@@ -31,7 +29,6 @@ from .node import Membership, Node, make_folder, open_run
 
 logger = logging.getLogger("dipaco.peer.node.join_run")
 
-MANIFEST_WAIT_S = 20.0
 # Of the addresses given, when there are several runs to choose from.
 MAX_ASKED = 4
 
@@ -139,15 +136,7 @@ def _find_manifest(
                 runs.add(membership.exchange.hello(peer_of(address)).run or "")
         return runs
 
-    deadline = time.monotonic() + MANIFEST_WAIT_S
-    while True:
-        try:
-            return select_run(directory.list_manifests(), run, operator=operator, served=served)
-        except DipacoError:
-            # A bootstrap node that has just started publishes its manifest within seconds.
-            if directory.list_manifests() or time.monotonic() > deadline:
-                raise
-            threading.Event().wait(1.0)
+    return find_run(directory, run, operator=operator, served=served)
 
 
 def _remembered_run(

@@ -31,57 +31,34 @@ class KeepAwake:
 
     def __init__(self) -> None:
         self._holder: subprocess.Popen[bytes] | None = None
-        self._is_told = False
 
     def on_event(self, kind: str, values: Mapping[str, Any]) -> None:
         """Take the lock and give it back."""
-        if kind == "training":
+        if kind == "training" and self._holder is None:
             self._take()
-        elif kind == "inner":
-            self._look()
         elif kind in ("paused", "leaving"):
             self.release()
 
     def _take(self) -> None:
-        if self._holder is not None or self._is_told:
-            return
         try:
             self._holder = subprocess.Popen(
                 INHIBIT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
                 # Ctrl+C in the terminal is for the peer.
                 start_new_session=True,
             )
         except OSError as error:
-            self._tell(error.strerror or str(error))
-
-    def _look(self) -> None:
-        """Say once that the lock was refused."""
-        if self._holder is not None and self._holder.poll() is not None:
-            said = b""
-            # It closes the input first: what a killed one has started keeps the output open.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                said = self._holder.communicate(timeout=END_LIMIT_S)[1]
-            self.release()
-            self._tell(said.decode(errors="replace").strip())
-
-    def _tell(self, reason: str) -> None:
-        self._is_told = True
-        logger.debug(
-            "nothing keeps this machine awake while it trains: systemd-inhibit: %s", reason
-        )
+            logger.debug("nothing keeps this machine awake while it trains: %s", error)
 
     def release(self) -> None:
         """Let the machine sleep."""
         holder, self._holder = self._holder, None
-        if holder is None:
+        if holder is None or holder.stdin is None:
             return
-        for stream in (holder.stdin, holder.stderr):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        with contextlib.suppress(OSError):
+            holder.stdin.close()
         try:
             holder.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:

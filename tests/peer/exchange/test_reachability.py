@@ -177,13 +177,13 @@ NEAR, UNTRIED = reply("reached", near=True), reply("untried")
 )
 def test_what_follows_from_answers(own, answers, expected, asked):
     others = Asked(*answers)
-    assert probe(others, others.peers, own)[0] == expected
+    assert probe(others.call_back, others.peers, own)[0] == expected
     assert len(others.calls) == asked
 
 
 def test_public_addresses_are_tried_first_and_relays_never():
     others = Asked(REACHED)
-    probe(others, others.peers, [HOME, LOOPBACK, RELAY, "/ip4/10.0.0.1/tcp/1", HOME, PUBLIC])
+    probe(others.call_back, others.peers, [HOME, LOOPBACK, RELAY, "/ip4/10.0.0.1/tcp/1", HOME, PUBLIC])
     assert others.calls[0][0] == PUBLIC
     assert RELAY not in others.calls[0]
     assert len(others.calls[0]) == 4
@@ -198,7 +198,7 @@ class Watched:
         self.own = (PUBLIC,)
         self.told = []
         self.watch = ReachabilityWatch(
-            self.others,
+            self.others.call_back,
             "me",
             lambda: self.own,
             self.thread,

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Protocol
 
 from multiaddr import Multiaddr
 
@@ -128,12 +127,9 @@ class CallingBack:
 # -- who asks
 
 
-class Asker(Protocol):
-    """What asking needs of the exchange."""
-
-    def call_back(self, peer: str, addresses: Sequence[str]) -> CallBackReply:
-        """Ask a peer to call this one. Raises a `DipacoError` without an answer."""
-        ...
+AskToCall = Callable[[str, Sequence[str]], CallBackReply]
+"""Asks a peer to call this one at some addresses (`Exchange.call_back`). Raises a `DipacoError`
+without an answer."""
 
 
 def conclude(answers: Sequence[CallBackReply], own: Sequence[str]) -> bool | None:
@@ -155,14 +151,14 @@ def conclude(answers: Sequence[CallBackReply], own: Sequence[str]) -> bool | Non
 
 
 def probe(
-    asker: Asker, peers: Sequence[str], own: Sequence[str]
+    ask: AskToCall, peers: Sequence[str], own: Sequence[str]
 ) -> tuple[Reachability, tuple[CallBackReply, ...]]:
     """Ask some of `peers`, in order, until enough agree; returns what follows, and the answers."""
     answers: list[CallBackReply] = []
     direct = sorted((a for a in own if "/p2p-circuit" not in a), key=_is_global, reverse=True)
     for peer in peers[:QUESTIONS]:
         try:
-            answers.append(asker.call_back(peer, direct[:MAX_CALLED_BACK]))
+            answers.append(ask(peer, direct[:MAX_CALLED_BACK]))
         except DipacoError as error:
             logger.debug("%s does not call back: %s", peer, error)
         told = [answer for answer in answers if answer.result != "untried"]
@@ -186,14 +182,14 @@ class ReachabilityWatch:
 
     def __init__(
         self,
-        asker: Asker,
+        ask: AskToCall,
         me: str,
         addresses: Callable[[], tuple[str, ...]],
         thread: Callable[[str, Callable[[], None]], threading.Thread],
         tell: Callable[[tuple[str, ...], Reachability], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._asker, self._me = asker, me
+        self._ask, self._me = ask, me
         self._addresses, self._thread, self._tell = addresses, thread, tell
         self._monotonic = monotonic
         self._under_way = False
@@ -229,7 +225,7 @@ class ReachabilityWatch:
             self._under_way = False
 
     def _probe(self, peers: tuple[str, ...], own: tuple[str, ...]) -> None:
-        found, answers = probe(self._asker, peers, own)
+        found, answers = probe(self._ask, peers, own)
         logger.debug("reachability: %s, after %s", found, [answer.result for answer in answers])
         if found == "unknown":
             # What was known before stands, unless it was said of other addresses.
