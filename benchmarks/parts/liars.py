@@ -150,7 +150,6 @@ def be_a_stranger() -> None:
         initial_peers=[entry],
         run=None,
         cache_folder=folder,
-        identity_path=folder / "key",
         listening=Listening(host_maddrs=("/ip4/127.0.0.1/tcp/0",)),
         uplink=Uplink(None),
         say=print,

@@ -174,9 +174,10 @@ def _train(
     micro_batch_size = fitting_batch(settings, node.plan, shards, node.folder)
     # What each may have for itself they have together.
     node.states.kept.max_bytes = sharers * contributions_limit(settings, node.plan, shards)
-    budget = UploadBudget(
-        settings.cache_folder, process.uplink, gb_month=settings.max_upload_gb_month
-    )
+    budget = None
+    if settings.max_upload_gb_month is not None:
+        folder, most = settings.cache_folder, settings.max_upload_gb_month
+        budget = UploadBudget(folder, process.uplink, most)
     for line in too_slow(node.plan, settings.max_upload_mbps):
         logger.warning("%s", line)
     device, reason = choose_device(settings.device)
@@ -186,6 +187,8 @@ def _train(
     display.say(_device_line(device, reason, gpus_left(device, settings.device)))
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     running, blob_keeper = start_background(node, status, Background(), process)
+    if budget is not None:
+        running.refresher.refresh_too(lambda directory: budget.save())
     process.metrics.serve(settings.metrics, display.say)
     display.start(node, running.refresher, status)
     trainer = _new_trainer(settings, node, device, micro_batch_size, process.stopping)
@@ -197,7 +200,8 @@ def _train(
         successor = session.run()
     finally:
         blob_keeper.stop()
-        budget.count()
+        if budget is not None:
+            budget.close()
         pauses.close()
     if successor is None:
         return settings, None
@@ -251,7 +255,7 @@ def _new_trainer(
 
 
 def reasons_to_pause(
-    settings: PeerSettings, budget: UploadBudget, events: EventLog
+    settings: PeerSettings, budget: UploadBudget | None, events: EventLog
 ) -> list[Reason]:
     """Return what a peer is asked to pause for; the first that holds is told.
 
@@ -267,7 +271,7 @@ def reasons_to_pause(
     if settings.when_idle is not None:
         reasons += [in_use(settings.when_idle)]
     disk = FullDisk(settings.cache_folder, lambda said: events.emit("disk", what=said))
-    return [*reasons, budget.reason, disk]
+    return [*reasons, *([budget.reason] if budget is not None else []), disk]
 
 
 def _settings_in_successor(

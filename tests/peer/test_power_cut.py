@@ -319,12 +319,12 @@ def test_addresses_that_are_whole_are_used(tmp_path, how):
 @every_cut
 def test_what_was_sent_is_counted_from_nothing(tmp_path, how):
     uplink = Uplink(None)
-    UploadBudget(tmp_path, uplink, gb_month=1.0).count()
+    UploadBudget(tmp_path, uplink, 1.0).close()
     cut(tmp_path / "upload.json", how)
-    again = UploadBudget(tmp_path, uplink, gb_month=1.0)
+    again = UploadBudget(tmp_path, uplink, 1.0)
     uplink.sent_bytes += 5
     assert again.reason() == ""
-    again.count()
+    again.close()
     assert json.loads((tmp_path / "upload.json").read_text())[1] == 5
 
 

@@ -38,7 +38,6 @@ def join_run(
     initial_peers: tuple[str, ...],
     run: str | None,
     cache_folder: Path,
-    identity_path: Path | None = None,
     listening: Listening | None = None,
     run_folder: Path | None = None,
     runs_folder: Path | None = None,
@@ -58,8 +57,7 @@ def join_run(
     listening = listening or Listening()
     own_manifest = RunFolder(run_folder).manifest_path.read_bytes() if run_folder else None
     make_folder(cache_folder)
-    key_file = identity_path or cache_folder / KEY_FILE
-    identity, may_be_a_copy = _identity(key_file, listening, say)
+    identity, may_be_a_copy = _identity(cache_folder / KEY_FILE, listening, say)
     runs_folder = runs_folder or cache_folder
     known = KnownPeers(cache_folder)
     entrance = Entrance(identity, given, known, listening, say, may_be_a_copy=may_be_a_copy)
