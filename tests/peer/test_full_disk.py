@@ -57,7 +57,7 @@ class Life:
         self.states.hold(head)
         self.states.serve(MODULE, step.name, [step])
         self.states.save(state)
-        self.files.prune(MODULE, step.round_index)
+        self.files.kept.prune(MODULE, step.round_index)
         assert self.states.lookup(head.digest) is not None
         assert self.states.find(MODULE, step.name) is not None
         return refused + self.chains._modules[MODULE].safe != len(self.chains.chain(MODULE))

@@ -388,7 +388,7 @@ class Exchange:
         try:
             check(row, path)
         except IntegrityError:
-            files.remove(row.file)
+            files.kept.remove(row.file)
             raise
         files.set_checked(row.file)
 

@@ -410,7 +410,7 @@ class OuterSteps:
     def _serve(self, action: a.Serve) -> None:
         self._node.held.serve(action.module, action.step, action.steps)
         if action.steps:
-            self._node.contributions.prune(action.module, action.steps[-1].round_index)
+            self._node.contributions.kept.prune(action.module, action.steps[-1].round_index)
 
     def _forget(self, action: a.Forget) -> None:
         self._node.held.forget(action.module, action.step)

@@ -113,7 +113,7 @@ def test_of_one_peer_a_mailbox_keeps_so_many_files_however_small(tmp_path):
     stored = [put(files, row, b"%d" % row.round_index, tmp_path) for row in rows]
     assert sum(path is not None for path in stored) == kept_files.MAIL_FILES_OF_A_PEER
     assert put(files, row_of(2, data=b"another"), b"another", tmp_path)
-    files.prune(MODULE, 300)
+    files.kept.prune(MODULE, 300)
     assert put(files, rows[-1], b"199", tmp_path)
 
 

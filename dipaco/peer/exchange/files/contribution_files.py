@@ -89,14 +89,6 @@ class ContributionFiles:
         self._on_arrival(row.file)
         return kept
 
-    def remove(self, sha256: str) -> None:
-        """Remove a file: it is no contribution."""
-        self.kept.remove(sha256)
-
-    def prune(self, module: str, round_index: int) -> None:
-        """Remove the files of rounds of a module three or more before this one."""
-        self.kept.prune(module, round_index)
-
     # -- looking
 
     def find(self, sha256: str) -> Path | None:
