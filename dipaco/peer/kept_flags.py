@@ -51,7 +51,9 @@ def kept_flags(flags: Mapping[str, Any]) -> LastTime:
     try:
         words = shlex.split(file.read_text(encoding="utf-8"), comments=True)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{file}: {error}; correct it, or forget it with --fresh") from None
+        raise ConfigurationError(
+            f"{file}: {error}; correct it, or forget it with --fresh"
+        ) from None
     replaced = ONCE | ({*OF_A_SWARM} if "initial_peers" in flags else set())
     for one, other in OPPOSITES.items():
         replaced |= {other} if one in flags else set()

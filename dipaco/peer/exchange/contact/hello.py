@@ -28,12 +28,15 @@ class Hello:
     clock: ClockSample
 
 
-async def say_hello(transport: Transport, peer: str, timeout_s: float) -> Hello:
-    """Say hello once. Raises as `call` does, also for a peer of another version."""
+async def say_hello(
+    transport: Transport, peer: str, timeout_s: float, *, any_version: bool = False
+) -> Hello:
+    """Say hello once. Raises as `call` does, also for a peer of another version, whose clock may
+    be asked for all the same (`any_version`)."""
     request = HelloRequest(protocol=PROTOCOL_VERSION, software=SOFTWARE[:64])
     asked_s = time.time()
     reply = await call(transport, peer, request, HelloReply, timeout_s)
-    if reply.protocol != PROTOCOL_VERSION:
+    if reply.protocol != PROTOCOL_VERSION and not any_version:
         software_shown = "".join(c if c.isprintable() else "?" for c in reply.software)
         raise ProtocolVersionError(
             f"peer {peer} is {software_shown} with protocol {reply.protocol}, this is {SOFTWARE} "
@@ -50,7 +53,8 @@ async def clock_samples(
 
     async def measure() -> None:
         for _ in range(count):
-            samples.append((await say_hello(transport, peer, timeout_s)).clock)
+            hello = await say_hello(transport, peer, timeout_s, any_version=True)
+            samples.append(hello.clock)
 
     with contextlib.suppress(NetworkError, ProtocolVersionError, asyncio.TimeoutError):
         await asyncio.wait_for(measure(), timeout_s)
