@@ -28,7 +28,7 @@ from dipaco.protocol.manifest import (
     verify_manifest,
 )
 from dipaco.protocol.plan import RunPlan
-from dipaco.protocol.records import RecordError
+from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.revocations import read_revocations, sign_revocations
 
 LIST_FILE = "invitations.jsonl"

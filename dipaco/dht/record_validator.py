@@ -23,8 +23,8 @@ from dipaco.base.errors import ManifestError
 from dipaco.base.repetition import Complaints
 from dipaco.protocol.identity import SIGNATURE_BYTES, Identity, is_signed, raw_public_key
 from dipaco.protocol.manifest import run_and_operator
+from dipaco.protocol.record_errors import OtherProtocolError, RecordError
 from dipaco.protocol.record_keys import MAX_SUBKEY_BYTES, Address, parse_record, parse_subkey
-from dipaco.protocol.records import OtherProtocolError, RecordError
 from dipaco.protocol.revocations import read_revocations
 
 logger = logging.getLogger(__name__)

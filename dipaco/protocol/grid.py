@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -25,9 +24,6 @@ from .config import GridConfig, ModelConfig
 PRIVATE_LEVEL = "P"
 # Far more than anybody trains; a manifest from a stranger cannot ask for a table without end.
 MAX_PATH_COUNT = 2**20
-
-_SHARED_MODULE = re.compile(r"(L\d+)\.E(0|[1-9]\d*)")
-_PRIVATE_MODULE = re.compile(r"P(0|[1-9]\d*)")
 
 
 class Grid:
@@ -190,11 +186,6 @@ class Grid:
         Used where a round is counted in steps: in the simulator and in the swarm's test mode.
         """
         return math.floor(self._offsets[level] * inner_steps + 1e-9)
-
-
-def module_name_is_valid(name: str) -> bool:
-    """Return whether `name` is written like a module; for checks where no grid is at hand."""
-    return bool(_SHARED_MODULE.fullmatch(name) or _PRIVATE_MODULE.fullmatch(name))
 
 
 def _level_starts(model: ModelConfig, grid: GridConfig) -> tuple[int, ...]:

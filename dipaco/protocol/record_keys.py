@@ -18,16 +18,8 @@ from pydantic import ValidationError
 from .identity import PUBLIC_KEY_BYTES, peer_id_of_public_key
 from .manifest import MAX_MANIFEST_BYTES
 from .plan import PROTOCOL_VERSION
-from .records import (
-    DAY_S,
-    BlobRecord,
-    ModuleRecord,
-    OtherProtocolError,
-    PeerRecord,
-    ProgressRecord,
-    Record,
-    RecordError,
-)
+from .record_errors import OtherProtocolError, RecordError
+from .records import DAY_S, BlobRecord, ModuleRecord, PeerRecord, ProgressRecord, Record
 
 NAMESPACE = f"dipaco/{PROTOCOL_VERSION}"
 # In every protocol: a newcomer is to learn which one a run speaks.

@@ -17,8 +17,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from .chain.steps import Head
 from .config import RoundsConfig
 from .record_errors import MAX_COUNT
-from .record_errors import OtherProtocolError as OtherProtocolError
-from .record_errors import RecordError as RecordError
 
 MAX_ENTRIES = 64
 # Of the held-out documents of a path together.

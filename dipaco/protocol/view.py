@@ -133,29 +133,6 @@ class SwarmView:
         """What `claimants` was asked for before."""
         return {}
 
-    def trainers(self, grid: Grid, *, joining: bool) -> Mapping[str, Sequence[str]]:
-        """Return the trainers of paths through each module, with `joining` also those that begin.
-
-        All modules at once, for a peer that chooses among many paths.
-        """
-        place = grid, joining
-        if place not in self._trainers:
-            found: dict[str, list[str]] = {}
-            for path, claims in self._by_path.items():
-                peers = [c.peer_id for c in claims if joining or c.state == "training"]
-                if peers and path < grid.path_count:
-                    for module in grid.modules_of_path(path):
-                        if module in found:
-                            found[module] += peers
-                        else:
-                            found[module] = peers[:]
-            self._trainers[place] = found
-        return self._trainers[place]
-
-    @cached_property
-    def _trainers(self) -> dict[tuple[Grid, bool], dict[str, list[str]]]:
-        return {}
-
     def group(self, grid: Grid, module: str, *, joining: bool) -> frozenset[str]:
         """Return the trainers of paths through a module, with `joining` also those that begin."""
         place = grid, module, joining

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 def run(settings: SimulateSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     _check_output(settings)
-    record = RoundRecord(settings.log_json, settings.plot, goes_on=settings.resume)
+    log = settings.log_json
+    record = RoundRecord(log, goes_on=settings.resume) if log is not None else None
     source = RunFolder(settings.run_folder)
     source.plan()
     prepare_process(settings.threads)
@@ -48,15 +49,13 @@ def run(settings: SimulateSettings) -> int:
     if printer:
         swarm.on_steps = printer.steps(swarm, settings.rounds)
     last: RoundReport | None = None
-    try:
-        for _ in range(settings.rounds):
-            last = swarm.run_round()
-            if output is not None:
-                save_simulation(swarm, output)
+    for _ in range(settings.rounds):
+        last = swarm.run_round()
+        if output is not None:
+            save_simulation(swarm, output)
+        if record is not None:
             record.add(last)
-            emit(last)
-    finally:
-        record.draw()
+        emit(last)
     if printer and last:
         printer.summary(last)
         if output is not None:

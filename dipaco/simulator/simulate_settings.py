@@ -9,8 +9,6 @@ from typing import Annotated, Literal
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.settings import ComputeSettings, Option
 
-CHART_SUFFIXES = (".png", ".svg", ".pdf")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateSettings(ComputeSettings):
@@ -73,14 +71,8 @@ class SimulateSettings(ComputeSettings):
     log_json: Annotated[
         Path | None, Option("write these objects to FILE; --resume appends to it", "FILE")
     ] = None
-    plot: Annotated[
-        Path | None,
-        Option("draw losses and perplexities of the rounds: FILE.png, .svg or .pdf", "FILE"),
-    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.plot is not None and self.plot.suffix not in CHART_SUFFIXES:
-            raise ConfigurationError(f"--plot {self.plot}: name a .png, .svg or .pdf file")
         if self.resume and self.out is None:
             raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")

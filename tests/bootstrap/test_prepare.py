@@ -29,7 +29,7 @@ from dipaco.protocol.config import InnerConfig, ModelConfig
 from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
-from dipaco.protocol.records import RecordError
+from dipaco.protocol.record_errors import RecordError
 from dipaco.routing import growing_files
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_files
 from dipaco.routing.report import RoutingReport

@@ -22,8 +22,9 @@ from dipaco.dht import bounded_protocol
 from dipaco.dht.company import Company
 from dipaco.dht.record_validator import MAX_COMPLAINTS, MAX_REMEMBERED, RecordValidator, signed_bytes
 from dipaco.protocol.identity import PEER_ID_PREFIX, SIGNATURE_BYTES, load_or_create_identity, public_key_of_peer_id
+from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import parse_record, parse_subkey, record_key, record_subkey
-from dipaco.protocol.records import PeerRecord, RecordError, clean_text
+from dipaco.protocol.records import PeerRecord, clean_text
 from support.wire.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
 
 KEY = record_key("peers", RUN_ID, "0")

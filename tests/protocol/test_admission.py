@@ -28,8 +28,8 @@ from dipaco.protocol.invitations import (
     read_invitation,
 )
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
+from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import record_key, record_subkey
-from dipaco.protocol.records import RecordError
 from dipaco.protocol.revocations import read_revocations, sign_revocations
 from support.runs.make_plan import make_plan
 from support.wire.peers import RUN, identity, key, peer

@@ -9,7 +9,7 @@ from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
-from dipaco.protocol.member.module_chain import REMEMBERED_STEPS
+from dipaco.protocol.member.situation import REMEMBERED_STEPS
 from support.runs.trainer import BOUNDARY_S, DURATION_S, MODULE, Trainer, name
 
 
@@ -31,7 +31,7 @@ def test_what_is_remembered_of_a_module_does_not_grow_with_its_rounds():
     counts = []
     for round_index in range(400):
         trainer.known.now_s = BOUNDARY_S + round_index * DURATION_S
-        trainer.module.begin(round_index, trainer.known.now_s)
+        trainer.module.publishing.begin(round_index, trainer.known.now_s)
         rows = [trainer.row(peer, round_index=round_index, file=name(f"{peer}{round_index}")) for peer in "BCD"]
         for teller in "BCD":
             trainer.module.hear_steps([Step.of(rows)], teller)
@@ -55,7 +55,7 @@ def test_of_old_steps_a_peer_keeps_names_alone_and_tells_others_where_its_chain_
         parent = steps[-1].name if steps else trainer.module.stand
         steps.append(Step.of([trainer.row(p, round_index=round_index, parent=parent) for p in "BCD"]))
         trainer.stand_on(steps[-1])
-    book = trainer.chain.book
+    book = trainer.module.book
     assert rows_in(book) <= 3 * (REMEMBERED_STEPS + 1)
     assert len(book) == 301
     link = book.link(steps[10].name)
@@ -68,9 +68,9 @@ def test_of_old_steps_a_peer_keeps_names_alone_and_tells_others_where_its_chain_
         others.append(parent := Step.of(rows))
     for one in others:
         assert book.add(one, "1")
-    assert trainer.chain.voters(steps[99].name) == frozenset("BCD"), "who counted where they parted is known"
+    assert trainer.module.voters(steps[99].name) == frozenset("BCD"), "who counted where they parted is known"
     trainer.take(a.Serve)
-    trainer.chain.serve(others[-1].name)
+    trainer.module.serve(others[-1].name)
     assert [serve.steps for serve in trainer.take(a.Serve)] == [tuple(others)]
     trainer.stand_on(others[-1])
     assert steps[150].name not in book
@@ -90,7 +90,7 @@ def test_a_restart_knows_the_same_of_the_chain():
     newest = steps[-REMEMBERED_STEPS:]
     fresh = type(again.module)(again.known, MODULE)
     fresh.restore(Head(MODULE, steps[-1].name, 200, 400, 199, "0" * 64, 10**6), trunk, newest)
-    before, after = trainer.chain.book, fresh.chain.book
+    before, after = trainer.module.book, fresh.book
     assert after.locator(steps[-1].name) == before.locator(steps[-1].name)
     assert after.link(fresh.stand) == before.link(trainer.module.stand)
     assert [link.name for link in after.back_from(fresh.stand)] == [link.name for link in before.back_from(fresh.stand)]

@@ -136,9 +136,9 @@ def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round():
     member = Trainer(boxes[0], "ABC")
     module = member.module
     first = Step.of([member.row(peer) for peer in "ABC"])
-    member.chain.book.add(first)
+    member.module.book.add(first)
     member.stand_on(first)
-    module.situation.round.is_open = False
+    module.round.is_open = False
     member.known.view = view_of("AB")
 
     def row(peer):
@@ -149,7 +149,7 @@ def test_what_a_peer_trained_before_it_left_is_in_the_step_of_its_round():
     member.gathered(row("C"))
     assert member.proposed() == []
     member.known.now_s = BOUNDARY_S + DURATION_S
-    module.begin(1, member.known.now_s)
+    module.publishing.begin(1, member.known.now_s)
     member.module.handle(e.Published(MODULE, row(boxes[0])))
     module.hear_rows([row(boxes[1])], boxes[1])
     member.gathered(row(boxes[1]))
@@ -166,7 +166,7 @@ def test_the_heavier_chain_wins_and_then_the_smaller_name():
     for step in (light, heavy, also):
         member.module.hear_steps([step], first)
         member.gathered(*step.rows)
-    assert member.chain.best().name == min(heavy.name, also.name)
+    assert member.module.best().name == min(heavy.name, also.name)
 
 
 def test_of_a_peer_one_row_counts_in_a_round():
@@ -192,7 +192,7 @@ def test_a_file_that_is_no_contribution_is_in_no_step():
     member.refuse(first)
     member.wait(GATHER_S)
     assert member.take(a.Compute) == []
-    assert member.chain.best().name == member.chain.book.genesis(MODULE)
+    assert member.module.best().name == member.module.book.genesis(MODULE)
 
 
 def test_a_first_mailbox_whose_file_nobody_gets_stops_nobody():
@@ -231,18 +231,18 @@ def test_who_kept_a_file_back_is_waited_for_once():
     silent = Step.of([member.row(peer) for peer in "ABCD"])
     member.module.hear_steps([silent], first)
     member.gathered(*[row for row in silent.rows if row.peer != first])
-    assert member.chain.best().name == silent.name
+    assert member.module.best().name == silent.name
     for _ in range(9):
         member.wait(GATHER_S / 4)
-    without = member.chain.best()
+    without = member.module.best()
     assert without.step is not None
     assert without.step.peers == set("ABCD") - {first}, "what it makes itself of the other rows"
     again = Step.of([member.row(peer) for peer in "ABC"])
     assert first in again.peers
     member.module.hear_steps([again], first)
-    assert member.chain.best() == without
+    assert member.module.best() == without
     member.gathered(member.row(first))
-    assert member.chain.best().name == silent.name
+    assert member.module.best().name == silent.name
 
 
 def test_slow_files_are_no_reason_to_step_without_most_others():
@@ -287,7 +287,7 @@ def test_what_stands_on_an_unknown_parent_is_asked_for():
     member.module.hear_steps([strange], first)
     (ask,) = member.take(a.Ask)
     assert ask.peer == first
-    assert ask.locator[-1] == member.chain.book.genesis(MODULE)
+    assert ask.locator[-1] == member.module.book.genesis(MODULE)
 
 
 @pytest.mark.parametrize("loss", [9.0, math.nan])
@@ -306,7 +306,7 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss):
     (check,) = member.take(a.Check)
     module.handle(e.Checked(MODULE, check.step, 2.0, loss))
     assert member.take(a.Adopt) == []
-    assert member.chain.best().name == module.stand == mine.name
+    assert member.module.best().name == module.stand == mine.name
     # It is believed when most of those who counted at the fork have gone on with it.
     others = sorted(set("ABC") - {second})
     joined = Step.of([member.row(p, parent=foreign.name, round_index=2) for p in others])
@@ -316,7 +316,7 @@ def test_a_fork_that_wrecks_the_held_out_loss_is_refused(loss):
     module.handle(e.StateHere(MODULE, member.head(joined)))
     module.handle(e.Checked(MODULE, joined.name, 2.0, 9.0))
     assert [adopt.head.step for adopt in member.take(a.Adopt)] == [joined.name]
-    assert member.chain.best().name == joined.name
+    assert member.module.best().name == joined.name
 
 
 @pytest.mark.parametrize(("peers", "is_taken"), [("ABC", True), ("AB", True), ("BC", False)])
@@ -353,7 +353,7 @@ def test_honest_rows_in_a_step_that_their_peers_never_took_vouch_for_nothing():
     for fetch in member.take(a.FetchState):
         module.handle(e.StateHere(MODULE, fetch.head))
     member.gathered(*shared.rows, *own.rows)
-    forged = member.chain.book.link(own.name).head(name("forged too"), 10**6)
+    forged = member.module.book.link(own.name).head(name("forged too"), 10**6)
     module.handle(e.StateHere(MODULE, forged))
     module.handle(e.Checked(MODULE, own.name, 2.0, 9.0))
     assert member.take(a.Adopt) == []
@@ -435,7 +435,7 @@ def test_a_peer_that_moves_believes_what_most_put_on_its_own_chain():
     member = Trainer("A", "ABC")
     module = member.module
     own = Step.of([member.row(peer) for peer in "ABC"])
-    member.chain.book.add(own)
+    member.module.book.add(own)
     member.stand_on(own)
     module.want()
     member.known.now_s += DURATION_S + GATHER_S
@@ -455,7 +455,7 @@ def test_a_peer_that_leaves_hands_over_what_it_alone_holds():
     member = Trainer("A", "A")
     module, known = member.module, member.known
     step = Step.of([member.row("A")])
-    member.chain.book.add(step)
+    member.module.book.add(step)
     member.stand_on(step)
     records = {p: view_of(p).peers[p].model_copy(update={"path": None}) for p in "BC"}
     assert module.head is not None
@@ -471,13 +471,13 @@ def test_half_are_no_quorum_until_two_rounds_brought_no_step():
     member = Trainer("A", "ABCD")
     module = member.module
     base = Step.of([member.row(peer) for peer in "ABCD"])
-    member.chain.book.add(base)
+    member.module.book.add(base)
     member.stand_on(base)
     made = []
     for round_index in (1, 2, 3):
-        module.carry_on("no step came")
+        module.publishing.carry_on("no step came")
         member.known.now_s = BOUNDARY_S + round_index * DURATION_S
-        module.begin(round_index, member.known.now_s)
+        module.publishing.begin(round_index, member.known.now_s)
         for peer in "AB":
             row = member.row(peer, round_index=round_index, file=name(f"{peer} {round_index}"))
             module.hear_rows([row], peer)
@@ -493,7 +493,7 @@ def test_half_are_no_quorum_until_two_rounds_brought_no_step():
 def test_a_boundary_that_was_slept_through_does_not_come():
     member = Trainer("A", "AB")
     member.known.now_s = BOUNDARY_S + DURATION_S + GATHER_S + 1.0
-    member.module.begin(1, BOUNDARY_S + DURATION_S)
+    member.module.publishing.begin(1, BOUNDARY_S + DURATION_S)
     assert member.take(a.Publish) == []
 
 
@@ -502,11 +502,11 @@ def test_more_trainers_than_a_step_has_room_for_take_turns():
     member = Trainer(mailbox_order(MODULE, 1, set(peers[:64]))[0], peers)
     module = member.module
     base = Step.of([member.row(peer) for peer in peers[:64]])
-    member.chain.book.add(base)
+    member.module.book.add(base)
     member.stand_on(base)
-    module.carry_on("no step came")
+    module.publishing.carry_on("no step came")
     member.known.now_s += DURATION_S
-    module.begin(1, member.known.now_s)
+    module.publishing.begin(1, member.known.now_s)
     for peer in peers:
         row = member.row(peer, round_index=1, file=name(f"{peer} 1"))
         module.hear_rows([row], peer)
@@ -582,7 +582,7 @@ def test_a_step_that_nobody_can_compute_is_refused_and_all_go_on_from_its_parent
     member.module.hear_steps([bad], "B")
     (compute,) = member.take(a.Compute)
     member.module.handle(e.Failed(compute, "its files give no state", is_final=True))
-    assert member.chain.best().version == 0
+    assert member.module.best().version == 0
     member.wait(DURATION_S)
     assert not member.take(a.Compute), "it is not tried again"
     member.module.hear_steps([good], "B")

@@ -84,7 +84,7 @@ def test_branches_that_one_peer_invents_are_forgotten():
     invented = [Step.of([member.row(first, tokens=n, parent=genesis)]) for n in range(1, 3000)]
     for one in invented:
         module.hear_steps([one], first)
-    assert sum(one.name in member.chain.book for one in invented) < 1500
+    assert sum(one.name in member.module.book for one in invented) < 1500
     step = Step.of([member.row(peer) for peer in "ABC"])
     module.hear_steps([step], "C")
     member.take(a.Gather)
@@ -95,7 +95,7 @@ def test_branches_that_one_peer_invents_are_forgotten():
 
 def test_of_chains_that_were_passed_over_nothing_is_remembered_once_they_are_forgotten():
     member = Trainer("A", "ABC")
-    chain = member.chain
+    chain = member.module
     for number in range(300):
         step = Step.of([member.row("B", tokens=number + 1)])
         member.module.hear_steps([step], "B")
@@ -225,14 +225,14 @@ def test_a_copy_that_was_behind_for_long_hears_of_the_present_round():
     known.now_s = BOUNDARY_S + 20 * DURATION_S
     module.hear_rows(rows, "")
     assert [set(gather.rows) for gather in member.take(a.Gather)] == [set(rows)]
-    assert module.situation.round.index == 20
+    assert module.round.index == 20
 
 
 def live_round(member, index, *, liar):
     """B and C make a step, which lacks D, who is awaited; D puts a step of a later round on it."""
     module, known = member.module, member.known
     known.now_s = PLAN.start_s + (index + 1) * DURATION_S
-    module.begin(index, known.now_s)
+    module.publishing.begin(index, known.now_s)
     publish = member.take(a.Publish)
     parent = module.stand
     if publish:
@@ -298,7 +298,7 @@ def test_a_lone_trainer_makes_its_step_although_one_of_a_round_to_come_stands_wh
 def test_steps_that_one_peer_invents_are_bounded_however_its_message_ends(last):
     """Also where an honest step was taken meanwhile, which forgets branches of long ago alone."""
     member = Trainer("A", "ABC")
-    module, book = member.module, member.chain.book
+    module, book = member.module, member.module.book
     for number in range(500):
         invented = [Step.of([member.row("B", tokens=4 * number + k + 1)]) for k in range(3)]
         parent = invented[-1].name if last == "of the same round" else name("unknown")
@@ -317,7 +317,7 @@ def test_a_message_of_more_branches_than_a_teller_may_have_is_survived():
     steps = [Step.of([member.row("B", file=name(f"file {number}"))]) for number in range(40)]
     for part in (steps, steps[::-1]):
         member.module.hear_steps(part, "B")
-    assert len(member.chain.book.tips(MODULE)) <= BRANCHES_OF_A_TELLER
+    assert len(member.module.book.tips(MODULE)) <= BRANCHES_OF_A_TELLER
     member.publish()
     member.hear("B", "C")
-    assert member.chain.book.link(member.module.stand).version == 0
+    assert member.module.book.link(member.module.stand).version == 0

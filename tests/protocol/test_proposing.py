@@ -132,16 +132,16 @@ def test_with_fixed_steps_a_round_ends_here_or_with_a_step_of_most_who_contribut
     member.stand_on(before)
     few, most = (Step.of([member.row(p, round_index=1) for p in peers]) for peers in ({second}, {first, second}))
     member.module.hear_steps([few], second)
-    assert member.chain.best().name == before.name
+    assert member.module.best().name == before.name
     member.module.hear_steps([most], second)
-    assert member.chain.best().name == most.name
+    assert member.module.best().name == most.name
     # The boundary of its round comes here.
     later = Step.of([member.row(second, parent=most.name, round_index=2)])
     member.stand_on(most)
     member.module.hear_steps([later], second)
-    assert member.chain.best().name == most.name
-    member.module.begin(2, member.known.now_s)
-    assert member.chain.best().name == later.name
+    assert member.module.best().name == most.name
+    member.module.publishing.begin(2, member.known.now_s)
+    assert member.module.best().name == later.name
 
 
 @pytest.mark.parametrize(("graces", "is_taken"), [(2.0, True), (4.0, False)])
@@ -169,8 +169,8 @@ def test_a_late_step_is_taken_once_a_round_was_in_vain():
     for round_index in (1, 2):
         assert member.take(a.Compute) == []
         member.known.now_s = BOUNDARY_S + round_index * DURATION_S
-        member.module.carry_on("no step came")
-        member.module.begin(round_index, member.known.now_s)
+        member.module.publishing.carry_on("no step came")
+        member.module.publishing.begin(round_index, member.known.now_s)
         member.module.on_time()
     assert [compute.steps for compute in member.take(a.Compute)] == [(all_of_them,)]
 
@@ -230,23 +230,23 @@ def test_a_step_that_could_not_be_had_is_computed_from_the_own_state_later():
     member.module.handle(e.Failed(compute, "a file is gone"))
     while fetches := member.take(a.FetchState):
         member.module.handle(e.Failed(fetches[0], "nobody gave it"))
-    assert member.chain.best().name == base.name
+    assert member.module.best().name == base.name
     member.wait(DURATION_S + 1.0)
     assert [again.base for again in member.take(a.Compute)] == [compute.base]
 
 
 def test_a_clock_that_is_set_back_delays_no_question_and_no_round():
     member = Trainer("A", "ABC")
-    member.module.begin(60, BOUNDARY_S + 60 * DURATION_S)
+    member.module.publishing.begin(60, BOUNDARY_S + 60 * DURATION_S)
     member.known.now_s += 60 * DURATION_S
     member.module._asking.ask("B")
-    member.module.carry_on("no step came")
+    member.module.publishing.carry_on("no step came")
     assert member.take(a.Ask)
     member.known.now_s = BOUNDARY_S + DURATION_S
     member.module._asking.ask("B")
     assert [ask.peer for ask in member.take(a.Ask)] == ["B"]
-    member.module.begin(1, member.known.now_s)
-    assert member.module.situation.round.index == 1
+    member.module.publishing.begin(1, member.known.now_s)
+    assert member.module.round.index == 1
 
 
 def test_a_row_for_a_path_that_its_signer_does_not_claim_is_left_out():
@@ -286,12 +286,12 @@ def test_a_peer_that_is_no_mailbox_proposes_after_two_rounds_in_vain():
     proposed = []
     for round_index in (1, 2, 3):
         member.known.now_s = BOUNDARY_S + round_index * DURATION_S
-        member.module.begin(round_index, member.known.now_s)
+        member.module.publishing.begin(round_index, member.known.now_s)
         row = member.row("A", round_index=round_index, file=name(f"A {round_index}"))
         member.module.handle(e.Published(MODULE, row))
         member.gathered(row)
         member.wait(GATHER_S + 5 * GRACE_S)
         member.nobody_answers()
         proposed.append([step.round_index for step in member.proposed()])
-        member.module.carry_on("no step came")
+        member.module.publishing.carry_on("no step came")
     assert proposed == [[], [], [3]]

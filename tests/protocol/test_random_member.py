@@ -65,7 +65,7 @@ class History:
             module.on_time()
         elif draw < 0.55:
             self.known.now_s += DURATION_S / 2
-            module.begin(max(self.rounds.values()) + 1, self.known.now_s)
+            module.publishing.begin(max(self.rounds.values()) + 1, self.known.now_s)
         elif draw < 0.58:
             module.want()
             module.consider()
@@ -113,7 +113,7 @@ class History:
         elif not is_good:
             handle(e.Failed(action, "it failed"))
         elif isinstance(action, a.Compute):
-            book, target = self.member.chain.book, action.steps[-1].name
+            book, target = self.member.module.book, action.steps[-1].name
             if target in book:
                 handle(e.StateHere(MODULE, book.link(target).head(name(target), 10**6)))
             else:
@@ -140,7 +140,7 @@ def run(seed):
     module = history.module
     assert module._taking.stage is Stage.IDLE
     if module.head is not None:
-        assert module.chain.best().rank >= module.link.rank
+        assert module.best().rank >= module.link.rank
 
 
 @pytest.mark.parametrize("first", range(0, 100, 10))

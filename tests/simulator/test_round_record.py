@@ -16,11 +16,11 @@ def report(round_index):
 @pytest.mark.parametrize("how", CUTS)
 def test_a_log_that_was_cut_off_goes_on_behind_its_last_whole_round(tmp_path, how):
     log = tmp_path / "rounds.jsonl"
-    record = RoundRecord(log, None)
+    record = RoundRecord(log)
     for round_index in range(3):
         record.add(report(round_index))
     cut(log, how)
-    RoundRecord(log, None, goes_on=True).add(report(9))
+    RoundRecord(log, goes_on=True).add(report(9))
     rounds = [json.loads(line)["round"] for line in log.read_text().splitlines()]
     assert rounds[-1] == 9
     assert rounds[:-1] == list(range(len(rounds) - 1))

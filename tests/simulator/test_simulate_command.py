@@ -1,7 +1,6 @@
 """The command line of the simulator: what is saved, and how it goes on."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -132,9 +131,9 @@ def test_a_long_simulation_says_how_long_it_goes_on(shared_run, capsys, monkeypa
     assert lines[-1] == "training: 16 of 16 (inner steps)"
 
 
-def test_rounds_are_kept_in_a_file_and_a_chart(tmp_path, shared_run, capsys):
-    log, chart = tmp_path / "rounds.jsonl", tmp_path / "rounds.svg"
-    common = ["--out", tmp_path / "out", "--log-json", log, "--plot", chart]
+def test_rounds_are_kept_in_a_file(tmp_path, shared_run, capsys):
+    log = tmp_path / "rounds.jsonl"
+    common = ["--out", tmp_path / "out", "--log-json", log]
     lines = simulate(capsys, shared_run.path, "--rounds", 2, *common)
     lines += simulate(capsys, shared_run.path, "--rounds", 1, *common, "--resume")
     rows = [json.loads(line) for line in log.read_text().splitlines()]
@@ -144,20 +143,11 @@ def test_rounds_are_kept_in_a_file_and_a_chart(tmp_path, shared_run, capsys):
     steps = plan.rounds.inner_steps * plan.inner.batch_sequences * plan.model.sequence_length
     assert {row["tokens"] for row in rows} == {4 * steps}
     assert len({row["bytes"] for row in rows}) == 1
-    assert chart.read_text().count("<svg") == 1
-
-
-def test_a_chart_without_its_library_is_refused_before_anything_is_trained(tmp_path, shared_run, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    arguments = [str(shared_run.path), "--plot", str(tmp_path / "a.png")]
-    assert simulate_command.main(arguments) == ConfigurationError.exit_code
-    assert "pip install 'dipaco[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--plot", "a.txt"], "name a .png, .svg or .pdf file"),
         (["--rounds", "-1"], "--rounds -1"),
         (["--steps-per-round", "0"], "--steps-per-round 0"),
         (["--paths", "0,x"], "'x' is not a path"),

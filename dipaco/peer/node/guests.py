@@ -15,7 +15,7 @@ from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import Identity
 from dipaco.protocol.invitations import INVITATION_PREFIX, invitation_of, read_invitation
 from dipaco.protocol.manifest import SignedManifest
-from dipaco.protocol.records import RecordError
+from dipaco.protocol.record_errors import RecordError
 
 if TYPE_CHECKING:
     # The operator's tools read this file too, and need no network.

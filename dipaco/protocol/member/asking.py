@@ -25,7 +25,7 @@ class Asking:
 
     def __init__(self, situation: Situation, group: Group) -> None:
         self._at, self._group = situation, group
-        self._known, self._chain = situation.known, situation.chain
+        self._known = situation.known
         self._asked_s: dict[str, float] = {}
         self.unanswered: set[str] = set()
         """Peers that were asked and have not answered yet."""
@@ -41,12 +41,12 @@ class Asking:
         self._asked_s[peer] = now_s
         if len(self._asked_s) > MAX_ASKED:
             del self._asked_s[next(iter(self._asked_s))]
-        self.ask_after(peer, self._chain.best().name)
+        self.ask_after(peer, self._at.best().name)
 
     def ask_after(self, peer: str, step: str) -> None:
         """Ask a peer for the steps after one."""
         self.unanswered.add(peer)
-        self._known.do(Ask(peer, self._chain.module, self._chain.book.locator(step)))
+        self._known.do(Ask(peer, self._at.module, self._at.book.locator(step)))
 
     def is_over(self, peer: str) -> None:
         """A peer has answered, or is silent."""
@@ -55,10 +55,10 @@ class Asking:
     def ask_holders_of_heavier(self) -> None:
         """Ask two of those who announce a heavier chain. What some say of their chains may be
         untrue, so the longest unasked come first."""
-        known, notes, mine = self._known, self._chain.notes, self._chain.best().rank
+        known, notes, mine = self._known, self._at.notes, self._at.best().rank
         heavier = {
             holding.peer_id: holding.head.rank
-            for holding in known.view.holdings.get(self._chain.module, ())
+            for holding in known.view.holdings.get(self._at.module, ())
             if holding.head.rank < mine
             and holding.peer_id != known.me
             and known.view.reachable(holding.peer_id) != "outgoing"
@@ -94,8 +94,8 @@ class Asking:
 
         :param target: the step that is being taken, on top of `link`
         """
-        known, book = self._known, self._chain.book
-        held = known.view.holdings.get(self._chain.module, ())
+        known, book = self._known, self._at.book
+        held = known.view.holdings.get(self._at.module, ())
         said = [h.peer_id for h in held if h.head.step in book]
         near = [h.peer_id for h in held if h.head.step in book and self._is_near(h.head, link)]
         nexts = (other for other in book.back_from(target) if other.name != link.name)
@@ -105,5 +105,5 @@ class Asking:
         return tuple(peer for peer in found if peer != known.me)
 
     def _is_near(self, head: Head, link: Link) -> bool:
-        is_on = self._chain.book.stands_on(head.step, link.name)
+        is_on = self._at.book.stands_on(head.step, link.name)
         return is_on and head.version - link.version <= 1

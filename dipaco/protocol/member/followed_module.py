@@ -11,7 +11,7 @@ but for what the table says:
 
 A round of a module, as it goes when nothing is wrong:
 
-1. The boundary comes: `begin`. The shell encodes what was trained and signs the row (`publishing`).
+1. The boundary comes. The shell encodes what was trained and signs the row (`publishing`).
 2. The row is told to all who follow the module, and so are theirs here: `hear_rows`. Every file is
    gathered as soon as its row is known (`gathering`).
 3. The first mailbox holds all files that it awaits, makes the step and tells it (`proposing`).
@@ -37,7 +37,6 @@ from .contributors import Contributors
 from .gathering import Gathering
 from .group import MAILBOXES, Group
 from .knowledge import Knowledge
-from .module_chain import ModuleChain
 from .proposing import Proposing
 from .publishing import Publishing
 from .situation import Role, Situation
@@ -52,24 +51,20 @@ FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
 GENESIS_GATHERS = 2.0
 
 
-class FollowedModule:
+class FollowedModule(Situation):
     """All that a member knows and does of one module."""
 
     def __init__(self, known: Knowledge, module: str) -> None:
-        self.known, self.module = known, module
-        self.chain = ModuleChain(known, module)
-        self.level = self.chain.level
+        super().__init__(known, module)
         self.last_told_s = known.now_s
-        self.situation = Situation(known, self.chain)
-        self._rows = self.situation.rows
         self._contributors = Contributors(known, module)
-        self._group = Group(self.situation)
-        self._asking = Asking(self.situation, self._group)
-        self._gathering = Gathering(self.situation, self._group, self._asking)
-        self._proposing = Proposing(self.situation, self._group)
-        self._publishing = Publishing(self.situation, self._group, self._propose_if_due)
-        self._taking = Taking(
-            self.situation, self._group, self._asking, self._gathering, on_taken=self._on_taken
+        self._group = Group(self)
+        self._asking = Asking(self, self._group)
+        self._gathering = Gathering(self, self._group, self._asking)
+        self._proposing = Proposing(self, self._group)
+        self.publishing = Publishing(self, self._group, self._propose_if_due)
+        self.taking = Taking(
+            self, self._group, self._asking, self._gathering, on_taken=self._on_taken
         )
         self._wanted_s: float | None = None
         """Since when a state to begin with is wanted; None: it is not."""
@@ -77,50 +72,15 @@ class FollowedModule:
     # -- what others read of it
 
     @property
-    def role(self) -> Role:
-        """What this peer has to do with the module."""
-        return self.situation.role
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a round of this trainer has begun and is not over."""
-        return self.situation.round.is_open
-
-    @property
-    def boundary_s(self) -> float:
-        """When the round that began last did."""
-        return self.situation.round.boundary_s
-
-    @property
-    def head(self) -> Head | None:
-        """The state that is held; None of a mailbox."""
-        return self.chain.head
-
-    @property
-    def stand(self) -> str:
-        """Name of the step that this peer stands on."""
-        return self.chain.stand
-
-    @property
-    def link(self) -> Link:
-        """The step that this peer stands on."""
-        return self.chain.link
-
-    @property
     def is_wanted(self) -> bool:
         """Whether a state is wanted to begin with."""
         return self._wanted_s is not None
 
     @property
-    def is_fetching(self) -> bool:
-        """Whether a state is on its way."""
-        return self._taking.is_fetching
-
-    @property
     def is_alone(self) -> bool:
         """Whether others, who outweigh this peer, have gone on for some rounds from another state
         than was computed here."""
-        book, refused = self.chain.book, self._taking.contradicted
+        book, refused = self.book, self.taking.contradicted
         if refused not in book:
             return False
         last = book.link(refused).round_index + ALONE_ROUNDS - 1
@@ -143,58 +103,48 @@ class FollowedModule:
         """Take note of what concerns this module."""
         match event:
             case e.Published():
-                self._publishing.published(event.row)
+                self.publishing.published(event.row)
             case e.Gathered():
                 self._gathered(event.row)
             case e.Answered():
                 self._answered(event)
             case e.StateHere():
-                self._taking.state_here(event)
+                self.taking.state_here(event)
             case e.Checked():
-                self._taking.checked(event)
+                self.taking.checked(event)
             case e.Failed(action=a.Publish()):
-                self._publishing.failed(event)
+                self.publishing.failed(event)
             case e.Failed(action=a.Gather(rows=rows)):
                 self._gathering.failed(rows[0], is_refused=event.is_final)
-                self._taking.file_failed(rows[0], is_refused=event.is_final)
+                self.taking.file_failed(rows[0], is_refused=event.is_final)
             case e.Failed(action=a.Ask(peer=peer)):
                 self._asking.is_over(peer)
                 self._contributors.failed(peer)
             case e.Failed(action=a.Compute(steps=steps)):
-                self._taking.compute_failed(steps[-1].name, is_refused=event.is_final)
+                self.taking.compute_failed(steps[-1].name, is_refused=event.is_final)
                 if event.is_final:
                     self.consider()
             case e.Failed(action=a.FetchState(head=head)):
-                self._taking.fetch_failed(head.step)
+                self.taking.fetch_failed(head.step)
 
     def on_time(self) -> None:
         """Do what is due now."""
-        self._publishing.make_rounds_that_are_heard_of()
-        self._taking.hurry()
-        if self._taking.stage is Stage.IDLE:
+        self.publishing.make_rounds_that_are_heard_of()
+        self.taking.hurry()
+        if self.taking.stage is Stage.IDLE:
             self._asking.ask_if_due()
         self._propose_if_due()
         self.consider()
 
     def on_view(self) -> None:
         """See whether somebody holds a heavier chain, or is hidden."""
-        for peer in self._contributors.look(self.chain.recent()):
+        for peer in self._contributors.look(self.recent()):
             self._asking.ask(peer, self.known.gather_s)
-        self.chain.see_doubts()
+        self.see_doubts()
         if self.known.view.covers_module(self.module):
             self._asking.ask_holders_of_heavier()
 
-    # -- 1. publish
-
-    def begin(self, round_index: int, boundary_s: float) -> None:
-        """The boundary of a trainer came: contribute."""
-        self._publishing.begin(round_index, boundary_s)
-
-    def carry_on(self, reason: str) -> None:
-        """End the round here without a step: `anchor - local` still holds all work."""
-        self._publishing.carry_on(reason)
-
-    # -- 2. gather
+    # -- gather
 
     def hear_rows(self, rows: Collection[Row], teller: str) -> None:
         """Rows of others are here, unasked or as an answer: get their files."""
@@ -202,15 +152,15 @@ class FollowedModule:
             self._contributors.heard(row.peer)
         self.last_told_s = self.known.now_s
         self._gathering.hear_rows(rows, teller)
-        self._publishing.make_rounds_that_are_heard_of()
+        self.publishing.make_rounds_that_are_heard_of()
 
     def _gathered(self, row: Row) -> None:
         self._gathering.came(row)
-        self._taking.file_came(row.name)
+        self.taking.file_came(row.name)
         self._propose_if_due()
         self.consider()
 
-    # -- 3. propose
+    # -- propose
 
     def _propose_if_due(self) -> bool:
         """Make a step of what is here, if it is this peer's turn; returns whether it did."""
@@ -218,14 +168,14 @@ class FollowedModule:
         if step is None or not self._make_sure():
             return False
         self.known.do(a.Tell(self._group.audience(), self.module, steps=(step,)))
-        self.chain.notes.make(step.name)
+        self.notes.make(step.name)
         self.hear_steps((step,), self.known.me)
         return True
 
     def _make_sure(self) -> bool:
         """Ask other mailboxes before a proposal out of turn or late: a step may have been told in
         vain. True once each of them has answered, or was silent, or says ever more."""
-        known, boxes, round_ = self.known, self._group.mailboxes(), self.situation.round
+        known, boxes, round_ = self.known, self._group.mailboxes(), self.round
         late_s = self._proposing.late_s()
         is_late = late_s >= 0 and (boxes[:1] != [known.me] or late_s >= known.grace_s)
         if is_late and round_.sure_s == math.inf:
@@ -235,14 +185,14 @@ class FollowedModule:
         is_told = not self._asking.unanswered or known.now_s >= round_.sure_s
         return is_told or round_.sure_s == math.inf
 
-    # -- 4. steps
+    # -- steps
 
     def hear_steps(self, steps: Iterable[Step], teller: str) -> None:
         """Take in steps of others, oldest first: they may make a chain heavier than this peer's."""
-        steps, book = tuple(steps), self.chain.book
+        steps, book = tuple(steps), self.book
         others = "" if teller == self.known.me else teller
         for step in steps:
-            is_new, used = step.name not in book, {self.stand, self._taking.target}
+            is_new, used = step.name not in book, {self.stand, self.taking.target}
             try:
                 if not book.add(step, others, used):
                     if others:
@@ -256,23 +206,23 @@ class FollowedModule:
             # A newcomer hears of the first steps of the run too: their files are gone anywhere.
             if is_new and step.round_index + MAX_REPLAY > steps[-1].round_index:
                 self._hear_new(step)
-        self.chain.notes.forget_gone(book)
+        self.notes.forget_gone(book)
         self._gathering.see_what_lacks_files()
-        self.chain.see_doubts()
+        self.see_doubts()
         self.consider()
 
     def _hear_new(self, step: Step) -> None:
-        if self._rows.is_refused(step):
-            self.chain.notes.refuse(step.name)
+        if self.rows.is_refused(step):
+            self.notes.refuse(step.name)
         elif step.parent == self.stand:
             self._gathering.hear_rows_of(step)
 
     def consider(self) -> None:
         """Take the next step, unless this peer stands on it or takes one below it."""
-        taking, best = self._taking, self.chain.best()
+        taking, best = self.taking, self.best()
         if taking.stage is not Stage.IDLE:
-            target = self.chain.book.link(taking.target)
-            is_on_top = target.version > 0 and self.chain.book.stands_on(best.name, target.name)
+            target = self.book.link(taking.target)
+            is_on_top = target.version > 0 and self.book.stands_on(best.name, target.name)
             if best.rank >= target.rank or is_on_top:
                 return
             if self.head is not None and not self._proposing.is_time(best):
@@ -291,14 +241,14 @@ class FollowedModule:
 
     def _know(self, link: Link) -> None:
         """Let a mailbox know the chain up to a step, without a state."""
-        self.chain.serve(link.name)
-        self.chain.stand = link.name
-        self.chain.prune()
+        self.serve(link.name)
+        self.stand = link.name
+        self.prune()
         self._gathering.see_what_lacks_files()
 
     def _on_taken(self, head: Head, state_before: Head | None) -> None:
         """Make a state the one that this peer stands on."""
-        known, book, before, round_ = self.known, self.chain.book, self.stand, self.situation.round
+        known, book, before, round_ = self.known, self.book, self.stand, self.round
         is_next = book.stands_on(head.step, before)
         steps = book.steps_between(before, head.step) if is_next else ()
         is_round = round_.is_open and head.round_index >= round_.index
@@ -306,13 +256,13 @@ class FollowedModule:
         is_own_in = any(known.me in step.peers for step in steps)
         expected, step = len(self._group.awaited()), book.link(head.step).step
         known.do(a.Adopt(head, step, is_round, expected, is_own_in))
-        self.chain.serve(head.step)
-        self.chain.take(head, state_before)
+        self.serve(head.step)
+        self.take(head, state_before)
         self._gathering.see_what_lacks_files()
         self.consider()
 
     def _answered(self, event: e.Answered) -> None:
-        peer, book = event.peer, self.chain.book
+        peer, book = event.peer, self.book
         self._asking.is_over(peer)
         self._contributors.answered(peer, trains=event.trains)
         self.hear_steps(event.steps, peer)
@@ -328,7 +278,7 @@ class FollowedModule:
         """Hold a state that a path can begin with; holders are asked for their chains first."""
         known, self._wanted_s = self.known, self.known.now_s
         if self.role is Role.ONLY_MAILBOX:
-            self.situation.role = Role.KEEPER
+            self.role = Role.KEEPER
         held = sorted(
             known.view.holdings.get(self.module, ()),
             key=lambda h: (h.head.rank, not known.is_callable(h.peer_id), h.peer_id),
@@ -343,9 +293,9 @@ class FollowedModule:
         if self.head is None or (self._asking.unanswered and not self._is_late):
             return False
         waited_s = self.known.now_s - (self._wanted_s or 0.0)
-        if self.head.version == 0 and not self.chain.is_of_genesis:
+        if self.head.version == 0 and not self.is_of_genesis:
             return waited_s >= GENESIS_GATHERS * self.known.gather_s
-        return self._taking.stage is Stage.IDLE or waited_s >= self.known.gather_s
+        return self.taking.stage is Stage.IDLE or waited_s >= self.known.gather_s
 
     @property
     def _is_late(self) -> bool:
@@ -354,24 +304,24 @@ class FollowedModule:
 
     def follow(self, role: Role) -> None:
         """Train the module from the state that is held on, or keep it, or only know it."""
-        self.situation.role, self._wanted_s = role, None
+        self.role, self._wanted_s = role, None
         if role is Role.ONLY_MAILBOX:
-            self.chain.head = self.chain.before = None
-        self.situation.round.is_open = False
-        self._taking.give_up()
+            self.head = self.before = None
+        self.round.is_open = False
+        self.taking.give_up()
         self._gathering.see_what_lacks_files()
 
     def has_row_of(self, path: int) -> bool:
         """Tell whether a path has a row in the step to the state that is held."""
-        return path in self.chain.link.paths
+        return path in self.link.paths
 
     def refuse_state(self, reason: str) -> None:
         """Begin with another state than the one that is held, which was fetched: never with this
         one, nor with what stands on it."""
-        self._taking.give_up()
+        self.taking.give_up()
         self.known.do(a.Warn(f"{self.module}: a state is refused: {reason}"))
-        self.chain.notes.refuse(self.stand)
-        self.chain.head = self.chain.before = None
+        self.notes.refuse(self.stand)
+        self.head = self.before = None
         self.consider()
 
     def stop_wanting(self) -> None:
@@ -383,15 +333,15 @@ class FollowedModule:
     def keep(self) -> None:
         """Hold a copy from now on."""
         if self.role is Role.ONLY_MAILBOX:
-            self.situation.role = Role.KEEPER
-            self._taking.begin(self.chain.best())
+            self.role = Role.KEEPER
+            self.taking.begin(self.best())
 
     def restore(self, head: Head, trunk: Trunk, steps: Sequence[Step]) -> None:
         """Begin with what is on this disk: the state is held, as a copy."""
-        self.chain.book.begin_with(self.module, trunk)
+        self.book.begin_with(self.module, trunk)
         for step in steps:
-            self.chain.book.add(step)
-        if head.step in self.chain.book:
+            self.book.add(step)
+        if head.step in self.book:
             self.known.do(a.Serve(self.module, head.step, tuple(steps)))
-            self.chain.head, self.chain.stand = head, head.step
-            self.situation.role = Role.KEEPER
+            self.head, self.stand = head, head.step
+            self.role = Role.KEEPER

@@ -17,7 +17,7 @@ class Gathering:
 
     def __init__(self, situation: Situation, group: Group, asking: Asking) -> None:
         self._at, self._group, self._asking = situation, group, asking
-        self._known, self._chain, self._rows = situation.known, situation.chain, situation.rows
+        self._known, self._rows = situation.known, situation.rows
 
     def hear_rows(self, rows: Iterable[Row], teller: str) -> None:
         """Take in rows of others, and get the files of those that count."""
@@ -26,7 +26,7 @@ class Gathering:
             is_old = row.round_index < self._at.link.round_index
             if is_old or not self._rows.note(row, has_room_first):
                 continue
-            if row.parent in self._chain.book:
+            if row.parent in self._at.book:
                 wanted.append(row)
             elif teller:
                 self._asking.ask(teller)
@@ -34,7 +34,7 @@ class Gathering:
 
     def _room_first(self) -> Callable[[str], bool]:
         """Return what tells whose rows have room before those of others."""
-        recent, trainers = self._chain.recent(), self._known.trainers(self._chain.module)
+        recent, trainers = self._at.recent(), self._known.trainers(self._at.module)
         return lambda peer: peer in recent or peer in trainers
 
     def hear_rows_of(self, step: Step) -> None:
@@ -55,11 +55,11 @@ class Gathering:
         over, is_mailbox = self._group.passed_over(), self._at.role is Role.ONLY_MAILBOX
         if not over and not is_mailbox:
             return
-        for link in self._chain.near():
+        for link in self._at.near():
             missing = self._rows.missing(link.step)
             missing = tuple(row for row in missing if is_mailbox or row.peer in over)
-            if missing and link.name not in self._chain.notes.absent:
-                self._chain.notes.leave(link.name)
+            if missing and link.name not in self._at.notes.absent:
+                self._at.notes.leave(link.name)
                 self._gather_early(missing, link.name)
 
     def _gather(self, rows: Iterable[Row], others: tuple[str, ...]) -> None:
@@ -69,7 +69,7 @@ class Gathering:
         if missing:
             boxes = self._group.mailboxes()[: 2 * MAILBOXES]
             others = tuple(p for p in dict.fromkeys((*others, *boxes)) if p != known.me)
-            known.do(Gather(self._chain.module, missing, others))
+            known.do(Gather(self._at.module, missing, others))
 
     def _gather_early(self, rows: Iterable[Row], step: str) -> None:
         """Have files fetched of a step that is not being taken: of somebody who tells steps without
@@ -83,20 +83,20 @@ class Gathering:
 
         :param target: the step that is being taken, if one is
         """
-        link = self._chain.book.link(step)
+        link = self._at.book.link(step)
         peers = link.step.peers - {self._known.me} if link.step is not None else ()
         sources = dict.fromkeys((*self._asking.sources(link, target), *sorted(peers)))
-        self._known.do(Gather(self._chain.module, tuple(rows), tuple(sources)))
+        self._known.do(Gather(self._at.module, tuple(rows), tuple(sources)))
 
     def came(self, row: Row) -> None:
         """The file of a row is here, and is a contribution."""
         self._rows.came(row)
         self._group.gave(row.peer)
-        self._chain.files_came(self._rows.here)
+        self._at.files_came(self._rows.here)
 
     def failed(self, row: Row, *, is_refused: bool) -> None:
         """Nobody gave a file, or the disk lost it, and it may be asked for again; or it is no
         contribution."""
         self._rows.gather_failed(row, is_refused=is_refused)
         if is_refused:
-            self._chain.refuse_file(row)
+            self._at.refuse_file(row)

@@ -24,7 +24,7 @@ class Group:
     """The peers that share one module. It changes nothing of the situation."""
 
     def __init__(self, situation: Situation) -> None:
-        self._at, self._known, self._chain = situation, situation.known, situation.chain
+        self._at, self._known = situation, situation.known
         self._withheld: dict[str, int] = {}
         """Peers whose files nobody could have, and until which round they are passed over."""
         self._boxes: list[str] = []
@@ -38,17 +38,17 @@ class Group:
         the first step all its trainers. Fewer than two are filled up with other trainers, then
         with peers that keep a copy, then with any.
         """
-        known, chain = self._known, self._chain
-        of = (known.edition, known.path, chain.stand, chain.head is None, self._at.round.index)
+        known, at = self._known, self._at
+        of = (known.edition, known.path, at.stand, at.head is None, at.round.index)
         if of != self._boxes_of:
             self._boxes, self._boxes_of = self._find_mailboxes(), of
         return self._boxes
 
     def _find_mailboxes(self) -> list[str]:
-        known, module = self._known, self._chain.module
+        known, module = self._known, self._at.module
         trainers = known.trainers(module)
-        boxes = self._in_order(self._chain.recent() & trainers or trainers)
-        own = [known.me] if self._chain.head is not None else []
+        boxes = self._in_order(self._at.recent() & trainers or trainers)
+        own = [known.me] if self._at.head is not None else []
         for more in (trainers, {*known.holders(module), *own}):
             if len(boxes) < MAILBOXES:
                 boxes += self._in_order(more - set(boxes))
@@ -58,21 +58,21 @@ class Group:
 
     def _in_order(self, peers: Collection[str]) -> list[str]:
         able = {peer for peer in peers if self._known.is_callable(peer)}
-        return mailbox_order(self._chain.module, self._at.round.index, able)
+        return mailbox_order(self._at.module, self._at.round.index, able)
 
     def awaited(self) -> frozenset[str]:
         """Return the peers whose rows a proposer waits for: those that train the module and have
         shown it lately, or have just come, without those that kept a file back."""
-        known, chain = self._known, self._chain
-        trainers = known.trainers(chain.module)
+        known, at = self._known, self._at
+        trainers = known.trainers(at.module)
         claims, held = known.view.claims, known.view.rounds_held
         young = {p for p in trainers if p in claims and held(claims[p]) < YOUNG_ROUNDS}
-        shown = chain.recent() | young | self._at.rows.peers_here() | {known.me}
+        shown = at.recent() | young | at.rows.peers_here() | {known.me}
         return trainers & shown - self.passed_over()
 
     def audience(self) -> tuple[str, ...]:
         """Return the peers that are told of rows and steps: followers that can be called."""
-        known, module = self._known, self._chain.module
+        known, module = self._known, self._at.module
         peers = {*known.claimants(module), *known.trainers(module), *known.holders(module)}
         peers |= set(self.mailboxes())
         return tuple(p for p in sorted(peers - {known.me}) if known.is_callable(p))

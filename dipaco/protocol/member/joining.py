@@ -130,9 +130,7 @@ class Joining:
         known, choice = self._known, self._choice
         if self._phase is _JoiningPhase.CHOOSING:
             over, pinned = choice.passed_over(), known.settings.pinned
-            self._take(
-                choose_path(choice.choice, known.grid, known.me, pinned=pinned, exclude=over)
-            )
+            self._take(choose_path(known.view, known.grid, known.me, pinned=pinned, exclude=over))
         elif self._phase is _JoiningPhase.CLAIMING:
             self._phase = _JoiningPhase.SETTLING
             self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
@@ -141,7 +139,7 @@ class Joining:
             better = None
             if self._has_choice and self._looks < MAX_LOOKS:
                 over = choice.passed_over()
-                better = resolve_collision(choice.choice, known.grid, known.me, exclude=over)
+                better = resolve_collision(known.view, known.grid, known.me, exclude=over)
             if better is None:
                 choice.settle()
                 self._fetch()
@@ -216,7 +214,7 @@ class Joining:
             limit_s = MOVE_LIMIT_S
             longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
         limit_s = max(limit_s, LEAST_GATHERS * known.gather_s)
-        is_coming = all(self._module(module).is_fetching for module in missing)
+        is_coming = all(self._module(module).taking.is_fetching for module in missing)
         is_coming = is_coming and not self._reason and self._ask_s == math.inf
         return self._since_s + max(limit_s, longest_s if is_coming else 0.0)
 

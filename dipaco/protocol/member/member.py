@@ -140,8 +140,8 @@ class Member:
             case _:
                 self._on_module(event)
         wanted = (known.path, self._joining.path)
-        followed = [m for m, s in sorted(self.modules.items()) if s.head is not None or s.is_open]
-        self._choice.watch(wanted, followed)
+        modules = sorted(self.modules.items())
+        self._choice.watch(wanted, [m for m, of in modules if of.head or of.round.is_open])
         actions, known.actions = known.actions, []
         return actions
 
@@ -255,9 +255,9 @@ class Member:
         for boundary in rounds.due(known.now_s, turn.step_s):
             for followed in self._trained():
                 if followed.level == boundary.level:
-                    followed.carry_on("no step came")
+                    followed.publishing.carry_on("no step came")
                     rounds.over_before(boundary)
-                    followed.begin(boundary.round_index, boundary.time_s)
+                    followed.publishing.begin(boundary.round_index, boundary.time_s)
         self._close_rounds()
         if rounds.has_ended():
             self._end_round()
@@ -289,9 +289,9 @@ class Member:
         """Levels whose step is here are over, and with fixed steps those whose limit has passed."""
         now_s, schedule = self.known.now_s, self.known.schedule
         for followed in self._trained():
-            if schedule.is_counted and now_s > followed.boundary_s + schedule.duration_s:
-                followed.carry_on("no step came within the limit")
-            if not followed.is_open:
+            if schedule.is_counted and now_s > followed.round.boundary_s + schedule.duration_s:
+                followed.publishing.carry_on("no step came within the limit")
+            if not followed.round.is_open:
                 self.rounds.over(followed.level)
 
     def _wait_to_step(self) -> None:
@@ -308,8 +308,8 @@ class Member:
             have, need = trained_in_sight(known.view, known.grid, known.path or 0)
             known.do(a.Wait(f"a trainer for every path: have {have} of {need}", opens_s - now_s))
         else:
-            waiting = [followed for followed in self._trained() if followed.is_open]
-            until_s = max((s.boundary_s for s in waiting), default=now_s)
+            waiting = [followed for followed in self._trained() if followed.round.is_open]
+            until_s = max((s.round.boundary_s for s in waiting), default=now_s)
             what = ", ".join(followed.waits_for() for followed in waiting)
             known.do(a.Wait(what, max(0.0, until_s + known.schedule.duration_s - now_s)))
 
@@ -361,13 +361,13 @@ class Member:
         longest_s = (1.0 - LEAST_SHARE) * self.known.schedule.duration_s
         for followed in self._trained():
             boundary = self.rounds.next_boundary(followed.level)
-            if not followed.is_open and boundary.time_s - self.known.now_s <= longest_s:
+            if not followed.round.is_open and boundary.time_s - self.known.now_s <= longest_s:
                 self.rounds.take_early(boundary)
-                followed.begin(boundary.round_index, boundary.time_s)
+                followed.publishing.begin(boundary.round_index, boundary.time_s)
 
     def _turn_parting(self) -> None:
         left_s = self._part_s + LAST_ROUND_BUDGET_S - self.known.now_s
-        if 0 < left_s <= LAST_ROUND_BUDGET_S and any(s.is_open for s in self._trained()):
+        if 0 < left_s <= LAST_ROUND_BUDGET_S and any(s.round.is_open for s in self._trained()):
             self.known.do(a.Wait("others to fetch what was trained in this round", left_s))
             return
         if self._leave_s is not None:

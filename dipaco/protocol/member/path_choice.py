@@ -31,7 +31,7 @@ PASSED_OVER_DWELLS = 4
 
 
 class PathChoice:
-    """Works out the scope, keeps views to it, and says which paths are passed over."""
+    """Works out the scope, and says which paths are passed over."""
 
     def __init__(self, knowledge: Knowledge) -> None:
         self._known = knowledge
@@ -42,12 +42,6 @@ class PathChoice:
         self._failed_s: dict[int, float] = {}
         """When a path could not be begun."""
         self._sampled: tuple[int, ...] = ()
-        self._outlook: SwarmView | None = None
-
-    @property
-    def choice(self) -> SwarmView:
-        """The view that a path is chosen by: with the buckets that were sampled."""
-        return self._outlook or self._known.view
 
     @property
     def is_whole(self) -> bool:
@@ -100,7 +94,7 @@ class PathChoice:
         """Return the path that needs this peer more than its own, of those in sight."""
         known, over = self._known, self.passed_over()
         times = {"rounds_on_path": rounds_on_path, "dwell_rounds": known.plan.rounds.dwell_rounds}
-        decision = should_move(self.choice, known.grid, known.me, **times, exclude=over)
+        decision = should_move(known.view, known.grid, known.me, **times, exclude=over)
         if decision is None or decision.path == known.path or known.path is None:
             self.settle()
             return None
@@ -118,17 +112,15 @@ class PathChoice:
 
     def settle(self) -> None:
         """A path is chosen: what was sampled is looked at no more."""
-        self._sampled, self._outlook = (), None
+        self._sampled = ()
 
     def learn(self, view: SwarmView) -> None:
-        """Take a new view. Buckets that were sampled count where a path is chosen, alone."""
+        """Take a new view; the answer to a look has the buckets that were sampled, too."""
         known = self._known
-        near = view if self._scope is None else view.narrowed(self._scope, known.grid)
-        self._outlook = view if near is not view else None
-        known.view, known.has_view = near, True
+        known.view, known.has_view = view, True
         home = home_bucket(known.me, known.path, self._count)
         neighbours = sum(
             record.state != "leaving" and home_bucket(peer, record.path, self._count) == home
-            for peer, record in near.peers.items()
+            for peer, record in view.peers.items()
         )
         self._has_few_neighbours = neighbours < ENOUGH_PEERS

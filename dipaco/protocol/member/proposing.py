@@ -43,7 +43,7 @@ class Proposing:
 
     def __init__(self, situation: Situation, group: Group) -> None:
         self._at, self._group = situation, group
-        self._known, self._chain, self._rows = situation.known, situation.chain, situation.rows
+        self._known, self._rows = situation.known, situation.rows
 
     # -- the time
 
@@ -51,7 +51,7 @@ class Proposing:
         """Return G: from when on the step of a round is made, and taken, without all."""
         known, schedule, round_ = self._known, self._known.schedule, self._at.round
         if not schedule.is_counted:
-            return schedule.boundary(round_index, self._chain.level).time_s + known.gather_s
+            return schedule.boundary(round_index, self._at.level).time_s + known.gather_s
         if round_.is_open or self._at.role is not Role.TRAINER:
             return round_.boundary_s + known.gather_s + schedule.duration_s / 2
         return math.inf  # The boundary is still to come here.
@@ -62,8 +62,8 @@ class Proposing:
 
     def is_told(self) -> bool:
         """Tell whether the best step that is known is of this round and stands on this peer's."""
-        best = self._chain.best()
-        return best.parent == self._chain.stand and best.round_index == self._at.round.index
+        best = self._at.best()
+        return best.parent == self._at.stand and best.round_index == self._at.round.index
 
     def is_turn(self) -> bool:
         """Tell whether this peer may propose now, by the table above."""
@@ -99,7 +99,7 @@ class Proposing:
         """Return the rows of this round that stand where this peer stands, and may be in a step."""
         head, over = self._at.head, self._group.passed_over()
         state = head.digest if head is not None else ""
-        rows = self._rows.standing(self._at.round.index, self._chain.stand, state)
+        rows = self._rows.standing(self._at.round.index, self._at.stand, state)
         counting = {peer: row for peer, row in rows.items() if peer not in over}
         return {peer: row for peer, row in counting.items() if self._is_claimed(row)}
 
@@ -108,7 +108,7 @@ class Proposing:
         schedule of the path. The first row of a newcomer can be here before its claim."""
         if self._known.has_claimed(row.peer, row.path) or self._is_first(row):
             return True
-        links = itertools.islice(self._chain.book.back_from(self._chain.stand), RECENT_STEPS)
+        links = itertools.islice(self._at.book.back_from(self._at.stand), RECENT_STEPS)
         before = [known for link in links if link.step is not None for known in link.step.rows]
         return any((known.peer, known.path) == (row.peer, row.path) for known in before)
 
@@ -130,8 +130,8 @@ class Proposing:
     def _voters(self) -> frozenset[str]:
         """Return the peers of which a proposal needs more than half: the voters, and the trainers
         that have told a row of this round. Slow files are no reason to step without most others."""
-        chain, trainers = self._chain, self._known.trainers(self._chain.module)
-        return chain.voters(chain.stand) | trainers & self._standing().keys()
+        at, trainers = self._at, self._known.trainers(self._at.module)
+        return at.voters(at.stand) | trainers & self._standing().keys()
 
     def _heard(self) -> set[str]:
         """Return whose rows of this round are known and will get no better: the files of the others
@@ -140,7 +140,7 @@ class Proposing:
         refused, here = self._rows.refused, self._rows.here
         on_way = {
             peer
-            for peer, row in self._rows.on_top_of(round_index, self._chain.stand).items()
+            for peer, row in self._rows.on_top_of(round_index, self._at.stand).items()
             if peer not in ready and row.name not in here and row.name not in refused
         }
         return self._rows.of_round(round_index).keys() - on_way
@@ -159,12 +159,12 @@ class Proposing:
             return None
         step = Step.of(self._chosen(list(rows.values())))
         # One that cannot be taken here would be told again at every event.
-        return None if step.name in self._chain.book else step
+        return None if step.name in self._at.book else step
 
     def _are_a_step(self, rows: dict[str, Row]) -> bool:
         """Tell whether these rows make a step now: more than any that was told, of enough voters,
         and before G only with all who are awaited."""
-        if not rows or self._chain.best().weight >= self._at.link.weight + len(rows):
+        if not rows or self._at.best().weight >= self._at.link.weight + len(rows):
             return False
         if not may_propose(rows.keys(), self._voters(), self._at.rounds_in_vain):
             return False
@@ -175,8 +175,8 @@ class Proposing:
         """Return as many rows as a step may have: first of those who were in none lately."""
         if len(rows) <= MAX_ROWS:
             return rows
-        recent = self._chain.recent()
-        order = mailbox_order(self._chain.module, self._at.round.index, {r.peer for r in rows})
+        recent = self._at.recent()
+        order = mailbox_order(self._at.module, self._at.round.index, {r.peer for r in rows})
         place = {peer: number for number, peer in enumerate(order)}
         return sorted(rows, key=lambda row: (row.peer in recent, place[row.peer]))[:MAX_ROWS]
 
@@ -188,7 +188,7 @@ class Proposing:
         if step is None:
             return True
         due_s = self.due_s(best.round_index)
-        if due_s == math.inf and is_majority(step.peers, self._chain.voters(best.parent)):
+        if due_s == math.inf and is_majority(step.peers, self._at.voters(best.parent)):
             return True  # Others have counted to the end of this round, and most are in.
         if known.now_s < due_s:
             return self._group.awaited() <= step.peers | self._of_no_use(best)

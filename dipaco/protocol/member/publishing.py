@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from dipaco.protocol.chain.steps import Row
 
-from .actions import CarryOn, Discard, Publish, Put, Tell, Warn
+from .actions import CarryOn, Discard, Publish, Put, Tell
 from .events import Failed
 from .group import MAILBOXES, Group
 from .situation import Role, Round, Situation
@@ -33,26 +33,14 @@ class Publishing:
         # A counted round that brought no step comes again.
         self._make_round(round_index, boundary_s, is_again=is_counted)
         if round_index <= at.link.round_index or at.head is None:
-            self._tell_if_ahead(round_index)
             return  # Others' step of this round is here already.
         at.round.is_open = True
-        own = self._rows.on_top_of(round_index, at.chain.stand).get(known.me)
+        own = self._rows.on_top_of(round_index, at.stand).get(known.me)
         if own is None:
             anchor = at.head.digest
-            known.do(Publish(at.module, round_index, at.chain.stand, anchor, boundary_s))
+            known.do(Publish(at.module, round_index, at.stand, anchor, boundary_s))
         else:
             self._spread(own)
-
-    def _tell_if_ahead(self, round_index: int) -> None:
-        """Say so where the chain is of rounds to come: clocks were ahead when it was made."""
-        rounds = self._at.link.round_index - round_index
-        if not self._known.schedule.is_counted and rounds > 1:
-            self._known.do(
-                Warn(
-                    f"{self._at.module} stands on round {self._at.link.round_index} and this is "
-                    f"round {round_index}: a clock was ahead; steps go on in {rounds} rounds"
-                )
-            )
 
     def make_rounds_that_are_heard_of(self) -> None:
         """Begin the round that rows here are of, where this peer trains nothing and so has no
@@ -60,11 +48,11 @@ class Publishing:
         at, schedule, now_s = self._at, self._known.schedule, self._known.now_s
         if at.role is Role.TRAINER:
             return
-        for index in self._rows.rounds_on_top_of(at.chain.stand):
+        for index in self._rows.rounds_on_top_of(at.stand):
             is_next, boundary_s = index == at.link.round_index + 1, now_s
             if not schedule.is_counted:
                 is_next = index > at.link.round_index
-                boundary_s = schedule.boundary(index, at.chain.level).time_s
+                boundary_s = schedule.boundary(index, at.level).time_s
             if is_next and (boundary_s <= now_s or at.link.round_index >= at.round.index):
                 self._make_round(index, max(now_s, boundary_s))
 
@@ -81,7 +69,7 @@ class Publishing:
         if last.index >= 0 and not is_early:
             is_in_vain = at.link.round_index < last.index
             at.rounds_in_vain = at.rounds_in_vain + 1 if is_in_vain else 0
-        at.round, at.chain.last_round = Round(index, boundary_s, last.is_open), index
+        at.round = Round(index, boundary_s, last.is_open)
         self._rows.forget_before(index)
 
     def published(self, row: Row) -> None:

@@ -134,18 +134,14 @@ class ClockRounds(Rounds):
     """Rounds that follow the clock."""
 
     def enter(self, now_s: float, round_index: int) -> None:
-        """Start to take part at `now_s`."""
         self.steps_in_round = 0
         self._came = {level: self._schedule.passed(level, now_s) for level in self._levels}
         self._over = dict(self._came)
         self.present_round = min(self._came.values()) + 1
 
     def due(self, now_s: float, step_s: float) -> list[Boundary]:
-        """Return the boundaries that have come, each once, earliest first.
-
-        The next one counts as come where it is nearer than half an inner step. Those of rounds that
-        were slept through do not come.
-        """
+        # The next one counts as come where it is nearer than half an inner step. Those of rounds
+        # that were slept through do not come.
         found, schedule = [], self._schedule
         for level in self._levels:
             next_at_most = schedule.passed(level, now_s) + 1
@@ -160,11 +156,9 @@ class ClockRounds(Rounds):
         return sorted(found)
 
     def may_step(self, now_s: float) -> bool:
-        """Tell whether the run has started."""
         return now_s >= self.opens_s
 
     def next_round(self) -> None:
-        """Go on to the round whose boundaries come next."""
         self.steps_in_round = 0
         self.present_round = min(self._came.values()) + 1
 
@@ -179,7 +173,6 @@ class CountedRounds(Rounds):
         """How many steps of a round lie before the boundary of each level."""
 
     def enter(self, now_s: float, round_index: int) -> None:
-        """Start to take part at `now_s`, in `round_index`."""
         schedule = self._schedule
         self.steps_in_round = 0
         first_s = schedule.duration_s if round_index == 0 else 0.0
@@ -189,7 +182,6 @@ class CountedRounds(Rounds):
         self._over = dict(self._came)
 
     def due(self, now_s: float, step_s: float) -> list[Boundary]:
-        """Return the boundaries before which all steps are done, each once, in their order."""
         found: list[Boundary] = []
         if now_s < self.opens_s:
             return found
@@ -208,10 +200,8 @@ class CountedRounds(Rounds):
         return self._schedule.fixed_steps
 
     def may_step(self, now_s: float) -> bool:
-        """Tell whether all have come, and a step is left before the next gate."""
         return now_s >= self.opens_s and self.steps_in_round < self._quota()
 
     def next_round(self) -> None:
-        """Go on to the next round, or to a later one that is over here already."""
         self.steps_in_round = 0
         self.present_round = max(self.present_round, *self._over.values()) + 1

@@ -117,8 +117,7 @@ class Taking:
         gathering: Gathering,
         on_taken: Callable[[Head, Head | None], None],
     ) -> None:
-        self._at = situation
-        self._known, self._chain, self._rows = situation.known, situation.chain, situation.rows
+        self._at, self._known, self._rows = situation, situation.known, situation.rows
         self._group, self._asking, self._gathering = group, asking, gathering
         self._on_taken = on_taken
         self._plan: _Plan | None = None
@@ -154,23 +153,23 @@ class Taking:
 
     def _contradicting(self, target: Link) -> Link | None:
         """Return the step of a chain that names another state than the one held here."""
-        chain = self._chain
-        held = [head.version for head in (chain.head, chain.before) if head is not None]
-        for link in chain.book.back_from(target.name):
+        at = self._at
+        held = [head.version for head in (at.head, at.before) if head is not None]
+        for link in at.book.back_from(target.name):
             if not held or link.version <= min(held):
                 break
-            if chain.contradicts(link):
+            if at.contradicts(link):
                 return link
         return None
 
     def _note_contradicted(self, link: Link) -> None:
-        voters = self._chain.voters(link.parent) | {self._known.me}
+        voters = self._at.voters(link.parent) | {self._known.me}
         if link.step is not None and is_majority(link.step.peers, voters):
             self.contradicted = link.name
 
     def _repeat(self, step: str) -> bool:
         """Compute this peer's step once more, if that can be done; return whether it is."""
-        head, before, link = self._chain.head, self._chain.before, self._chain.book.link(step)
+        head, before, link = self._at.head, self._at.before, self._at.book.link(step)
         if head is None or before is None or link.step is None:
             return False
         if head.step != step or before.step != link.parent:
@@ -183,28 +182,28 @@ class Taking:
     def _repeated(self, head: Head) -> None:
         """This peer's step has been computed once more."""
         self._drop_plan()
-        own = self._chain.head
+        own = self._at.head
         if own is None or own.step != head.step:
             self._known.do(Forget(head.module, head.step))
         elif own.digest == head.digest:
             self._sure_of = head.step
             self._known.do(Forget(head.module, head.step))
         else:
-            what = f"{self._chain.module}: a second computation gave another state"
+            what = f"{self._at.module}: a second computation gave another state"
             self._known.do(Warn(f"{what}; the memory or processor of this machine may be broken"))
-            self._on_taken(head, self._chain.before)
+            self._on_taken(head, self._at.before)
 
     def _plan_from_here(self, target: Link) -> _Plan | None:
         """Plan from a state that is held and from which a few steps lead to the target."""
-        chain, book = self._chain, self._chain.book
-        for base in (chain.head, chain.before):
+        at, book = self._at, self._at.book
+        for base in (at.head, at.before):
             if base is None or not 0 < target.version - base.version <= MAX_REPLAY:
                 continue
             if not book.stands_on(target.name, base.step):
                 continue
             steps = book.steps_between(base.step, target.name)
             plan = self._plan_of(target, base, steps)
-            can_be_had = not any(step.name in chain.notes.absent for step in steps[:-1])
+            can_be_had = not any(step.name in at.notes.absent for step in steps[:-1])
             if can_be_had and steps[0].state == base.digest and not self._is_costly(plan):
                 return plan
         return None
@@ -217,7 +216,7 @@ class Taking:
 
     def _plan_from_vouched(self, target: Link, way: int = 0) -> _Plan:
         """Plan from a state that rows of the chain name, in one of the ways that there are."""
-        found = self._chain.book.vouched(target.name)[way]
+        found = self._at.book.vouched(target.name)[way]
         base = found.before.head(found.digest, 0)
         plan = self._plan_of(target, base, found.steps, is_vouched=True)
         plan.way = way
@@ -235,7 +234,7 @@ class Taking:
     def _enter(self, plan: _Plan) -> None:
         self._plan, self.stage = plan, Stage.GETTING
         if not plan.is_base_here:
-            base = self._chain.book.link(plan.base.step)
+            base = self._at.book.link(plan.base.step)
             self._known.do(FetchState(plan.base, self._asking.sources(base, plan.target)))
         if plan.missing:
             self._gathering.gather_for(plan.missing.values(), plan.target, plan.target)
@@ -258,7 +257,7 @@ class Taking:
             self._state_after(plan, plan.base)
             return
         self.stage = Stage.COMPUTING
-        self._known.do(Compute(self._chain.module, plan.base, plan.steps))
+        self._known.do(Compute(self._at.module, plan.base, plan.steps))
 
     def file_failed(self, row: Row, *, is_refused: bool) -> None:
         """A file is no contribution, and steps with it are refused; or nobody gave it."""
@@ -316,21 +315,21 @@ class Taking:
         if plan.is_repeated:
             self._sure_of = plan.target
             return
-        target = self._chain.book.link(plan.target)
+        target = self._at.book.link(plan.target)
         rows = target.step.rows if target.step is not None else ()
         lacking = [row for row in rows if row.name in plan.missing]
         for row in lacking:
             self._group.withheld(row.peer)
         if lacking:
-            self._chain.notes.leave(target.name)
+            self._at.notes.leave(target.name)
             self._gathering.see_what_lacks_files()
         elif not plan.is_vouched:
             self._enter(self._plan_from_vouched(target))
-        elif plan.way + 1 < len(self._chain.book.vouched(target.name)):
+        elif plan.way + 1 < len(self._at.book.vouched(target.name)):
             self._enter(self._plan_from_vouched(target, plan.way + 1))
         else:
             rounds_s = ABSENT_ROUNDS * self._known.schedule.duration_s
-            self._chain.notes.leave(target.name, self._known.now_s + rounds_s)
+            self._at.notes.leave(target.name, self._known.now_s + rounds_s)
 
     # -- COMPUTING -> CHECKING
 
@@ -351,15 +350,15 @@ class Taking:
             self._repeated(head)
             return
         plan.head = head
-        chain = self._chain
+        at = self._at
         if plan.steps:
-            chain.computed.add(head.step)
-        is_fork = chain.head is not None and not chain.book.stands_on(head.step, chain.stand)
+            at.computed.add(head.step)
+        is_fork = at.head is not None and not at.book.stands_on(head.step, at.stand)
         # What a path begins with is scored when all of it is here (`Joining`).
-        is_fetched = plan.is_vouched and plan.base.version > 0 and self._at.role is Role.TRAINER
-        if is_fetched or (is_fork and not chain.is_of_own_round(head.step)):
+        is_fetched = plan.is_vouched and plan.base.version > 0 and at.role is Role.TRAINER
+        if is_fetched or (is_fork and not at.is_of_own_round(head.step)):
             self.stage = Stage.CHECKING
-            self._known.do(Check(chain.module, head.step))
+            self._known.do(Check(at.module, head.step))
         else:
             self._taken(head)
 
@@ -373,12 +372,12 @@ class Taking:
         before, after, first = event.loss_before, event.loss_after, event.loss_of_genesis
         is_worse = is_much_worse(after, before)
         # Modules that were trained apart may fit each other worse than at their genesis.
-        is_comparable = self._known.path in self._chain.book.link(event.step).paths
+        is_comparable = self._known.path in self._at.book.link(event.step).paths
         if plan.is_vouched and is_comparable and is_much_worse(after, first):
             self._refuse(event.step, f"held-out loss {after:.3f}, with the genesis {first:.3f}")
-        elif is_worse and not self._chain.is_of_most(event.step):
+        elif is_worse and not self._at.is_of_most(event.step):
             self.give_up()
-            self._chain.notes.doubt(event.step)
+            self._at.notes.doubt(event.step)
             self._warn(f"held-out loss {before:.3f}, with it {after:.3f}")
         else:
             self._taken(plan.head)
@@ -386,7 +385,7 @@ class Taking:
     def _taken(self, head: Head) -> None:
         plan = self._plan
         self._drop_plan()
-        before = plan.base if plan is not None and len(plan.steps) == 1 else self._chain.head
+        before = plan.base if plan is not None and len(plan.steps) == 1 else self._at.head
         self._on_taken(head, before)
 
     # -- -> IDLE
@@ -395,7 +394,7 @@ class Taking:
         """Take nothing at present."""
         plan = self._plan
         if plan is not None and plan.head is not None:
-            self._known.do(Forget(self._chain.module, plan.target))
+            self._known.do(Forget(self._at.module, plan.target))
         self._drop_plan()
 
     def _drop_plan(self) -> None:
@@ -403,8 +402,8 @@ class Taking:
 
     def _refuse(self, step: str, reason: str) -> None:
         self.give_up()
-        self._chain.notes.refuse(step)
+        self._at.notes.refuse(step)
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
-        self._known.do(Warn(f"{self._chain.module}: a state is refused: {reason}"))
+        self._known.do(Warn(f"{self._at.module}: a state is refused: {reason}"))

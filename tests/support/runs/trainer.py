@@ -53,28 +53,23 @@ class Trainer:
         known.now_s = BOUNDARY_S
         self.module = module = FollowedModule(known, MODULE)
         self.done = []
-        genesis = self.chain.book.genesis(MODULE)
+        genesis = self.module.book.genesis(MODULE)
         module.want()
         module.consider()
         module.handle(e.StateHere(MODULE, Head(MODULE, genesis, 0, 0, -1, name(genesis), 10**6)))
         module.follow(Role.TRAINER)
-        module.begin(0, BOUNDARY_S)
+        module.publishing.begin(0, BOUNDARY_S)
         self.take(a.Publish)
-
-    @property
-    def chain(self):
-        """What it knows of the module's chain."""
-        return self.module.chain
 
     def head(self, step):
         """Return the state after a step that is in the book, as everybody computes it."""
-        return self.chain.book.link(step.name).head(name(step.name), 10**6)
+        return self.module.book.link(step.name).head(name(step.name), 10**6)
 
     def stand_on(self, *steps):
         """Stand on the last of some steps, of which each stands on the one before."""
         for step in steps:
-            self.chain.book.add(step)
-            self.chain.take(self.head(step), self.chain.head)
+            self.module.book.add(step)
+            self.module.take(self.head(step), self.module.head)
 
     def take(self, kind):
         """Return what was wanted of this kind since the last time, and forget all."""
