@@ -36,6 +36,7 @@ from dipaco.protocol.manifest import (
     verify_manifest,
 )
 from dipaco.protocol.plan import RunPlan
+from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import (
     KINDS,
     MANIFESTS_KEY,
@@ -50,7 +51,6 @@ from dipaco.protocol.records import (
     PeerRecord,
     ProgressRecord,
     Record,
-    RecordError,
 )
 from dipaco.protocol.revocations import read_revocations
 from dipaco.protocol.view import SwarmView, view_of_records

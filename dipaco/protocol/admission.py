@@ -274,11 +274,14 @@ class Gate:
         return admission
 
     def _check_present(self, admission: Admission) -> None:
-        name = admission.invitation
-        if name in self._revoked:
-            raise RecordError(f"the invitation {name} was revoked by the operator")
-        if admission.expires_s and self._now() > admission.expires_s:
-            raise RecordError(f"the invitation {name} has expired")
+        if ended := self._why_ended(admission):
+            raise RecordError(f"the invitation {admission.invitation} {ended}")
+
+    def _why_ended(self, admission: Admission) -> str:
+        if admission.invitation in self._revoked:
+            return "was revoked by the operator"
+        is_over = admission.expires_s and self._now() > admission.expires_s
+        return "has expired" if is_over else ""
 
     def _has_place(
         self, peer: str, admission: Admission, first_round: int = _NEVER, *, is_here: bool = True
@@ -324,23 +327,13 @@ class Gate:
             known = self._verified.get(peer)
             if known is None or peer not in self._places.get(known[1].invitation, ()):
                 return None
-            try:
-                self._check_present(known[1])
-            except RecordError:
-                return None
-            return known[1]
+            return None if self._why_ended(known[1]) else known[1]
 
     def is_out(self, peer: str) -> bool:
         """Tell whether a peer was admitted by an invitation that has ended."""
         with self._lock:
             known = self._verified.get(peer)
-        if known is None:
-            return False
-        try:
-            self._check_present(known[1])
-        except RecordError:
-            return True
-        return False
+        return known is not None and bool(self._why_ended(known[1]))
 
     def admitted(self) -> dict[str, Admission]:
         """Return all that are in now and have a place."""

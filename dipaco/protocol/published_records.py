@@ -79,19 +79,12 @@ class PublishedRecords:
         modules = set(held)
         if record.path is not None and record.state in ("joining", "training"):
             modules.update(self._grid.modules_of_path(record.path))
+        both = PeerRecord.model_fields.keys() & ModuleRecord.model_fields.keys()
+        standing = {name: getattr(record, name) for name in both}
         for module in sorted(modules):
             # These values were validated in the peer's record, or are of a state that is held.
-            found = ModuleRecord.model_construct(
-                peer_id=record.peer_id,
-                module=module,
-                state=record.state,
-                path=record.path,
-                since_s=record.since_s,
-                round=record.round,
-                pinned=record.pinned,
-                reachable=record.reachable,
-                held=HeldState.of(held[module]) if module in held else None,
-            )
+            state = HeldState.of(held[module]) if module in held else None
+            found = ModuleRecord.model_construct(module=module, held=state, **standing)
             yield ("modules", module), found
 
     def _taken_back(self, kind: str, item: str) -> Publication:

@@ -146,15 +146,7 @@ class _Standing(Record):
         """The claim in it; None when the peer trains no path."""
         if self.path is None or self.state == "serving" or self.state == "paused":
             return None
-        return Claim.model_construct(
-            peer_id=self.peer_id,
-            path=self.path,
-            state=self.state,
-            since_s=self.since_s,
-            round=self.round,
-            pinned=self.pinned,
-            reachable=self.reachable,
-        )
+        return Claim.model_construct(**{name: getattr(self, name) for name in Claim.model_fields})
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy with other fields; what was worked out of the old ones is not kept."""

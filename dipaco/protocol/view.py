@@ -216,11 +216,6 @@ class SwarmView:
         return max(0.0, (self.now_s - claim.since_s) / self.duration_s)
 
 
-def round_at(plan: RunPlan, now_s: float) -> int:
-    """Return the round that `now_s` lies in by the clock; negative before the run starts."""
-    return plan.rounds.round_at(now_s - plan.start_s)
-
-
 def present_round(plan: RunPlan, view: SwarmView) -> int:
     """Return the round that the run is in, for people and for patience.
 
@@ -228,7 +223,7 @@ def present_round(plan: RunPlan, view: SwarmView) -> int:
     it. Negative before the run starts, or when nobody trains.
     """
     if not plan.rounds.inner_steps:
-        return round_at(plan, view.now_s)
+        return plan.rounds.round_at(view.now_s - plan.start_s)
     rounds = [claim.round for claim in view.claims.values() if claim.state == "training"]
     return statistics.median_high(rounds) if rounds and view.now_s >= plan.start_s else -1
 
@@ -291,7 +286,9 @@ def build_view(
     what the elapsed time allows. Expired records do not get here.
     """
     counted = plan.rounds.inner_steps > 0
-    latest = max_rounds(plan, now_s) - 1 if counted else round_at(plan, now_s) + ROUND_SLACK
+    latest = plan.rounds.round_at(now_s - plan.start_s) + ROUND_SLACK
+    if counted:
+        latest = max_rounds(plan, now_s) - 1
     progress = tuple(progress)
     path_count, latest_s = grid.path_count, now_s + CLOCK_SLACK_S
     believed = {

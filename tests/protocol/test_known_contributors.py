@@ -18,14 +18,12 @@ def test_who_is_out_of_sight_counts_until_a_call_fails_and_anew_when_it_was_seen
     contributors = Contributors(known, MODULE)
     assert looked(known, contributors, "AB") == ["C"]
     assert "C" in known.trainers(MODULE)
-    contributors.answered("C", trains=True)
-    assert looked(known, contributors, "AB") == ["C"]
-    contributors.failed("C")
+    contributors.is_gone("C")
     assert "C" not in known.trainers(MODULE)
     assert looked(known, contributors, "AB") == []
     assert looked(known, contributors, "ABC") == []
     assert looked(known, contributors, "AB") == ["C"]
-    contributors.answered("C", trains=False)
+    contributors.is_gone("C")
     contributors.heard("C")
     assert "C" in known.trainers(MODULE)
 
@@ -34,5 +32,5 @@ def test_a_call_that_failed_while_a_peer_was_in_sight_says_nothing_of_later():
     known = Knowledge(MemberSettings("A"), PLAN, GRID)
     contributors = Contributors(known, MODULE)
     assert looked(known, contributors, "ABC") == []
-    contributors.failed("C")
+    contributors.is_gone("C")
     assert looked(known, contributors, "AB") == ["C"]

@@ -129,7 +129,7 @@ class History:
             handle(e.Published(MODULE, self.member.row("A", **at, file=name(f"A{action.parent}{action.round_index}"))))
 
     def check_that_something_is_awaited(self):
-        awaited = {Stage.COMPUTING: a.Compute, Stage.CHECKING: a.Check}.get(self.module._taking.stage)
+        awaited = {Stage.COMPUTING: a.Compute, Stage.CHECKING: a.Check}.get(self.module.taking.stage)
         assert awaited is None or any(isinstance(action, awaited) for action in self.pending)
 
 
@@ -138,7 +138,7 @@ def run(seed):
     history.live()
     history.come_to_rest()
     module = history.module
-    assert module._taking.stage is Stage.IDLE
+    assert module.taking.stage is Stage.IDLE
     if module.head is not None:
         assert module.best().rank >= module.link.rank
 

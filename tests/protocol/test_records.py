@@ -17,6 +17,7 @@ from dipaco.dht.record_validator import SIGNED_PREFIX, RecordValidator, record_v
 from dipaco.protocol.identity import SIGNATURE_BYTES, load_or_create_identity
 from dipaco.protocol.manifest import load_or_create_operator_key, operator_fingerprint, sign_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION
+from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import (
     KINDS,
     MANIFESTS_KEY,
@@ -34,7 +35,6 @@ from dipaco.protocol.records import (
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
-    RecordError,
 )
 from support.runs.make_plan import make_plan
 

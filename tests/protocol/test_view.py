@@ -14,7 +14,6 @@ from dipaco.protocol.view import (
     is_plausible_row,
     max_contribution_tokens,
     present_round,
-    round_at,
     view_of_records,
 )
 from support.runs.make_plan import make_plan
@@ -111,7 +110,7 @@ def test_of_all_that_a_peer_says_the_newest_counts(plan, grid):
 
 
 def test_the_round_follows_the_clock(plan):
-    assert [round_at(plan, plan.start_s + s) for s in (-0.1, 0.0, 99.9, 100.0)] == [-1, 0, 0, 1]
+    assert [plan.rounds.round_at(s) for s in (-0.1, 0.0, 99.9, 100.0)] == [-1, 0, 0, 1]
 
 
 def test_claims_on_paths_that_do_not_exist_are_left_out(plan, grid):

@@ -26,7 +26,7 @@ from dipaco.protocol.member.actions import Action, Left, TakeStep, Wait
 from dipaco.protocol.member.events import Event, LeaveWanted, Meanwhile, Turn, Viewed
 from dipaco.protocol.member.knowledge import MemberSettings
 from dipaco.protocol.member.member import Member
-from dipaco.protocol.member.module_chain import REMEMBERED_STEPS
+from dipaco.protocol.member.situation import REMEMBERED_STEPS
 from dipaco.training.trainer import PathTrainer
 
 from .handlers import Handlers

@@ -70,10 +70,10 @@ class Row:
         """What the outer step needs to know of it."""
         return OuterRow(self.path, self.peer, self.tokens)
 
-    @cached_property
-    def statement(self) -> Packed:
-        """The bytes that are signed."""
-        fields = (
+    @property
+    def content(self) -> list[Any]:
+        """What is signed, as plain values for msgpack."""
+        return [
             self.module,
             self.round_index,
             bytes.fromhex(self.parent),
@@ -83,8 +83,12 @@ class Row:
             self.tokens,
             bytes.fromhex(self.file),
             self.bytes,
-        )
-        packed: Packed = msgpack.packb(fields, use_bin_type=True)
+        ]
+
+    @cached_property
+    def statement(self) -> Packed:
+        """The bytes that are signed."""
+        packed: Packed = msgpack.packb(self.content, use_bin_type=True)
         return _ROW_PREFIX + packed
 
     @cached_property
@@ -233,18 +237,7 @@ def verify_row(row: Row, grid: Grid, *, max_bytes: int) -> None:
 
 def pack_row(row: Row) -> list[Any]:
     """Return a row as plain values for msgpack."""
-    return [
-        row.module,
-        row.round_index,
-        bytes.fromhex(row.parent),
-        bytes.fromhex(row.state),
-        row.path,
-        row.peer,
-        row.tokens,
-        bytes.fromhex(row.file),
-        row.bytes,
-        row.signature,
-    ]
+    return [*row.content, row.signature]
 
 
 def unpack_row(values: Any) -> Row:

@@ -48,10 +48,6 @@ class Asking:
         self.unanswered.add(peer)
         self._known.do(Ask(peer, self._at.module, self._at.book.locator(step)))
 
-    def is_over(self, peer: str) -> None:
-        """A peer has answered, or is silent."""
-        self.unanswered.discard(peer)
-
     def ask_holders_of_heavier(self) -> None:
         """Ask two of those who announce a heavier chain. What some say of their chains may be
         untrue, so the longest unasked come first."""

@@ -29,16 +29,8 @@ class Contributors:
         known.note_unseen(self._module, frozenset(unseen - self._gone))
         return sorted(unseen - self._gone)
 
-    def answered(self, peer: str, *, trains: bool) -> None:
-        """A peer that was called has answered."""
-        if not trains:
-            self._is_gone(peer)
-
-    def failed(self, peer: str) -> None:
-        """A peer that was called has not answered."""
-        self._is_gone(peer)
-
-    def _is_gone(self, peer: str) -> None:
+    def is_gone(self, peer: str) -> None:
+        """A peer that was called has not answered, or trains the module no more."""
         unseen = self._known.unseen(self._module)
         if peer in unseen:
             self._gone.add(peer)

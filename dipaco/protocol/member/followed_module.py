@@ -118,8 +118,8 @@ class FollowedModule(Situation):
                 self._gathering.failed(rows[0], is_refused=event.is_final)
                 self.taking.file_failed(rows[0], is_refused=event.is_final)
             case e.Failed(action=a.Ask(peer=peer)):
-                self._asking.is_over(peer)
-                self._contributors.failed(peer)
+                self._asking.unanswered.discard(peer)
+                self._contributors.is_gone(peer)
             case e.Failed(action=a.Compute(steps=steps)):
                 self.taking.compute_failed(steps[-1].name, is_refused=event.is_final)
                 if event.is_final:
@@ -263,8 +263,9 @@ class FollowedModule(Situation):
 
     def _answered(self, event: e.Answered) -> None:
         peer, book = event.peer, self.book
-        self._asking.is_over(peer)
-        self._contributors.answered(peer, trains=event.trains)
+        self._asking.unanswered.discard(peer)
+        if not event.trains:
+            self._contributors.is_gone(peer)
         self.hear_steps(event.steps, peer)
         self.hear_rows(event.rows, peer)
         if event.held is not None and event.held.step in book:
@@ -318,9 +319,7 @@ class FollowedModule(Situation):
     def refuse_state(self, reason: str) -> None:
         """Begin with another state than the one that is held, which was fetched: never with this
         one, nor with what stands on it."""
-        self.taking.give_up()
-        self.known.do(a.Warn(f"{self.module}: a state is refused: {reason}"))
-        self.notes.refuse(self.stand)
+        self.taking.refuse(self.stand, reason)
         self.head = self.before = None
         self.consider()
 

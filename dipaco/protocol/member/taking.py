@@ -149,7 +149,7 @@ class Taking:
             self._enter(self._plan_from_here(target) or self._plan_from_vouched(target))
         elif contradicting.parent == self._sure_of or not self._repeat(contradicting.parent):
             self._note_contradicted(contradicting)
-            self._refuse(contradicting.name, "it names another state than was computed here")
+            self.refuse(contradicting.name, "it names another state than was computed here")
 
     def _contradicting(self, target: Link) -> Link | None:
         """Return the step of a chain that names another state than the one held here."""
@@ -286,7 +286,7 @@ class Taking:
         plan = self._plan
         if is_refused:
             if plan is not None and step in (taken.name for taken in plan.steps):
-                self._refuse(step, "its files give no state")
+                self.refuse(step, "its files give no state")
             return
         if plan is None or plan.target != step:
             return
@@ -374,7 +374,7 @@ class Taking:
         # Modules that were trained apart may fit each other worse than at their genesis.
         is_comparable = self._known.path in self._at.book.link(event.step).paths
         if plan.is_vouched and is_comparable and is_much_worse(after, first):
-            self._refuse(event.step, f"held-out loss {after:.3f}, with the genesis {first:.3f}")
+            self.refuse(event.step, f"held-out loss {after:.3f}, with the genesis {first:.3f}")
         elif is_worse and not self._at.is_of_most(event.step):
             self.give_up()
             self._at.notes.doubt(event.step)
@@ -400,7 +400,8 @@ class Taking:
     def _drop_plan(self) -> None:
         self._plan, self.stage = None, Stage.IDLE
 
-    def _refuse(self, step: str, reason: str) -> None:
+    def refuse(self, step: str, reason: str) -> None:
+        """Never take a step, nor what stands on it."""
         self.give_up()
         self._at.notes.refuse(step)
         self._warn(reason)
