@@ -1,9 +1,23 @@
-"""Which thread may wait for what: the table in docs/design.md, which tests assert.
+"""Which thread of a peer may wait for what, and the assertions that hold it in tests.
 
 The thread that decides and the one that answers other peers wait for no disk and no other process,
 because everybody else waits for them. Nobody waits for these with a `BriefLock` in hand, because
-another thread needs that lock for a moment. Code that is about to wait calls `may_wait_for`, which
+another thread needs that lock for a moment. Code that is about to wait (each fsync, each
+transaction of the index, each call of the DHT process or the exchange) calls `may_wait_for`, which
 asserts both where the environment has DIPACO_ASSERT_WAITS=1, and does nothing elsewhere.
+
+The threads, and what each may wait for:
+
+- main, which decides: its inbox, and the model between two inner steps
+- `exchange`, which answers other peers and sends what this one asks: sockets
+- `model` (inner steps, snapshots, anchors): the processor
+- `outer` (encodes contributions, computes steps), `saving`, `telling`, `checking` and
+  `exchange-io`: the disk
+- `states` (fetches and scores states), `puts` (gives files to mailboxes): other peers, the disk
+- `calls` (looks, tells, asks): other peers and the DHT process, for seconds
+- `refresher`, `clock`, `blob keeper`, `successor`, `reachability`, `pause-reason`, `upload budget`:
+  other peers, the DHT process, other programs, the disk
+- `dht`, `dht answers`: the DHT process, which they start again
 """
 
 from __future__ import annotations
