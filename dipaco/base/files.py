@@ -175,8 +175,8 @@ def storage_errors(folder: Path) -> Iterator[None]:
             ) from error
         if error.errno == errno.EROFS:
             raise StorageError(
-                f"cannot write {error.filename or folder}: the file system is read-only; an error "
-                f"of the disk makes it so (see dmesg). Give another folder with --cache-dir (or "
+                f"cannot write {error.filename or folder}: the file system is read-only, as "
+                f"after an error of the disk (see dmesg). Give another folder with --cache-dir (or "
                 f"--out), or mount it for writing"
             ) from error
         if error.errno in (errno.EACCES, errno.EPERM):

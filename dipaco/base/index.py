@@ -168,7 +168,7 @@ class Index:
                 what += f"if no other program is using it, its file system ({kind}) cannot lock "
                 what += "files: give a folder on a local disk with --cache-dir"
             elif code in (0, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                what += "a peer that starts there makes it anew"
+                what += "a peer that starts there makes a new one"
             elif code == sqlite3.SQLITE_IOERR:
                 what += "see dmesg for what is wrong with the disk, and whether you have a quota "
                 what += "there; or give another folder with --cache-dir"

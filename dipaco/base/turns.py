@@ -48,7 +48,7 @@ class Turns(Generic[OwnerT]):
             last = max(reversed(self._waiting), key=lambda one: self._rank(one.owner))
             self._waiting.remove(last)
             if not last.turn.done():
-                last.turn.set_exception(TimeoutError("too many wait"))
+                last.turn.set_exception(TimeoutError("too many requests are waiting"))
         try:
             await waiting.turn
         except asyncio.CancelledError:

@@ -87,7 +87,7 @@ def decode_shallow(type_code: int, data: bytes) -> Any:
     """Read one of Hivemind's types, not many within each other. Raises ValueError."""
     depth = getattr(_nested, "depth", 0)
     if depth >= MAX_NESTED:
-        raise ValueError(f"more than {MAX_NESTED} types within each other")
+        raise ValueError(f"more than {MAX_NESTED} nested types")
     _nested.depth = depth + 1
     try:
         return _decode(type_code, data)

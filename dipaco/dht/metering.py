@@ -125,7 +125,7 @@ class Metering:
         if not company.knows(peer) and not company.hears(peer, data[-ADMISSION_BYTES:]):
             if len(data) > MAX_STRANGER_REQUEST_BYTES:
                 await self._throw_out(peer)
-                raise Refused(f"{len(data)} bytes are too many of who is not admitted")
+                raise Refused(f"{len(data)} bytes are too many without an admission")
             return Asker(Standing.STRANGER, await self._origins.of(peer.to_base58()))
         name = peer.to_base58()
         return Asker(

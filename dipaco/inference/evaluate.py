@@ -35,8 +35,7 @@ GroupKey = tuple[int, str | None]
 # What may score documents, in the order in which it is shown:
 SCORERS: Final = {
     "routed": "the path of each document",
-    "chosen": "that of its best paths to which what is read before the first scored token costs "
-    "least",
+    "chosen": "the one of its best paths with the least loss on what is read before scoring begins",
     "mixed": "its best paths, mixed",
     "rerouted": "the paths that a rerouter chooses, again and again",
     "base": "the model that the run began with",

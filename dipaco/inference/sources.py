@@ -257,7 +257,7 @@ class DiskSource(StateSource):
         if not blobs.has(sha256):
             raise IntegrityError(
                 f"{self._run.path} has no {self._name_of(sha256)} of the run (blob {sha256[:16]}): "
-                f"a peer that left soon has not fetched all of them. Copy what is missing from "
+                f"a peer that left early has not fetched everything. Copy what is missing from "
                 f"blobs/ of the operator's run folder, or give --initial-peers for a live swarm"
             )
 
@@ -456,7 +456,9 @@ def run_folder_in(folder: Path, run: str | None) -> Path:
     if len(chosen) == 1:
         return chosen[0]
     known = ", ".join(f"{names[one]} ({one.name[:16]})" for one in runs)
-    asked = f"'{run}' is {'several' if chosen else 'none'} of the runs" if run else "the runs are"
+    asked = (
+        f"'{run}' names {'several' if chosen else 'none'} of the runs" if run else "the runs are"
+    )
     raise RunSelectionError(f"in {folder} {asked} {known}; give one of them with --run NAME")
 
 

@@ -20,6 +20,6 @@ def check_arithmetic() -> None:
     small = torch.full((_VALUES_OF_A_THREAD * torch.get_num_threads(),), 1e-40)
     if not bool((small.mul(0.5) > 0).all()):
         raise MachineError(
-            "a library makes this process take small numbers for zero, so its steps would not be "
-            "those of other peers; run dipaco-peer in an environment of its own"
+            "a library makes this process treat small numbers as zero, so its steps would differ "
+            "from those of other peers; run dipaco-peer in an environment of its own"
         )

@@ -95,7 +95,7 @@ class Codec(ABC):
         halves = np.frombuffer(data, "<u2", self.blocks(values))
         # Also false of what is not a number, and of a negative zero.
         if not bool((halves <= _MAX_HALF).all()):
-            raise IntegrityError("a contribution has a scale that no encoding gives")
+            raise IntegrityError("a contribution has a scale that no encoder writes")
         if not halves.any():
             raise IntegrityError("a contribution is empty: all its scales are 0")
 
@@ -150,7 +150,7 @@ class Float32(Codec):
         numbers = np.frombuffer(data, "<f4")
         # Also false of what is not a number.
         if not bool((np.abs(numbers) <= MAX_SCALE).all()):
-            raise IntegrityError("a contribution has numbers that no training gives")
+            raise IntegrityError("a contribution has numbers beyond all that training makes")
         if bool((np.signbit(numbers) & (numbers == 0)).any()):
             raise IntegrityError("a contribution has a negative zero")
         if not numbers.any():

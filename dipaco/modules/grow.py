@@ -54,7 +54,7 @@ class Growth:
                 f"{getattr(old.model, name)} under [model], or leave it out"
             )
         if new.config.added_paths > old.config.added_paths + len(copied):
-            raise ValueError("it is not said what an added path is a copy of")
+            raise ValueError("the source of an added path is missing")
         self.old = old
         self.new = new
         self._of_added = (*range(old.config.combination_count, old.path_count), *copied)

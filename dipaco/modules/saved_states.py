@@ -77,7 +77,9 @@ class StateStore:
             if self.kept.save_state(self._owner, module, saved):
                 return path
             write_state(state, path)
-        raise StorageError(f"{path} was removed while it was written; look who removes files there")
+        raise StorageError(
+            f"{path} was removed while it was written; find out what removes files there"
+        )
 
     def lay_down(self, state: ModuleState) -> None:
         """Let a state that is not to be saved lie in a file without a name.

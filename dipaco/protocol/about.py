@@ -48,8 +48,8 @@ class AboutRun(Config):
     end: Annotated[Line, AfterValidator(_check_day)] = Field(
         "",
         max_length=10,
-        description="Day on which you mean to end the run, such as `2026-12-31`. It is told, and "
-        "ends nothing.",
+        description="Day on which you mean to end the run, such as `2026-12-31`. It is shown; "
+        "nothing ends by itself.",
     )
 
     @property

@@ -367,7 +367,7 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
             if waited < STALLED_ROUNDS + swarm.late_rounds:
                 continue
             names = _named([short_peer(claim.peer_id) for claim in claims])
-            what = f"path {path} is claimed and gets nowhere, {waited} rounds,"
+            what = f"path {path} is claimed and has made no progress for {waited} rounds,"
             remedy = f"look at what {names} print" + ("s" if len(claims) == 1 else "")
         elif count >= grid.path_count:
             what = f"path {path} has no trainer"
@@ -399,6 +399,6 @@ def _undialable(swarm: _Swarm) -> tuple[Problem, ...]:
     closed = sorted(view.peers.keys() - set(able))
     if able or len(closed) < 2:
         return ()
-    what = f"none of {len(closed)} peers can be called, so they hear nothing of each other"
+    what = f"none of {len(closed)} peers can be called, so they cannot hear of each other"
     remedy = "start a bootstrap node, or forward a port on one of them"
     return (Problem("undialable", what, remedy, None, tuple(closed)),)

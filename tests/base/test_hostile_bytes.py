@@ -42,7 +42,7 @@ def test_of_types_within_each_other_two_are_read_and_a_third_is_refused_before_i
     assert MSGPackSerializer.loads(nested(2)) == ((b"content",),)
     for depth in (3, 300):
         read.clear()
-        with pytest.raises(ValueError, match="more than 2 types within each other"):
+        with pytest.raises(ValueError, match="more than 2 nested types"):
             MSGPackSerializer.loads(nested(depth))
         assert len(read) == 3
 

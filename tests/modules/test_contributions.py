@@ -121,7 +121,7 @@ def test_no_negative_zero_is_accepted(codec):
     data = bytearray(codec.encode(drawn(VALUES)))
     width = 4 if codec.name == "float32" else 2
     data[:width] = bytes(width - 1) + b"\x80"
-    with pytest.raises(IntegrityError, match="negative zero|no encoding gives"):
+    with pytest.raises(IntegrityError, match="negative zero|no encoder writes"):
         codec.check(data, VALUES)
     flat = drawn(VALUES)
     flat[:10] = -0.0

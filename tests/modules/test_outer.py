@@ -525,7 +525,7 @@ def test_a_step_is_the_same_after_a_library_has_made_small_numbers_zero():
 def test_a_machine_with_another_arithmetic_takes_no_step(monkeypatch):
     monkeypatch.setattr(torch, "set_flush_denormal", lambda mode: False)
     monkeypatch.setattr(torch, "full", lambda *shape, **_: torch.zeros(1))
-    with pytest.raises(MachineError, match="small numbers for zero"):
+    with pytest.raises(MachineError, match="small numbers as zero"):
         PLAIN.step(state_of(), files_of(PLAIN, drawn(5)), ROWS[:1], 4)
 
 

@@ -243,8 +243,8 @@ def test_a_chat_is_routed_by_the_first_turn_of_the_user(encoders):
         (CHATML, said("Where?", "\n"), "the answer is empty"),
         (CHATML, (Message("assistant", "Here."),), "there is no answer that follows a question"),
         (INSTRUCT, (Message("system", "Be kind."), *CHAT), "refuses it: roles must alternate user"),
-        ("{{ messages[0].content }}", CHAT, "shows no answer behind its question"),
-        (SYSTEM_LAST, (Message("system", "Be kind."), *CHAT), "shows no answer behind its question"),
+        ("{{ messages[0].content }}", CHAT, "does not show the answer right after its question"),
+        (SYSTEM_LAST, (Message("system", "Be kind."), *CHAT), "does not show the answer right after its question"),
     ],
 )
 def test_a_chat_without_anything_to_learn(encoders, template, chat, words):

@@ -243,7 +243,7 @@ def test_a_claimed_path_that_gets_nowhere():
     records.progress[2] = records.progress[2].model_copy(update={"last_round": 6})
     [problem] = found(records)
     assert (problem.kind, problem.subjects, problem.since_round) == ("waiting", ("path 2",), 6)
-    assert "path 2 is claimed and gets nowhere, 5 rounds, since round 6" in problem.text
+    assert "path 2 is claimed and has made no progress for 5 rounds, since round 6" in problem.text
 
 
 def test_without_anybody_that_can_be_called_there_is_no_mailbox():

@@ -265,7 +265,7 @@ class TokensStage(Stage):
         if unlabelled := train.unlabelled + validation.unlabelled:
             say(
                 f"data: label_field = '{data.label_field}' has more than {MAX_LABELS:,} labels; "
-                f"the {unlabelled:,} documents with further ones count as without a label"
+                f"the {unlabelled:,} documents with further labels count as having none"
             )
         return {"train": train.tokens, "held_out": validation.tokens}
 

@@ -168,7 +168,7 @@ class RequestReader:
                 messages, self.tokens.special_names, tools=body.get("tools")
             )
         except SlowTemplateError as error:
-            _refuse("messages", f"the chat template does not do with them: {error}")
+            _refuse("messages", f"the chat template refuses them: {error}")
         except TemplateError:
             return  # llama.cpp says why, or its template engine can do what ours cannot
         self._check_letters(len(text), "messages")

@@ -224,5 +224,5 @@ def check_base(name: str, size: str, *, is_here: bool) -> Check:
     """Say where the frozen base of a run with adapters comes from."""
     if is_here:
         return ok("base", f"{name} is in the hub's cache, and is taken from there")
-    remedy = f"hf download {name} spares them that" if is_hub_name(name) else ""
+    remedy = f"hf download {name} saves them that download" if is_hub_name(name) else ""
     return ok("base", f"{size} of {name} are fetched once, from mirrors or other peers", remedy)

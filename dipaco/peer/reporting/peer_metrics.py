@@ -54,7 +54,8 @@ class PeerMetrics:
         def gauge(name: str, help: str, *labels: str) -> Gauge:
             return Gauge(f"dipaco_{name}", help, labels, registry=self.registry)
 
-        gauge("info", "1; which version of the software it is", "software").labels(SOFTWARE).set(1)
+        version = gauge("info", "always 1; the label is the version of the software", "software")
+        version.labels(SOFTWARE).set(1)
         self._tokens = counter("tokens", "tokens trained since the process began")
         self._inner_steps = counter("inner_steps", "inner steps since the process began")
         share = "seconds in inner steps; the rate of this counter is their share of the time"
@@ -98,7 +99,7 @@ class PeerMetrics:
         state = gauge("state", "1 for the state that the peer is in", "state")
         for one in get_args(ClaimState):
             state.labels(one).set_function(partial(self._is_in, one))
-        reachable = gauge("reachable", "1 for the way in which others call it", "how")
+        reachable = gauge("reachable", "1 for the way in which others can call it", "how")
         for how in get_args(Reachability):
             reachable.labels(how).set_function(partial(self._is_reached, how))
         self.registry.register(_Moved(uplink))

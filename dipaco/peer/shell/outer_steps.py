@@ -227,7 +227,9 @@ class OuterSteps:
         paths, before = node.grid.paths_of_module(module), state
         for number, step in enumerate(action.steps, 1):
             if step.state != state.digest:
-                raise IntegrityError(f"step {step.name[:12]} stands on another state than is here")
+                raise IntegrityError(
+                    f"step {step.name[:12]} stands on another state than this peer has"
+                )
             files = [self._contribution(row) for row in step.rows]
             before = state
             try:

@@ -74,7 +74,7 @@ class ChatEncoder:
         if not answers:
             if any(m.role == "assistant" and m.content.strip() for m in chat[1:]):
                 raise UnusableChatError(
-                    "the chat template shows no answer behind its question as it is asked"
+                    "the chat template does not show the answer right after its question"
                 )
             raise UnusableChatError("there is no answer that follows a question")
         return ChatTokens(

@@ -290,7 +290,7 @@ def pack_tokenizer(
     known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
     if special[END_TOKEN] not in known:
         raise ConfigurationError(
-            f"{source} has no token {special[END_TOKEN]!r}, which shall end a text; write another "
+            f"{source} has no token {special[END_TOKEN]!r}, which should end a text; write another "
             f"eos_token in the tokenizer_config.json beside it"
         )
     if max(known.values()) >= rows:
@@ -420,7 +420,9 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
                 f"long, and {_MAX_GROWTH} is the most; give a checkpoint with another tokenizer"
             )
     if (tokenizer.get("model") or {}).get("dropout"):
-        raise ConfigurationError(f"{source}: model.dropout is not 0, so a text has no one encoding")
+        raise ConfigurationError(
+            f"{source}: model.dropout is not 0, so one text can become different tokens"
+        )
     with _panics(source):
         return tokenizers.Tokenizer.from_str(json.dumps(tokenizer))
 
@@ -456,7 +458,7 @@ def _listed_parts(part: Any, source: str) -> list[Mapping[str, Any]]:
     try:
         return list(_parts(part))
     except RecursionError:
-        raise IntegrityError(f"{source} has parts within parts without end") from None
+        raise IntegrityError(f"{source} is nested too deeply") from None
 
 
 def _parts(part: Any) -> Iterator[Mapping[str, Any]]:

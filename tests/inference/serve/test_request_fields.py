@@ -177,7 +177,7 @@ def test_a_template_that_loops_over_a_chat_is_not_passed_on(reader):
     slow = RequestReader(reader.tokens, text, 4, CONTEXT, 3)
     assert chat(slow).body["messages"] == [QUESTION]
     for body in ({"messages": [{"role": "user", "content": "loop"}]}, {"tools": [{"type": "function"}]}):
-        with pytest.raises(ApiError, match="messages: the chat template does not do with them"):
+        with pytest.raises(ApiError, match="messages: the chat template refuses them"):
             chat(slow, **body)
     # So is a text that it makes too long.
     for letters, is_refused in ((40, False), (41, True)):

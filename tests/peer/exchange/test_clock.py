@@ -118,7 +118,7 @@ def test_nobody_answers(caplog):
     clock = measure_clock(neighbours, ["/ip4/127.0.0.1/tcp/1/p2p/QmSomebody"])
     assert clock.offset_s == 0.0
     assert neighbours.asked == ("QmSomebody",)
-    assert "no neighbour told its time" in caplog.text
+    assert "no neighbour told the time" in caplog.text
 
 
 def crowd(honest, liars):

@@ -595,7 +595,7 @@ def test_who_is_not_admitted_is_turned_away_by_its_first_bytes(peers, monkeypatc
     wait_for(lambda: called == [(other.peer, True)])
     assert read == []
     assert not other.told
-    with pytest.raises(NetworkError, match="does not know this peer to be admitted"):
+    with pytest.raises(NetworkError, match="does not know that this peer is admitted"):
         stranger.exchange.call_back(other.peer, ["/ip4/127.0.0.1/tcp/1"])
     assert not stranger.exchange.put(other.peer, row_of(1, data=CONTENT), CONTENT, timeout_s=LIMIT_S)
     one.exchange.tell([other.peer], MODULE, [row_of(0)])

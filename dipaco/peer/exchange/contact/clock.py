@@ -206,7 +206,7 @@ class Clock:
         else:
             logger.warning(
                 "the clocks of %d neighbours differ by up to %.1f s: this machine's is moved by "
-                "%.0f s at most; if it is wrong, %s",
+                "at most %.0f s; if it is wrong, %s",
                 *(len(offsets), max(offsets) - min(offsets), MAX_DOUBTFUL_S, REMEDY),
             )
             target_s = min(max(target_s, -MAX_DOUBTFUL_S), MAX_DOUBTFUL_S)
@@ -228,5 +228,5 @@ def measure_clock(neighbours: Neighbours, initial_peers: Sequence[str]) -> Clock
     clock = Clock(steady_time=since_start_s)
     ids = [peer_of(address) for address in initial_peers]
     if not clock.measure(neighbours, ids):
-        logger.warning("no neighbour told its time; this machine's clock is used as it is")
+        logger.warning("no neighbour told the time; this machine's clock is used as it is")
     return clock

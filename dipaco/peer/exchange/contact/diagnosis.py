@@ -125,9 +125,8 @@ def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
         thread.stop()
     if found:
         raise AddressError(
-            f"the identity {identity.path} is in use by another machine, at {found[0]}: two "
-            f"machines that are one peer do the same work. Delete {identity.path} here: the next "
-            f"start makes a new one"
+            f"the identity {identity.path} is in use by another machine, at {found[0]}: both "
+            f"would do one peer's work. Delete {identity.path} here: the next start makes a new one"
         )
 
 

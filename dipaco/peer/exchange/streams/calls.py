@@ -104,7 +104,7 @@ async def _once(
         await stream.write(framed(request), until_s - time.monotonic())
         data = await read_frame(stream, reply.max_bytes)
         if not data:
-            raise TurnedAway(f"peer {peer} does not know this peer to be admitted")
+            raise TurnedAway(f"peer {peer} does not know that this peer is admitted")
         return stream, decode(reply, data)
     except BaseException:
         stream.close()
