@@ -223,7 +223,7 @@ class KeptFiles(BlobStore):
         )
 
     def _prune_states(self, writer: sqlite3.Connection) -> None:
-        """Rule 1."""
+        """Remove states by rule 1."""
         now_s = self._now()
         gone = writer.execute(
             "SELECT sha256 FROM files WHERE sha256 NOT IN (SELECT digest FROM states) AND"
@@ -248,7 +248,7 @@ class KeptFiles(BlobStore):
                     self._remove(writer, sha256)
 
     def _make_room(self, writer: sqlite3.Connection, newest: str) -> None:
-        """Rule 3."""
+        """Remove the oldest contributions by rule 3, but not `newest`."""
         files = writer.execute(
             "SELECT sha256, bytes FROM files WHERE kind IN ('contribution', 'mail')"
             " ORDER BY round, came_s, rowid"

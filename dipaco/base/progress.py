@@ -26,7 +26,7 @@ LINE_EVERY_S = 10.0
 
 
 def shown_count(count: float) -> str:
-    """Return a count for people."""
+    """Return a count with its thousands separated."""
     return f"{count:,.0f}"
 
 

@@ -40,7 +40,7 @@ class TokenDocument:
 
     @property
     def seen(self) -> np.ndarray:
-        """What it is routed by."""
+        """The tokens by which the document is routed."""
         return self.tokens if self.beginning is None else self.beginning
 
     @property

@@ -130,7 +130,7 @@ class SwarmView:
 
     @cached_property
     def _in_order(self) -> dict[int, tuple[Claim, ...]]:
-        """What `claimants` was asked for before."""
+        """The answers that `claimants` has given, by path."""
         return {}
 
     def group(self, grid: Grid, module: str, *, joining: bool) -> frozenset[str]:

@@ -15,7 +15,7 @@ from .simulate_settings import SimulateSettings
 
 
 def run(settings: SimulateSettings) -> int:
-    """Simulate."""
+    """Run `dipaco-simulate`; returns the exit code."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from .simulate import run
 

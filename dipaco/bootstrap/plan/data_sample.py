@@ -30,7 +30,7 @@ class ChatSample:
     learned_tokens: int
 
     def line(self) -> str:
-        """Say it."""
+        """Return the sentence that `plan` prints about the chats."""
         left_out = f", {self.left_out:,} of them left out" if self.left_out else ""
         return (
             f"Of the {self.tokens:,} tokens of the first {self.chats:,} chats{left_out}, "

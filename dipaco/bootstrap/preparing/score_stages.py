@@ -42,7 +42,7 @@ class Sample:
     longer_than_tokens: int = 0
 
     def inputs(self) -> list[Any]:
-        """Return all that it depends on."""
+        """Return all that the choice of documents depends on."""
         drawn = [self.most, self.seed, self.longer_than_tokens]
         return [self.tokens.hash, self.prefix_tokens, *drawn]
 
@@ -52,12 +52,12 @@ class Sample:
         return self.tokens.corpora[0].sample(self.most, self.seed, self.longer_than_tokens)
 
     def documents(self) -> Iterator[np.ndarray]:
-        """Yield the tokens of each."""
+        """Yield the tokens of each chosen document."""
         corpus = self.tokens.corpora[0]
         return (corpus.document(int(index)) for index in self.chosen)
 
     def beginnings(self) -> list[np.ndarray]:
-        """Return what routing sees of each."""
+        """Return the tokens of each chosen document that routing sees."""
         corpus = self.tokens.corpora[0]
         return [corpus.beginning(int(index), self.prefix_tokens) for index in self.chosen]
 

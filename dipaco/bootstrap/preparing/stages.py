@@ -119,7 +119,7 @@ class Stage(ABC):
 
     @cached_property
     def outputs(self) -> dict[str, Any]:
-        """What it has made."""
+        """What the stage has made; makes it, unless that is done."""
         outputs = read_made(self.folder)
         if outputs is None or not self.is_whole(outputs):
             with storage_errors(self.folder):
@@ -139,7 +139,7 @@ class Stage(ABC):
         return str(self.outputs["sha256"])
 
     def do(self) -> None:
-        """Do it, unless it is done."""
+        """Run the stage, unless its outputs are there."""
         _ = self.outputs
 
 

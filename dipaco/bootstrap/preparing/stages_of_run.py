@@ -43,7 +43,7 @@ class Stages:
     genesis: GenesisStage | None
 
     def blobs(self) -> RunBlobs:
-        """Return what they have made."""
+        """Run all stages and return the blobs that they have made."""
         for stage in (self.tokenizer, *self.tokens, self.base, self.router, self.shards):
             stage.do()
         return RunBlobs(

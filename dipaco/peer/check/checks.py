@@ -12,7 +12,7 @@ SIGNS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
 
 @dataclass(frozen=True)
 class Check:
-    """One line."""
+    """The result of one check, which is one line of `--check`."""
 
     name: str
     verdict: Literal["ok", "warning", "problem"]

@@ -58,12 +58,12 @@ def run_doctor(settings: PeerSettings) -> int:
 
 
 def exit_code_of(found: list[Check]) -> int:
-    """Return what joining would end with."""
+    """Return the exit code with which joining would end."""
     return next((check.error.exit_code for check in found if check.error is not None), 0)
 
 
 def closing_line(found: list[Check]) -> str:
-    """Return the last line."""
+    """Return the last line of `--check`: how many checks found something."""
     problems = sum(check.verdict == "problem" for check in found)
     warnings = sum(check.verdict == "warning" for check in found)
     if problems:

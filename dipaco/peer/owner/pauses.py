@@ -72,7 +72,7 @@ class Pauses:
             note(activity_file(self._folder), f"{activity}\n")
 
     def close(self) -> None:
-        """The peer ends."""
+        """Remove the note of what the peer does, because it ends."""
         with contextlib.suppress(OSError):
             activity_file(self._folder).unlink(missing_ok=True)
 

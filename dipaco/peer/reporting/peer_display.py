@@ -52,7 +52,7 @@ class Given:
         self._taken: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
 
     def on_event(self, kind: str, v: Mapping[str, Any]) -> None:
-        """Count."""
+        """Count the tokens and steps of an event."""
         if kind == "inner":
             self.tokens += v["tokens"]
             self.loss = v["loss"]

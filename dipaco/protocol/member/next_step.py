@@ -64,7 +64,7 @@ class Notes:
         self.edition += 1
 
     def can_be_had(self, step: str) -> None:
-        """Count a step again."""
+        """Stop passing over a step, because its files are here."""
         if self.absent.pop(step, None) is not None:
             self.edition += 1
 

@@ -142,7 +142,7 @@ class Taking:
     # -- IDLE -> GETTING
 
     def begin(self, target: Link) -> None:
-        """Take a step."""
+        """Begin to take a step: compute it from here, fetch its base, or refuse it."""
         self.give_up()
         contradicting = self._contradicting(target)
         if contradicting is None:

@@ -148,7 +148,7 @@ class Machine:
             self.after_telling(action)
 
     def after_telling(self, action: Tell) -> None:
-        """A fault may happen here."""
+        """Called after a step was told; scenarios put faults here."""
 
     def start_work(self, module: str, anchor: str) -> None:
         """Begin to train a module from a state."""
