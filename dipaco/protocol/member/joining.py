@@ -243,7 +243,7 @@ class Joining:
         self._phase, self.has_begun = _JoiningPhase.IDLE, True
 
     def _leave_alone(self, reason: str) -> None:
-        """Give up the claimed path, which cannot be begun, and choose another."""
+        """Give up the claimed path, which cannot be begun; choose another if that is possible."""
         known, path = self._known, self.path
         assert path is not None
         self._stop_wanting()
