@@ -251,7 +251,7 @@ def test_without_anybody_that_can_be_called_there_is_no_mailbox():
     for name in records.peers:
         records.peers[name] = records.peers[name].model_copy(update={"reachable": "outgoing"})
     [problem] = [problem for problem in found(records) if problem.kind == "undialable"]
-    assert problem.text.startswith("none of 8 peers can be called, so they hear nothing")
+    assert problem.text.startswith("none of 8 peers can be called, so they cannot hear")
     assert set(problem.subjects) == set(records.peers)
     # One is enough, also one that nobody has tried yet.
     name = peer_name(0)
