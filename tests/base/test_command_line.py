@@ -328,7 +328,6 @@ raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main())
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert command.stdout is not None
     assert command.stdout.readline() == "importing\n"
     command.send_signal(signal.SIGINT)
     assert command.communicate(timeout=120) == ("", "")

@@ -121,7 +121,6 @@ class Command:
         limit.start()
         said = []
         try:
-            assert self.popen.stdout is not None
             for line in self.popen.stdout:
                 said.append(line)
                 if all(re.search(pattern, line) for pattern in patterns):

@@ -15,7 +15,7 @@ class Clock:
 
 
 def test_lines_come_seldom_and_say_how_long_it_goes_on():
-    clock, said = Clock(), list[str]()
+    clock, said = Clock(), []
     stage = StageProgress("fetching", said.append, now=clock)
     stage.update(40, 100)
     clock.now_s += LINE_EVERY_S - 1
@@ -32,14 +32,14 @@ def test_lines_come_seldom_and_say_how_long_it_goes_on():
 
 
 def test_each_says_which_of_how_many_and_how_long_it_goes_on():
-    clock, said = Clock(), list[str]()
+    clock, said = Clock(), []
     for _ in each("abc", said.append, lambda item: f"does {item}", now=clock):
         clock.now_s += 300
     assert said == ["does a (1 of 3)", "does b (2 of 3, about 10 min more)", "does c (3 of 3, about 5 min more)"]
 
 
 def test_where_nobody_watches_what_is_quick_says_nothing():
-    clock, said = Clock(), list[str]()
+    clock, said = Clock(), []
     say = seldom(said.append, now=clock)
     say("one")
     clock.now_s += LINE_EVERY_S

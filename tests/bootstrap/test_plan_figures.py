@@ -211,13 +211,11 @@ def test_times_follow_the_speed_and_the_peers():
     changed = config.inner.model_copy(update={"decay_steps": 600})
     config = config.model_copy(update={"inner": changed})
     times = plan_figures(config, 1_200_000, Expected(2, tokens_per_s=2048.0)).times
-    assert times is not None
     assert times.base_s == 150 * 16 * 128 / 2048
     assert (times.round_s, times.steps_per_round) == (20.0, 40)  # two steps a second
     assert times.schedule_s == 4 * 600 / 2 / 2  # of four paths by two peers
     assert times.corpus_s == pytest.approx(1_200_000 / 4096)
     fixed = plan_figures(load_run_config(PAPER), expected=Expected(tokens_per_s=1e5)).times
-    assert fixed is not None
     assert (fixed.steps_per_round, fixed.round_s) == (150, pytest.approx(150 * 512 * 1024 / 1e5))
     assert _paper().times is None
 

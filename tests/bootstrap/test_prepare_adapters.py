@@ -67,9 +67,7 @@ def test_a_run_with_adapters_over_a_base_of_the_hub(hub, tmp_path):
         "adamw", 1e-3, 0.0,
     )  # fmt: skip
     assert (plan.outer.learning_rate, plan.outer.momentum) == (1.0, 0.0)
-    assert plan.base_source is not None
     assert plan.base_source.name == "OWNER/tiny"
-    assert plan.model.adapters is not None
     assert plan.model.adapters.scale == 2.0
     # It begins with the base as it is in the checkpoint, in bf16.
     whole = PathModel(plan.model.without_adapters)
@@ -164,7 +162,6 @@ def test_whoever_has_the_checkpoint_makes_the_base(hub, tmp_path):
     blobs = BlobStore(tmp_path / "here")
     assert take_base_from_hub_cache(plan, blobs, said.append)
     assert blobs.verify(plan.blobs.base)
-    assert plan.base_source is not None
     assert seems_in_hub_cache(plan.base_source)
     elsewhere = plan.base_source.model_copy(update={"name": "OWNER/other"})
     assert not seems_in_hub_cache(elsewhere)
@@ -193,7 +190,7 @@ def test_states_that_need_the_base_at_once_look_for_it_once(hub, tmp_path, monke
         return sha256_of_file(path)
 
     monkeypatch.setattr("dipaco.modules.base_source.sha256_of_file", hash_slowly)
-    blobs, said, asked = BlobStore(tmp_path / "here"), list[str](), list[str]()
+    blobs, said, asked = BlobStore(tmp_path / "here"), [], []
 
     def get(sha256, *_, **__):
         asked.append(sha256)
@@ -270,7 +267,6 @@ def test_plan_says_what_the_base_takes(hub, tmp_path):
     config = load_run_config(write_run(tmp_path, TOML))
     figures = plan_figures(config, expected=Expected(tokens_per_s=100.0))
     base = figures.base
-    assert base is not None
     imported = ImportedBase(hub)
     parameters = sum(p.numel() for p in imported.parameters().values())
     assert (base.name, base.parameters) == ("OWNER/tiny", parameters)

@@ -149,7 +149,6 @@ def test_a_plan_looks_at_the_first_chats(tmp_path, capsys):
         r"Of the ([0-9,]+) tokens of the first 32 chats, 1 of them left out, ([0-9,]+) are learned",
         capsys.readouterr().out,
     )
-    assert found is not None
     tokens, learned = (int(number.replace(",", "")) for number in found.groups())
     assert tokens > 2 * learned > 500
 

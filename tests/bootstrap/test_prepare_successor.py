@@ -110,7 +110,6 @@ def test_the_trained_dense_model_is_the_new_base(chain):
     dense, kmeans, scored, grown = (RunFolder(run) for run in chain.values())
     plan, grid = dense.plan(), dense.grid(dense.plan())
     state = dense.states.load_latest("L0.E0", layout_of(grid, "L0.E0"))
-    assert state is not None
     assert state.version == 2
     trained = path_parameters(grid, 0, lambda module: state)
     base = kmeans.base_parameters(kmeans.plan())
@@ -145,7 +144,6 @@ def test_the_simulator_begins_with_the_genesis(chain, tmp_path):
     for module in grid.modules():
         genesis = source.genesis_state(plan, module)
         state = stepped.load_latest(module, layout_of(grid, module))
-        assert state is not None
         if module in grid.modules_of_path(5):
             # Nesterov: momentum' = m * momentum + gradient.
             assert state.version == 1
@@ -338,7 +336,6 @@ def test_a_broken_genesis_is_refused(chain, spoil, message):
     run = RunFolder(chain["grown"])
     plan = run.plan()
     index = run.genesis_index(plan)
-    assert index is not None
     spoil(index)
     sha256 = run.blobs.add_bytes(json.dumps(index).encode())
     broken = plan.model_copy(update={"blobs": plan.blobs.model_copy(update={"genesis": sha256})})

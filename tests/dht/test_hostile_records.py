@@ -126,7 +126,6 @@ def test_an_older_record_does_not_replace_a_withdrawal(identities):
     assert storage.store_subkey(key, subkey_of(me), gone.value, gone.expiration_time)
     assert not storage.store_subkey(key, subkey_of(me), claim.value, claim.expiration_time)
     entries = storage.get(key)
-    assert entries is not None
     assert entries.value.get(subkey_of(me)).value == gone.value
 
 
@@ -239,7 +238,6 @@ def test_an_answers_expiration_is_that_of_its_records(identities, monkeypatch):
         node_id=bounded_protocol.node_id_of(me), company=Company([peer.to_base58(), me.to_base58()])
     )
     found = asyncio.run(bounded_protocol.call_find(protocol, "peer", ["full", "empty"]))
-    assert found is not None
     assert found["full"][0] == ValueWithExpiration(full, expiration_s)
     assert found["empty"] == (None, near)
     assert found["nothing"] == (None, {})
@@ -289,7 +287,6 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path, monkeypatch):
         liar.store(KEY, "rubbish", late + 1, subkey="free")
         liar.store(KEY, True, late + 2, subkey=PEER_ID_PREFIX + b"x" * 32)
         stored = liar.get(KEY, latest=False)
-        assert stored is not None
         assert "free" in stored.value
         assert paths_of(node.directory) == {node.peer_id: 1}
         moved = record.model_copy(update={"path": 2})

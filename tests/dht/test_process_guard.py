@@ -50,7 +50,6 @@ def owner():
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        assert process.stdout is not None
         dht = int(process.stdout.readline())
         daemons = [pid for pid in children(dht) if "p2pd" in Path(f"/proc/{pid}/comm").read_text()]
         assert len(daemons) == 1
@@ -79,7 +78,6 @@ def test_p2pd_is_out_of_the_terminals_reach_and_ends_in_order(owner):
     process, dht, daemon = owner
     assert os.getsid(daemon) == daemon
     assert os.getsid(dht) != daemon
-    assert process.stdin is not None
     process.stdin.close()
     assert process.wait(60) == 0
     wait_until(lambda: not is_running(dht) and not is_running(daemon))
@@ -90,11 +88,9 @@ def test_a_signal_for_the_whole_group_leaves_the_dht_until_the_peer_has_left(own
     """As `timeout`, Slurm and the end of a desktop's session send it."""
     process, dht, daemon = owner
     os.killpg(process.pid, signal.SIGTERM)
-    assert process.stdout is not None
     assert process.stdout.readline() == "asked to leave\n"
     assert is_running(dht)
     assert is_running(daemon)
-    assert process.stdin is not None
     process.stdin.close()
     assert process.wait(60) == 0
     process.stdin = None

@@ -208,7 +208,6 @@ def test_a_reader_cannot_change_what_is_stored(records):
     """Hivemind merges what others answer into what a storage gave."""
     store(records, "peers", "0", 1)
     found = records.get(DHTID.generate(record_key("peers", RUN_ID, "0")))
-    assert found is not None
     found.value.store(b"junk", b"junk", NOW + 1e9)
     assert owners(records, "peers", "0") == [1]
 
@@ -263,16 +262,14 @@ class Node:
         return self.validator.validate(DHTRecord(*fields))
 
     def store(self, sender, request):
-        protocol = self
         context = SimpleNamespace(remote_id=PeerID(sender))
-        answer = asyncio.run(bounded_protocol.rpc_store(protocol, request, context))
+        answer = asyncio.run(bounded_protocol.rpc_store(self, request, context))
         return list(answer.store_ok)
 
     def find(self, *keys):
-        protocol = self
         context = SimpleNamespace(remote_id=PeerID(FRIEND), asker=self.asker)
         request = dht_pb2.FindRequest(keys=[DHTID.generate(key).to_bytes() for key in keys])
-        answer = asyncio.run(bounded_protocol.rpc_find(protocol, request, context))
+        answer = asyncio.run(bounded_protocol.rpc_find(self, request, context))
         size = answer.ByteSize()
         assert size < 4 * 2**20, f"an answer of {size} bytes does not fit into a message"
         return {

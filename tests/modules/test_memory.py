@@ -1,7 +1,5 @@
 """Memory that runs out: every form of it halves what is done at once, compiled or not."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

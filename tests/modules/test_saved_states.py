@@ -53,7 +53,6 @@ def test_latest_state_comes_back(store):
         store.save(state_of(version))
     store.save(state_of(9, module="P12"))
     loaded = StateStore(store.folder).load_latest("L0.E0", LAYOUT)
-    assert loaded is not None
     assert loaded.digest == state_of(3).digest
     assert versions(store) == [3, 2]
     assert store.digests("P12") == (state_of(9, "P12").digest,)
@@ -64,7 +63,6 @@ def test_latest_is_the_last_saved_not_the_highest_version(store):
     store.save(state_of(8))
     store.save(state_of(5))
     loaded = store.load_latest("L0.E0", LAYOUT)
-    assert loaded is not None
     assert loaded.version == 5
 
 
@@ -190,7 +188,6 @@ def test_a_damaged_file_is_reported_once_and_the_previous_used(store, caplog):
     damage(store.save(state_of(2)))
     with caplog.at_level(logging.WARNING, logger="dipaco"):
         loaded = store.load_latest("L0.E0", LAYOUT)
-    assert loaded is not None
     assert loaded.version == 1
     assert len(caplog.records) == 1
     assert "damaged state of L0.E0" in caplog.text

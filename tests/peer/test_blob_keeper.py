@@ -27,8 +27,7 @@ class Peer:
         node = SimpleNamespace(
             me=ME, plan=make_plan(rounds=RoundsConfig(copies=3)), fetcher=self.fetcher, blobs=self.fetcher
         )
-        swarm = self.swarm
-        self.keeper = BlobKeeper(node, swarm, self.background, monotonic=lambda: self.now_s)
+        self.keeper = BlobKeeper(node, self.swarm, self.background, monotonic=lambda: self.now_s)
 
 
 def test_one_blob_a_turn():

@@ -1,13 +1,10 @@
 """What a volunteer sees: the panel of a peer, on 80 columns."""
 
-from __future__ import annotations
-
 import io
 import logging
 import re
 import threading
 from pathlib import Path
-from typing import ClassVar
 
 from rich.console import Console
 
@@ -134,7 +131,7 @@ def test_lines_are_for_people():
 class HandTimer(threading.Timer):
     """A timer that a test fires."""
 
-    made: ClassVar[list[HandTimer]] = []
+    made = []
 
     def start(self):
         self.made.append(self)

@@ -17,8 +17,6 @@ STEP = {"event": "outer_step", "module": "L0.E1", "group": ["A", "B"], "version"
 @pytest.fixture(scope="module")
 def listener():
     spec = importlib.util.spec_from_file_location("follow_events", FILE)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

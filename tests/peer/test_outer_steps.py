@@ -76,7 +76,6 @@ def test_all_who_gather_the_files_compute_one_state(swarm):
 
     assert keeper.begin(a.Adopt(heads[0], step, False, 0, False)) is None
     content = keeper.node.held.lookup(heads[0].digest)
-    assert content is not None
     data = content.read_bytes() if isinstance(content, Path) else b"".join(content)
     assert hashlib.sha256(data).hexdigest() == heads[0].digest
     # A step that names another state than comes out of its files is not followed.
@@ -225,7 +224,6 @@ def test_what_decides_waits_for_no_disk(swarm, monkeypatch):
 
 def test_numbers_that_are_none_are_not_published(swarm):
     one, _, _ = swarm
-    assert one.trainer is not None
     one.trainer.inner_step()
     with torch.no_grad():
         next(iter(one.trainer.model.parameters())).fill_(float("nan"))
@@ -256,7 +254,6 @@ def test_a_step_for_which_there_is_no_memory_is_left_out_and_told_once(swarm, mo
 
 def test_a_state_is_one_object_that_lies_in_its_file_once_it_was_saved(swarm):
     one, _, _ = swarm
-    assert one.trainer is not None
     held = one.node.held
     step = Step.of([one.publish()])
     head = one.compute(one.head0(MODULE), step)
@@ -295,7 +292,6 @@ def test_a_restart_finds_what_was_saved(swarm, tmp_path):
     assert found[MODULE].step == step.name
     assert chains.served(MODULE)[0] == step.name
     state = again.find(MODULE, step.name)
-    assert state is not None
     assert head_of(state, step.name, 1, 0) == found[MODULE]
 
 

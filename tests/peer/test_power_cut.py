@@ -107,7 +107,7 @@ def test_wherever_the_last_transactions_end_the_state_and_its_chain_are_of_one_m
     steps = chain_of(6)
     life = Life(tmp_path / "life")
     life.take(*steps)
-    log, seen = tmp_path / "life" / "store" / f"{INDEX_FILE}-wal", list[int]()
+    log, seen = tmp_path / "life" / "store" / f"{INDEX_FILE}-wal", []
     for left in [*range(0, log.stat().st_size, 3001), log.stat().st_size]:
         folder = tmp_path / str(left)
         shutil.copytree(tmp_path / "life", folder)
@@ -131,7 +131,6 @@ def test_of_states_the_one_before_is_held_and_the_next_is_written_again(tmp_path
     first = Life(tmp_path)
     first.take(*steps[:3])
     newest = first.store.find(state_of(3).digest)
-    assert newest is not None
     cut(newest, how)
     with caplog.at_level(logging.WARNING):
         again = Life(tmp_path)
@@ -204,7 +203,7 @@ class Fetcher(ContentFetcher):
     """Has every blob of a run from its operator's folder."""
 
     def __init__(self, source, own):
-        self.blobs, self.source, self.said = own.blobs, source, list[str]()
+        self.blobs, self.source, self.said = own.blobs, source, []
         self.say = self.said.append
 
     def blob(self, sha256, what="a blob"):

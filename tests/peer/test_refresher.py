@@ -153,16 +153,9 @@ def test_who_leaves_says_goodbye_and_does_not_vanish(peer):
     assert set(peer.directory.modules) == {"L0.E0", "L1.E1"}
 
 
-@pytest.fixture
-def one_of_many(tmp_path):
-    """A peer in a run of 128 paths, so of two buckets: even paths, and odd ones."""
+def test_what_is_looked_at_once_is_not_in_the_view_of_others(tmp_path):
+    """In a run of 128 paths, so of two buckets: even paths, and odd ones."""
     peer = Peer(tmp_path, (8, 16))
-    yield peer
-    peer.refresher.stop(withdraw=False)
-
-
-def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many):
-    peer = one_of_many
     seen = []
     peer.refresher.on_view(seen.append)
     far = peer_record(OTHER, "training").model_copy(update={"path": 3})
@@ -175,6 +168,7 @@ def test_what_is_looked_at_once_is_not_in_the_view_of_others(one_of_many):
     assert peer.refresher.view.scope == seen[-1].scope == own
     assert not peer.refresher.view.peers
     assert peer.refresher.refresh().scope == own
+    peer.refresher.stop(withdraw=False)
 
 
 def test_what_changed_is_published_without_reading(peer):

@@ -170,7 +170,7 @@ def test_a_peer_that_rests_hears_what_its_owner_and_others_want(tmp_path, monkey
         steps.append(0.3)
         return 0.0
 
-    looks = list[int]()
+    looks = []
     pauses = SimpleNamespace(change=lambda: looks.append(len(steps)), tell=lambda state, path, why: None)
     trainee = Trainee(tmp_path, inner_step, settings={"duty": 1.0}, pauses=pauses)
     stopping = trainee.stopping

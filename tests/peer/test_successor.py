@@ -67,8 +67,7 @@ def quick(monkeypatch):
 
 def watch_of(node, events, **options):
     log = SimpleNamespace(emit=lambda kind, **values: events.append(values))
-    watched = node
-    return SuccessorWatch(watched, log, Background(), **options)
+    return SuccessorWatch(node, log, Background(), **options)
 
 
 def until(condition):
@@ -137,7 +136,6 @@ def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(step, said
     other = PROTOCOL_VERSION + step
     node, events = StandIn(FIRST, {"is there": True}), []
     watch, listing = watch_of(node, events), Listing(FIRST)
-    directory = listing
     with caplog.at_level(logging.WARNING):
         listing.foreign_manifests = (
             b"no manifest",
@@ -145,11 +143,11 @@ def test_a_peer_is_told_once_that_its_run_goes_on_in_another_protocol(step, said
             upgraded(manifest(2, 200.0, FIRST.plan.run_id, STRANGER), STRANGER, other),
             upgraded(manifest(3, 200.0), KEY, other),
         )
-        watch.read(directory)
+        watch.read(listing)
         assert caplog.messages == []
         listing.foreign_manifests = (upgraded(SECOND, KEY, other),)
-        watch.read(directory)
-        watch.read(directory)
+        watch.read(listing)
+        watch.read(listing)
     [line] = caplog.messages
     assert f"in protocol {other}, this dipaco speaks {PROTOCOL_VERSION}" in line
     assert "the peer stays here" in line

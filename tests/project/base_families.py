@@ -83,7 +83,6 @@ def row_of(family: str, folder: Path) -> list[str]:
     """Return the cells of a family."""
     theirs = make_foreign_base(folder, family, **SHAPE).eval()
     imported = ImportedBase(folder)
-    assert imported.tokenizer is not None
     path = adapted_path(folder, imported)
     tokenizer, reference = Tokenizer(imported.tokenizer), AutoTokenizer.from_pretrained(folder)
     order: list[int] = []
@@ -104,7 +103,6 @@ def row_of(family: str, folder: Path) -> list[str]:
             expected = other(in_file[tokens]).logits[..., in_file[known]]
             return float((model(tokens)[..., known] - expected).abs().max())
 
-    assert path.base is not None
     base = new_path(path.config.without_adapters, path.base)
     cells = [f"{difference(theirs, base):.0e}", f"{same} of {len(ids)}"]
     tensors = {name: value.detach() for name, value in path.named_parameters()}

@@ -456,7 +456,6 @@ def test_an_invitation_is_given_as_such_or_as_a_file(tmp_path):
     file.write_text(f"{text}\n")
     for said, own in ((text, None), (str(file), None), (None, file)):
         given = given_invitation(said, own)
-        assert given is not None
         assert read_invitation(given) == INVITATION
     for encoding in ("utf-8-sig", "utf-16"):  # as Windows saves it
         file.write_text(f"{text}\n", encoding=encoding)
@@ -490,7 +489,6 @@ def test_the_operator_invites_and_revokes(tmp_path):
     last = (tmp_path / "invitations.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["name"] == "Bob"
     gate = Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes()))
-    assert gate is not None
     gate.check_invitation(found)
     slip = found.id[:-1] + ("0" if found.id[-1] != "0" else "1")
     with pytest.raises(ConfigurationError, match=rf"{slip} is no invitation in .*; did you mean {found.id} \(Ada\)\?"):

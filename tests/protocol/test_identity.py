@@ -164,7 +164,6 @@ def test_a_start_waits_for_its_predecessor_to_leave(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", OWNER, str(path) + ".lock"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
-        assert owner.stdout is not None
         assert owner.stdout.readline() == "locked\n"
         with ThreadPoolExecutor(1) as threads:
             starting = threads.submit(load_or_create_identity, path, say, 120.0)

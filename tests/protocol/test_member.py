@@ -235,7 +235,6 @@ def test_who_kept_a_file_back_is_waited_for_once():
     for _ in range(9):
         member.wait(GATHER_S / 4)
     without = member.module.best()
-    assert without.step is not None
     assert without.step.peers == set("ABCD") - {first}, "what it makes itself of the other rows"
     again = Step.of([member.row(peer) for peer in "ABC"])
     assert first in again.peers
@@ -458,7 +457,6 @@ def test_a_peer_that_leaves_hands_over_what_it_alone_holds():
     member.module.book.add(step)
     member.stand_on(step)
     records = {p: view_of(p).peers[p].model_copy(update={"path": None}) for p in "BC"}
-    assert module.head is not None
     for held, told in ((), True), ((Holding("B", module.head),), False):
         known.view = replace(view_of("A", held=held), peers={**view_of("A").peers, **records})
         copies = Copies(known, {MODULE: module})

@@ -43,7 +43,7 @@ def test_one_peer_makes_others_fetch_a_few_of_its_files_alone():
     first, second = first_and_second()
     member = Trainer(second, "ABC")
     module, genesis, liar = member.module, member.module.stand, first
-    parents, gathered = [genesis], set[str]()
+    parents, gathered = [genesis], set()
     for number in range(100):
         row = member.row(liar, tokens=number + 1, parent=genesis, file=name(f"{number}"))
         step = Step.of([row])

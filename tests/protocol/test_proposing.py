@@ -188,7 +188,6 @@ def test_a_newcomer_that_computed_another_state_than_rows_name_computes_it_again
     for fetch in member.take(a.FetchState):
         module.handle(e.StateHere(MODULE, replace(fetch.head, digest=name(fetch.head.step))))
     module.handle(e.StateHere(MODULE, replace(member.head(first), digest=name("another"))))
-    assert module.head is not None
     assert module.head.digest == name("another")
     member.take(a.Compute)
     rows = [member.row(p, parent=first.name, round_index=1, file=name(f"{p} 1")) for p in "ABC"]

@@ -41,7 +41,6 @@ def test_ids_and_logits_are_those_of_transformers(family, tmp_path):
     base = ImportedBase(tmp_path / "base")
     auto = AutoTokenizer.from_pretrained(tmp_path / "base")
     data = base.tokenizer
-    assert data is not None
     ours, pieces = Tokenizer(data), JsonPieces(data, "it")
     order = pieces.file_order(base.model.vocabulary_size)
     for text in HARD_TEXTS:
@@ -281,7 +280,6 @@ def test_tokens_that_other_files_add_are_those_of_transformers(kind, tmp_path):
         listed = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
         _write(settings, chat_template=listed)
     auto, imported = AutoTokenizer.from_pretrained(base), ImportedBase(base)
-    assert imported.tokenizer is not None
     ours, pieces = Tokenizer(imported.tokenizer), JsonPieces(imported.tokenizer, "it")
     order = pieces.file_order(imported.model.vocabulary_size)
     assert ours.special_names()[END_TOKEN] == auto.eos_token
@@ -308,7 +306,6 @@ def test_documents_keep_what_added_tokens_strip(tmp_path):
     ]
     _write(base / "tokenizer.json", added_tokens=added)
     imported, auto = ImportedBase(base), AutoTokenizer.from_pretrained(base)
-    assert imported.tokenizer is not None
     ours, pieces = Tokenizer(imported.tokenizer), JsonPieces(imported.tokenizer, "it")
     order = pieces.file_order(imported.model.vocabulary_size)
     for token in added:

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 
@@ -41,7 +40,7 @@ class Reader:
         row = Row(module, 0, genesis_name(RUN, module), "5" * 64, 0, "ann" * 8, 1234, "f" * 64, 1)
         return [Step.of([row])]
 
-    present: ClassVar = {
+    present = {
         "ann" * 8: SimpleNamespace(name="kitchen laptop", team="school"),
         "eve" * 8: SimpleNamespace(name="has not contributed", team=""),
     }

@@ -136,7 +136,7 @@ def test_counters_are_there_before_anything_happens():
 
 
 def test_a_peer_answers_where_it_is_told_and_says_so():
-    metrics, said = PeerMetrics(Uplink(None)), list[str]()
+    metrics, said = PeerMetrics(Uplink(None)), []
     metrics.serve(None, said.append)
     assert said == []
     metrics.serve("0", said.append)

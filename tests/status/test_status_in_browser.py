@@ -49,7 +49,6 @@ class Seen:
     def colour(self, place, x=0.5, y=0.5):
         """Return the colour at a point of something, given in parts of its size."""
         box = place.bounding_box()
-        assert box is not None
         at = (int(box["x"] + x * (box["width"] - 1)), int(box["y"] + y * (box["height"] - 1)))
         return self._picture.getpixel(at)
 

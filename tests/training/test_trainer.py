@@ -194,7 +194,6 @@ def test_a_kept_training_goes_on_bit_for_bit(trainer, tmp_path):
     expected = [trainer.inner_step() for _ in range(2)]
     whole = {module: trainer.snapshot(module) for module in anchors}
     stream = trainer._stream
-    assert stream is not None
     trainer.start_path(PATH, anchors, stream)
     trainer.load_state_dict(kept)
     assert [trainer.inner_step() for _ in range(2)] == expected

@@ -32,7 +32,6 @@ def read(file):
 def test_a_base_is_written_as_its_family(family, tmp_path):
     theirs = make_foreign_base(tmp_path / "base", family).state_dict()
     base = ImportedBase(tmp_path / "base")
-    assert base.tokenizer is not None
     file = tmp_path / "it.gguf"
     write_gguf(base.parameters().items(), base.model, base.tokenizer, file, stored="f32", name="it")
     fields, tensors = read(file)

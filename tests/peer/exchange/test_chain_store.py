@@ -78,7 +78,7 @@ def damages(whole):
 def test_a_damaged_index_tells_the_chain_or_nothing_and_can_be_gone_on_with(tmp_path, caplog):
     chains, steps = filled(tmp_path / "made", 40)
     chains._index.close()
-    told = set[int]()
+    told = set()
     for number, content in enumerate(damages((tmp_path / "made" / INDEX_FILE).read_bytes())):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -34,7 +34,7 @@ def put(files, row, data, folder):
 
 
 def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(tmp_path):
-    files, arrived = opened(tmp_path / "files"), list[str]()
+    files, arrived = opened(tmp_path / "files"), []
     files.listen(arrived.append)
     rows = [row_of(0, round_index, data=b"%d" % round_index) for round_index in range(5)]
     for row in rows[:4]:
@@ -50,7 +50,6 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     os.utime(left, (0, 0))
     again = opened(tmp_path / "files")
     path = again.find(rows[4].file)
-    assert path is not None
     assert path.read_bytes() == file_of(rows[4], b"4")
     assert not left.exists()
     again.prune(MODULE, 5)
@@ -77,7 +76,6 @@ def test_a_file_that_was_made_for_another_row_is_not_kept(tmp_path):
             files.install(copy, fetched)
         assert not fetched.exists()
     path = files.find(own.file)
-    assert path is not None
     assert path.read_bytes() == file_of(own, b"work")
 
 

@@ -127,11 +127,10 @@ def test_a_reader_that_knows_nobody_asks_for_a_whole_chain_and_can_check_it(peer
     keeper.chains.serve(MODULE, head.step, steps, head)
     row = row_of(4, 150, head.step)
     keeper.chains.note_rows([row])
-    pages, found = 0, list[Step]()
+    pages, found = 0, []
     while True:
         last = [found[-1].name] if found else [GENESIS]
         answer = reader.exchange.ask(keeper.peer, MODULE, last)
-        assert answer is not None
         found += answer.steps
         pages += 1
         if not answer.has_more:
@@ -141,7 +140,6 @@ def test_a_reader_that_knows_nobody_asks_for_a_whole_chain_and_can_check_it(peer
     assert found == steps
     assert pages > 1
     again = reader.exchange.ask(keeper.peer, MODULE, [head.step])
-    assert again is not None
     assert again.steps == ()
 
 
@@ -150,7 +148,6 @@ def test_of_another_run_or_module_nothing_is_known_and_silence_is_none(peers):
     assert one.exchange.ask(other.peer, "L0.E7", [GENESIS]) is not None
     other.exchange.serve_run(dataclasses.replace(other.run, run_id="f" * 16))
     answer = one.exchange.ask(other.peer, MODULE, [GENESIS])
-    assert answer is not None
     assert (answer.steps, answer.rows, answer.held) == ((), (), None)
     assert one.exchange.ask(peer(77), MODULE, [GENESIS], timeout_s=1.0) is None
 
@@ -252,7 +249,6 @@ def test_a_file_that_is_put_is_served_to_who_gathers(peers):
     done = gather(other, row, others=(mailbox.peer,))
     wait_for(lambda: done.calls == [(row, "", False)])
     path = other.files.find(row.file)
-    assert path is not None
     assert path.read_bytes() == file_of(row, CONTENT)
 
 
@@ -528,7 +524,6 @@ def test_who_asks_without_end_is_answered_so_much_and_no_more(peers, monkeypatch
     assert holder.exchange.uplink.sent_bytes < 2**18 + 2**17
     meet(other, holder)
     answer = other.exchange.ask(holder.peer, MODULE, [GENESIS])
-    assert answer is not None
     assert answer.has_more
 
 

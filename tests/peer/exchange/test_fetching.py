@@ -47,7 +47,7 @@ def _fetcher(swarm, folder, monkeypatch):
 
 def test_a_holder_that_has_just_gone_ends_no_program(tmp_path, monkeypatch):
     swarm = _Swarm(NetworkError("its address is not known"), NetworkError("it is busy"))
-    fetcher, said = _fetcher(swarm, tmp_path, monkeypatch), list[str]()
+    fetcher, said = _fetcher(swarm, tmp_path, monkeypatch), []
     fetcher.say = said.append
     assert fetcher.needed_blob(SHA, "the tokenizer") == Path("here")
     assert swarm.asked == 3

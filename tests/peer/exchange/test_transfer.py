@@ -1,7 +1,5 @@
 """Fetching by hash from holders that are gone, busy, slow, cut off, or lie."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import hashlib

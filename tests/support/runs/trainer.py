@@ -1,7 +1,6 @@
 """One trainer of one module, at a boundary, and what it wants done."""
 
 import hashlib
-from typing import TypeVar
 
 from dipaco.protocol.chain.steps import Head, Row
 from dipaco.protocol.config import GridConfig, RoundsConfig
@@ -23,7 +22,6 @@ PLAN = make_plan(rounds=ROUNDS, grid=GridConfig(modules_per_level=(1,)))
 COUNTED = PLAN.model_copy(update={"rounds": ROUNDS.model_copy(update={"inner_steps": 4})})
 GRID = Grid(PLAN.model, PLAN.grid)
 BOUNDARY_S = PLAN.start_s + DURATION_S
-ActionT = TypeVar("ActionT")
 
 
 def name(text):

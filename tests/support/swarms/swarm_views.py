@@ -1,7 +1,5 @@
 """Views of whole swarms as they look when all is well, for tests that then spoil something."""
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass, field
 

@@ -1,11 +1,8 @@
 """Real DHT nodes on loopback, each with an identity of its own. For tests of `dht/`."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import TypeVar
 
 from dipaco.dht.dht_node import join_dht
 from dipaco.dht.directory import Directory
@@ -27,8 +24,6 @@ PLAN = make_plan(grid=GridConfig(modules_per_level=(8, 8)))
 GRID = Grid(PLAN.model, PLAN.grid)
 
 ADMISSION = bytes(ADMISSION_BYTES)
-
-Found = TypeVar("Found")
 
 
 @dataclass

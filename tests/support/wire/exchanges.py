@@ -19,7 +19,6 @@ from dipaco.protocol.chain.steps import MARK_BYTES, Row, Step, genesis_name, sig
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
-from dipaco.protocol.member.events import Told
 from support.runs.make_plan import make_plan
 
 from .memory_transport import MemoryNetwork, MemoryTransport
@@ -107,7 +106,7 @@ class Node:
     """One exchange with what it serves."""
 
     def __init__(self, transport, folder, number, *, is_in, held):
-        self.number, self.held, self.told = number, held, list[Told]()
+        self.number, self.held, self.told = number, held, []
         self.gate = new_gate()
         kept = KeptFiles(folder / "store")
         kept.max_bytes = 2**27

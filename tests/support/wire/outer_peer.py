@@ -92,7 +92,6 @@ class Peer:
             self.node, files, self.events, self.reported.put, announce=lambda: None, trainer=self.trainer
         )
         if self.trainer is not None:
-            assert path is not None
             heads = []
             for module in grid.modules_of_path(path):
                 found = self.do(a.FetchState(self.head0(module), ()))
@@ -121,7 +120,6 @@ class Peer:
         return {**self.outer.handlers(), **self.outer.model_handlers()}[type(action)](action)
 
     def publish(self, round_index=0, steps=2, module=MODULE):
-        assert self.trainer is not None
         for _ in range(steps):
             self.trainer.inner_step()
         held = self.node.held.get(module)
@@ -162,5 +160,4 @@ class Peer:
             workers.submit(lambda: None).result(WAIT_S)
 
     def local(self, module=MODULE):
-        assert self.trainer is not None
         return gather_module(self.trainer.model, self.grid, module)
