@@ -25,6 +25,7 @@ from dipaco.peer import peer_command
 from dipaco.peer.peer_settings import default_cache_folder
 from support.programs.commands import SCRIPTS as COMMANDS
 from support.programs.commands import commands, parsers
+from support.programs.processes import ran
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden" / "command_line.txt"
@@ -130,15 +131,8 @@ class Answers:
         lines += ENDING
         asked = [(COMMANDS[line.split()[0]], line.split()[1:], 100) for line in lines]
         asked += [(COMMANDS["dipaco-peer"], page.split()[1:], 80) for page in PAGES]
-        done = subprocess.run(
-            [sys.executable, "-c", ANSWER],
-            input=json.dumps(asked),
-            env={**os.environ, "XDG_CACHE_HOME": "/var/cache"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=True,
-        )
+        environment = {**os.environ, "XDG_CACHE_HOME": "/var/cache"}
+        done = ran(sys.executable, "-c", ANSWER, input=json.dumps(asked), env=environment, check=True)
         said, self.imported = json.loads(done.stdout)
         self.of = dict(zip(lines, said, strict=False))
         self.pages = [out for _, out, _ in said[len(lines) :]]
@@ -256,14 +250,8 @@ def run(settings):
     return 0
 raise SystemExit(Command("dipaco-test", Settings, run, "Test.").main([]))
 """
-    told = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert (told.returncode, told.stdout) == (0, b"Zo\\xeb\n")
+    told = ran(sys.executable, "-c", script, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (told.returncode, told.stdout) == (0, "Zo\\xeb\n")
 
 
 @pytest.mark.parametrize(
@@ -299,10 +287,8 @@ def run(settings):
 raise SystemExit(Command("dipaco-test", ComputeSettings, run, "Test.").main(["--threads", "1"]))
 """
     environment = {key: value for key, value in os.environ.items() if "_NUM_THREADS" not in key}
-    told = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, timeout=120, check=False
-    )
-    assert (told.returncode, told.stdout) == (0, b"1\n")
+    told = ran(sys.executable, "-c", script, env=environment)
+    assert (told.returncode, told.stdout) == (0, "1\n")
 
 
 def test_ctrl_c_ends_a_command_that_is_importing_something_which_catches_everything(tmp_path):
@@ -348,8 +334,7 @@ def test_the_end_of_a_command_does_not_look_through_all_objects():
         "from dipaco.simulator import simulate_command\n"
         "simulate_command.main(['no-such-run'])"
     )
-    words = [sys.executable, "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    done = ran(sys.executable, "-c", program)
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -25,8 +25,6 @@ held:
 One bootstrap node serves all tests; nothing that fails here may leave a trace in its swarm.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -38,7 +36,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,10 +46,11 @@ from dipaco.peer import training_peer
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION, ShardIndex
 from dipaco.routing.run_folder import RunFolder
+from support.programs.processes import is_running
 from support.runs.tiny_run import make_tiny_run, sign_tiny_run
 from support.swarms.swarm import BIN, ENVIRONMENT, LOOPBACK, Member, Swarm
 from support.swarms.swarm import command as run_command
-from support.wire.dht_pair import wait_until
+from support.waiting import wait_until
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 # A warning that says what was refused, and from whom, may stand before the error.
@@ -62,23 +60,14 @@ LIMIT_S = 200.0
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tiny"
 
 
-@dataclass
-class Scene:
-    """The one swarm, and a folder for caches."""
-
-    swarm: Swarm
-    bootstrap: Member
-    run: RunFolder
-    folder: Path
-
-
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
+    """The one swarm, and a folder for caches."""
     folder = tmp_path_factory.mktemp("errors")
     run = make_tiny_run(folder / "run", name="sound", start_s=time.time(), duration_s=3600.0,
                         inner_steps=0)  # fmt: skip
     with Swarm(folder, run) as swarm:
-        yield Scene(swarm, swarm.start_bootstrap(), run, folder)
+        yield SimpleNamespace(swarm=swarm, bootstrap=swarm.start_bootstrap(), run=run, folder=folder)
 
 
 class Command:
@@ -251,7 +240,7 @@ def test_ctrl_c_while_joining_ends_at_once(tmp_path):
         dialled.close()
     assert (command.popen.returncode, stderr) == (130, "")
     assert "stopped before the swarm was joined" in stdout
-    _gone(family)
+    wait_until(lambda: not any(map(is_running, family)))
 
 
 @pytest.mark.parametrize("is_joined", [True, False])
@@ -279,21 +268,6 @@ def test_leaving_has_ten_seconds_whatever_hangs(monkeypatch, is_joined):
     limit_s = training_peer.LEAVE_LIMIT_S if is_joined else training_peer.GIVE_UP_LIMIT_S
     assert timers == [(limit_s, training_peer._exit_at_once)]
     assert limit_s < 10.0
-
-
-def _gone(processes, timeout_s=60.0):
-    """Wait until none of the processes is alive; zombies count as dead."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        alive = []
-        for pid in processes:
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                alive += [] if state in "ZX" else [pid]
-        if not alive:
-            return
-        assert time.monotonic() < deadline, f"left behind: {alive}"
-        time.sleep(0.1)
 
 
 # -- with the swarm
@@ -341,7 +315,7 @@ def test_a_clock_somewhat_wrong_is_corrected_and_ctrl_c_twice_exits_at_once(scen
     member.interrupt()
     assert member.popen.wait(LIMIT_S) == 130
     assert "Traceback" not in member.output.read_text()
-    _gone(family)
+    wait_until(lambda: not any(map(is_running, family)))
 
 
 def test_a_full_disk(tmp_path, scene):

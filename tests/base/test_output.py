@@ -4,13 +4,13 @@ import io
 import os
 import pty
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 
 from dipaco.base import output
+from support.programs.processes import ran
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
 
@@ -19,14 +19,7 @@ SAYS_A_LINE = f"{BIN / 'dipaco-peer'} pause --cache-dir"
 
 
 def shell(line):
-    return subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {line}"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return ran("bash", "-c", f"set -o pipefail; {line}", env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize(

@@ -5,44 +5,38 @@ import io
 from rich.console import Console
 
 from dipaco.base.progress import LINE_EVERY_S, StageProgress, bar_or_lines, each, seldom
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
+from support.waiting import HandClock
 
 
 def test_lines_come_seldom_and_say_how_long_it_goes_on():
-    clock, said = Clock(), []
+    clock, said = HandClock(), []
     stage = StageProgress("fetching", said.append, now=clock)
     stage.update(40, 100)
-    clock.now_s += LINE_EVERY_S - 1
+    clock.s += LINE_EVERY_S - 1
     stage.update(45, 100)
     assert said == []
-    clock.now_s += 1
+    clock.s += 1
     stage.update(60, 100, "(a note)")
     stage.update(61, 100)
     # What was there at the beginning does not count: 20 in 10 s.
     assert said == ["fetching: 60 of 100 (a note), about 20 s more"]
-    clock.now_s += LINE_EVERY_S
+    clock.s += LINE_EVERY_S
     stage.update(61, None)
     assert said[1:] == ["fetching: 61"]
 
 
 def test_each_says_which_of_how_many_and_how_long_it_goes_on():
-    clock, said = Clock(), []
+    clock, said = HandClock(), []
     for _ in each("abc", said.append, lambda item: f"does {item}", now=clock):
-        clock.now_s += 300
+        clock.s += 300
     assert said == ["does a (1 of 3)", "does b (2 of 3, about 10 min more)", "does c (3 of 3, about 5 min more)"]
 
 
 def test_where_nobody_watches_what_is_quick_says_nothing():
-    clock, said = Clock(), []
+    clock, said = HandClock(), []
     say = seldom(said.append, now=clock)
     say("one")
-    clock.now_s += LINE_EVERY_S
+    clock.s += LINE_EVERY_S
     say("two")
     say("three")
     assert said == ["two"]

@@ -8,15 +8,7 @@ import pytest
 from dipaco.base import token_bucket
 from dipaco.base.token_bucket import REMEMBERED_OWNERS, Budget, Line, Rate, Rates, TokenBuckets
 from dipaco.peer.owner.uplink import Uplink
-
-
-class Clock:
-    """A clock that a test sets."""
-
-    s = 100.0
-
-    def __call__(self):
-        return self.s
+from support.waiting import HandClock
 
 
 def run(coroutine):
@@ -24,7 +16,7 @@ def run(coroutine):
 
 
 def test_a_bucket_gives_a_burst_and_then_its_rate():
-    clock = Clock()
+    clock = HandClock()
     buckets = TokenBuckets(Rate(1000.0, 100.0), clock)
     assert buckets.take("a", 1000) == 0.0
     assert buckets.take("a", 100) == pytest.approx(1.0)
@@ -96,7 +88,7 @@ def test_a_class_has_so_much_together_and_who_has_used_least_goes_first():
 
 
 def test_the_line_of_the_owner_is_shared_in_pieces(monkeypatch):
-    clock = Clock()
+    clock = HandClock()
 
     async def sleep(seconds):
         clock.s += seconds

@@ -13,7 +13,8 @@ from dipaco.protocol.admission import Gate
 from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.revocations import sign_revocations
-from support.wire.dht_pair import GRID, paths_of, peer_record, start_node, wait_until
+from support.waiting import wait_until
+from support.wire.dht_pair import GRID, paths_of, peer_record, start_node
 from support.wire.peers import RUN, key, peer
 
 OPERATOR = key(1000)

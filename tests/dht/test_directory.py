@@ -18,8 +18,9 @@ from dipaco.protocol.manifest import load_or_create_operator_key, operator_finge
 from dipaco.protocol.record_keys import record_key, record_subkey
 from dipaco.protocol.records import BlobRecord, HeldState, ModuleRecord, ProgressEntry, ProgressRecord
 from support.runs.make_plan import make_plan
+from support.waiting import wait_until
 from support.wire import dht_pair
-from support.wire.dht_pair import GRID, PLAN, node_pair, paths_of, peer_record, start_node, view_by, wait_until
+from support.wire.dht_pair import GRID, PLAN, node_pair, paths_of, peer_record, start_node, view_by
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LIFE_S = 60.0

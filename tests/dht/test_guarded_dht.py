@@ -22,7 +22,8 @@ from dipaco.dht.dht_node import visible_addresses
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.peer.exchange.streams.loop_thread import LoopThread
 from dipaco.protocol.identity import load_or_create_identity
-from support.wire.dht_pair import LOOPBACK, wait_until
+from support.waiting import wait_until
+from support.wire.dht_pair import LOOPBACK
 
 pytestmark = pytest.mark.p2pd
 

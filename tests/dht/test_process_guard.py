@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from support.wire.dht_pair import LOOPBACK, wait_until
+from support.programs.processes import is_running
+from support.waiting import wait_until
+from support.wire.dht_pair import LOOPBACK
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="only Linux ends children with their parent"
@@ -24,14 +26,6 @@ print(dht.pid, flush=True)
 sys.stdin.read()
 dht.shutdown()
 """
-
-
-def is_running(pid):
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"  # A dead process may wait for somebody to reap it.
 
 
 def children(pid):

@@ -27,6 +27,7 @@ from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.manifest import operator_fingerprint, sign_manifest
 from dipaco.protocol.record_keys import MANIFESTS_KEY, record_key, record_subkey
 from support.runs.make_plan import make_plan
+from support.waiting import HandClock
 from support.wire.dht_pair import RUN_ID, peer_record
 from support.wire.exchanges import OPERATOR
 from support.wire.peers import OpenGate, key
@@ -44,13 +45,6 @@ KEY_SIZE = 32
 @pytest.fixture(autouse=True)
 def small_quotas(monkeypatch):
     monkeypatch.setattr(quotas, "KEY_RECORDS", KEY_SIZE)
-
-
-class Clock:
-    now = NOW
-
-    def __call__(self):
-        return self.now
 
 
 def owner(number):
@@ -79,7 +73,7 @@ def owners(records, kind, item):
 
 @pytest.fixture
 def records():
-    held = HeldRecords(Clock())
+    held = HeldRecords(HandClock(NOW))
     held.serve(RUN)
     return held
 
@@ -96,7 +90,7 @@ def test_only_what_belongs_to_a_served_run_is_stored(records):
 
 
 def test_before_the_run_is_known_nothing_of_a_run_is_stored():
-    records = HeldRecords(Clock())
+    records = HeldRecords(HandClock(NOW))
     assert not store(records, "peers", "0", 1)
     records.serve(RUN)
     assert store(records, "peers", "0", 1)
@@ -143,7 +137,7 @@ def test_who_contributed_has_room_also_where_a_kind_is_full(records, monkeypatch
 
 def test_a_goodbye_keeps_no_place_for_who_has_left():
     """It stands there for up to 40 minutes, and everybody reads it again and again."""
-    clock, invitation = Clock(), make_invitation(Terms(RUN_ID, 1, 0), OPERATOR)
+    clock, invitation = HandClock(NOW), make_invitation(Terms(RUN_ID, 1, 0), OPERATOR)
     gate = Gate(RUN_ID, raw_public_key(OPERATOR), now=clock)
     records = HeldRecords(clock)
     records.serve(KnownRun(RUN_ID, MODULES, 2, gate))
@@ -153,13 +147,13 @@ def test_a_goodbye_keeps_no_place_for_who_has_left():
         value = {"admission": invitation.admit(public_key, NOW), "state": state}
         place, subkey = (record_key("peers", RUN_ID, "0"), record_subkey("peers", RUN_ID, "0", public_key))
         data = MSGPackSerializer.dumps(value) + bytes(64)
-        return records.store_subkey(DHTID.generate(place), subkey, data, clock.now + 2000)
+        return records.store_subkey(DHTID.generate(place), subkey, data, clock.s + 2000)
 
     assert say(1, "training")
-    clock.now += AWAY_S - 1
+    clock.s += AWAY_S - 1
     assert say(1, "leaving")
     assert not say(2, "training")
-    clock.now += 2
+    clock.s += 2
     assert say(2, "training")
 
 
@@ -179,9 +173,9 @@ def test_bytes_count_and_expired_records_make_room(records, monkeypatch):
     assert taken == [True, True, True, False, False]
     # A record that grows is counted anew.
     assert not store(records, "progress", "0", 1, value=larger, expires_s=NOW + 61)
-    clock.now = NOW + 100
+    clock.s = NOW + 100
     assert records.record_count == 3
-    assert store(records, "progress", "0", 9, value=large, expires_s=clock.now + 9)
+    assert store(records, "progress", "0", 9, value=large, expires_s=clock.s + 9)
     assert owners(records, "progress", "0") == [9]
     assert records.record_count == 1
     assert not records._of_owner.keys() - {(owner(9), "progress")}
@@ -213,7 +207,7 @@ def test_a_reader_cannot_change_what_is_stored(records):
 
 
 def test_junk_runs_leave_room_for_the_run_that_is_served():
-    records, key, junk = HeldRecords(Clock()), *(Ed25519PrivateKey.generate() for _ in range(2))
+    records, key, junk = HeldRecords(HandClock(NOW)), *(Ed25519PrivateKey.generate() for _ in range(2))
 
     def announce(number, signer, expires_s=NOW + 60):
         plan = make_plan(seed=number)
@@ -336,7 +330,7 @@ def test_a_long_answer_is_paid_for_before_it_is_put_together():
     """One request of some bytes can ask for a megabyte."""
     node, late = Node(), time.time() + 60
     node.asker = Asker(STRANGER, "10.0.0.0/24")
-    node.metering._large = Budget(DHT_LARGE, Clock())
+    node.metering._large = Budget(DHT_LARGE, HandClock(NOW))
     value = MSGPackSerializer.dumps({"admission": bytes(24_500)}) + bytes(64)
     for number in range(32):
         assert store(node.storage, "progress", "0", number, value=value, expires_s=late)

@@ -1,6 +1,5 @@
 """`dipaco-peer --check`: what it looks at, what it says of it, and which remedy it names."""
 
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from dipaco.peer.check.fits import MemoryNeed
 from dipaco.peer.check.this_machine import Gpu, Memory
 from dipaco.peer.peer_settings import PeerSettings
 from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import BIN, ENVIRONMENT, LIMIT_S, Swarm
+from support.swarms.swarm import Swarm, command
 
 GIB = 2**30
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeer"
@@ -331,14 +330,7 @@ def test_the_command_beside_a_served_run(tmp_path):
     with Swarm(tmp_path, run) as swarm:
         address = swarm.start_bootstrap().address()
         cache = tmp_path / "cache"
-        done = subprocess.run(
-            [str(BIN / "dipaco-peer"), address, "--check", "--device", "cpu", "--cache-dir", str(cache)],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
+        done = command("dipaco-peer", address, "--check", "--device", "cpu", "--cache-dir", cache)
     assert done.stderr == ""
     first, *lines, last = done.stdout.splitlines()
     assert first == "looking at this machine"

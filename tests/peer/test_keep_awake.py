@@ -3,11 +3,11 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from dipaco.peer.owner.keep_awake import KeepAwake
+from support.waiting import wait_until
 
 # Stands for systemd-inhibit: runs its last word, and writes down from when to when.
 INHIBIT = """#!/bin/bash
@@ -26,10 +26,7 @@ def install(folder, monkeypatch, text):
 
 
 def wait_for_lines(log, lines):
-    until_s = time.monotonic() + LIMIT_S
-    while not log.exists() or log.read_text().splitlines() != lines:
-        assert time.monotonic() < until_s, log.read_text() if log.exists() else "nothing"
-        time.sleep(0.02)
+    wait_until(lambda: log.exists() and log.read_text().splitlines() == lines, LIMIT_S)
 
 
 def test_the_lock_is_held_while_a_peer_trains(tmp_path, monkeypatch):

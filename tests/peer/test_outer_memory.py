@@ -1,14 +1,14 @@
 """An outer round takes the memory that `plan` says, and gives it back."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.programs.processes import ran
+
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "outer_round.py"
-LIMIT_S = 300.0
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -20,14 +20,8 @@ def test_the_peak_of_an_outer_round_in_bytes_a_parameter(levels):
     """
     options = {"codecs": "int4", "members": 4, "millions": 10, "rounds": 2, "levels": levels}
     flags = [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARK), "--json", "--phases", *flags],
-        env={"PYTHONPATH": str(BENCHMARK.parent.parent / "tests"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=True,
-    )
+    environment = {"PYTHONPATH": str(BENCHMARK.parent.parent / "tests"), "OMP_NUM_THREADS": "1"}
+    done = ran(sys.executable, BENCHMARK, "--json", "--phases", *flags, env=environment, check=True)
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     found = {(row["of"], row["figure"]): row["value"] for row in rows}
     last, told = f"1 L{levels - 1}.E0 ", "bytes (most, left, files)"

@@ -1,7 +1,6 @@
 """The refresher: what it says of this peer, whom it calls, and what it does without the DHT."""
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -31,6 +30,7 @@ from support.swarms.fake_swarm import (
     peer_id,
     peer_record,
 )
+from support.waiting import wait_until
 
 OTHER = peer_id(1)
 
@@ -194,10 +194,7 @@ def test_with_fixed_steps_every_change_is_a_reason_to_read(tmp_path):
         reads = peer.directory.reads
         peer.status.round_index = round_index
         peer.refresher.announce()
-        deadline = time.monotonic() + 15.0
-        while peer.directory.reads == reads:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda before=reads: peer.directory.reads != before)
     peer.refresher.stop(withdraw=False)
 
 

@@ -3,7 +3,6 @@
 import configparser
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.peer import peer_command, service_unit
 from dipaco.peer.node.given_address import keep_addresses, kept_addresses
 from dipaco.peer.service_unit import FLAG, install_service, unit
+from support.programs.processes import ran
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESS = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
@@ -79,9 +79,7 @@ def test_systemd_reads_the_unit(tmp_path):
     words = ["/bin/true", "50%", "$HOME", 'a "b" c', "back\\slash", "", "it's; so"]
     file = tmp_path / "dipaco-peer.service"
     file.write_text(unit(words, {"XDG_CACHE_HOME": "/a b/50%"}, tmp_path))
-    done = subprocess.run(
-        [analyze, "verify", "--man=no", str(file)], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = ran(analyze, "verify", "--man=no", file)
     complaints = [line for line in done.stderr.splitlines() if "dipaco-peer" in line]
     assert complaints == []
     [start] = re.findall(r"^ExecStart=(.*)$", file.read_text(), re.M)

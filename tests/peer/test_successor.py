@@ -1,7 +1,6 @@
 """Getting ready for a successor: nobody moves to a run that is not at hand."""
 
 import logging
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from dipaco.peer.shell.successor import SuccessorWatch
 from dipaco.protocol.manifest import sign_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION
 from support.runs.operators import KEY, STRANGER, manifest
+from support.waiting import wait_until
 
 FIRST = manifest(1, 100.0)
 SECOND = manifest(2, 200.0, FIRST.plan.run_id)
@@ -70,13 +70,6 @@ def watch_of(node, events, **options):
     return SuccessorWatch(node, log, Background(), **options)
 
 
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_it_goes_straight_to_the_newest_run():
     node, events = StandIn(FIRST, {"is there": True}), []
     watch = watch_of(node, events)
@@ -86,7 +79,7 @@ def test_it_goes_straight_to_the_newest_run():
     listing.manifests = [THIRD, FIRST, SECOND, manifest(9, 900.0, FIRST.plan.run_id, STRANGER)]
     watch.read(listing)
     watch.read(listing)
-    until(lambda: "ready" in [event["state"] for event in events])
+    wait_until(lambda: "ready" in [event["state"] for event in events])
     taken = watch.take()
     assert taken.manifest == THIRD
     assert not taken.released
@@ -102,14 +95,14 @@ def test_a_run_without_content_moves_nobody_and_a_newer_one_takes_its_place(capl
     watch = watch_of(node, events)
     listing = Listing(FIRST, SECOND)
     watch.read(listing)
-    until(lambda: len(node.opened) > 3)
+    wait_until(lambda: len(node.opened) > 3)
     assert watch.take() is None
     assert not any(other.is_loaded for other in node.opened)
     assert len(caplog.messages) == 1, "it is tried again without a word"
     listing.manifests.append(THIRD)
     watch.read(listing)
     content["is there"] = True
-    until(lambda: "ready" in [event["state"] for event in events])
+    wait_until(lambda: "ready" in [event["state"] for event in events])
     kept = node.opened[-1]
     assert kept.manifest == THIRD
     assert all(other.released for other in node.opened if other is not kept)

@@ -25,6 +25,7 @@ from dipaco.base.errors import ConfigurationError  # noqa: E402
 from dipaco.modules.transformer import PathModel  # noqa: E402
 from dipaco.protocol.config import ModelConfig  # noqa: E402
 from dipaco.routing.tokens.token_files import scoring_windows  # noqa: E402
+from support.programs.processes import ran  # noqa: E402
 
 MODEL = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
 # Lets a process become every kind of hostile peer at once, and has it publish garbage.
@@ -63,14 +64,8 @@ print(json.dumps(said))
 
 
 def run_python(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**common.one_thread(), "PYTHONPATH": f"{FOLDER}:{FOLDER.parent / 'tests'}", **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    own = {**common.one_thread(), "PYTHONPATH": f"{FOLDER}:{FOLDER.parent / 'tests'}", **environment}
+    return ran(sys.executable, *arguments, env=own)
 
 
 @pytest.fixture(scope="module")

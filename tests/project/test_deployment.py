@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 from dipaco.bootstrap import bootstrap_command
 from dipaco.peer import peer_command
 from support.programs.commands import ROOT, options_of, parsers
+from support.programs.processes import ran
 
 # dipaco/ has a link to each room.
 DEPLOY = ROOT / "examples" / "deploy"
@@ -77,9 +78,7 @@ def test_the_archives_hold_everything(tmp_path):
 
 def _build(tree, kind, out):
     program = f"import setuptools.build_meta as b; b.build_{kind}({str(out)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tree, capture_output=True, text=True, check=False, timeout=300
-    )
+    done = ran(sys.executable, "-c", program, cwd=tree)
     assert done.returncode == 0, done.stderr
 
 

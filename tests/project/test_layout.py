@@ -1,11 +1,12 @@
 """Which room may import which (design 3, layout), and what a room has."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from support.programs.processes import ran
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "dipaco"
@@ -22,9 +23,7 @@ def test_who_may_import_whom():
     program = (
         "from importlinter.cli import lint_imports\nraise SystemExit(lint_imports('pyproject.toml', no_cache=True))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
+    done = ran(sys.executable, "-c", program, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -35,7 +34,7 @@ def loaded_by(names, wanted):
         f"for name in {names!r}: importlib.import_module(name)\n"
         f"print([name for name in {wanted!r} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=280, check=False)
+    done = ran(sys.executable, "-c", program)
     assert done.stderr == ""
     return done.stdout.strip()
 

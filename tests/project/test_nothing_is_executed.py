@@ -6,67 +6,25 @@ listed, each with its reason.
 """
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.programs.processes import ran
+
 PACKAGE = Path(__file__).parents[2] / "dipaco"
-FOLDERS = (
-    "base",
-    "protocol",
-    "modules",
-    "routing",
-    "training",
-    "dht",
-    "peer",
-    "status",
-    "bootstrap",
-    "inference",
-    "simulator",
-)
 # Modules that run what the bytes say that they read, or that start programs.
 FORBIDDEN_MODULES = {
-    "cPickle",
-    "cloudpickle",
-    "code",
-    "codeop",
-    "commands",
-    "copyreg",
-    "dill",
-    "imp",
-    "jinja2",
-    "joblib",
-    "jsonpickle",
-    "marshal",
-    "multiprocessing.reduction",
-    "os.popen",
-    "os.system",
-    "pdb",
-    "pickle",
-    "pickletools",
-    "pty",
-    "runpy",
-    "shelve",
-    "subprocess",
-    "xmlrpc",
-    "yaml",
-}
+    "cPickle", "cloudpickle", "code", "codeop", "commands", "copyreg", "dill", "imp", "jinja2", "joblib", "jsonpickle",
+    "marshal", "multiprocessing.reduction", "os.popen", "os.system", "pdb", "pickle", "pickletools", "pty", "runpy",
+    "shelve", "subprocess", "xmlrpc", "yaml",
+}  # fmt: skip
 # Names that run code or programs, by whatever way they are reached.
 FORBIDDEN_CALLS = {
-    "__import__",
-    "eval",
-    "exec",
-    "execl",
-    "execv",
-    "execve",
-    "execvp",
-    "fork_exec",
-    "import_module",
-    "posix_spawn",
+    "__import__", "eval", "exec", "execl", "execv", "execve", "execvp", "fork_exec", "import_module", "posix_spawn",
     "spec_from_file_location",
-}
+}  # fmt: skip
 FORBIDDEN_OF_OS = {"popen", "system"}
 # `x.eval()` of a model sets its mode, `re.compile` and `torch.compile` are others than the
 # built-in ones: these names are refused only when they stand alone.
@@ -166,12 +124,7 @@ def findings(file):
 
 
 def _all_findings():
-    return {
-        (str(file.relative_to(PACKAGE)), what)
-        for folder in FOLDERS
-        for file in sorted((PACKAGE / folder).rglob("*.py"))
-        for what in findings(file)
-    }
+    return {(str(file.relative_to(PACKAGE)), what) for file in sorted(PACKAGE.rglob("*.py")) for what in findings(file)}
 
 
 def test_no_code_of_a_peer_unpickles_or_executes():
@@ -249,5 +202,5 @@ def test_no_unused_handler_of_hivemind_is_served():
         "        kind._collect_rpc_handlers()\n"
         "        print(*(handler.method_name for handler in kind._rpc_handlers))\n"
     )
-    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
+    answer = ran(sys.executable, "-c", script, check=True)
     assert not answer.stdout.split(), "peers talk over streams of their own framing"

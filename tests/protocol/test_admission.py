@@ -32,6 +32,7 @@ from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import record_key, record_subkey
 from dipaco.protocol.revocations import read_revocations, sign_revocations
 from support.runs.make_plan import make_plan
+from support.waiting import HandClock
 from support.wire.peers import RUN, identity, key, peer
 
 OPERATOR, STRANGER = key(1000), key(1001)
@@ -146,13 +147,6 @@ def test_any_changed_byte_is_refused(gate):
             gate.check(peer(0), bad)
 
 
-class Time:
-    s = NOW_S
-
-    def __call__(self):
-        return self.s
-
-
 def gate_at(clock):
     return Gate(RUN, raw_public_key(OPERATOR), now=clock)
 
@@ -175,7 +169,7 @@ def test_of_an_invitation_so_many_count_as_it_is_for_and_those_that_were_seen_fi
 
 def test_four_keys_have_no_more_places_than_one_and_take_none_from_who_is_there():
     """In an open run too, somebody who makes many keys does not keep newcomers out."""
-    clock = Time()
+    clock = HandClock(NOW_S)
     gate = gate_at(clock)
     assert let_in(gate, *range(100)) == [0, 1]
     clock.s += AWAY_S / 2
@@ -186,7 +180,7 @@ def test_four_keys_have_no_more_places_than_one_and_take_none_from_who_is_there(
 
 
 def test_a_place_is_free_when_its_peer_was_not_seen_for_a_quarter_of_an_hour():
-    clock = Time()
+    clock = HandClock(NOW_S)
     gate, single = gate_at(clock), make_invitation(Terms(RUN, 1, 0), OPERATOR)
     gate.check(peer(0), admission(0, single))
     clock.s += 900.0
@@ -210,7 +204,7 @@ def test_an_invitation_is_for_one_to_ten_thousand_peers(gate, places, is_good):
 
 def test_what_outlasts_a_peer_keeps_no_place_for_it():
     """How far paths are stands in the DHT for a day: a volunteer who lost a key need not wait."""
-    clock = Time()
+    clock = HandClock(NOW_S)
     single = make_invitation(Terms(RUN, 1, 0), OPERATOR)
     gate, own = gate_at(clock), gate_at(clock)
     old, new = (peer(0), admission(0, single)), (peer(1), admission(1, single))
@@ -229,7 +223,7 @@ def test_what_outlasts_a_peer_keeps_no_place_for_it():
 
 def test_a_record_that_nobody_has_signed_keeps_no_place_for_who_has_gone():
     """Admissions are public: before its signature is checked, a record may be of anybody."""
-    clock = Time()
+    clock = HandClock(NOW_S)
     single = make_invitation(Terms(RUN, 1, 0), OPERATOR)
     gate = gate_at(clock)
     held = HeldRecords(clock)
@@ -262,7 +256,7 @@ def test_rows_in_the_chain_come_before_who_was_seen_first(gate):
 
 def test_rows_of_rounds_after_the_end_of_an_invitation_give_no_place():
     brief = make_invitation(Terms(RUN, 2, int(NOW_S) + 450), OPERATOR)
-    gate = Gate(RUN, raw_public_key(OPERATOR), start_s=NOW_S, round_s=100.0, now=Time())
+    gate = Gate(RUN, raw_public_key(OPERATOR), start_s=NOW_S, round_s=100.0, now=HandClock(NOW_S))
     for number in (0, 1):
         gate.check(peer(number), admission(number, brief))
     gate.verify(peer(2), admission(2, brief))
@@ -273,7 +267,7 @@ def test_rows_of_rounds_after_the_end_of_an_invitation_give_no_place():
 
 
 def test_who_came_later_than_there_are_places_is_told_and_who_was_here_goes_on():
-    first, late = gate_at(Time()), gate_at(Time())
+    first, late = gate_at(HandClock(NOW_S)), gate_at(HandClock(NOW_S))
     seen = {peer(number) for number in range(3)}
     assert first.counted_of((), (peer(0), admission(0))) == {peer(0)}
     let_in(first, 1, 2)
@@ -289,7 +283,7 @@ def test_who_came_later_than_there_are_places_is_told_and_who_was_here_goes_on()
 
 def test_memory_for_admissions_is_bounded(monkeypatch):
     monkeypatch.setattr(admission_module, "MAX_VERIFIED", 8)
-    gate = gate_at(Time())
+    gate = gate_at(HandClock(NOW_S))
     for number in range(20):
         gate.verify(peer(number), admission(number))
     assert len(gate._verified) == 8
@@ -300,7 +294,7 @@ def test_memory_for_admissions_is_bounded(monkeypatch):
 def test_identities_without_a_place_make_nobody_forgotten_who_has_one(monkeypatch):
     """With one invitation somebody can admit as many keys as there are."""
     monkeypatch.setattr(admission_module, "MAX_VERIFIED", 8)
-    gate = gate_at(Time())
+    gate = gate_at(HandClock(NOW_S))
     assert let_in(gate, 0, 1) == [0, 1]
     for number in range(2, 50):
         gate.verify(peer(number), admission(number))

@@ -22,16 +22,10 @@ from dipaco.protocol.allowances import (
     Asker,
     origin_of,
 )
+from support.waiting import HandClock
 
 KIB, MIB = 1024, 1024**2
 ROOT = Path(__file__).parents[2]
-
-
-class Clock:
-    s = 0.0
-
-    def __call__(self):
-        return self.s
 
 
 def may_use(budget, standing, owner, count):
@@ -55,7 +49,7 @@ EACH = [
 
 @pytest.mark.parametrize(("rates", "standing", "at_once", "a_second"), EACH)
 def test_one_asker_may_use_so_much_at_once_and_so_much_a_second(rates, standing, at_once, a_second):
-    clock = Clock()
+    clock = HandClock()
     budget = Budget(rates, clock)
     assert not may_use(budget, standing, "a", at_once + a_second)
     assert may_use(budget, standing, "a", at_once)
@@ -79,7 +73,7 @@ TOGETHER = [
 
 @pytest.mark.parametrize(("rates", "standing", "at_once", "a_second"), TOGETHER)
 def test_all_of_a_standing_may_use_so_much_together(rates, standing, at_once, a_second):
-    clock = Clock()
+    clock = HandClock()
     budget = Budget(rates, clock)
     assert all(may_use(budget, standing, f"s{number}", at_once / 16) for number in range(16))
     assert not may_use(budget, standing, "new", a_second)
@@ -121,7 +115,7 @@ def test_a_stranger_counts_by_the_prefix_of_its_address(address, origin):
     ],
 )
 def test_so_many_places_are_for_one_asker_and_for_all(bounds, standing, each, together):
-    one, many = Places(bounds, monotonic=Clock()), Places(bounds, monotonic=Clock())
+    one, many = Places(bounds, monotonic=HandClock()), Places(bounds, monotonic=HandClock())
     found = [one.take(Asker(standing, "a"), lambda: None) is not None for _ in range(each + 1)]
     assert found == [True] * each + [False]
     taken = [many.take(Asker(standing, f"p{number}"), lambda: None) for number in range(together + 1)]
@@ -151,7 +145,7 @@ def test_the_page_has_the_same_numbers(limits):
 
 def test_one_prefix_that_takes_all_it_may_leaves_long_answers_to_others():
     """Such an answer is given only where there is enough: readers of a large swarm were kept out for nothing."""
-    clock = Clock()
+    clock = HandClock()
     budget = Budget(DHT_LARGE, clock)
     answered = 0
     for _ in range(20):

@@ -21,6 +21,7 @@ from dipaco.protocol.identity import (
     public_key_of_peer_id,
     take_lock,
 )
+from support.programs.processes import ran
 
 BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 # From the specification of peer ids by libp2p, where the keys stand as protobuf in hexadecimal.
@@ -62,10 +63,7 @@ def test_p2pd_takes_the_identity_and_hivemind_makes_no_key_of_its_own(tmp_path):
         "assert RSAPrivateKey._process_wide_key is None\n"
         "node.close()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = ran(sys.executable, "-c", program, tmp_path, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
 
 

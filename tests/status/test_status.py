@@ -2,11 +2,7 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,10 +17,9 @@ from dipaco.status.screen import problem_lines
 from dipaco.status.summary import with_what_was_known
 from support.runs.make_plan import make_plan
 from support.swarms.big_swarm import status_at
+from support.swarms.swarm import command
 from support.swarms.swarm_views import healthy_swarm, peer_name, plan_of
 from support.wire.dht_pair import start_node
-
-COMMAND = Path(sys.executable).parent / "dipaco-status"
 
 
 @pytest.fixture
@@ -109,17 +104,6 @@ def test_a_run_that_everybody_left_for_its_successor_is_finished(records):
 # -- the command
 
 
-def status(*arguments):
-    return subprocess.run(
-        [str(COMMAND), *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
 def test_the_command_on_a_real_swarm(tmp_path, records):
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     plan = opened(make_plan(name="live", start_s=time.time() - 650.0), key)
@@ -127,7 +111,7 @@ def test_the_command_on_a_real_swarm(tmp_path, records):
     try:
         manifest = verify_manifest(sign_manifest(plan, key))
         node.directory.publish_manifest(manifest.envelope, 600.0)
-        asked = status("--initial-peers", node.address, "--json")
+        asked = command("dipaco-status", "--initial-peers", node.address, "--json")
         found = json.loads(asked.stdout)
         assert (asked.returncode, found["healthy"], found["peers"]) == (1, False, [])
         assert found["run"]["id"] == plan.run_id
@@ -137,7 +121,7 @@ def test_the_command_on_a_real_swarm(tmp_path, records):
         # Without an admission nobody is seen.
         node.directory.admission = None
         node.directory.publish("peers", "0", peer, 300.0)
-        asked = status("--initial-peers", node.address, "--json")
+        asked = command("dipaco-status", "--initial-peers", node.address, "--json")
         assert json.loads(asked.stdout)["peers"] == []
         assert "no admission" in asked.stderr
 
@@ -146,19 +130,19 @@ def test_the_command_on_a_real_swarm(tmp_path, records):
         node.directory.publish("peers", "0", peer, 300.0)
         progress = ProgressRecord(peer_id=me, entries=tuple(records.progress.values()))
         node.directory.publish("progress", "0", progress, 300.0)
-        asked = status("--initial-peers", node.address, "--json", "--run", "live")
+        asked = command("dipaco-status", "--initial-peers", node.address, "--json", "--run", "live")
         found = json.loads(asked.stdout)
         assert asked.stderr == ""
         assert found["paths"][0]["peers"] == [me]
         assert found["peers"][0]["device"] == "cpu x1"
         assert [i["peers"] for i in found["admission"]["invitations"]] == [1]
 
-        shown = status("--initial-peers", node.address)
+        shown = command("dipaco-status", "--initial-peers", node.address)
         assert "run live" in shown.stdout
 
         other = make_plan(name="second", seed=5)
         Directory(node.dht, node.identity, other.run_id).publish_manifest(sign_manifest(other, key), 600.0)
-        asked = status("--initial-peers", node.address)
+        asked = command("dipaco-status", "--initial-peers", node.address)
         assert asked.returncode == 5
         assert asked.stderr.startswith("error: this DHT holds several runs")
         assert asked.stderr.count("\n") == 1

@@ -15,6 +15,7 @@ from dipaco.status.history import History
 from dipaco.status.page import PAGE, SwarmPage, application, interval_s, repeated, serve_swarm
 from support.swarms.big_swarm import HOSTILE_NAME, big_records, fork, spoiled_records, status_at
 from support.swarms.swarm_views import plan_of
+from support.waiting import wait_until
 
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw"
 ABOUT = {"peers": 12, "sizes": (2, 2)}
@@ -215,10 +216,7 @@ def served(monkeypatch):
     def serve(application, listening, names):
         found["port"] = listening.getsockname()[1]
         with TestClient(application) as client:
-            deadline = time.monotonic() + 60
-            while not client.get("/api/series").json()["time_s"]:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: client.get("/api/series").json()["time_s"])
             found["status"] = client.get("/api/status").json()["status"]
             found["page"] = client.get("/").text
         listening.close()

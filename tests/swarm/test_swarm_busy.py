@@ -13,7 +13,7 @@ import pytest
 
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import LIMIT_S, Swarm
-from support.wire.dht_pair import wait_until
+from support.waiting import wait_until
 
 SHARED = "L0.E0"
 

@@ -25,7 +25,7 @@ from support.swarms.faults import (
     partial_anchors,
 )
 from support.swarms.swarm import LIMIT_S, Swarm, command
-from support.wire.dht_pair import wait_until
+from support.waiting import wait_until
 
 # The limit of a round: rounds end when everybody is done, and a dead peer's claim expires in it.
 DURATION_S = 20.0

@@ -19,7 +19,9 @@ from dipaco.inference.serve import llama_server
 from dipaco.inference.serve.llama_server import LlamaParameters, LlamaServer, LlamaServerError
 from dipaco.inference.serve_command import ServeSettings
 from dipaco.protocol.config import ModelConfig
-from support.programs.service import lively, trained_run, wait_until
+from support.programs.processes import is_running
+from support.programs.service import lively, trained_run
+from support.waiting import wait_until
 
 # Children of dipaco-serve.
 NAME = b"dipaco.inference.serve.llama_server"
@@ -40,13 +42,6 @@ def servers_of(process):
         except OSError:
             continue  # it has ended meanwhile
     return found
-
-
-def is_running(pid):
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return False
 
 
 @pytest.fixture

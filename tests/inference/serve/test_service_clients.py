@@ -24,9 +24,10 @@ from dipaco.modules.layout import layout_of
 from dipaco.protocol.config import AdaptersConfig
 from dipaco.routing.run_folder import RunFolder
 from support.programs.browser import served
-from support.programs.service import changed, lively, run_with_adapters, service, trained_run, wait_until
+from support.programs.service import changed, lively, run_with_adapters, service, trained_run
 from support.runs.tiny_run import tiny_documents
 from support.swarms.fake_reader import FakeReader
+from support.waiting import wait_until
 
 PROMPTS = [text[:12] for text in tiny_documents(4, 1, 5)]
 # An answer of so many tokens is interrupted here before it ends.

@@ -7,15 +7,9 @@ from dipaco.peer.exchange.contact.known_contributors import (
     MAX_PEERS_OF_MODULE,
     Contributors,
 )
+from support.waiting import HandClock
 from support.wire.exchanges import MODULE, chain_of
 from support.wire.peers import peer
-
-
-class Time:
-    s = 100.0
-
-    def __call__(self):
-        return self.s
 
 
 def of_module(known, module):
@@ -37,7 +31,7 @@ def test_the_last_to_contribute_come_first():
 
 
 def test_who_cannot_be_called_any_more_is_forgotten_and_one_failure_is_none():
-    clock = Time()
+    clock = HandClock()
     known = Contributors(clock)
     known.contributed(peer(0), MODULE, 1)
     for _ in range(50):

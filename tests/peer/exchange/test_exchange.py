@@ -34,6 +34,7 @@ from dipaco.protocol.allowances import Bounds, Standing
 from dipaco.protocol.chain.steps import Head, Step, pack_row
 from dipaco.protocol.member.events import Told
 from dipaco.protocol.revocations import sign_revocations
+from support.waiting import wait_until
 from support.wire.exchanges import (
     GENESIS,
     INVITATION,
@@ -47,7 +48,6 @@ from support.wire.exchanges import (
     meet,
     row_of,
     rows_in,
-    wait_for,
 )
 from support.wire.peers import RUN, peer
 
@@ -84,12 +84,12 @@ def test_what_is_told_is_checked_kept_and_handed_on(peers):
     elsewhere = row_of(0, module="L0.E0", path=0)
     later = Step.of([dataclasses.replace(row_of(0, 3, step.name), signature=bytes(64))])
     one.exchange.tell([other.peer], MODULE, [forged, elsewhere, good], [step, later], keep=True)
-    wait_for(lambda: other.told)
+    wait_until(lambda: other.told)
     # A copy is not to be kept of what is not believed.
     assert other.told == [Told(one.peer, MODULE, (good,), (step,), False)]
     assert rows_in(other.chains, MODULE) == (good,)
     one.exchange.tell([other.peer], MODULE, [], [step], keep=True)
-    wait_for(lambda: len(other.told) == 2)
+    wait_until(lambda: len(other.told) == 2)
     assert other.told[-1] == Told(one.peer, MODULE, (), (step,), True)
 
 
@@ -101,7 +101,7 @@ def test_strangers_and_the_revoked_tell_nothing(peers):
     stranger.chains.note_admissions({one.peer: admission(0)})
     stranger.exchange.tell([other.peer], MODULE, [row_of(0)], [step], keep=True)
     one.exchange.tell([other.peer], MODULE, [row_of(0)])
-    wait_for(lambda: other.told)
+    wait_until(lambda: other.told)
     assert [(told.peer, told.steps) for told in other.told] == [(one.peer, ())]
     other.gate.revoke(sign_revocations(RUN, 1, {INVITATION.id: 0}, OPERATOR))
     one.exchange.tell([other.peer], MODULE, [row_of(0, 1)])
@@ -242,12 +242,12 @@ def test_a_file_that_is_put_is_served_to_who_gathers(peers):
     peers.network.kill(owner.peer)  # nobody can call it
     waiting = gather(mailbox, row)
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
-    wait_for(lambda: waiting.calls == [(row, "", False)])
+    wait_until(lambda: waiting.calls == [(row, "", False)])
     # A peer that is given a file need not be told of its row.
     assert mailbox.told == [Told(owner.peer, row.module, (row,))]
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))  # it has it already
     done = gather(other, row, others=(mailbox.peer,))
-    wait_for(lambda: done.calls == [(row, "", False)])
+    wait_until(lambda: done.calls == [(row, "", False)])
     path = other.files.find(row.file)
     assert path.read_bytes() == file_of(row, CONTENT)
 
@@ -258,17 +258,17 @@ def test_a_row_is_known_although_the_put_of_its_file_breaks_off(peers):
     row = row_of(0, data=CONTENT)
 
     def break_off():
-        wait_for(lambda: owner.exchange.uplink.sent_bytes > 2**17)
+        wait_until(lambda: owner.exchange.uplink.sent_bytes > 2**17)
         peers.network.kill(owner.peer)
 
     breaking = threading.Thread(target=break_off)
     breaking.start()
     assert not owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
     breaking.join()
-    wait_for(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))])
+    wait_until(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))])
     other.files.add(row, (row.mark, CONTENT))
     done = gather(mailbox, row, others=(other.peer,))
-    wait_for(lambda: done.calls == [(row, "", False)])
+    wait_until(lambda: done.calls == [(row, "", False)])
 
 
 def put_request(node, row):
@@ -331,14 +331,14 @@ def test_a_put_is_refused_unless_it_is_the_file_of_an_admitted_peers_own_row(pee
     stranger.chains.note_admissions({owner.peer: admission(0)})
     assert not stranger.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
     # The row is good, and another may have the file.
-    wait_for(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))] * 2)
+    wait_until(lambda: mailbox.told == [Told(owner.peer, row.module, (row,))] * 2)
     # More than one peer may have here.
     large = bytes(2**23 + 1)
     huge = row_of(0, 1, data=large)
     assert not owner.exchange.put(mailbox.peer, huge, file_of(huge, large))
     assert mailbox.told[2:] == [Told(owner.peer, huge.module, (huge,))]
     assert mailbox.files.find(row.file) is None
-    wait_for(lambda: not list(mailbox.files.kept.folder.glob(".put-*")))
+    wait_until(lambda: not list(mailbox.files.kept.folder.glob(".put-*")))
     assert owner.exchange.put(mailbox.peer, row, file_of(row, CONTENT))
 
 
@@ -351,15 +351,15 @@ def test_a_file_that_is_no_contribution_is_refused_and_not_kept(peers):
         raise IntegrityError("it is not finite")
 
     done = gather(one, row, check=refuse)
-    wait_for(lambda: done.calls == [(row, "it is not finite", True)])
+    wait_until(lambda: done.calls == [(row, "it is not finite", True)])
     assert one.files.find(row.file) is None
     longer = dataclasses.replace(row, bytes=row.bytes + 1)
     said, good = gather(one, longer), gather(one, row)
-    wait_for(lambda: said.calls and good.calls)
+    wait_until(lambda: said.calls and good.calls)
     # A row that names another's file, with one byte more, takes nothing from that.
     assert (said.calls[0][2], good.calls[0][1:]) == (True, ("", False))
     missing = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)
-    wait_for(lambda: missing.calls)
+    wait_until(lambda: missing.calls)
     assert not missing.calls[0][2]
 
 
@@ -371,10 +371,10 @@ def test_a_row_that_says_less_of_another_s_file_brings_no_blame_on_its_owner(pee
     owner.files.add(row, (row.mark, CONTENT))
     shorter = row_of(1, file=row.file, bytes=row.bytes - 1)
     said = gather(one, shorter, others=(owner.peer,), timeout_s=1.0)
-    wait_for(lambda: said.calls)
+    wait_until(lambda: said.calls)
     assert said.calls[0][1] != ""
     done = gather(one, row)
-    wait_for(lambda: done.calls == [(row, "", False)])
+    wait_until(lambda: done.calls == [(row, "", False)])
 
 
 # -- hostile ones
@@ -387,7 +387,7 @@ def test_what_came_of_files_that_nobody_sends_whole_does_not_pile_up(peers):
     for number in range(100):
         incoming.partial_path(f"{number:064x}").write_bytes(b"a part")
     done = gather(one, row_of(0, 2, data=b"nowhere"), timeout_s=1.0)
-    wait_for(lambda: done.calls)
+    wait_until(lambda: done.calls)
     assert len(incoming.partial_paths()) < 30
 
 
@@ -411,7 +411,7 @@ def test_an_owner_that_is_silent_to_one_peer_does_not_keep_its_file_from_it(peer
     try:
         assert is_asked.wait(LIMIT_S)
         gather(one, row, others=[other.peer])
-        wait_for(lambda: done.calls == [(row, "", False)])
+        wait_until(lambda: done.calls == [(row, "", False)])
     finally:
         ends.set()
 
@@ -587,14 +587,14 @@ def test_who_is_not_admitted_is_turned_away_by_its_first_bytes(peers, monkeypatc
     rows = [row_of(9, number) for number in range(100)]
     stranger.exchange.tell([other.peer], MODULE, rows, keep=True)
     # It was there: whoever does not know a peer's admission yet is not taken for gone.
-    wait_for(lambda: called == [(other.peer, True)])
+    wait_until(lambda: called == [(other.peer, True)])
     assert read == []
     assert not other.told
     with pytest.raises(NetworkError, match="does not know that this peer is admitted"):
         stranger.exchange.call_back(other.peer, ["/ip4/127.0.0.1/tcp/1"])
     assert not stranger.exchange.put(other.peer, row_of(1, data=CONTENT), CONTENT, timeout_s=LIMIT_S)
     one.exchange.tell([other.peer], MODULE, [row_of(0)])
-    wait_for(lambda: other.told)
+    wait_until(lambda: other.told)
     assert other.exchange.uplink.received_bytes < 2**17
 
 
@@ -606,7 +606,7 @@ def test_a_stranger_that_goes_on_asking_in_vain_is_disconnected(peers, monkeypat
     assert hellos(greedy, holder, 3 + 32) == 3
     assert disconnected == []
     assert hellos(greedy, holder, 1) == 0
-    wait_for(lambda: disconnected == [greedy.peer])
+    wait_until(lambda: disconnected == [greedy.peer])
     assert hellos(member, holder, 3) == 3
 
 

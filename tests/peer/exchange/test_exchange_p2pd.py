@@ -16,20 +16,8 @@ from dipaco.peer.exchange.streams.transport import HivemindTransport
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.identity import load_or_create_identity
 from dipaco.protocol.member.events import Told
-from support.wire.dht_pair import wait_until
-from support.wire.exchanges import (
-    GENESIS,
-    INVITATION,
-    LIMIT_S,
-    MODULE,
-    NOW_S,
-    Held,
-    Node,
-    admission,
-    chain_of,
-    file_of,
-    wait_for,
-)
+from support.waiting import wait_until
+from support.wire.exchanges import GENESIS, INVITATION, LIMIT_S, MODULE, NOW_S, Held, Node, admission, chain_of, file_of
 from support.wire.exchanges import row_of as made_row
 from support.wire.peers import peer
 
@@ -92,7 +80,7 @@ def test_four_verbs_a_hello_and_a_huge_length(make, tmp_path):
     # tell
     row = one.row(0, CONTENT)
     one.exchange.tell([other.peer], MODULE, [row], keep=False)
-    wait_for(lambda: other.told)
+    wait_until(lambda: other.told)
     assert other.told == [Told(one.peer, MODULE, (row,), (), False)]
     # ask
     steps = chain_of(3)

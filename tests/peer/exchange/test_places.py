@@ -2,6 +2,7 @@
 
 from dipaco.peer.exchange.streams.places import Places
 from dipaco.protocol.allowances import ADMITTED, CONTRIBUTOR, STRANGER, Asker, Bounds
+from support.waiting import HandClock
 
 
 def bounds(total, each, together, each_stranger):
@@ -14,21 +15,11 @@ def bounds(total, each, together, each_stranger):
     )
 
 
-class Time:
-    """A clock that a test sets."""
-
-    def __init__(self):
-        self.s = 100.0
-
-    def __call__(self):
-        return self.s
-
-
 class TakenPlaces:
     """Places, and whose were taken away."""
 
     def __init__(self, of=bounds(8, 6, 4, 2)):
-        self.time, self.stopped, self.used = Time(), [], {}
+        self.time, self.stopped, self.used = HandClock(), [], {}
         self.places = Places(of, lambda asker: self.used.get(asker.name, 0.0), self.time)
 
     def take(self, peer, *, is_stranger=False, is_contributor=False):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,14 +40,6 @@ def run_with_adapters(folder, adapters, family="smollm2", **config):
     arguments = [str(folder / "run"), "--rounds", "2", "--out", str(folder / "out")]
     assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
     return folder / "out"
-
-
-def wait_until(condition, timeout_s=60.0, told=lambda: ""):
-    """Wait for a condition; fails, and says what is `told`, when it does not come true."""
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"it did not come true in time {told()}"
-        time.sleep(0.01)
 
 
 def lively(folder):

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from support.programs.processes import ran
+
 BIN = Path(sys.executable).parent
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 LIMIT_S = 240.0
@@ -195,18 +197,6 @@ class Swarm:
         return found
 
 
-def _end(number, _):
-    sys.exit(128 + number)
-
-
 def command(program, *arguments, timeout_s=LIMIT_S):
     """Run one of our commands to its end."""
-    return subprocess.run(
-        [str(BIN / program), *arguments],
-        env=ENVIRONMENT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    return ran(BIN / program, *arguments, env=ENVIRONMENT, stdin=subprocess.DEVNULL, timeout_s=timeout_s)

@@ -84,15 +84,6 @@ def node_pair(folder):
         first.close()
 
 
-def wait_until(condition, timeout_s=60.0):
-    """Poll a condition until it holds, and return what it found, or fail."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "it did not come true in time"
-        time.sleep(0.05)
-    return found
-
-
 def peer_record(peer, path):
     """Return what a peer says that trains a path."""
     return PeerRecord(

@@ -5,7 +5,6 @@
 
 import dataclasses
 import hashlib
-import time
 
 from dipaco.base.kept_files import KeptFiles
 from dipaco.modules.layout import layout_of
@@ -151,10 +150,3 @@ def meet(one, other):
     """Let two nodes know each other's admissions, as by the records of the DHT."""
     one.gate.check(other.peer, admission(other.number))
     other.gate.check(one.peer, admission(one.number))
-
-
-def wait_for(condition, limit_s=LIMIT_S):
-    until_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until_s, "it did not come"
-        time.sleep(0.01)
