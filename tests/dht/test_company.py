@@ -9,24 +9,11 @@ from hivemind.p2p import PeerID
 from dipaco.dht import bounded_protocol
 from dipaco.dht.company import REMEMBERED_STRANGERS, Company, node_id_of, wants_to_be_asked
 from dipaco.dht.directory import Directory
-from dipaco.protocol.admission import Gate
-from dipaco.protocol.identity import raw_public_key
-from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.revocations import sign_revocations
 from support.waiting import wait_until
 from support.wire.dht_pair import GRID, paths_of, peer_record, start_node
-from support.wire.peers import RUN, key, peer
-
-OPERATOR = key(1000)
-INVITATION = make_invitation(Terms(RUN, 8, 0), OPERATOR)
-
-
-def new_gate(run_id=RUN):
-    return Gate(run_id, raw_public_key(OPERATOR))
-
-
-def admission(number):
-    return INVITATION.admit(raw_public_key(key(number)), 0.0)
+from support.wire.exchanges import INVITATION, OPERATOR, admission, new_gate
+from support.wire.peers import RUN, peer
 
 
 def name(number):

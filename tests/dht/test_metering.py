@@ -16,14 +16,9 @@ from dipaco.dht import bounded_protocol, metering
 from dipaco.dht.company import Company, node_id_of
 from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.dht.metering import Metering, Origins, Refused
-from dipaco.protocol.admission import Gate
 from dipaco.protocol.allowances import ADMITTED, CONTRIBUTOR, STRANGER, Asker
-from dipaco.protocol.identity import raw_public_key
-from dipaco.protocol.invitations import Terms, make_invitation
-from support.wire.peers import RUN, key, peer
-
-OPERATOR = key(1000)
-INVITATION = make_invitation(Terms(RUN, 8, 0), OPERATOR)
+from support.wire.exchanges import admission, new_gate
+from support.wire.peers import peer
 
 
 def name(number):
@@ -33,7 +28,7 @@ def name(number):
 def said(number):
     """Return what a member says of itself."""
     company = Company()
-    company.admission = INVITATION.admit(raw_public_key(key(number)), 0.0)
+    company.admission = admission(number)
     return company.introduction(node_id_of(name(number)))
 
 
@@ -50,7 +45,7 @@ class Node:
         monkeypatch.setattr(metering, "LISTING_PERIOD_S", 0.0)
         self.where, self.listings, self.handled, self.thrown_out = {}, 0, [], []
         self.company = Company()
-        self.company.open([Gate(RUN, raw_public_key(OPERATOR))])
+        self.company.open([new_gate()])
         self.metering = Metering(self.company, Origins(self.connections), self.disconnect)
 
     async def connections(self):

@@ -12,55 +12,28 @@ SUPPORT = Path(__file__).parents[1]
 PROGRAM = """
 import logging, subprocess, sys
 from pathlib import Path
-import torch
-from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import StorageError
-from dipaco.modules.layout import layout_of
-from dipaco.modules.saved_states import StateStore
-from dipaco.modules.state import ModuleState
-from dipaco.peer.exchange.chain_store import ChainStore
-from dipaco.peer.exchange.files.contribution_files import ContributionFiles
-from dipaco.peer.node.states import States, head_of
-from support.wire.exchanges import GRID, MODULE, chain_of, file_of, row_of
-from support.wire.peers import RUN
+from support.runs.kept_states import Life, state_of
+from support.wire.exchanges import MODULE, chain_of, file_of, row_of
 
 logging.disable(logging.CRITICAL)
-LAYOUT = layout_of(GRID, MODULE)
 DATA = b"work" * 3000
 steps = chain_of(8)
 folder = Path(sys.argv[1])
 
-def state_of(version):
-    values = torch.full((LAYOUT.size,), float(version))
-    return ModuleState(MODULE, version, values, torch.zeros(LAYOUT.size), {}, LAYOUT, 1.5)
-
-class Life:
-    def __init__(self):
-        store = StateStore(folder / "store", "me")
-        store.kept.tidy()
-        self.kept, self.files = store.kept, ContributionFiles(store.kept)
-        self.chains = ChainStore(RUN, GRID.modules(), store.kept.index, "me")
-        self.states = States(GRID, store, BlobStore(folder / "blobs"), self.chains)
-        self.states.load_from_disk()
-
-    def round(self, step):
-        refused = 0
-        row = row_of(0, step.round_index, data=DATA)
-        try:
-            self.files.add(row, (file_of(row, DATA),))
-        except StorageError as error:
-            assert "disk full" in str(error) and "--cache-dir" in str(error), error
-            refused += 1
-        state = state_of(step.round_index + 1)
-        head = head_of(state, step.name, state.version, step.round_index)
-        self.states.put(step.name, state)
-        self.states.hold(head)
-        self.states.serve(MODULE, step.name, [step])
-        self.states.save(state)
-        self.files.kept.prune(MODULE, step.round_index)
-        assert self.states.lookup(head.digest) is not None
-        assert self.states.find(MODULE, step.name) is not None
-        return refused + self.chains._modules[MODULE].safe != len(self.chains.chain(MODULE))
+def refused_in(life, step):
+    refused = 0
+    row = row_of(0, step.round_index, data=DATA)
+    try:
+        life.files.add(row, (file_of(row, DATA),))
+    except StorageError as error:
+        assert "disk full" in str(error) and "--cache-dir" in str(error), error
+        refused += 1
+    life.take(step)
+    life.kept.prune(MODULE, step.round_index)
+    assert life.states.lookup(state_of(step.round_index + 1).digest) is not None
+    assert life.states.find(MODULE, step.name) is not None
+    return refused + life.chains._modules[MODULE].safe != len(life.chains.chain(MODULE))
 
 def mount(how):
     subprocess.run(["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(folder)], check=True)
@@ -69,21 +42,21 @@ refused = begun = 0
 for pages in range(8, 150, 7):
     mount(f"size={4 * pages}k")
     try:
-        life = Life()
+        life = Life(folder, "me")
     except StorageError as error:
         assert "disk full" in str(error), error
         life = None
     if life is not None:
         begun += 1
         for number, step in enumerate(steps[:-1], 1):
-            refused += life.round(step)
+            refused += refused_in(life, step)
             assert life.chains.chain(MODULE) == tuple(steps[:number])
     subprocess.run(["mount", "-o", "remount,size=16m", str(folder)], check=True)
-    life = life or Life()
+    life = life or Life(folder, "me")
     for step in steps[len(life.chains.chain(MODULE)):]:
-        life.round(step)
+        refused_in(life, step)
     life.kept.index.close()
-    again = Life()
+    again = Life(folder, "me")
     assert [head.version for head in again.states.all()] == [8], pages
     assert again.chains.chain(MODULE) == tuple(steps)
     assert not list(folder.rglob("*.tmp"))

@@ -209,33 +209,32 @@ def test_the_thread_that_decides_waits_for_no_disk(tmp_path, monkeypatch):
     assert activity_file(tmp_path).read_text() == "training path 3\n"
 
 
-def test_signals_do_what_the_commands_do(tmp_path):
+@pytest.fixture
+def signals(tmp_path):
     before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    pauses.install_pause_signals(tmp_path)
+    yield
+    for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+def test_signals_do_what_the_commands_do(tmp_path):
     watch = Pauses(tmp_path)
-    try:
-        pauses.install_pause_signals(tmp_path)
-        signal.raise_signal(signal.SIGUSR1)
-        assert watch.change() == pauses.BY_COMMAND
-        signal.raise_signal(signal.SIGUSR2)
-        assert watch.change() == ""
-    finally:
-        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
-            signal.signal(number, handler)
+    signal.raise_signal(signal.SIGUSR1)
+    assert watch.change() == pauses.BY_COMMAND
+    signal.raise_signal(signal.SIGUSR2)
+    assert watch.change() == ""
 
 
+@pytest.mark.usefixtures("signals")
 def test_a_signal_to_a_process_that_the_peer_has_forked_pauses_nobody(tmp_path):
     """A terminal, or `kill` with a group, sends it to all of them; the peer itself has its own."""
-    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGUSR2)]
-    try:
-        pauses.install_pause_signals(tmp_path)
-        child = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGUSR1,))
-        child.start()
-        child.join(60.0)
-        assert child.exitcode == 0
-        assert Pauses(tmp_path).change() is None
-    finally:
-        for number, handler in zip((signal.SIGUSR1, signal.SIGUSR2), before, strict=True):
-            signal.signal(number, handler)
+    child = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(signal.SIGUSR1,))
+    child.start()
+    child.join(60.0)
+    assert child.exitcode == 0
+    assert Pauses(tmp_path).change() is None
 
 
 def test_the_commands_without_a_peer(tmp_path, capsys):

@@ -16,23 +16,17 @@ import pytest
 import torch
 
 from dipaco.base import kept_files
-from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import AdmissionError, ConfigurationError, StorageError
 from dipaco.base.files import atomic_file
 from dipaco.base.index import INDEX_FILE
 from dipaco.base.kept_files import KeptFiles
 from dipaco.dht.dht_node import note_port, take_port
-from dipaco.modules.layout import layout_of
-from dipaco.modules.saved_states import StateStore
-from dipaco.modules.state import ModuleState
-from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.fetching import ContentFetcher
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
 from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.node.given_address import keep_addresses, kept_addresses
 from dipaco.peer.node.guests import REVOCATIONS, admit, open_gate
 from dipaco.peer.node.node import make_folder
-from dipaco.peer.node.states import States, head_of
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.owner.upload_budget import UploadBudget
 from dipaco.peer.reporting.event_log import EventLog
@@ -44,50 +38,19 @@ from dipaco.protocol.revocations import sign_revocations
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.optimizer_states import load_optimizer, write_optimizer
 from support.programs.power_cut import CUTS, Disk, cut
+from support.runs.kept_states import LAYOUT, Life, state_of
 from support.runs.make_plan import make_plan
 from support.runs.tiny_run import make_tiny_run
-from support.wire.exchanges import GRID, MODULE, OPERATOR, chain_of, file_of, row_of
-from support.wire.peers import RUN, identity, peer
+from support.wire.exchanges import MODULE, OPERATOR, chain_of, file_of, row_of
+from support.wire.peers import identity, peer
 
 NOW_S = 1_000_000.0
-LAYOUT = layout_of(GRID, MODULE)
 
 every_cut = pytest.mark.parametrize("how", CUTS)
 BESIDE = CUTS[-1]
 
 
 # -- chains and states
-
-
-def state_of(version):
-    values = torch.full((LAYOUT.size,), float(version))
-    return ModuleState(MODULE, version, values, torch.zeros(LAYOUT.size), {}, LAYOUT, 1.5)
-
-
-class Life:
-    """A peer's chains and states, in a folder that stays."""
-
-    def __init__(self, folder):
-        self.store = StateStore(folder / "store")
-        self.store.kept.tidy()
-        self.chains = ChainStore(RUN, GRID.modules(), self.store.kept.index)
-        self.blobs = BlobStore(folder / "blobs")
-        self.states = States(GRID, self.store, self.blobs, self.chains)
-        self.taken_up = self.states.load_from_disk()
-
-    def take(self, *steps):
-        """Hold the state after each of these steps, and save it."""
-        for step in steps:
-            head = self.head(step)
-            state = state_of(head.version)
-            self.states.put(step.name, state)
-            self.states.hold(head)
-            self.states.serve(MODULE, step.name, [step])
-            self.states.save(state)
-
-    def head(self, step):
-        version = 1 + step.round_index
-        return head_of(state_of(version), step.name, version, step.round_index)
 
 
 def test_the_step_of_a_state_that_is_safe_is_safe_too(tmp_path, monkeypatch):
@@ -149,7 +112,7 @@ def test_a_chain_is_told_up_to_where_the_index_is_whole_and_no_state_is_lost(tmp
     steps = chain_of(4)
     life = Life(tmp_path)
     life.take(*steps)
-    life.store.kept.index.close()
+    life.kept.index.close()
     cut(tmp_path / "store" / INDEX_FILE, how)
     with caplog.at_level(logging.WARNING):
         again = Life(tmp_path)

@@ -11,7 +11,6 @@ import pytest
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.index import Index
 from dipaco.base.kept_files import KeptFiles
-from dipaco.modules.layout import layout_of
 from dipaco.modules.saved_states import StateStore
 from dipaco.peer import trainers
 from dipaco.peer.exchange.chain_store import ChainStore
@@ -20,6 +19,7 @@ from dipaco.peer.pause_command import ControlSettings, _peers
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.trainers import trainer_settings
 from dipaco.protocol.identity import load_or_create_identity
+from support.runs.kept_states import LAYOUT
 from support.wire.exchanges import GRID, MODULE, chain_of, file_of, row_of
 from support.wire.peers import RUN
 
@@ -46,27 +46,18 @@ def test_a_contribution_of_one_is_not_fetched_by_another(tmp_path):
     assert ContributionFiles(KeptFiles(tmp_path)).find(row.file) is None
 
 
-LAYOUT = layout_of(GRID, MODULE)
 PROGRAM = """
 import sys
 from pathlib import Path
-import torch
 from dipaco.base import kept_files
-from dipaco.modules.layout import layout_of
 from dipaco.modules.saved_states import StateStore
-from dipaco.modules.state import ModuleState
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
+from support.runs.kept_states import state_of
 from support.wire.exchanges import GRID, MODULE, chain_of, file_of, row_of
 from support.wire.peers import RUN
 
 kept_files.SMALL_BYTES = 0  # States go as soon as they are replaced.
-layout = layout_of(GRID, MODULE)
-
-def state_of(version):
-    values = torch.full((layout.size,), float(version))
-    return ModuleState(MODULE, version, values, torch.zeros(layout.size), {}, layout, 1.5)
-
 folder, me = Path(sys.argv[1]), sys.argv[2]
 store = StateStore(folder, me)
 kept = store.kept

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from dipaco.base.errors import NetworkError
 from dipaco.peer.keeping.winning_states import WinningStates
 from dipaco.protocol.chain.steps import Head, Step
@@ -76,9 +78,19 @@ class Swarm:
         return None if state is None else state.round_index
 
 
-def test_a_few_who_announce_what_they_have_not_hide_no_chain(tmp_path):
-    swarm = Swarm(tmp_path, {number: [] for number in range(10, 16)})
-    assert swarm.newest_round() == 2
+BESIDE = [Step.of([row_of(9, 3, STEPS[-1].name, data=b"%d" % number)]) for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    "liars",
+    [
+        pytest.param({number: [] for number in range(10, 16)}, id="a few announce what they have not"),
+        pytest.param({9: chain_of(40, (9,))}, id="one signs a row of its own for every round that there was"),
+        pytest.param({9: [*STEPS, *BESIDE]}, id="many steps beside each other that nobody can have"),
+    ],
+)
+def test_no_liar_hides_the_chain(tmp_path, liars):
+    assert Swarm(tmp_path, liars).newest_round() == 2
 
 
 def test_a_state_that_was_refused_is_not_given_again_nor_what_stands_on_it(tmp_path):
@@ -94,18 +106,6 @@ def test_so_many_are_asked_and_no_more(tmp_path):
     swarm = Swarm(tmp_path, {number: [] for number in range(10, 200)}, honest=())
     assert swarm.newest_round() is None
     assert len(swarm.asked) < 60
-
-
-def test_a_long_chain_that_nobody_can_have_hides_no_other(tmp_path):
-    """One peer signs a row of its own for every round that there was."""
-    swarm = Swarm(tmp_path, {9: chain_of(40, (9,))})
-    assert swarm.newest_round() == 2
-
-
-def test_many_steps_beside_each_other_that_nobody_can_have_hide_no_other(tmp_path):
-    rows = [row_of(9, 3, STEPS[-1].name, data=b"%d" % number) for number in range(100)]
-    swarm = Swarm(tmp_path, {9: [*STEPS, *(Step.of([row]) for row in rows)]})
-    assert swarm.newest_round() == 2
 
 
 def test_a_file_that_nobody_gives_is_asked_for_once(tmp_path):

@@ -86,19 +86,6 @@ def test_distances():
     np.testing.assert_allclose(squared_distances(points, points[:3]), expected, atol=1e-2)
 
 
-def test_same_seed_same_bytes_and_round_trip():
-    points, _ = _blobs([100, 30, 60])
-    first, second = (fitted(points, 3, seed=4, balanced=True) for _ in range(2))
-    assert first.to_bytes() == second.to_bytes()
-    loaded = load_router(first.to_bytes())
-    assert loaded.to_bytes() == first.to_bytes()
-    assert (loaded.path_count, loaded.feature_size, loaded.kind) == (3, 6, "kmeans")
-    assert loaded.route(Prefixes(points)).tolist() == first.route(Prefixes(points)).tolist()
-    assert loaded.route(Prefixes(points)).dtype == np.int64
-    costs = loaded.costs(Prefixes(points))
-    assert np.argmin(costs, axis=1).tolist() == loaded.route(Prefixes(points)).tolist()
-
-
 def test_without_scikit_learn_it_is_said_what_to_install(monkeypatch):
     points, _ = _blobs([20, 20])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

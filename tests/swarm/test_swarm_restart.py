@@ -6,7 +6,7 @@ import time
 import pytest
 
 from support.runs.tiny_run import make_tiny_run
-from support.swarms.swarm import Swarm
+from support.swarms.swarm import LIMIT_S, Swarm
 from support.wire.exchange_nodes import NOBODY
 
 PATHS = 2
@@ -27,7 +27,7 @@ def _stop(members):
     for member in members:
         member.interrupt()
     for member in members:
-        assert member.popen.wait(30) == 0, member.output.read_text()
+        assert member.popen.wait(LIMIT_S) == 0, member.output.read_text()
 
 
 @pytest.mark.timeout(600)

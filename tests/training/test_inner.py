@@ -87,12 +87,13 @@ def test_norms_do_not_decay():
         assert decay[id(parameter)] == (0.0 if "norm" in name else 0.5), name
 
 
-def test_micro_batches_change_rounding_only():
+@pytest.mark.parametrize("matrices", ["adamw", "muon"])
+def test_micro_batches_change_rounding_only(matrices):
     tokens = batch_of()
     tokens[1, 3:] = PAD_TOKEN  # rows with fewer targets must not count for more
     results = []
     for size in (None, 4, 3, 2, 1, 100):
-        loop = loop_of(micro_batch_size=size)
+        loop = InnerLoop(model_of(), config_of(optimizer=matrices), CPU, micro_batch_size=size)
         losses = [loop.step(tokens, step) for step in range(3)]
         results.append((losses, flat(loop.model)))
     for losses, parameters in results[1:]:

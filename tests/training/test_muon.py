@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.bootstrap.preparing.pretrain import pretrain
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import InnerConfig, ModelConfig, parse_config
 from dipaco.routing.run_folder import link_run
 from dipaco.simulator.reference import ReferenceSwarm
 from dipaco.simulator.saved_simulation import resumed_simulation, save_simulation
-from dipaco.training.dense import SavedTraining
 from dipaco.training.inner import InnerLoop
 from dipaco.training.muon import Muon, is_for_muon, orthogonal
-from support.runs.inner_loops import CPU, batch_of, flat
+from support.runs.inner_loops import CPU, batch_of
 from support.runs.tiny_run import PRIVATE, make_tiny_run
 
 MODEL = ModelConfig(
@@ -33,7 +31,7 @@ MODEL = ModelConfig(
 TINY = Path(__file__).parents[2] / "examples" / "tiny" / "RUN.toml"
 
 
-def loop_of(adamw="adamw", micro_batch_size=None, **changes):
+def loop_of(adamw="adamw", **changes):
     values = {
         "optimizer": "muon",
         "learning_rate": 1e-2,
@@ -43,7 +41,7 @@ def loop_of(adamw="adamw", micro_batch_size=None, **changes):
     }
     model = PathModel(MODEL)
     initialise(model, 0)
-    return InnerLoop(model, InnerConfig(**values), CPU, optimizer=adamw, micro_batch_size=micro_batch_size)
+    return InnerLoop(model, InnerConfig(**values), CPU, optimizer=adamw)
 
 
 @pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
@@ -149,14 +147,6 @@ def test_a_state_of_the_other_optimizer_starts_afresh(caplog):
         loop.step(batch_of(), 0)
 
 
-def test_micro_batches_change_rounding_only():
-    whole, pieces = loop_of(), loop_of(micro_batch_size=1)
-    for step in range(3):
-        whole.step(batch_of(step), step)
-        pieces.step(batch_of(step), step)
-    torch.testing.assert_close(flat(pieces.model), flat(whole.model), rtol=1e-3, atol=1e-4)
-
-
 def test_the_optimizer_is_part_of_the_plan():
     assert InnerConfig().model_dump(mode="json")["optimizer"] == "muon"
     written = InnerConfig(optimizer="adamw").model_dump(mode="json")
@@ -164,18 +154,6 @@ def test_the_optimizer_is_part_of_the_plan():
     with pytest.raises(ConfigurationError, match=r"RUN: optimizer: .*'adamw' or 'muon'"):
         parse_config(InnerConfig, {"optimizer": "adam"}, "RUN")
     assert load_run_config(TINY).base_inner().optimizer == load_run_config(TINY).inner.optimizer
-
-
-def test_the_base_model_goes_on_bit_for_bit(tmp_path):
-    inner = InnerConfig(optimizer="muon", batch_sequences=4, learning_rate=1e-2)
-    rows = torch.randint(4, 64, (40, 16), generator=torch.Generator().manual_seed(3)).numpy()
-
-    def train(steps, name):
-        kept = SavedTraining(tmp_path / name, "same")
-        return pretrain(MODEL, inner, rows, steps, seed=0, device=CPU, saved=kept)
-
-    train(3, "stopped")
-    assert torch.equal(flat(train(6, "stopped")), flat(train(6, "whole")))
 
 
 def test_a_simulation_goes_on_bit_for_bit(tmp_path):

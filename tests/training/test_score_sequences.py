@@ -7,17 +7,10 @@ import pytest
 import torch
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.modules.transformer import PathModel, initialise
-from dipaco.protocol.config import PAD_TOKEN, ModelConfig
+from dipaco.modules.transformer import PathModel
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.training.scoring import row_losses, scoring_at_once, sum_losses
-
-MODEL = ModelConfig(vocabulary_size=64, block_count=2, hidden_size=16, head_count=2, sequence_length=16)
-
-
-def model_of(cls=PathModel):
-    model = cls(MODEL)
-    initialise(model, 0)
-    return model
+from support.runs.inner_loops import model_of
 
 
 def rows_of():
@@ -73,12 +66,12 @@ def test_memory_decides_how_many_rows_at_once_and_it_is_remembered(caplog):
     expected = sum_losses(model_of(), rows_of(), 4)
     with caplog.at_level(logging.WARNING, logger="dipaco"):
         for _ in range(2):
-            nll, count = sum_losses(model_of(SmallMemory), rows_of(), 4, at_once)
+            nll, count = sum_losses(model_of(cls=SmallMemory), rows_of(), 4, at_once)
             assert nll == pytest.approx(expected[0], rel=1e-6)
             assert count == expected[1]
     assert at_once.count == 2
     assert len(caplog.records) == 2  # 8 to 4 to 2, in the first of both alone
-    nothing = model_of(SmallMemory)
+    nothing = model_of(cls=SmallMemory)
     nothing.max_rows = 0
     with pytest.raises(ConfigurationError, match="does not fit"):
         sum_losses(nothing, rows_of(), 4)

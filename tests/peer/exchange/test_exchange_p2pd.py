@@ -132,7 +132,7 @@ def test_a_holder_that_is_killed_in_the_middle_is_replaced_by_another(make, tmp_
     assert reader.exchange.ask(killed[0].peer, MODULE, [GENESIS], timeout_s=3.0) is None
     with pytest.raises(NetworkError):
         reader.exchange.hello(killed[0].peer, timeout_s=3.0)
-    assert time.monotonic() - began_s < 20.0
+    assert time.monotonic() - began_s < LIMIT_S
 
 
 async def id_of_p2pd(node):

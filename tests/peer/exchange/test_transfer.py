@@ -179,30 +179,20 @@ def test_a_mixed_file_is_started_over_and_nobody_wronged(blobs, caplog):
     assert [r for r in caplog.records if "parts from peer Honest, peer Liar" in r.message]
 
 
-def test_a_damaged_partial_file_is_nobody_s_fault(blobs):
-    blobs.partial_path(SHA).write_bytes(b"garbage")
+@pytest.mark.parametrize(("left", "offsets"), [(b"garbage", [7, 0]), (CONTENT + b"and more", [len(CONTENT) + 8, 0])])
+def test_a_damaged_partial_file_is_nobody_s_fault(blobs, left, offsets):
+    blobs.partial_path(SHA).write_bytes(left)
     holder = FakeHolder()
     assert fetch(blobs, holder).read_bytes() == CONTENT
-    assert holder.offsets == [7, 0]
+    assert holder.offsets == offsets
 
 
-def test_a_partial_file_that_is_too_long(blobs):
-    blobs.partial_path(SHA).write_bytes(CONTENT + b"and more")
-    assert fetch(blobs, FakeHolder()).read_bytes() == CONTENT
-
-
-def test_oversized_content_is_refused_before_it_is_sent(blobs, caplog):
-    holder = FakeHolder("peer Big", claims_bytes=2**40)
-    with pytest.raises(IntegrityError, match="at most 100"):
-        fetch(blobs, holder, max_bytes=100)
+def test_content_of_the_greatest_size_is_fetched_and_one_byte_more_is_refused_before_it_is_sent(blobs, caplog):
+    size, holder = len(CONTENT), FakeHolder("peer Big")
+    with pytest.raises(IntegrityError, match=f"it announces {size} bytes, at most {size - 1}"):
+        fetch(blobs, holder, max_bytes=size - 1)
     assert holder.sent == 0
     assert len([r for r in caplog.records if "peer Big" in r.message]) == 1
-
-
-def test_content_of_the_greatest_size_is_fetched_and_of_one_byte_more_is_not(blobs, tmp_path):
-    size = len(CONTENT)
-    with pytest.raises(IntegrityError, match=f"it announces {size} bytes, at most {size - 1}"):
-        fetch(BlobStore(tmp_path / "other"), FakeHolder(), max_bytes=size - 1)
     assert fetch(blobs, FakeHolder(), max_bytes=size).read_bytes() == CONTENT
 
 

@@ -15,8 +15,8 @@ def config_of(**overrides):
     return InnerConfig(**{**values, **overrides})
 
 
-def model_of(model=MODEL):
-    path_model = PathModel(model)
+def model_of(model=MODEL, cls=PathModel):
+    path_model = cls(model)
     initialise(path_model, 0)
     return path_model
 

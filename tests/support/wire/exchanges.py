@@ -38,8 +38,8 @@ def admission(number, invitation=INVITATION):
     return invitation.admit(raw_public_key(key(number)), NOW_S)
 
 
-def new_gate():
-    return Gate(RUN, raw_public_key(OPERATOR))
+def new_gate(run_id=RUN):
+    return Gate(run_id, raw_public_key(OPERATOR))
 
 
 def new_check(gate=None, max_bytes=2**25):
