@@ -26,18 +26,15 @@ from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import parse_record, parse_subkey, record_key, record_subkey
 from dipaco.protocol.records import PeerRecord, clean_text
 from support.wire.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
+from support.wire.peers import identity
 
 KEY = record_key("peers", RUN_ID, "0")
 KEY_BYTES = DHTID.generate(source=KEY).to_bytes()
 
 
-@pytest.fixture(scope="module")
-def identities(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("identities")
-    loaded = [load_or_create_identity(folder / f"{n}.key") for n in range(2)]
-    yield loaded
-    for identity in loaded:
-        identity.release()
+@pytest.fixture
+def identities():
+    return identity(0), identity(1)
 
 
 def claim_of(identity, path=1):

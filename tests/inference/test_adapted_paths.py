@@ -16,7 +16,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import AdaptersConfig
 from dipaco.protocol.grid import Grid
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator import simulate_command as simulator_cli
+from support.programs.service import trained_run
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
@@ -27,17 +27,15 @@ ADAPTERS = AdaptersConfig(rank=4)
 def out(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapted")
     make_foreign_base(folder / "checkpoint", "smollm2")
-    make_tiny_run(
-        folder / "run",
+    return trained_run(
+        folder,
+        *("--dense-steps", "16"),
+        rounds=4,
         modules_per_level=(1, 4),
         imported=ImportedBase(folder / "checkpoint"),
         adapters=ADAPTERS,
         inner={"learning_rate": 1e-2},
     )
-    arguments = [str(folder / "run"), "--rounds", "4", "--out", str(folder / "out"), "--json"]
-    arguments += ["--dense-steps", "16"]
-    assert simulator_cli.main(arguments) == 0
-    return folder / "out"
 
 
 def test_paths_are_better_than_the_base(out, tmp_path, capsys):

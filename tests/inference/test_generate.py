@@ -16,19 +16,15 @@ from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.transformer import token_losses
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.run_folder import RunFolder
-from dipaco.simulator import simulate_command as simulator_cli
-from support.runs.tiny_run import TINY_VOCABULARY, make_tiny_run, tiny_documents
+from support.programs.service import trained_run
+from support.runs.tiny_run import TINY_VOCABULARY, tiny_documents
 
 GREEDY = Sampling(temperature=0, max_tokens=20)
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate")
-    make_tiny_run(folder / "run", private_embedding=True)
-    arguments = [str(folder / "run"), "--rounds", "3", "--out", str(folder / "out")]
-    assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
-    return folder / "out"
+    return trained_run(tmp_path_factory.mktemp("generate"), rounds=3, private_embedding=True)
 
 
 @pytest.fixture(scope="module")

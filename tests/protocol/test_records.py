@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dipaco.base.repetition import Complaints
 from dipaco.dht.record_validator import SIGNED_PREFIX, RecordValidator, record_validators, signed_bytes
-from dipaco.protocol.identity import SIGNATURE_BYTES, load_or_create_identity
+from dipaco.protocol.identity import SIGNATURE_BYTES
 from dipaco.protocol.manifest import load_or_create_operator_key, operator_fingerprint, sign_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION
 from dipaco.protocol.record_errors import RecordError
@@ -37,28 +37,20 @@ from dipaco.protocol.records import (
     ProgressRecord,
 )
 from support.runs.make_plan import make_plan
+from support.wire.peers import identity
 
 RUN_ID = "0123456789abcdef"
 RECORD_LOGGER = "dipaco.dht.record_validator"
 
 
-@pytest.fixture(scope="module")
-def identities(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("identities")
-    loaded = [load_or_create_identity(folder / f"{n}.key") for n in range(2)]
-    yield loaded
-    for identity in loaded:
-        identity.release()
+@pytest.fixture
+def me():
+    return identity(0)
 
 
 @pytest.fixture
-def me(identities):
-    return identities[0]
-
-
-@pytest.fixture
-def other(identities):
-    return identities[1]
+def other():
+    return identity(1)
 
 
 ITEM = "L0.E3"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dipaco.protocol.records import Holding
 from dipaco.status.problems import MAX_ALIKE, forked_modules, problems
-from support.swarms.big_swarm import status_at
+from support.swarms.big_swarm import spoil, status_at
 from support.swarms.swarm_views import digest_of, healthy_swarm, peer_name, plan_of
 
 KINDS = (
@@ -269,25 +269,6 @@ def test_two_peers_that_cannot_be_called_do_not_find_each_other(peers, is_proble
 
 
 # -- order and number
-
-
-def spoil(records):
-    """Let everything go wrong at once that can."""
-    modules = records.grid.modules()
-    for index, module in enumerate(modules):
-        if index % 3 == 0:
-            stall(records, module, 2)
-        trainers = records.trainers(module)
-        if index % 3 == 1 and len(trainers) > 1:
-            records.hold(trainers[0], module, 11, chain="b")
-    for module in (m for i, m in enumerate(modules) if i % 3 == 2):
-        for peer in [peer for held, peer in records.holdings if held == module][1:]:
-            records.holdings.pop((module, peer))
-    for name, record in list(records.peers.items())[::2]:
-        records.peers[name] = record.model_copy(update={"reachable": "outgoing"})
-    for path in list(records.progress)[::4]:
-        records.progress[path] = records.progress[path].model_copy(update={"last_round": 0})
-    return records
 
 
 @pytest.mark.parametrize(("peers", "sizes"), [(3, (2, 2)), (60, (4, 4)), (500, (16, 16))])

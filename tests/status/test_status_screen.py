@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dipaco.base.errors import DipacoError, NetworkError
 from dipaco.status.screen import render, watch
-from support.swarms.big_swarm import status_at
+from support.swarms.big_swarm import spoil, status_at
 from support.swarms.swarm_views import healthy_swarm, peer_name, plan_of
 
 
@@ -18,22 +18,7 @@ def healthy(peers, *sizes):
 
 
 def spoiled(peers, *sizes):
-    """Return a swarm with problems of nearly every kind."""
-    records = healthy(peers, *sizes)
-    for index, module in enumerate(records.grid.modules()):
-        holders = sorted(peer for held, peer in records.holdings if held == module)
-        for peer in holders:
-            if index % 3 == 0:
-                records.hold(peer, module, 3)
-            elif index % 3 == 1 and peer in holders[1:]:
-                records.holdings.pop((module, peer))
-        if index % 3 == 2:
-            records.hold(holders[0], module, 29, chain="b")
-    for name, record in list(records.peers.items())[::2]:
-        records.peers[name] = record.model_copy(update={"reachable": "outgoing"})
-    for path in list(records.progress)[::5]:
-        records.progress[path] = records.progress[path].model_copy(update={"last_round": 0})
-    return records
+    return spoil(healthy(peers, *sizes))
 
 
 def shown(drawn, width, height):

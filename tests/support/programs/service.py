@@ -23,23 +23,19 @@ from support.runs.tiny_run import make_tiny_run
 BYTE_PIECES = slice(4, 4 + 256)
 
 
-def trained_run(folder):
-    """Train a tiny run of 2x2 paths for two rounds and return its folder."""
-    make_tiny_run(folder / "run", private_embedding=True, sequence_length=48)
-    arguments = [str(folder / "run"), "--rounds", "2", "--out", str(folder / "out")]
-    assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
+def trained_run(folder, *words, rounds=2, **config):
+    """Train a tiny run of 2x2 paths and return its folder; `words` are more of the simulator's."""
+    make_tiny_run(folder / "run", **(config or {"private_embedding": True, "sequence_length": 48}))
+    arguments = [str(folder / "run"), "--rounds", str(rounds), "--out", str(folder / "out"), "--json"]
+    assert simulator_cli.main([*arguments, *(words or ("--validation-sequences", "0"))]) == 0
     return folder / "out"
 
 
 def run_with_adapters(folder, adapters, family="smollm2", **config):
     """Train adapters of 2x2 paths over a base, `base`, for two rounds; return the run's folder."""
     make_foreign_base(folder / "base", family, **config)
-    make_tiny_run(
-        folder / "run", imported=ImportedBase(folder / "base"), adapters=adapters, inner={"learning_rate": 0.02}
-    )
-    arguments = [str(folder / "run"), "--rounds", "2", "--out", str(folder / "out")]
-    assert simulator_cli.main([*arguments, "--validation-sequences", "0", "--json"]) == 0
-    return folder / "out"
+    imported = ImportedBase(folder / "base")
+    return trained_run(folder, imported=imported, adapters=adapters, inner={"learning_rate": 0.02})
 
 
 def lively(folder):

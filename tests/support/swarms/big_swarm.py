@@ -80,6 +80,24 @@ def spoiled_records(round_index=30, **about):
     return records
 
 
+def spoil(records):
+    """Let a swarm in its round 30 have problems of nearly every kind, and return it."""
+    for index, module in enumerate(records.grid.modules()):
+        holders = sorted(peer for held, peer in records.holdings if held == module)
+        for peer in holders:
+            if index % 3 == 0:
+                records.hold(peer, module, 3)
+            elif index % 3 == 1 and peer in holders[1:]:
+                records.holdings.pop((module, peer))
+        if index % 3 == 2:
+            records.hold(holders[0], module, 29, chain="b")
+    for name, record in list(records.peers.items())[::2]:
+        records.peers[name] = record.model_copy(update={"reachable": "outgoing"})
+    for path in list(records.progress)[::5]:
+        records.progress[path] = records.progress[path].model_copy(update={"last_round": 0})
+    return records
+
+
 def status_at(records, successor=None):
     """Return the status of the records; `successor` is the plan of the run that continues theirs."""
     manifest = SignedManifest(records.plan, "0" * 16, b"")
