@@ -57,7 +57,7 @@ class _Protocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
     _waiting: OrderedDict[asyncio.BaseTransport, None]
-    """Of all connections of a server, those on which a request is waited for, the oldest first."""
+    """The connections of a server on which a request is waited for, the oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

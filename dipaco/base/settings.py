@@ -132,7 +132,7 @@ class RunSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSettings(Settings):
-    """Where a command computes; `dipaco.modules.device` acts on it."""
+    """The options of where a command computes; `dipaco.modules.device` acts on them."""
 
     group = "computing"
 

@@ -97,7 +97,7 @@ class Rates(Generic[ClassT]):
     each: Mapping[ClassT, Rate]
     """The rate of one peer."""
     together: Mapping[ClassT, Rate]
-    """For all of a class. A class that is not in it has no such limit."""
+    """The rate of all users of a class together; a class that is missing has no such limit."""
 
 
 class Budget(Generic[ClassT]):

@@ -72,9 +72,9 @@ class Beginning:
     """How a node begins this time."""
 
     initial_peers: tuple[str, ...]
-    """Those that it joins through. Without any it is alone until it calls somebody."""
+    """The addresses that it joins through. Without any it is alone until it calls somebody."""
     host_maddrs: tuple[str, ...]
-    """Where it listens."""
+    """The addresses at which it listens."""
 
 
 def hold_tasks(loop: asyncio.AbstractEventLoop) -> None:

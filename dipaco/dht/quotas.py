@@ -165,7 +165,7 @@ class HeldRecords:
 
     @property
     def gates(self) -> tuple[Gate, ...]:
-        """Those of the runs that are served."""
+        """The gates of the runs that are served."""
         return tuple(run.gate for run in self._runs.values())
 
     def serve(self, run: KnownRun) -> None:

@@ -33,7 +33,7 @@ class TokenDocument:
     """A document as tokens, int [n] with its begin token, and its label."""
 
     tokens: np.ndarray
-    """Those of a chat are marked (`dipaco.modules.marked_tokens`): what is learned is scored."""
+    """Tokens of a chat are marked (`dipaco.modules.marked_tokens`): what is learned is scored."""
     label: str | None = None
     beginning: np.ndarray | None = None
     """What routing sees of a chat; of a text it is its first tokens."""

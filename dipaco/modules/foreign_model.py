@@ -200,7 +200,7 @@ class ForeignPath(PathModel):
 
 
 class _Given(nn.Module):
-    """In the place of a whole model's blocks: their outputs are given."""
+    """Stands in place of a whole model's blocks, and gives outputs that are set."""
 
     def forward(self, inputs_embeds: torch.Tensor, **_: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast

@@ -54,13 +54,13 @@ class PathProgress:
     """Its place in the schedule: what one of its peers trained, replicas counted once."""
     last_round: int
     steps: int
-    """In how many steps of the module it grew."""
+    """The number of steps of the module in which it grew."""
     read: int
     """Its place in the shard: what all of its peers trained together."""
 
     @property
     def usual(self) -> int:
-        """By how many tokens it grew in a step, on average."""
+        """The average number of tokens by which it grew in a step."""
         return self.tokens // max(1, self.steps)
 
 

@@ -75,7 +75,7 @@ class _Place:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Those with lower ones have their places before others."""
+        """The rank of a peer; lower ranks get their places first."""
         return self.first_round, self.came
 
 

@@ -42,7 +42,7 @@ class Kind:
     field: str = ""
     """The field that repeats the item."""
     is_of_present: bool = False
-    """It does not outlast its owner for long."""
+    """Whether it does not outlast its owner for long."""
 
     def shows_presence(self, content: Mapping[str, Any]) -> bool:
         """Tell whether a record with this content shows that its owner is there. A goodbye does

@@ -259,7 +259,7 @@ class ProgressEntry(BaseModel):
     validation_nll: Annotated[float, Field(ge=0, le=MAX_NLL)]
     validation_tokens: Count
     shard_sequences: Count = 1
-    """By which the held-out losses of the paths are weighted."""
+    """The weight of the path's held-out loss in the average of all paths."""
     train_loss: Loss
 
     @property

@@ -34,7 +34,7 @@ class Revocations:
     version: int
     """Rises with every list; the greatest counts."""
     revoked: Mapping[str, int]
-    """By id of an invitation, the Unix second in whose round the last rows by it count."""
+    """The Unix second in whose round the last rows by an invitation count, by its id."""
     operator_key: bytes
 
 

@@ -151,7 +151,7 @@ class History:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """One thread at a time; say in one line what is wrong with the file."""
+        """Let in one thread at a time, and say in one line what is wrong with the file."""
         try:
             with self._lock:
                 yield

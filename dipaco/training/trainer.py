@@ -55,7 +55,7 @@ class Snapshot:
     path: int
     anchor: ModuleState
     local: torch.Tensor
-    """As trained; once it is encoded, as its contribution says."""
+    """The parameters as trained; once they are encoded, as the contribution says."""
     tokens: int
     """Trained since the last snapshot that a state was adopted for, or since the anchor."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

@@ -68,13 +68,13 @@ class LevelFigures:
     rows: int
     """The rows that one step takes in."""
     parameters: int
-    """Of one module."""
+    """How many one module of the level has."""
     state_bytes: int
     """Parameters and momentum, with the header, at most."""
     holds: str
     """Which parameters of a path: blocks, embedding, head."""
     file_bytes: dict[str, int]
-    """By codec: one contribution."""
+    """The size of one contribution, by codec."""
     moved_bytes: dict[str, int]
     """By codec: what a trainer sends in a round on average, and receives: the contributions of
     those who train the module or keep it."""
@@ -88,7 +88,7 @@ class CodecFigures:
     moved_bytes: int
     """Sent in a round, and as much received."""
     mbit_per_s: float
-    """That, spread over a round."""
+    """The rate when that is spread over a round."""
     line_share: float
     """The part of the slowest line that it takes."""
     publish_s: float
@@ -124,7 +124,7 @@ class PlanFigures:
     total_parameters: int
     shared_parameters: int
     private_parameters: int
-    """Of one path."""
+    """How many one path has."""
     levels: tuple[LevelFigures, ...]
     tokens_per_step: int
     tokens_per_round: int | None
@@ -150,7 +150,7 @@ class PlanFigures:
     """Token file of a path on average; None when the tokens of the corpus are not given."""
     disk_bytes: dict[str, int]
     written_bytes: dict[str, int]
-    """To that disk in a day."""
+    """What a peer writes to its disk in a day."""
     device_bytes: dict[str, int]
     """Memory of the GPU, or of whatever trains the path."""
     main_memory_bytes: dict[str, int]

@@ -44,7 +44,7 @@ class Predecessor:
     """An opened predecessor. With `allow_genesis` a module without a state stays at its genesis."""
 
     path: Path
-    """Its run folder, as it was given."""
+    """The folder of the old run, as it was given."""
     folder: RunFolder
     """The run folder that states and blobs are read from: the same, or one like it with the newest
     states of a live swarm (`with_states_of`)."""

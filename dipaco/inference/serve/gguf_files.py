@@ -29,9 +29,9 @@ class PathStates:
     """Which states a path was put together from: what a client is shown of it."""
 
     digests: tuple[str, ...]
-    """Of its modules' states."""
+    """The digests of its modules' states."""
     modules: tuple[Mapping[str, Any], ...]
-    """For each module its name, and version and digest of the state."""
+    """The name of each module, and the version and digest of its state."""
 
     @property
     def short(self) -> str:
@@ -45,11 +45,11 @@ class PathFile:
 
     path: int
     number: int
-    """Of the files that were written, which one it is."""
+    """The number of this file among those that were written."""
     states: PathStates
     model: Path
     adapter: Path | None
-    """Of a run with adapters, what is put on the `model`, which all paths have in common."""
+    """In a run with adapters, the path's adapter for the `model`, which all paths share."""
 
     def remove(self) -> None:
         """Remove what only this path has."""

@@ -50,7 +50,7 @@ class PathServer:
     """Answers under way."""
     used_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
-    """It ends when its last answer does."""
+    """Whether it ends when its last answer does."""
 
 
 class PathServers:

@@ -93,7 +93,7 @@ class RequestReader:
     paths: int
     context: int
     most_answers: int
-    """Of one request."""
+    """How many answers one request may ask for."""
     _bias: list[list[Any]] = field(init=False)
     _template: ChatTemplate = field(init=False)
 

@@ -55,7 +55,7 @@ class MemoryNeed:
     least_pass_bytes: int
     """The same for one sequence, where blocks are computed twice."""
     main_bytes: int
-    """In main memory beside the device's, programs included."""
+    """Bytes of main memory besides those of the device, programs included."""
     batch: int
 
     def fitting(self, free_bytes: float) -> int:

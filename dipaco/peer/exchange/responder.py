@@ -295,7 +295,7 @@ class Responder:
 
 
 class _Refused(Exception):
-    """Nothing is left of what somebody may ask for."""
+    """The caller has used up what it may ask for."""
 
 
 async def _turn_away(stream: Stream, left_bytes: int) -> None:

@@ -41,7 +41,7 @@ class BlobKeeper:
         self._thread = background.thread("blob keeper", self._run)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -29,7 +29,7 @@ class Listening:
     announce_maddrs: tuple[str, ...] = ()
     """The addresses that others are told instead."""
     client_mode: bool = False
-    """It only reads, and nobody calls it."""
+    """Whether it only reads, so that nobody calls it."""
 
 
 @dataclass(frozen=True)

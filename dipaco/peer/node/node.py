@@ -102,7 +102,7 @@ class Node(Membership):
 
     @property
     def gate(self) -> Gate:
-        """The peers that are in."""
+        """The gate of the run, which says who is admitted."""
         assert self.directory.gate is not None
         return self.directory.gate
 

@@ -69,7 +69,7 @@ class Refresher:
         background.on_failure(self._wake_waiting)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._node.dht.on_restart(self._on_restart)
         self._thread.start()
 

@@ -68,9 +68,9 @@ class Vouched:
     before: Link
     """The step whose state is to be fetched, or is known: a genesis."""
     digest: str
-    """Of that state, as the rows of the next step name it; empty of a genesis, which is known."""
+    """The digest of that state as the rows of the next step name it; empty for a genesis."""
     steps: tuple[Step, ...]
-    """To be computed on top of it, oldest first."""
+    """The steps to compute on top of it, oldest first."""
 
 
 class ChainBook:

@@ -112,7 +112,7 @@ class Step:
     round_index: int
     parent: str
     rows: tuple[Row, ...]
-    """In canonical order: by path, then by peer."""
+    """The rows in canonical order: by path, then by peer."""
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> Step:

@@ -117,7 +117,7 @@ class Score(Action):
     heads: tuple[Head, ...]
     """One of every module of the path, in level order."""
     modules: tuple[str, ...]
-    """Those whose states this peer has not trained itself."""
+    """The modules whose states this peer has not trained itself."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Adopt(Action):
     """
 
     head: Head
-    """Its digest is that of the state here."""
+    """The head, with the digest of the state here."""
     step: Step | None
     """What made it; None of a genesis."""
     is_round: bool

@@ -37,7 +37,7 @@ class Viewed(Event):
 
     view: SwarmView
     is_answer: bool = False
-    """It was read after the last `Look`."""
+    """Whether it was read after the last `Look`."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StateHere(Event):
 
     module: str
     head: Head
-    """It has its digest, also of a genesis."""
+    """The head with its digest, also if it is a genesis."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class PauseWanted(Event):
     """The machine is needed, or may not train now, until there is no reason any more."""
 
     reason: str
-    """For the person at the machine; empty: the machine may train again."""
+    """What the person at the machine is told; empty if the machine may train again."""
 
 
 @dataclass(frozen=True)

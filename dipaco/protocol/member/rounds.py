@@ -20,7 +20,7 @@ class Boundary:
     """The end of one round of one level."""
 
     time_s: float
-    """By the clock: when it comes. With fixed steps: when it came here."""
+    """By the clock, the time at which it comes; with fixed steps, at which it came here."""
     round_index: int
     """With fixed steps the round of this peer; that of a module follows its anchor."""
     level: str

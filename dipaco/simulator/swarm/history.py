@@ -33,7 +33,7 @@ class Result:
     figures: Counter[str]
     """See `invariants` and `token_accounts`."""
     world: World
-    """As it was at the end."""
+    """The world as it was at the end."""
 
 
 def run_history(

@@ -56,7 +56,7 @@ class Traffic:
     sent: Counter[str] = field(default_factory=Counter)
     received: Counter[str] = field(default_factory=Counter)
     records: Counter[str] = field(default_factory=Counter)
-    """In the DHT: "written" and "read"."""
+    """Counts of records "written" to and "read" from the DHT."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Link:
     awake_s: float = 0.0
     """Suspended until this time."""
     side: int = 0
-    """In a split: the part of the network that it is in."""
+    """The part of a split network that it is in."""
     life: int = 0
     """Counts restarts: what was under way before one is gone."""
     sends_free_s: float = 0.0

@@ -106,7 +106,7 @@ class Source(Protocol):
     """Somebody who may hold the content."""
 
     name: str
-    """For log lines and error messages."""
+    """What log lines and error messages call it."""
 
     async def open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
         """Begin to send from `offset`; also returns the size of the whole content, as it says.
@@ -176,9 +176,9 @@ class _Holder:
     failures: int = 0
     gone: bool = False
     absent: bool = False
-    """It did not hold it when it was asked last."""
+    """Whether it lacked the content when it was asked last."""
     refused: bool = False
-    """It sent something that is not the content asked for."""
+    """Whether it sent something other than the content asked for."""
     retry_at: float = 0.0
     busy_since: float | None = None
     """Since when it has said nothing else."""
