@@ -155,7 +155,7 @@ def test_a_contribution_that_is_no_longer_whole_is_fetched_again(tmp_path, how):
     came = tmp_path / "came"
     came.write_bytes(file_of(row, b"work" * 100))
     assert again.install(row, came).read_bytes() == file_of(row, b"work" * 100)
-    again.prune(MODULE, 100)
+    again.kept.prune(MODULE, 100)
     assert not list(tmp_path.glob("??/[!.]*"))
 
 

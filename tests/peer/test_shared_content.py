@@ -42,7 +42,7 @@ def test_a_contribution_of_one_is_not_fetched_by_another(tmp_path):
     path = ContributionFiles(KeptFiles(tmp_path)).add(row, (file_of(row, b"data"),))
     other = ContributionFiles(KeptFiles(tmp_path))
     assert other.find(row.file) == path
-    other.prune(MODULE, 3)
+    other.kept.prune(MODULE, 3)
     assert ContributionFiles(KeptFiles(tmp_path)).find(row.file) is None
 
 
@@ -84,7 +84,7 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path):
         chains = ChainStore(RUN, GRID.modules(), KeptFiles(tmp_path).index, name)
         assert len(chains.chain(MODULE)) == 25
     kept = KeptFiles(tmp_path)
-    ContributionFiles(kept).prune(MODULE, 24)
+    kept.prune(MODULE, 24)
     named = {sha256 for (sha256,) in kept.index.read("SELECT sha256 FROM files WHERE kind != 'state'")}
     states = {sha256 for (sha256,) in kept.index.read("SELECT digest FROM states")}
     assert {file.name for file in tmp_path.glob("??/*")} == named | states

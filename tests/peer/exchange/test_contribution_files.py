@@ -52,10 +52,10 @@ def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(
     path = again.find(rows[4].file)
     assert path.read_bytes() == file_of(rows[4], b"4")
     assert not left.exists()
-    again.prune(MODULE, 5)
+    again.kept.prune(MODULE, 5)
     assert [again.find(row.file) is not None for row in rows] == [False] * 3 + [True] * 2
-    again.remove(rows[4].file)
-    again.prune(MODULE, 100)
+    again.kept.remove(rows[4].file)
+    again.kept.prune(MODULE, 100)
     assert not list(again.kept.folder.glob("??/*"))
 
 
