@@ -171,7 +171,10 @@ def generated(demo: Demo, *source: str) -> str:
         "dipaco-generate", *source, "--max-tokens", "40", "--seed", "1", "--temperature", "0",
         PROMPT,
     )  # fmt: skip
-    return asked.communicate()[0].decode().strip()
+    text = asked.communicate()[0].decode().strip()
+    if asked.returncode:
+        raise SystemExit(asked.returncode)
+    return text
 
 
 def opened_by_peft(demo: Demo, base: Path, adapters: Path) -> str:

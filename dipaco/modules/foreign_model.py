@@ -95,6 +95,8 @@ def _library() -> Any:
             "the base of this run is computed by transformers, which is missing; install it with: "
             "pip install 'dipaco[bases]'"
         ) from None
+    # What it warns of in a config.json is for those who write one.
+    transformers.logging.set_verbosity_error()
     return transformers
 
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from dipaco.modules.llama import read_llama_config
 from dipaco.modules.memory import least_pass_bytes, pass_bytes
 from dipaco.modules.transformer import token_losses
 from dipaco.protocol.config import ModelConfig, parse_config
-from support.runs.foreign_base import FOREIGN
+from support.runs.foreign_base import FOREIGN, make_foreign_base
 
 SMALL = {
     "vocab_size": 300,
@@ -145,3 +147,11 @@ def test_what_a_plan_says_of_a_base_fetches_and_runs_nothing(more, tmp_path):
     config = parse_config(ModelConfig, values, "it")
     with pytest.raises(ConfigurationError, match="the plan"), torch.device("meta"):
         new_path(config)
+
+
+def test_what_transformers_warns_of_in_a_config_is_told_to_nobody(tmp_path):
+    make_foreign_base(tmp_path / "base", "phi3")  # Its config has a field that transformers would have otherwise.
+    code = "import sys; from pathlib import Path; from dipaco.bootstrap.import_base import ImportedBase; "
+    code += "from dipaco.modules.foreign_model import new_path; new_path(ImportedBase(Path(sys.argv[1])).model)"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "base")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

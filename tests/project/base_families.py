@@ -35,9 +35,9 @@ from dipaco.modules.transformer import PathModel  # noqa: E402
 from dipaco.protocol.config import AdaptersConfig, ModelFields  # noqa: E402
 from dipaco.routing.tokens.tokenizer import Tokenizer  # noqa: E402
 from dipaco.routing.tokens.tokenizer_json import JsonPieces  # noqa: E402
-from support.runs.foreign_base import FOREIGN, HARD_TEXTS, make_foreign_base  # noqa: E402
+from support.runs.foreign_base import FOREIGN, HARD_TEXTS, SPACED, make_foreign_base  # noqa: E402
 
-FAMILIES = ("llama", "smollm2", "qwen2", "qwen3", *sorted(FOREIGN))
+FAMILIES = ("llama", *SPACED, "smollm2", "qwen2", "qwen3", *sorted(FOREIGN))
 ADAPTERS = AdaptersConfig(rank=8, alpha=8, base_format="float32")
 # Wide enough that a step is more than the calls that it consists of.
 SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 16, "num_hidden_layers": 4}

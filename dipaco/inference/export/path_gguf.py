@@ -66,6 +66,8 @@ _CUTS: Final[dict[str, _Cut]] = {
     "gpt-2": [_BYTES],
 }
 _IGNORES_MERGES: Final = "llama-bpe"
+# What a user of dipaco-serve or dipaco-export can do where llama.cpp cannot.
+_ELSEWHERE: Final = "vLLM and transformers open what dipaco-export --format transformers writes"
 
 
 def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
@@ -75,7 +77,7 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
     """
     gguf_library()
     if (lack := lack_of_llama_cpp(model)) is not None:
-        raise ConfigurationError(f"{lack}; use --format transformers or peft")
+        raise ConfigurationError(f"{lack}; {_ELSEWHERE}")
     if tokenizer is None:
         return
     if is_json(tokenizer):
@@ -84,8 +86,7 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
     proto = sentencepiece_format.ModelProto.FromString(tokenizer)
     if proto.trainer_spec.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM):
         raise ConfigurationError(
-            "the tokenizer is neither BPE nor unigram, and GGUF has no other; use --format "
-            "transformers"
+            f"the tokenizer is neither BPE nor unigram, and GGUF has no other; {_ELSEWHERE}"
         )
 
 
@@ -93,9 +94,9 @@ def lack_of_llama_cpp(model: ModelConfig) -> str | None:
     """Return what llama.cpp lacks to compute a model, None if it can."""
     if model.transformers_config is not None:
         return (
-            "for a base of this family GGUF files are made by llama.cpp's own scripts: "
-            "convert_hf_to_gguf.py of a merged path, convert_lora_to_gguf.py of one in the format "
-            "peft"
+            "for a base of this family llama.cpp's own scripts make GGUF files of what "
+            "dipaco-export writes: convert_hf_to_gguf.py with --format transformers, "
+            "convert_lora_to_gguf.py with --format peft"
         )
     if model.family == "qwen3" and model.attention_bias:
         return "llama.cpp has no biases for the family qwen3 (attention_bias)"
@@ -341,8 +342,8 @@ def _cut_name(tokenizer: Mapping[str, Any]) -> str:
     if found is None or not is_known:
         shown = json.dumps(cut, ensure_ascii=False)
         raise ConfigurationError(
-            f"llama.cpp has no tokenizer that cuts a text as this one does ({shown[:200]}); use "
-            f"--format transformers"
+            f"llama.cpp has no tokenizer that cuts a text as this one does ({shown[:200]}); "
+            f"{_ELSEWHERE}"
         )
     return found
 

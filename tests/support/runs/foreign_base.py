@@ -16,6 +16,8 @@ from transformers import (
     GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -202,6 +204,8 @@ def make_foreign_base(folder, family, **config):
         kind, config_kind, own = FOREIGN[family]
         numbers = {"bos_token_id": special[0], "eos_token_id": special[1], "pad_token_id": special[1]}
         model = kind(config_kind(**shape | own | numbers))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**shape, sliding_window=None))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape))
     elif family == "qwen3":
