@@ -70,7 +70,7 @@ class Summary:
         if total.perplexity is not None:
             self.say(
                 f"Base model: validation perplexity {total.perplexity:.2f} over {total.tokens:,} "
-                f"tokens"
+                f"tokens, the first held-out sequences of each path; dipaco-eval scores whole texts"
             )
 
     def _score(self, model: PathModel, path: int) -> LossSum:
