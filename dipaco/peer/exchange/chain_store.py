@@ -228,8 +228,12 @@ class ChainStore:
     def _unpacked(self, packed: tuple[Any, ...]) -> Step:
         """Return a step that is in the index. Raises `StorageError` for what cannot have been
         written so."""
-        step = _unpacked(packed)
-        if step is None:
+        name, *place, rows = packed
+        try:
+            step = unpack_step([[*place, *row] for row in msgpack.unpackb(rows, raw=False)])
+        except (RecordError, ValueError, TypeError):
+            raise self._damaged(packed[1]) from None
+        if step.name != name.hex():
             raise self._damaged(packed[1])
         return step
 
@@ -378,16 +382,6 @@ def _insert(writer: sqlite3.Connection, step: Step, version: int, weight: int) -
 
 _NAMES = "name, parent, weight, round, rows"
 _STEP = "name, steps.module, round, parent, state, rows"
-
-
-def _unpacked(packed: tuple[Any, ...]) -> Step | None:
-    """Return a step that is in the index; None of what is damaged."""
-    name, *place, rows = packed
-    try:
-        step = unpack_step([[*place, *row] for row in msgpack.unpackb(rows, raw=False)])
-    except (RecordError, ValueError, TypeError):
-        return None
-    return step if step.name == name.hex() else None
 
 
 def _forget_branches(writer: sqlite3.Connection, module: str) -> None:

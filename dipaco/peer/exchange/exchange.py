@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from dipaco.base.errors import (
 )
 from dipaco.peer.exchange.contact.clock import ClockSample
 from dipaco.peer.exchange.contact.hello import Hello, clock_samples, say_hello
-from dipaco.peer.exchange.files.contribution_files import check_is_of
+from dipaco.peer.exchange.files.contribution_files import check_is_of, mapped
 from dipaco.peer.exchange.files.download_slots import DownloadSlots
 from dipaco.peer.exchange.files.mirrors import MirrorSource
 from dipaco.peer.exchange.files.partial_file import MAX_UNFINISHED, prune_partial_files
@@ -261,7 +260,7 @@ class Exchange:
     def put(self, peer: str, row: Row, data: bytes | Path, timeout_s: float = 600.0) -> bool:
         """Push the file of this peer's row to a mailbox; blocks. True when the mailbox has it."""
         run = self._run
-        content = data if isinstance(data, bytes) else _mapped(data)
+        content = data if isinstance(data, bytes) else mapped(data)
         request = PutRequest(
             run=run.run_id, row=pack_row(row), admissions=self._admissions(run, {row.peer})
         )
@@ -435,12 +434,6 @@ class Exchange:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(arrival.wait(), wait_s)
             wait_s = min(2 * wait_s, LONGEST_RETRY_S)
-
-
-def _mapped(file: Path) -> mmap.mmap:
-    """Return a file's bytes without reading it whole: it is pushed to several at once."""
-    with file.open("rb") as handle:
-        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class _PeerSource:

@@ -34,7 +34,6 @@ class BlobKeeper:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node, self._refresher = node, refresher
-        self._wake = threading.Event()
         self._stopping = threading.Event()
         self._monotonic = monotonic
         self._retry_at: dict[str, float] = {}
@@ -47,14 +46,11 @@ class BlobKeeper:
     def stop(self) -> None:
         """End the thread; a transfer under way is left (it can resume later)."""
         self._stopping.set()
-        self._wake.set()
         self._thread.join(0.5)
 
     def _run(self) -> None:
-        while not self._stopping.is_set():
-            self._wake.wait(self._refresher.period_s)
-            if not self._stopping.is_set():
-                self.keep()
+        while not self._stopping.wait(self._refresher.period_s):
+            self.keep()
 
     def keep(self) -> None:
         """Fetch the blobs of the run that are assigned to this peer, one a turn."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-import mmap
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -43,6 +42,7 @@ from dipaco.modules.contributions import MAX_SCALE, pieces
 from dipaco.modules.layout import layout_of
 from dipaco.modules.memory import is_out_of_memory
 from dipaco.modules.state import ModuleState
+from dipaco.peer.exchange.files.contribution_files import mapped
 from dipaco.peer.keeping.path_files import PathFiles
 from dipaco.peer.node.node import Node
 from dipaco.peer.node.states import Named, head_of
@@ -208,7 +208,7 @@ class OuterSteps:
         """Raise `IntegrityError` when a file is no contribution to its module."""
         node = self._node
         values = layout_of(node.grid, row.module).size
-        node.rule.codec.check(_mapped(file)[MARK_BYTES:], values)
+        node.rule.codec.check(mapped(file)[MARK_BYTES:], values)
 
     # -- compute
 
@@ -267,7 +267,7 @@ class OuterSteps:
         path = self._node.contributions.find(row.file)
         if path is None:
             raise StorageError(f"the file of {row.peer} is not here any more")
-        return _mapped(path)[MARK_BYTES:]
+        return mapped(path)[MARK_BYTES:]
 
     # -- fetch
 
@@ -468,14 +468,3 @@ class OuterSteps:
 def _are_numbers(values: torch.Tensor) -> bool:
     """Tell whether values can be in a contribution; those that are no number cannot."""
     return bool((values.abs_() <= MAX_SCALE).all())
-
-
-def _mapped(path: Path) -> memoryview:
-    """Return the bytes of a file without reading them. Raises `StorageError`."""
-    try:
-        with path.open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except ValueError:
-        return memoryview(b"")  # An empty file cannot be mapped.
-    except OSError as error:
-        raise StorageError(f"{path}: {error}") from None

@@ -6,6 +6,7 @@ while there is room; `base/kept_files.py` has the rule of what may go.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,16 @@ def check_is_of(row: Row, path: Path) -> None:
         raise IntegrityError(f"the file has {size} bytes, not {row.bytes}")
     if mark != row.mark:
         raise IntegrityError(f"the file was not made for this row of {row.peer}")
+
+
+def mapped(path: Path) -> memoryview:
+    """Return the bytes of a file without reading them; they stay there when it is removed. Raises
+    `StorageError`."""
+    try:
+        with storage_errors(path), path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError:
+        return memoryview(b"")  # An empty file cannot be mapped.
 
 
 class ContributionFiles:
