@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import logging
 import math
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -72,17 +71,12 @@ RecordName = tuple[str, bytes]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """One record on its way into the DHT."""
 
     name: RecordName
     value: Any
     expiration: float
-
-
-class _Collected(threading.local):
-    entries: dict[RecordName, _Entry] | None = None
-    """By name, what a thread will store with one call; None where it stores one by one."""
 
 
 class Directory:
@@ -114,7 +108,6 @@ class Directory:
         self._lock = BriefLock()
         self._expirations: dict[RecordName, float] = {}
         self._said: dict[RecordName, tuple[dict[str, Any], float]] = {}
-        self._collected = _Collected()
         self._waiting: Mapping[int, int] = {}
         self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
         self._chain: set[str] = set()
@@ -157,10 +150,24 @@ class Directory:
 
     # -- writing
 
-    def publish(self, kind: str, item: str, record: Record, life_s: float) -> bool:
-        """Store a record under a module, a bucket or a blob, unless what it says stands there and
-        is hardly older."""
+    def publish(self, kind: str, item: str, record: Record | None, life_s: float) -> bool:
+        """Store a record under a module, a bucket or a blob; None withdraws what was said there."""
+        return self.store([self.entry(kind, item, record, life_s)])
+
+    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
+        """Store a run's manifest again; any peer may, since it certifies itself."""
+        return self.store([self.manifest_entry(envelope, life_s)])
+
+    def entry(self, kind: str, item: str, record: Record | None, life_s: float) -> Entry | None:
+        """Return what is to be stored, None where the same stands there and is hardly older.
+
+        What is withdrawn is overwritten by nothing, which ends a moment later than it did.
+        """
         name = self._name(kind, item)
+        if record is None:
+            with self._lock:
+                self._said.pop(name, None)
+            return self._entry(name, None, 0.0) if name in self._expirations else None
         life_s = min(life_s, KINDS[kind].max_life_s)
         value = record.model_dump()
         if self.admission is not None:
@@ -170,64 +177,38 @@ class Directory:
         with self._lock:
             said, expires_s = self._said.get(name, (None, 0.0))
             if said == lasting and expires_s - now_s > (1 - RENEWED_AFTER) * life_s:
-                return True
+                return None
             self._said[name] = lasting, now_s + life_s
-        return self._store(name, value, life_s)
+        return self._entry(name, value, life_s)
 
-    def withdraw(self, kind: str, item: str) -> bool:
-        """Overwrite what was said there by nothing, which ends a moment later than it did."""
-        name = self._name(kind, item)
-        with self._lock:
-            self._said.pop(name, None)
-        if name not in self._expirations:
-            return True
-        return self._store(name, None, 0.0)
-
-    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
-        """Store a run's manifest again; any peer may, since it certifies itself.
-
-        Also that of another run than the directory's: one that this one succeeds.
-        """
+    def manifest_entry(self, envelope: bytes, life_s: float) -> Entry:
+        """Return what is to be stored of a manifest, also that of another run than the
+        directory's: one that this one succeeds."""
         subkey = record_subkey("manifests", *run_and_operator(envelope), b"")
         life_s = min(life_s, KINDS["manifests"].max_life_s)
-        return self._store((MANIFESTS_KEY, subkey), envelope, life_s)
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Collect what is published inside the block and store it with one call at its end.
-
-        A peer with many holdings renews them all in the time of one. Inside the block `publish`
-        returns True; what no node stored is logged at the end. What other
-        threads publish meanwhile is stored by itself.
-        """
-        assert self._collected.entries is None, "together() does not nest"
-        entries: dict[RecordName, _Entry] = {}
-        self._collected.entries = entries
-        try:
-            yield
-        finally:
-            self._collected.entries = None
-        if entries:
-            self._store_entries(list(entries.values()))
+        return self._entry((MANIFESTS_KEY, subkey), envelope, life_s)
 
     def _name(self, kind: str, item: str) -> RecordName:
         key = record_key(kind, self.run_id, item)
         return key, record_subkey(kind, self.run_id, item, self._public_key)
 
-    def _store(self, name: RecordName, value: Any, life_s: float) -> bool:
-        """Store with an expiration strictly later than the last one, or it would be refused."""
+    def _entry(self, name: RecordName, value: Any, life_s: float) -> Entry:
+        """Return an entry that expires strictly later than the last one, or it would be refused."""
         with self._lock:
             last = self._expirations.get(name, 0.0)
             expiration = max(get_dht_time() + life_s, math.nextafter(last, math.inf))
             self._expirations[name] = expiration
-            entry = _Entry(name, value, expiration)
-        if self._collected.entries is not None:
-            self._collected.entries[name] = entry
-            return True
-        return self._store_entries([entry])
+            return Entry(name, value, expiration)
 
-    def _store_entries(self, entries: list[_Entry]) -> bool:
-        """Store; if refused, store again above what this peer published in an earlier life."""
+    def store(self, said: Iterable[Entry | None]) -> bool:
+        """Store with one call, so a peer with many holdings renews all in the time of one; if
+        refused, again above what this peer published in an earlier life.
+
+        Returns whether a node took each; of what none took, a line is logged.
+        """
+        entries = [entry for entry in said if entry is not None]
+        if not entries:
+            return True
         refused = entries
         try:
             refused = self._try_to_store(entries)
@@ -241,7 +222,7 @@ class Directory:
             logger.info("no node stored this peer's record at %s", entry.name[0])
         return not refused
 
-    def _postponed(self, entries: list[_Entry]) -> list[_Entry]:
+    def _postponed(self, entries: list[Entry]) -> list[Entry]:
         """Return `entries` with expirations later than what the DHT holds in their place."""
         held = self._dht.call(_look_up, tuple({entry.name[0] for entry in entries}))
         postponed = []
@@ -250,10 +231,10 @@ class Directory:
             _, last = held.get(key, {}).get(subkey, (None, 0.0))
             expiration = max(entry.expiration, math.nextafter(last, math.inf))
             self._expirations[entry.name] = expiration
-            postponed.append(_Entry(entry.name, entry.value, expiration))
+            postponed.append(Entry(entry.name, entry.value, expiration))
         return postponed
 
-    def _try_to_store(self, entries: list[_Entry]) -> list[_Entry]:
+    def _try_to_store(self, entries: list[Entry]) -> list[Entry]:
         """Store all at once and return those that no node took."""
         stored = self._dht.call(
             _store_many, tuple((*entry.name, entry.value, entry.expiration) for entry in entries)
@@ -364,7 +345,7 @@ class Directory:
         name = key, record_subkey("revocations", self.run_id, item, b"")
         if self._expirations.get(name, 0.0) - get_dht_time() > (1 - RENEWED_AFTER) * life_s:
             return True
-        return self._store(name, envelope, life_s)
+        return self.store([self._entry(name, envelope, life_s)])
 
     def find_blob_holders(self, sha256: str) -> tuple[str, ...]:
         """Return the peers, other than this one, that serve a blob."""

@@ -98,9 +98,7 @@ def test_records_expire(pair):
 def test_holdings_of_many_modules_are_stored_and_read_together(pair):
     mine, theirs = (directory_of(node, 5) for node in pair)
     modules = GRID.modules()[:12]
-    with mine.together():
-        for module in modules:
-            assert mine.publish("modules", module, holding(pair[0], module), LIFE_S)
+    assert mine.store(mine.entry("modules", module, holding(pair[0], module), LIFE_S) for module in modules)
     theirs.publish("modules", "L0.E1", holding(pair[1], "L0.E1"), LIFE_S)
     found = view_by(theirs).holdings
     assert {module: len(records) for module, records in found.items()} == {
@@ -108,7 +106,7 @@ def test_holdings_of_many_modules_are_stored_and_read_together(pair):
         **dict.fromkeys(modules, 1),
         "L0.E1": 2,
     }
-    mine.withdraw("modules", "L0.E1")
+    mine.publish("modules", "L0.E1", None, LIFE_S)
     assert [h.peer_id for h in view_by(theirs).holdings["L0.E1"]] == [pair[1].peer_id]
 
 
@@ -131,13 +129,13 @@ def test_what_stands_there_is_written_again_when_it_has_changed_or_aged(pair, mo
     node = pair[0]
     directory = directory_of(node, 8)
     written = []
-    store = directory._store_entries
+    store = directory._try_to_store
 
     def count(entries):
         written.append(len(entries))
         return store(entries)
 
-    monkeypatch.setattr(directory, "_store_entries", count)
+    monkeypatch.setattr(directory, "_try_to_store", count)
     now_s = time.time()
     monkeypatch.setattr("dipaco.dht.directory.get_dht_time", lambda: now_s)
     record = claim(node, 1)

@@ -174,14 +174,14 @@ def test_what_is_looked_at_once_is_not_in_the_view_of_others(tmp_path):
 def test_what_changed_is_published_without_reading(peer):
     reads = peer.directory.reads
     published = threading.Event()
-    publish = peer.directory.publish
+    entry = peer.directory.entry
 
     def note(kind, item, record, life_s):
-        publish(kind, item, record, life_s)
+        entry(kind, item, record, life_s)
         if kind == "peers" and record.path == 1:
             published.set()
 
-    peer.directory.publish = note
+    peer.directory.entry = note
     peer.claim(1)
     peer.refresher.announce()
     assert published.wait(60.0)

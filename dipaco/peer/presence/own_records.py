@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator
 
 from dipaco.base.errors import DipacoError
+from dipaco.dht.directory import Entry
 from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.node.node import Node
 from dipaco.protocol.published_records import Publication, PublishedRecords
@@ -36,20 +38,19 @@ class OwnRecords:
 
     def publish(self) -> None:
         """Publish everything; the directory leaves out what stands there unchanged."""
-        with self._directory.together():
-            held, progress = self._node.held.all(), self._status.progress.values()
-            for found in self._records.publish(self._peer_record(), held, progress):
-                self._write(found)
-            self._publish_blobs()
+        held, progress = self._node.held.all(), self._status.progress.values()
+        said = self._records.publish(self._peer_record(), held, progress)
+        self._directory.store([*self._entries(said), *self._blobs()])
 
     def say_goodbye(self) -> None:
         """Say in every record that this peer leaves; a failure is logged alone."""
         try:
-            with self._directory.together():
-                for found in self._records.goodbyes():
-                    self._write(found)
+            self._directory.store(self._entries(self._records.goodbyes()))
         except DipacoError as error:
             logger.info("could not say goodbye: %s", error)
+
+    def _entries(self, said: Iterable[Publication]) -> Iterator[Entry | None]:
+        return (self._directory.entry(p.kind, p.item, p.record, p.life_s) for p in said)
 
     def _peer_record(self) -> PeerRecord:
         node, status = self._node, self._status
@@ -77,13 +78,7 @@ class OwnRecords:
             bytes_down=uplink.received_bytes,
         )
 
-    def _write(self, found: Publication) -> None:
-        if found.record is None:
-            self._directory.withdraw(found.kind, found.item)
-        else:
-            self._directory.publish(found.kind, found.item, found.record, found.life_s)
-
-    def _publish_blobs(self) -> None:
+    def _blobs(self) -> Iterator[Entry | None]:
         """Blobs don't change: announce them rarely, with a longer life."""
         self._blob_countdown -= 1
         if self._blob_countdown > 0:
@@ -94,9 +89,9 @@ class OwnRecords:
         # By those of earlier runs a peer that was away finds the newest, and a tool the one that
         # it names.
         for m in (node.manifest, *node.earlier_manifests()):
-            self._directory.publish_manifest(m.envelope, manifest_life_s)
+            yield self._directory.manifest_entry(m.envelope, manifest_life_s)
         for sha256 in node.fetcher.all_blobs():
             if node.blobs.has(sha256):
                 size = node.blobs.path(sha256).stat().st_size
                 record = BlobRecord(peer_id=node.me, sha256=sha256, bytes=size)
-                self._directory.publish("blobs", sha256, record, life_s)
+                yield self._directory.entry("blobs", sha256, record, life_s)

@@ -1,6 +1,5 @@
 """The parts around a peer's glue, in memory: directory, view, clock. No network, no real time."""
 
-import contextlib
 from pathlib import Path
 
 from dipaco.base.errors import NetworkError
@@ -76,11 +75,6 @@ class FakeDirectory:
         self.error = None
         self.failure = None
 
-    @contextlib.contextmanager
-    def together(self):
-        yield
-
-    @property
     def claims(self):
         """Everything that was said of the claim, None for none."""
         return [record.claim if record.state != "leaving" else None for record in self.peers]
@@ -117,19 +111,21 @@ class FakeDirectory:
     def say_all_again(self):
         self.anew += 1
 
-    def publish(self, kind, item, record, life_s):
+    def entry(self, kind, item, record, life_s):
         if kind == "peers":
             self.peers.append(record)
-        elif kind == "modules":
-            self.modules[item] = record
         elif kind == "blobs":
             self.blobs.append(item)
+        elif kind == "modules" and record is not None:
+            self.modules[item] = record
+        elif kind == "modules":
+            self.modules.pop(item, None)
 
-    def withdraw(self, kind, item):
-        self.modules.pop(item, None)
-
-    def publish_manifest(self, envelope, life_s):
+    def manifest_entry(self, envelope, life_s):
         self.manifests.append(envelope)
+
+    def store(self, said):
+        assert not any(said)
 
 
 class FakeExchange:
