@@ -51,7 +51,7 @@ class FakeDHT:
 
 
 class FakeNode(FakeRun):
-    """What is told of a node (`RecordedNode`), and what its neighbours are looked after with."""
+    """What is told of a node, and what its neighbours are looked after with."""
 
     def __init__(self, peer):
         super().__init__(peer.plan, peer.time.clock)

@@ -34,7 +34,7 @@ class FakeTime:
 
 
 class FakeRun:
-    """A run that was joined: what a reader of a node needs (`JoinedRun`)."""
+    """A run that was joined: what a reader of a node needs."""
 
     def __init__(self, plan, clock, me=ME):
         self.me, self.plan, self.clock = me, plan, clock
@@ -75,6 +75,7 @@ class FakeDirectory:
         self.error = None
         self.failure = None
 
+    @property
     def claims(self):
         """Everything that was said of the claim, None for none."""
         return [record.claim if record.state != "leaving" else None for record in self.peers]

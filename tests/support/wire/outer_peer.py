@@ -53,7 +53,7 @@ class FakeExchange:
 
 
 class FakeNode(FakeRun):
-    """What outer rounds need of a node (`OuterNode`); `fetch` gives states of others."""
+    """What outer rounds need of a node; `fetch` gives states of others."""
 
     def __init__(self, run, folder, key, fetch):
         plan, own = run.plan(), RunFolder(folder / "run")
