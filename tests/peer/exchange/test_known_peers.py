@@ -9,7 +9,6 @@ from dipaco.base.errors import RunSelectionError, UnreachableError
 from dipaco.dht import dht_node
 from dipaco.dht.dht_node import note_port, take_port
 from dipaco.peer.exchange.contact.known_peers import MAX_KNOWN, MAX_RUNS, MAX_TRIED, KnownPeers
-from dipaco.peer.node import join_run as join_run_module
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.join_run import join_run
 from dipaco.protocol.view import SwarmView
@@ -94,7 +93,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path, content):
 
 @pytest.mark.p2pd
 def test_a_peer_comes_back_when_all_that_it_was_given_are_gone(nodes, tmp_path, monkeypatch):
-    monkeypatch.setattr(join_run_module, "MANIFEST_WAIT_S", 0.0)
+    monkeypatch.setattr(dht_node, "MANIFEST_WAIT_S", 0.0)
     nodes.serving()
     gone = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     said = []
