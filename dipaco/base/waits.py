@@ -12,7 +12,7 @@ The threads, and what each may wait for:
 - `exchange`, which answers other peers and sends what this one asks: sockets
 - `model` (inner steps, snapshots, anchors): the processor
 - `outer` (encodes contributions, computes steps), `saving`, `telling`, `checking` and
-  `exchange-io`: the disk
+  `blocking`: the disk
 - `states` (fetches and scores states), `puts` (gives files to mailboxes): other peers, the disk
 - `calls` (looks, tells, asks): other peers and the DHT process, for seconds
 - `refresher`, `clock`, `blob keeper`, `successor`, `reachability`, `pause-reason`, `upload budget`:

@@ -88,10 +88,8 @@ def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
     from rich.console import Console
 
-    from dipaco.bootstrap.plan.data_sample import few_documents, look_at_chats, look_at_data
-    from dipaco.bootstrap.plan.figures import Expected, plan_figures
-    from dipaco.bootstrap.plan.times import measured_tokens_per_s
-    from dipaco.modules.device import choose_device, prepare_process
+    from dipaco.bootstrap.plan.data_sample import few_documents, look_at_data
+    from dipaco.bootstrap.plan.figures import plan_figures
 
     from .plan_tables import show_figures
     from .run_config import load_run_config
@@ -104,12 +102,9 @@ def run_plan(settings: PlanSettings) -> int:
         few = few_documents(config, config.grid.path_count)
     except CorpusError as error:
         problem = error  # The figures are of use without the data.
-    speed = settings.tokens_per_s
-    if settings.measure is not None:
-        prepare_process(None)
-        speed = measured_tokens_per_s(config, choose_device(settings.measure)[0])
-    expected = Expected(settings.peers, settings.line_mbps, speed)
-    figures = plan_figures(config, tokens, expected, chats=chats)
+    figures = plan_figures(
+        config, tokens, peers=settings.peers, line_mbit_per_s=settings.line_mbps, chats=chats
+    )
     if settings.json:
         print(json.dumps(figures.as_json()))
     else:
@@ -118,8 +113,6 @@ def run_plan(settings: PlanSettings) -> int:
             print(few)
     if problem is not None:
         raise problem
-    if chats and not settings.json and (sample := look_at_chats(config)):
-        print(sample.line())
     return 0
 
 
@@ -186,7 +179,7 @@ PLAN = Command(
     summary="check a RUN.toml and show its parameters, traffic, disk and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
     "round, and what it has on disk and in memory. Of the data, only the first documents are "
-    "read, or the first 200 chats. Nothing is written.",
+    "read. Nothing is written.",
 )
 SERVE = Command(
     "serve",

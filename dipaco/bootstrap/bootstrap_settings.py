@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.base.settings import ComputeSettings, Option, Settings, check_device
+from dipaco.base.settings import ComputeSettings, Option, Settings
 from dipaco.dht.addresses import check_given_peer
 from dipaco.peer.peer_settings import NodeSettings
 
@@ -165,20 +165,7 @@ class PlanSettings(Settings):
     line_mbps: Annotated[
         float, Option("slowest line of a peer, up and down, in Mbit/s", "MBPS", least=0.01)
     ] = 20.0
-    tokens_per_s: Annotated[
-        float | None,
-        Option("tokens per second of one peer, to show times", "N", least=0.01, most=1e12),
-    ] = None
-    measure: Annotated[
-        str | None,
-        Option("measure the tokens per second of this machine: auto, cpu, cuda or cuda:N", "D"),
-    ] = None
     json: Annotated[bool, Option("print one JSON object and no tables")] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.measure is not None:
-            check_device("--measure", self.measure)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,6 @@ from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.protocol.config import END_TOKEN, ModelConfig, ModelFields, parse_config
 from dipaco.protocol.plan import BaseFile, BaseSource
 from dipaco.routing.tokens.chat_tokens import SPECIAL_NAMES, turn_end
-from dipaco.routing.tokens.tokenizer import is_json
 from dipaco.routing.tokens.tokenizer_json import (
     SPLITS_SPECIAL,
     GenerationSettings,
@@ -192,15 +191,6 @@ class ImportedBase:
             )
         # Rows without a piece follow.
         return NumberedTokenizer(numbered.model, (*numbered.order, *range(pieces, rows)))
-
-    @property
-    def renumbers_pieces(self) -> bool:
-        """Whether the SentencePiece model of the run numbers its pieces otherwise than that of the
-        checkpoint."""
-        numbered = self._numbered
-        if numbered is None or is_json(numbered.model):
-            return False
-        return numbered.order != tuple(range(len(numbered.order)))
 
     @cached_property
     def rows(self) -> tuple[tuple[int, int], ...]:

@@ -8,9 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from dipaco.base.progress import shown_bytes, shown_time
+from dipaco.base.progress import shown_bytes
 from dipaco.bootstrap.plan.figures import PlanFigures
-from dipaco.bootstrap.plan.times import Times
 
 
 def show_figures(figures: PlanFigures, console: Console) -> None:
@@ -38,14 +37,7 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     )
     console.print(_sizes(memory, figures.main_memory_bytes))
     shard = f" and a shard of {shown_bytes(figures.shard_bytes)}" if figures.shard_bytes else ""
-    console.print(
-        f"A newcomer fetches {shown_bytes(figures.join_bytes)}{shard}; the manifest has "
-        f"{figures.manifest_bytes:,} of at most {figures.greatest_manifest_bytes:,} bytes"
-    )
-    if figures.times is None:
-        console.print("To estimate times, give --tokens-per-s N or --measure auto")
-    else:
-        console.print(_times(figures.times, figures.peers))
+    console.print(f"A newcomer fetches {shown_bytes(figures.join_bytes)}{shard}")
 
 
 def _show_model(figures: PlanFigures, console: Console) -> None:
@@ -74,23 +66,6 @@ def _show_model(figures: PlanFigures, console: Console) -> None:
             f"{figures.tokens_per_round:,} tokens a round and path, "
             f"{figures.tokens_per_step:,} a step"
         )
-
-
-def _times(times: Times, peers: int) -> str:
-    ends = (
-        ("all schedules end", times.schedule_s),
-        ("all texts were trained once", times.corpus_s),
-    )
-    base = f"trains the base model for about {shown_time(times.base_s)}, and " * bool(times.base_s)
-    return (
-        f"At {times.tokens_per_s:,.0f} tokens/s a peer: prepare {base}tokenises and routes; a "
-        f"round has {times.steps_per_round:,} steps in {shown_time(times.round_s)}"
-        + "".join(
-            f"; {what} after {shown_time(seconds)} of {peers:,} peers"
-            for what, seconds in ends
-            if seconds is not None
-        )
-    )
 
 
 def _millions(count: int) -> str:

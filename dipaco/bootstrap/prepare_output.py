@@ -15,7 +15,6 @@ from rich.text import Text
 from dipaco.base.errors import printable
 from dipaco.base.progress import StageProgress, bar_or_lines
 from dipaco.protocol.plan import RunPlan
-from dipaco.routing.report import RoutingReport
 from dipaco.routing.shards import PathSummary
 
 # Of a shard, in the table.
@@ -70,20 +69,15 @@ class Display:
         if any(shard.learned_tokens is not None for shard in shards):
             self.say(learned_line(sum(s.learned_tokens or 0 for s in shards), whole))
 
-    def routing(self, report: RoutingReport) -> None:
-        """Show how even the shards are, and whether they follow the labels."""
-        self.say(
-            f"Routing by {report.kind}: the largest shard has {report.max_over_mean:.2f} and the "
-            f"smallest {report.min_over_mean:.2f} of the expected {report.expected_tokens:,.0f} "
-            f"tokens, {report.entropy_ratio:.1%} of the greatest entropy"
-        )
-        if report.agreement:
+    def routing(self, shards: Sequence[PathSummary]) -> None:
+        """Show whether the shards follow the labels, and which paths nothing tells of."""
+        if labelled := sum(sum(shard.labels.values()) for shard in shards):
+            commonest = sum(max(shard.labels.values(), default=0) for shard in shards)
             self.say(
-                f"Agreement with the labels: normalised mutual information "
-                f"{report.agreement.normalised_mutual_information:.2f}, purity "
-                f"{report.agreement.purity:.0%}"
+                f"Agreement with the labels: {commonest / labelled:.0%} of the tokens are of the "
+                f"most common label of their path"
             )
-        unscored = [str(path.path) for path in report.paths if not path.held_out_sequences]
+        unscored = [str(shard.path) for shard in shards if not shard.held_out_sequences]
         if unscored:
             named = ", ".join(unscored[:8]) + ", ..." * (len(unscored) > 8)
             self.say(

@@ -161,6 +161,10 @@ class RunToml(Config):
     )
 
 
+# What a plan has too, under the same names.
+IN_PLANS = tuple(name for name in RunToml.model_fields if name in RunPlan.model_fields)
+
+
 class RunConfig(RunToml):
     """What a run is, before anything is made: a RUN.toml with all defaults in it."""
 
@@ -181,16 +185,7 @@ class RunConfig(RunToml):
         """Return the plan of the run with these blobs, that begins at `start_s`."""
         return RunPlan(
             protocol_version=PROTOCOL_VERSION,
-            name=self.name,
-            about=self.about,
-            seed=self.seed,
             start_s=start_s,
-            model=self.model,
-            grid=self.grid,
-            inner=self.inner,
-            outer=self.outer,
-            rounds=self.rounds,
-            contributions=self.contributions,
             routing=RoutingPlan(
                 kind=self.router.kind,
                 prefix_tokens=self.router.prefix_tokens,
@@ -198,8 +193,8 @@ class RunConfig(RunToml):
             ),
             blobs=blobs,
             base_source=base_source,
-            mirrors=self.mirrors,
             successor_of=successor_of,
+            **{name: getattr(self, name) for name in IN_PLANS},
         )
 
     def base_inner(self) -> InnerConfig:
@@ -420,12 +415,6 @@ def _check_parts_fit(config: RunConfig, source: str, *, goes_on: bool) -> None:
             f"documents; name the field that holds it with label_field = '...' under [data]"
         )
     base = config.base
-    has_tokenizer = goes_on or config.tokenizer.model_file or base.checkpoint
-    if config.data.is_tokenised and not has_tokenizer:
-        raise ConfigurationError(
-            f"{source}: tokens_field under [data] needs the tokenizer that made the tokens; name "
-            f"it with model_file = '...' under [tokenizer]"
-        )
     if goes_on and base.checkpoint is not None:
         raise ConfigurationError(
             f"{source}: base = '{base.checkpoint}' cannot be imported into a run that continues "

@@ -5,13 +5,12 @@ Every token after a document's routing prefix is scored exactly once.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -19,34 +18,12 @@ from dipaco.base.files import storage_errors
 from dipaco.protocol.plan import RunPlan
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.routers.document_routing import DocumentRouter
-from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError
+from dipaco.routing.tokens.chat_tokens import ChatEncoder
+from dipaco.routing.tokens.token_corpus import encoded
 from dipaco.routing.tokens.token_files import scoring_windows, token_dtype, window_stride
 
 # Documents that are routed at once.
 _DOCUMENTS_AT_ONCE = 256
-
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class TokenDocument:
-    """A document as tokens, int [n] with its begin token, and its label."""
-
-    tokens: np.ndarray
-    """Tokens of a chat are marked (`dipaco.modules.marked_tokens`): what is learned is scored."""
-    label: str | None = None
-    beginning: np.ndarray | None = None
-    """What routing sees of a chat; of a text it is its first tokens."""
-
-    @property
-    def seen(self) -> np.ndarray:
-        """The tokens by which the document is routed."""
-        return self.tokens if self.beginning is None else self.beginning
-
-    @property
-    def scored(self) -> np.ndarray:
-        """Which tokens count, bool [n]."""
-        return self.tokens >= 0
 
 
 @dataclass(frozen=True)
@@ -96,44 +73,51 @@ class DocumentWindows:
 
 def collect_windows(
     router: DocumentRouter,
-    documents: Iterable[TokenDocument],
+    documents: Iterable[Document],
     plan: RunPlan,
     folder: Path,
     *,
     ranked: int = 1,
 ) -> DocumentWindows:
-    """Route documents, each to its `ranked` best paths, and write their scoring windows to
-    `folder`.
+    """Make tokens of documents as the run's shards were made, route each to its `ranked` best
+    paths, and write their scoring windows to `folder`.
 
-    Memory is bounded by some hundred documents at a time, beside some 50 bytes for each document.
-    Raises StorageError when the disk is full.
+    They are all texts or all chats. Memory is bounded by some hundred documents at a time, beside
+    some 50 bytes for each document. Raises StorageError when the disk is full, ConfigurationError
+    for chats where the run has no chat template.
     """
     length, prefix_tokens = plan.model.sequence_length, plan.routing.prefix_tokens
     documents = iter(documents)
     first = next(documents, None)
-    documents = itertools.chain([] if first is None else [first], documents)
-    marked = first is not None and first.beginning is not None
-    dtype = token_dtype(plan.model.vocabulary_size, marked=marked)
+    documents = chain([] if first is None else [first], documents)
+    encoder: ChatEncoder | None = None
+    if first is not None and first.chat is not None:
+        encoder = ChatEncoder(router.tokenizer, prefix_tokens)
+    dtype = token_dtype(plan.model.vocabulary_size, marked=encoder is not None)
     file = folder / "windows.bin"
     names: dict[str, int] = {}
     counts, scored, paths, labels = array("q"), array("q"), array("q"), array("q")
     short = 0
-    with storage_errors(folder):
+    with (
+        contextlib.closing(encoder) if encoder else contextlib.nullcontext(),
+        storage_errors(folder),
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         with file.open("wb") as handle:
-            for chunk in chunks(documents, _DOCUMENTS_AT_ONCE):
-                chosen = [item for item in chunk if item.scored[prefix_tokens:].any()]
+            while chunk := [(one, False) for one in islice(documents, _DOCUMENTS_AT_ONCE)]:
+                tokenised = encoded(chunk, router.tokenizer, chats=encoder)
+                chosen = [item for item in tokenised if (item.tokens[prefix_tokens:] >= 0).any()]
                 short += len(chunk) - len(chosen)
                 if not chosen:
                     continue
-                seen, given = [item.seen for item in chosen], [item.label for item in chosen]
-                found = router.nearest_paths(seen, ranked, given)
+                seen = [x.tokens if x.beginning is None else x.beginning for x in chosen]
+                found = router.nearest_paths(seen, ranked, [item.label for item in chosen])
                 paths.extend(found.reshape(-1).tolist())
                 for item in chosen:
                     windows = scoring_windows(item.tokens, length, prefix_tokens)
                     handle.write(windows.astype(dtype).tobytes())
                     counts.append(len(item.tokens))
-                    scored.append(int(item.scored[prefix_tokens:].sum()))
+                    scored.append(int((item.tokens[prefix_tokens:] >= 0).sum()))
                     known = None if item.label is None else names.setdefault(item.label, len(names))
                     labels.append(-1 if known is None else known)
     sizes = np.array(counts, dtype=np.int64)
@@ -162,35 +146,3 @@ def _rows_of(sizes: np.ndarray, length: int, prefix_tokens: int) -> tuple[np.nda
     ordinals = np.arange(len(row_documents)) - first_rows[row_documents]
     row_tokens = np.minimum(sizes[row_documents] - ordinals * stride, length)
     return row_documents, row_tokens.astype(np.int32)
-
-
-def tokenised(router: DocumentRouter, documents: Iterable[Document]) -> Iterator[TokenDocument]:
-    """Turn texts and chats into tokens as the run's shards were made.
-
-    A chat in which nothing is learned has no tokens. Raises ConfigurationError for chats where the
-    run has no chat template.
-    """
-    encoder: ChatEncoder | None = None
-    try:
-        for document in documents:
-            if document.chat is None:
-                tokens = router.tokenizer.document_tokens(document.text)
-                yield TokenDocument(np.array(tokens, dtype=np.int64), document.label)
-                continue
-            encoder = encoder or ChatEncoder(router.tokenizer, router.prefix_tokens)
-            nothing = np.empty(0, dtype=np.int64)
-            try:
-                found, beginning = encoder.encode(document.chat)
-            except UnusableChatError:
-                found = beginning = nothing
-            yield TokenDocument(found, document.label, beginning)
-    finally:
-        if encoder is not None:
-            encoder.close()
-
-
-def chunks(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
-    """Yield the items in lists of `size`, the last one shorter."""
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk

@@ -24,7 +24,7 @@ from dipaco.modules.transformer import PathModel
 from dipaco.routing.documents.corpus import Document
 from dipaco.training.scoring import LossSum
 
-from .document_windows import DocumentWindows, collect_windows, tokenised
+from .document_windows import DocumentWindows, collect_windows
 from .mixing import mixed_losses
 from .rerouter import Rerouter, rerouted_nats
 from .sources import StateSource, assemble_path
@@ -184,9 +184,7 @@ def _routed(
     Raises CorpusError if no document has a token to score.
     """
     router = source.document_router(device)
-    windows = collect_windows(
-        router, tokenised(router, documents), source.plan, folder, ranked=ranked
-    )
+    windows = collect_windows(router, documents, source.plan, folder, ranked=ranked)
     if not len(windows):
         raise CorpusError(
             f"none of the {windows.short_documents} documents is longer than the "

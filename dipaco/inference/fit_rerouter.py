@@ -20,7 +20,7 @@ from dipaco.protocol.config import InnerConfig
 from dipaco.routing.documents.corpus import Document
 from dipaco.training.inner import learning_rate_at
 
-from .document_windows import DocumentWindows, collect_windows, tokenised
+from .document_windows import DocumentWindows, collect_windows
 from .rerouter import Rerouter
 from .sources import StateSource, assemble_path
 from .token_losses import nats_of_paths, row_tensor
@@ -64,9 +64,7 @@ def fit_to_documents(
     with tempfile.TemporaryDirectory(prefix="dipaco-rerouter-") as temporary:
         progress("routing the documents")
         router = source.document_router(device)
-        windows = collect_windows(
-            router, tokenised(router, documents), source.plan, Path(temporary)
-        )
+        windows = collect_windows(router, documents, source.plan, Path(temporary))
         del router
         nats, _ = nats_of_paths(
             source,

@@ -16,7 +16,7 @@ from dipaco.routing.tokens.chat_tokens import question_tokens, routed_tokens, sp
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .decoder import Decoder
-from .sampling import Sampling
+from .options import SamplingSettings
 from .sources import StateSource, assemble_path
 
 # An unfinished character has at most three bytes, each of which may be decoded as one of these.
@@ -52,7 +52,7 @@ def chat_tokens(tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int
 def generate_tokens(
     model: PathModel,
     prompt: Sequence[int],
-    sampling: Sampling,
+    sampling: SamplingSettings,
     mixed_with: Sequence[PathModel] = (),
     ends: frozenset[int] = frozenset((END_TOKEN,)),
 ) -> Iterator[int]:
@@ -97,7 +97,7 @@ def cheapest_path(
 
 def choose_token(
     logits: torch.Tensor,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     generator: torch.Generator,
     never: Sequence[int] = NEVER_CHOSEN,
 ) -> int:

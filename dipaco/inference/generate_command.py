@@ -81,8 +81,7 @@ def run(settings: GenerationSettings) -> int:
             say(f"path {path} ({', '.join(source.grid.modules_of_path(path))})")
         if not settings.chat:
             print(prompt, end="", flush=True)
-        sampling, ends = settings.sampling(), tokenizer.ends
-        made = generate_tokens(models[0], tokens, sampling, models[1:], ends)
+        made = generate_tokens(models[0], tokens, settings, models[1:], tokenizer.ends)
         for piece in stream_text(tokenizer, made):
             print(piece, end="", flush=True)
     print(flush=True)

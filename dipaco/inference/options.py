@@ -17,8 +17,6 @@ from dipaco.base.settings import ComputeSettings, Option, RunSettings, Settings
 from dipaco.dht.addresses import check_given_peer
 from dipaco.peer.node.given_address import known_addresses
 
-from .sampling import Sampling
-
 if TYPE_CHECKING:
     import torch
 
@@ -81,13 +79,9 @@ class SourceOptions(RunSettings):
             run=self.run,
             cache_folder=self.cache_folder,
             settings=SourceSettings(
-                allow_genesis=self.allow_genesis, follow=follow, context_length=self._context()
+                self.allow_genesis, follow, context_length=getattr(self, "context", None)
             ),
         )
-
-    def _context(self) -> int | None:
-        """Return the tokens that a context is to have; None for those of a training sequence."""
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +111,6 @@ class AnswerSettings(InferenceSettings):
             least=8,
         ),
     ] = None
-
-    def _context(self) -> int | None:
-        return self.context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +180,6 @@ class SamplingSettings(Settings):
         super().__post_init__()
         if not 0 < self.top_p <= 1:
             raise ConfigurationError(f"--top-p {self.top_p} must be above 0 and at most 1")
-
-    def sampling(self) -> Sampling:
-        """Return the same without the command line."""
-        return Sampling(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-        )
 
 
 def check_paths(option: str, count: int, source: StateSource) -> None:

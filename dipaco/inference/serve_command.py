@@ -7,6 +7,7 @@ dipaco-serve --cache-dir ~/.cache/dipaco
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import tempfile
@@ -101,21 +102,14 @@ class ServeSettings(AnswerSettings):
 
 def run(settings: ServeSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
-    try:
-        import aiohttp  # noqa: F401
-        import gguf  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise ConfigurationError(
-            f"dipaco-serve needs {error.name}; install it with pip install 'dipaco[serve]'"
-        ) from None
+    for package in ("aiohttp", "gguf", "starlette", "uvicorn", "xllamacpp"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigurationError(
+                f"dipaco-serve needs {package}; install it with pip install 'dipaco[serve]'"
+            )
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from dipaco.base.http_server import listen, serve_until_told
 
-    from .serve.llama_server import check_installed
-
-    check_installed()
     socket = listen(settings.host, settings.port)
     device = settings.prepare_process()
     with (
@@ -139,12 +133,12 @@ def service_of(
     """
     from dipaco.modules.layout import parameter_counts
 
+    from .run_tokens import RunTokens
     from .serve.gguf_files import GgufFiles, PathFile, server_bytes
     from .serve.llama_server import LlamaParameters, LlamaServer
     from .serve.openai_route import OpenAiRoute, RouteLimits
     from .serve.path_servers import PathServers
     from .serve.request_fields import RequestReader, path_name
-    from .serve.run_tokens import RunTokens
 
     plan, model, paths = source.plan, source.model, source.grid.path_count
     tokens = RunTokens(source.blob(plan.blobs.tokenizer))

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from dipaco.base.errors import ConfigurationError, StorageError
-from dipaco.base.exit_codes import final_codes
+from dipaco.base.errors import ConfigurationError, StorageError, final_codes
 from dipaco.base.files import atomic_write, folder_variable, home_folder
 
 FLAG = "--install-service"

@@ -1,5 +1,6 @@
 """One path more in a finished run: `prepare --from RUN --add-path NEW.jsonl`."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,9 +10,11 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.bootstrap import bootstrap_command
+from dipaco.bootstrap.preparing.added_paths import config_with_paths
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
+from dipaco.protocol.about import AboutRun
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import simulate_command as simulate
 from dipaco.training.scoring import LossSum, sum_losses
@@ -79,6 +82,13 @@ def test_everything_but_the_new_path_is_as_before(old, new):
     assert after.shard_index(plan).paths[:4] == before.shard_index(old_plan).paths
     for path in range(4):
         assert np.array_equal(after.train_tokens(plan, path), before.train_tokens(old_plan, path)), path
+
+
+def test_what_the_run_is_for_stays_too(old):
+    before = open_predecessor(old)
+    plan = before.plan.model_copy(update={"about": AboutRun(language="de")})
+    before.manifest = dataclasses.replace(before.manifest, plan=plan)
+    assert config_with_paths(before, [str(old / "manifest.json")]).about == plan.about
 
 
 def test_paths_begin_where_they_ended_and_the_new_one_as_the_nearest(old, new):

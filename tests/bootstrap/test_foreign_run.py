@@ -61,23 +61,6 @@ def test_what_the_base_cannot_write_is_said_once(tmp_path):
     assert said.getvalue().count("27 characters were left out of the texts") == 1
 
 
-@pytest.mark.parametrize("family", ["llama", "smollm2", "qwen2"])
-def test_tokens_of_the_base_s_own_tokenizer_give_the_run_of_their_texts(family, tmp_path):
-    make_foreign_base(tmp_path / "base", family)
-    file = write_run(tmp_path, TOML)
-    texts = [json.loads(line)["text"] for line in (tmp_path / "train.jsonl").open()]
-    auto = AutoTokenizer.from_pretrained(tmp_path / "base")
-    for part, own in (("train", texts[:-20]), ("validation", texts[-20:])):
-        rows = [{"text": text, "ids": auto(text).input_ids} for text in own]
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (tmp_path / f"{part}-both.jsonl").write_text("".join(lines))
-    changes = ("data.train=train-both.jsonl", "data.validation=validation-both.jsonl")
-    from_texts = prepare(file, tmp_path / "texts", on_cpu(), changes=changes)
-    changes += ("data.tokens_field=ids", f"data.tokenizer_sha256={from_texts.blobs.tokenizer}")
-    from_tokens = prepare(file, tmp_path / "tokens", on_cpu(), changes=changes)
-    assert from_tokens.blobs == from_texts.blobs
-
-
 def test_a_plan_says_which_part_is_the_base_s(trained):
     config = load_run_config(trained / "RUN.toml")
     figures, shown = plan_figures(config), io.StringIO()

@@ -189,15 +189,6 @@ def test_a_llama_without_padding_is_renumbered(foreign, tmp_path):
     torch.testing.assert_close(found[..., :3], expected[..., :3], atol=1e-4, rtol=1e-4)
 
 
-def test_tokens_of_pieces_that_were_renumbered_are_refused(foreign, tmp_path):
-    _, plan = prepared(tmp_path)
-    fields = f'tokens_field = "ids"\ntokenizer_sha256 = "{plan.blobs.tokenizer}"\n'
-    toml = TOML.replace("[router]", f"{fields}[router]")
-    (tmp_path / "train.jsonl").write_text('{"ids": [5, 6, 7]}\n')
-    with pytest.raises(ConfigurationError, match="tokenizer.model other numbers; give the texts"):
-        prepared(tmp_path, toml, "tokens")
-
-
 def test_rows_without_a_piece_have_no_text(foreign, tmp_path):
     run, plan = prepared(tmp_path)
     tokenizer = run.tokenizer(plan)

@@ -64,8 +64,8 @@ def test_shards_hold_whole_chats_and_what_is_learned(run):
         held_out = folder.validation_tokens(plan, path)
         assert ((held_out >= 0) & (held_out != PAD_TOKEN))[:, 8:].any(axis=1).all()
     assert chats == sum(shard.train_documents for shard in index.paths) > 100
-    report = json.loads((folder.path / "routing.json").read_text())
-    assert sum(path["tokens"] for path in report["paths"]) > learned > 1000
+    [made] = (folder.path / "work/shards").glob("*/made.json")
+    assert sum(one["tokens"] for one in json.loads(made.read_text())["summaries"]) > learned > 1000
 
 
 def test_what_is_said_of_the_tokens(run):
@@ -138,19 +138,9 @@ def test_chats_need_a_base(tmp_path):
     toml.write_text(TOML.replace('base = "base"', ""))
     with pytest.raises(ConfigurationError, match=r"need the chat template of a base; name its fol"):
         prepared(toml)
-
-
-def test_a_plan_looks_at_the_first_chats(tmp_path, capsys):
-    rows = chat_rows(8)
-    rows[3]["messages"] = rows[3]["messages"][:2]
-    toml = write_chats(tmp_path, rows, CHATML)
+    assert bootstrap_command.main(["plan", str(toml)]) == 3
+    toml.write_text(TOML)
     assert bootstrap_command.main(["plan", str(toml)]) == 0
-    found = re.search(
-        r"Of the ([0-9,]+) tokens of the first 32 chats, 1 of them left out, ([0-9,]+) are learned",
-        capsys.readouterr().out,
-    )
-    tokens, learned = (int(number.replace(",", "")) for number in found.groups())
-    assert tokens > 2 * learned > 500
 
 
 def test_a_path_is_added_to_a_run_of_chats(tmp_path, capsys, recwarn):

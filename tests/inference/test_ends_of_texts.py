@@ -15,7 +15,7 @@ from dipaco.inference.export.exporter import Exporter
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.tokenizer_files import file_rows
 from dipaco.inference.generate import chat_tokens, generate_tokens
-from dipaco.inference.sampling import Sampling
+from dipaco.inference.options import SamplingSettings
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.adapters import initial_adapters
 from dipaco.modules.transformer import PathModel, token_losses
@@ -212,7 +212,7 @@ def test_an_answer_ends_alike_everywhere(tmp_path):
     tokenizer = source.tokenizer()
     tokens, _ = chat_tokens(tokenizer, "ba du")
     assert [*map(tokenizer.number_of_token, tokens)] == asked.input_ids[0].tolist()
-    made = generate_tokens(assemble_path(source, 0), tokens, Sampling(max_tokens=12, temperature=0))
+    made = generate_tokens(assemble_path(source, 0), tokens, SamplingSettings(max_tokens=12, temperature=0))
     made = [*made]
     end = tokenizer.tokens_of_numbers([turn_end])[0]
     length = made.index(end)

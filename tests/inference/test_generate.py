@@ -11,7 +11,6 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate, generate_command
 from dipaco.inference.generate import choose_token, generate_tokens, prompt_tokens, stream_text
 from dipaco.inference.options import SamplingSettings
-from dipaco.inference.sampling import Sampling
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.transformer import token_losses
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
@@ -19,7 +18,7 @@ from dipaco.routing.run_folder import RunFolder
 from support.programs.service import trained_run
 from support.runs.tiny_run import TINY_VOCABULARY, tiny_documents
 
-GREEDY = Sampling(temperature=0, max_tokens=20)
+GREEDY = SamplingSettings(temperature=0, max_tokens=20)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,7 @@ def test_greedy_generation_is_the_likeliest_token_each_time(model):
 
 def test_a_seed_gives_one_text(model):
     def text(seed, **options):
-        sampling = Sampling(seed=seed, max_tokens=12, **options)
+        sampling = SamplingSettings(seed=seed, max_tokens=12, **options)
         return list(generate_tokens(model, [BEGIN_TOKEN], sampling))
 
     assert text(1) == text(1)
@@ -71,7 +70,7 @@ def test_a_seed_gives_one_text(model):
 
 def test_generation_goes_on_when_the_context_is_full(model):
     length = model.config.sequence_length
-    sampling = Sampling(temperature=1.0, top_k=0, max_tokens=3 * length)
+    sampling = SamplingSettings(temperature=1.0, top_k=0, max_tokens=3 * length)
     tokens = list(generate_tokens(model, [BEGIN_TOKEN] * (length + 5), sampling))
     assert tokens
     assert max(tokens) < model.config.vocabulary_size
@@ -87,7 +86,9 @@ def test_a_full_context_continues_from_its_newer_half(model):
     assert next(generate_tokens(model, recent[1:], GREEDY)) != second
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1e-6), Sampling(temperature=5.0, top_k=0)])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingSettings(temperature=1e-6), SamplingSettings(temperature=5.0, top_k=0)]
+)
 def test_pieces_that_are_no_text_are_never_chosen(sampling):
     logits = torch.zeros(6)
     logits[[UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN]] = 100.0
@@ -102,7 +103,7 @@ def test_top_k_and_temperature_shape_the_choice():
     generator = torch.Generator().manual_seed(0)
 
     def chosen(temperature, top_k):
-        sampling = Sampling(temperature=temperature, top_k=top_k)
+        sampling = SamplingSettings(temperature=temperature, top_k=top_k)
         return [choose_token(logits, sampling, generator) for _ in range(400)]
 
     assert set(chosen(1.0, 2)) == {4, 5}
@@ -116,7 +117,7 @@ def test_top_p_leaves_the_likeliest_tokens():
     generator = torch.Generator().manual_seed(0)
 
     def chosen(top_p):
-        sampling = Sampling(temperature=1.0, top_k=0, top_p=top_p)
+        sampling = SamplingSettings(temperature=1.0, top_k=0, top_p=top_p)
         return {choose_token(logits, sampling, generator) for _ in range(200)}
 
     assert chosen(1e-9) == {4}
@@ -215,7 +216,7 @@ def test_the_command_mixes(out, capsys):
     source = DiskSource(out)
     models = [assemble_path(source, path) for path in numbers]
     tokens = prompt_tokens(source.tokenizer(), "ba du")
-    made = generate_tokens(models[0], tokens, Sampling(temperature=0, max_tokens=9), mixed_with=models[1:])
+    made = generate_tokens(models[0], tokens, SamplingSettings(temperature=0, max_tokens=9), mixed_with=models[1:])
     assert said.out == "ba du" + "".join(stream_text(source.tokenizer(), made)) + "\n"
 
 

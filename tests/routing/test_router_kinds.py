@@ -71,7 +71,9 @@ def test_every_kind_is_a_file_and_has_no_chance_in_it(kind):
     assert np.array_equal(two[:, 0], paths)
     assert (two[:, 0] != two[:, 1]).all()
     assert np.array_equal(np.sort(loaded.nearest(_prefixes(), 4)), np.tile(np.arange(4), (600, 1)))
-    parts = [loaded.route(_prefixes().part(start, start + 7)) for start in range(0, 600, 7)]
+    whole, parts = (_features(), _tokens(), _labels()), []
+    for start in range(0, 600, 7):
+        parts.append(loaded.route(Prefixes(*(known[start : start + 7] for known in whole))))
     assert np.array_equal(np.concatenate(parts), paths)
     with pytest.raises(ValueError, match="5 of 4 paths"):
         loaded.nearest(_prefixes(), 5)

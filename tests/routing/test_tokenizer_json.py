@@ -15,10 +15,10 @@ from transformers import AutoTokenizer
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.tokenizer_files import tokenizer_files
+from dipaco.inference.run_tokens import RunTokens
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.documents.chats import Message
-from dipaco.routing.tokens.bounded_reading import check_tokenizer
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, question_tokens
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces, pack_tokenizer
@@ -347,7 +347,7 @@ def test_added_tokens_that_do_not_fit_are_refused(changes, words, tmp_path):
 
 def test_a_tokenizer_is_read_for_the_first_time_in_a_process_with_bounds():
     """The operator chose what exporting, evaluating and serving read."""
-    check_tokenizer(packed("qwen2"))
+    RunTokens(packed("qwen2")).close()
     slow = {
         "type": "Split",
         "behavior": "Isolated",
@@ -358,7 +358,7 @@ def test_a_tokenizer_is_read_for_the_first_time_in_a_process_with_bounds():
     looping = part(pre_tokenizer={"type": "Sequence", "pretokenizers": [slow, split]})
     began_s = time.monotonic()
     with pytest.raises(ConfigurationError, match="the run's tokenizer cannot be used"):
-        check_tokenizer(looping, limit_s=3.0)
+        RunTokens(looping, read_limit_s=3.0)
     assert time.monotonic() - began_s < 60.0
     with pytest.raises(ConfigurationError, match="is not JSON"):
-        check_tokenizer(b"{")
+        RunTokens(b"{")

@@ -10,15 +10,11 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.modules.contributions import CODECS
 from dipaco.modules.frozen_base import FILE_FORMATS
 from dipaco.modules.frozen_file import base_file_bytes, frozen_bytes
 from dipaco.modules.layout import ModuleLayout, layout_of, parameter_counts, parameter_shapes
-from dipaco.modules.llama import WEIGHTS_FILE
 from dipaco.modules.transformer import EMBEDDING, HEAD
 from dipaco.peer.check.needs import (
     device_bytes,
@@ -31,29 +27,11 @@ from dipaco.peer.check.needs import (
 )
 from dipaco.protocol.chain.steps import MAX_ROWS
 from dipaco.protocol.grid import Grid
-from dipaco.protocol.invitations import opened
-from dipaco.protocol.manifest import MAX_MANIFEST_BYTES, sign_manifest
-from dipaco.protocol.plan import BaseFile, BaseSource, RunBlobs
 from dipaco.routing.tokens.token_files import token_dtype
 
-from .times import Times, plan_times
 from .traffic import DHT, FILES, MESSAGES, RECEIVED, SENT, Crowd, LevelLoad, swarm_traffic
 
 CALLED, NOT_CALLED = "can be called", "cannot be called"
-# Hashes do not change how large a manifest is.
-_ANY_SHA256 = "0" * 64
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The peers that are expected to take part."""
-
-    peers: int | None = None
-    """None: one for each path."""
-    line_mbit_per_s: float = 20.0
-    """The slowest line among them, up and down."""
-    tokens_per_s: float | None = None
-    """The speed at which each of them trains; None: nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +132,6 @@ class PlanFigures:
     device_bytes: dict[str, int]
     """Memory of the GPU, or of whatever trains the path."""
     main_memory_bytes: dict[str, int]
-    manifest_bytes: int
-    greatest_manifest_bytes: int
-    times: Times | None
-    """None when no speed is given."""
 
     @property
     def disk_total_bytes(self) -> int:
@@ -193,30 +167,25 @@ class PlanFigures:
 def plan_figures(
     config: RunConfig,
     corpus_tokens: int | None = None,
-    expected: Expected | None = None,
     *,
+    peers: int | None = None,
+    line_mbit_per_s: float = 20.0,
     chats: bool = False,
 ) -> PlanFigures:
-    """Compute the figures of a run; `corpus_tokens` are those of its training documents, which may
-    be `chats`.
+    """Compute the figures of a run with so many peers (default: one for each path), of which the
+    slowest has this line. `corpus_tokens` are those of its training documents, which may be
+    `chats`.
 
-    Raises ConfigurationError when the grid is impossible or the manifest would be too large.
+    Raises ConfigurationError when the grid is impossible.
     """
-    expected = expected or Expected()
     grid = grid_of(config)
     counts = parameter_counts(grid)
-    peers, speed = expected.peers or grid.path_count, expected.tokens_per_s
+    peers = peers or grid.path_count
     levels = tuple(_level(config, grid, level, peers) for level in grid.level_names)
     states = sum(level.state_bytes for level in levels)
     shard = _shard_bytes(config, grid, corpus_tokens, chats=chats)
     steps = config.rounds.inner_steps
     tokens_per_step = config.inner.batch_sequences * config.model.sequence_length
-    manifest_bytes = _manifest_bytes(config)
-    if manifest_bytes > MAX_MANIFEST_BYTES:
-        raise ConfigurationError(
-            f"the manifest would have {manifest_bytes} bytes, at most {MAX_MANIFEST_BYTES} are "
-            f"allowed; give fewer mirrors"
-        )
     moved = sum(level.moved_bytes[config.contributions.codec] for level in levels)
     crowd = Crowd(peers)
     return PlanFigures(
@@ -231,10 +200,10 @@ def plan_figures(
         levels=levels,
         tokens_per_step=tokens_per_step,
         tokens_per_round=steps * tokens_per_step if steps else None,
-        line_mbit_per_s=expected.line_mbit_per_s,
+        line_mbit_per_s=line_mbit_per_s,
         gather_s=config.rounds.gather_limit_s,
         codec=config.contributions.codec,
-        codecs={name: _codec(config, levels, name, expected) for name in CODECS},
+        codecs={name: _codec(config, levels, name, line_mbit_per_s) for name in CODECS},
         moved_bytes=moved,
         round_mbit_per_s=round(8e-6 * moved / config.rounds.duration_s, 3),
         requests=sum(_requests(level, config.rounds.copies, peers) for level in levels),
@@ -246,9 +215,6 @@ def plan_figures(
         written_bytes=written_bytes(config, grid),
         device_bytes=device_bytes(config, counts["path"]),
         main_memory_bytes=main_memory_bytes(config, grid, counts["path"]),
-        manifest_bytes=manifest_bytes,
-        greatest_manifest_bytes=MAX_MANIFEST_BYTES,
-        times=plan_times(config, speed, peers, grid.path_count, corpus_tokens) if speed else None,
     )
 
 
@@ -308,13 +274,13 @@ def _level(config: RunConfig, grid: Grid, level: str, peers: int) -> LevelFigure
 
 
 def _codec(
-    config: RunConfig, levels: tuple[LevelFigures, ...], name: str, expected: Expected
+    config: RunConfig, levels: tuple[LevelFigures, ...], name: str, line_mbit_per_s: float
 ) -> CodecFigures:
     moved = sum(level.moved_bytes[name] for level in levels)
     parameters = sum(level.parameters for level in levels)
     rate = 8e-6 * moved / config.rounds.duration_s
-    publish_s = 8e-6 * max(level.file_bytes[name] for level in levels) / expected.line_mbit_per_s
-    share = rate / expected.line_mbit_per_s
+    publish_s = 8e-6 * max(level.file_bytes[name] for level in levels) / line_mbit_per_s
+    share = rate / line_mbit_per_s
     return CodecFigures(
         bytes_a_parameter=round(sum(level.file_bytes[name] for level in levels) / parameters, 3),
         moved_bytes=moved,
@@ -361,21 +327,3 @@ def _shard_bytes(
     # A token of a chat says, too, whether it is learned.
     size = token_dtype(config.model.vocabulary_size, marked=chats).itemsize
     return corpus_tokens * config.router.train_paths * size // grid.path_count
-
-
-def _manifest_bytes(config: RunConfig) -> int:
-    """Sign the plan with blobs that do not exist, by a key that nobody keeps."""
-    blobs = RunBlobs(
-        tokenizer=_ANY_SHA256, router=_ANY_SHA256, base=_ANY_SHA256, shards=_ANY_SHA256,
-        genesis=_ANY_SHA256,
-    )  # fmt: skip
-    source = None
-    if config.model.adapters is not None:
-        source = BaseSource(
-            name=config.base.name or "",
-            files=(BaseFile(name=WEIGHTS_FILE, sha256=_ANY_SHA256),),
-            rows=((0, config.model.vocabulary_size),),
-        )
-    key = Ed25519PrivateKey.generate()
-    plan = opened(config.plan(blobs, 2e9, _ANY_SHA256[:16], source), key)
-    return len(sign_manifest(plan, key))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dipaco.base.errors import ConfigurationError
-from dipaco.bootstrap.run_config import RunConfig, changed
+from dipaco.bootstrap.run_config import IN_PLANS, RunConfig, changed
 from dipaco.protocol.config import parse_config
 from dipaco.routing.documents.corpus import CorpusConfig
 from dipaco.routing.routers.kinds import ROUTER_KINDS, RouterConfig
@@ -58,25 +58,19 @@ def config_with_paths(
                 f"what they are; {', '.join(_FREE_TABLES[:-1])} may change, and how the files of "
                 f"--add-path are read: data.text_field, data.held_out_fraction"
             )
-    grown = RunConfig(
-        name=plan.name,
-        seed=(plan.seed + 1) % 2**32,
-        data=CorpusConfig(train=tuple(files)),
-        model=plan.model,
-        grid=plan.grid.model_copy(
+    grown = {name: getattr(plan, name) for name in IN_PLANS} | {
+        "seed": (plan.seed + 1) % 2**32,
+        "data": CorpusConfig(train=tuple(files)),
+        "grid": plan.grid.model_copy(
             update={"added_paths": plan.grid.added_paths + len(files)},
         ),
-        router=RouterConfig(
+        "router": RouterConfig(
             kind=kind,
             prefix_tokens=plan.routing.prefix_tokens,
             train_paths=plan.routing.train_paths,
         ),
-        inner=plan.inner.model_copy(update={"first_step": old.path_steps()}),
-        outer=plan.outer,
-        rounds=plan.rounds,
-        contributions=plan.contributions,
-        mirrors=plan.mirrors,
-    )
-    values = changed(grown.model_dump(mode="json"), changes)
+        "inner": plan.inner.model_copy(update={"first_step": old.path_steps()}),
+    }
+    values = changed(RunConfig(**grown).model_dump(mode="json"), changes)
     config = parse_config(RunConfig, values, "--add-path")
     return config.model_copy(update={"data": config.data.relative_to(Path.cwd())})

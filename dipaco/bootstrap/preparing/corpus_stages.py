@@ -187,12 +187,11 @@ class TokensStage(Stage):
         job: Job,
         corpus: Corpus,
         tokenizer: TokenizerStage,
-        imported: ImportedBase | None,
         part: str = "",
     ) -> None:
         super().__init__(job, part)
         self.corpus = corpus
-        self._tokenizer, self._imported = tokenizer, imported
+        self._tokenizer = tokenizer
 
     @property
     def _chat_prefix_tokens(self) -> int | None:
@@ -200,7 +199,6 @@ class TokensStage(Stage):
         return self.job.config.router.prefix_tokens if self.corpus.holds_chats else None
 
     def inputs(self) -> Sequence[Any]:
-        self._check_tokenizer()
         chats = [self.job.config.router.prefix_tokens] if self.corpus.holds_chats else []
         return [self.corpus.fingerprint, self._tokenizer.sha256, *chats]
 
@@ -284,21 +282,6 @@ class TokensStage(Stage):
                 f"tokens: taken from {theirs.resolve()}, because the corpus is the same"
             )
         return outputs
-
-    def _check_tokenizer(self) -> None:
-        """Raise ConfigurationError for tokens of another tokenizer."""
-        made_with, ours = self.corpus.config.tokenizer_sha256, self._tokenizer.sha256
-        if made_with is not None and self._imported is not None and self._imported.renumbers_pieces:
-            raise ConfigurationError(
-                f"[data] holds tokens, but a run gives the pieces of {self._imported.folder}'s "
-                f"tokenizer.model other numbers; give the texts"
-            )
-        if made_with not in (None, ours):
-            raise ConfigurationError(
-                f"the tokens of [data] were made with the tokenizer {made_with[:16]}... "
-                f"(tokenizer_sha256), but that of this run has the SHA-256 {ours}; give the one "
-                f"that made them as model_file under [tokenizer], or give the texts"
-            )
 
 
 def _said(reason: str, left_out: LeftOut) -> str:

@@ -46,8 +46,7 @@ def encode(
     chunk: Sequence[tuple[Document, bool]],
 ) -> list[EncodedDocument]:
     """Return the tokens of a chunk of documents, which are chats if there is a number of tokens
-    that routing sees of them. Raises CorpusError as `encoded` does, ConfigurationError for a
-    template that cannot be used."""
+    that routing sees of them. Raises ConfigurationError for a template that cannot be used."""
     chats = None
     if chat_prefix_tokens is not None:
         chats = _chat_encoder(folder, tokenizer, chat_prefix_tokens)

@@ -70,7 +70,7 @@ def stages_of(job: Job) -> Stages:
         parts = [f"-P{path}" for path in range(grown.grid.path_count, config.grid.path_count)]
     tokenizer = TokenizerStage(job, corpora[0], imported)
     tokens = tuple(
-        TokensStage(job, corpus, tokenizer, imported, part)
+        TokensStage(job, corpus, tokenizer, part)
         for corpus, part in zip(corpora, parts, strict=True)
     )
     base = BaseStage(job, tokens, imported)

@@ -1,35 +1,27 @@
-"""What is shown at the end of a preparation: shards, how good the models are, how to start."""
+"""What is shown at the end of a preparation: shards, what was added, how to start."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from dipaco.base.files import atomic_write
-from dipaco.modules.compose import load_path
-from dipaco.modules.layout import parameter_counts, parameter_shapes
-from dipaco.modules.transformer import PathModel
-from dipaco.protocol.config import PAD_TOKEN, ModelConfig
+from dipaco.modules.layout import parameter_counts
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.protocol.plan import RunPlan
-from dipaco.routing.report import report_routing
 from dipaco.routing.routers.document_routing import prefix_features
 from dipaco.routing.routers.router import Prefixes
 from dipaco.routing.run_folder import RunFolder
 from dipaco.training.inner import learning_rate_at
-from dipaco.training.scoring import LossSum, sum_losses
 
 from .predecessor import Predecessor
 from .score_stages import added_sample
 from .stages import Job
 from .stages_of_run import Stages
 
-# Held-out sequences that a model is scored on for the summary, over all paths.
-SUMMARY_SEQUENCES = 256
-# So much is computed for it: a minute of a few cores.
-SUMMARY_OPERATIONS = 2e12
+# Held-out documents of old paths that are routed anew, over all of them.
+SUMMARY_DOCUMENTS = 256
 
 
 @dataclass
@@ -46,59 +38,19 @@ class Summary:
 
     def show(self, *, is_new: bool) -> None:
         """Show it; `is_new` says whether the plan was signed now."""
-        before, grown, index = self.job.before, self.job.grown, self.folder.shard_index(self.plan)
+        before, grown = self.job.before, self.job.grown
         summaries = self.stages.shards.summaries
         self.job.display.shards(summaries)
         if grown is not None:
             self._say_of_added_paths(grown)
         else:
-            report = report_routing(self.plan.routing, summaries)
-            atomic_write(self.job.out / "routing.json", report.model_dump_json(indent=1).encode())
-            self.job.display.routing(report)
-            self._say_base_perplexity(len(index.paths))
+            self.job.display.routing(summaries)
         if before is not None:
-            self._say_where_modules_stand(before)
+            self._say_where_schedules_stand(before)
         self._say_how_to_start(is_new=is_new)
 
-    def _say_base_perplexity(self, paths: int) -> None:
-        with self.job.display.stage("base model's perplexity") as progress:
-            scores = []
-            for path in range(paths):
-                scores.append(self._score(self.stages.base.model, path))
-                progress.update(path + 1, paths, "paths")
-        total = LossSum.total(scores)
-        if total.perplexity is not None:
-            self.say(
-                f"Base model: validation perplexity {total.perplexity:.2f} over {total.tokens:,} "
-                f"tokens, the first held-out sequences of each path; dipaco-eval scores whole texts"
-            )
-
-    def _score(self, model: PathModel, path: int) -> LossSum:
-        """Score a model on some held-out sequences of a path."""
-        each = summary_sequences(self.plan.model, self.plan.grid.path_count)
-        rows = self.folder.validation_tokens(self.plan, path)[:each]
-        if not len(rows):
-            return LossSum()
-        device = self.job.device
-        return LossSum(*sum_losses(model, rows, self.plan.routing.prefix_tokens, device=device))
-
-    def _say_where_modules_stand(self, before: Predecessor) -> None:
-        """Say how good the modules are on the new shards, and where their schedule stands."""
-        plan, grid = self.plan, self.folder.grid(self.plan)
-        model = self.folder.path_model(plan, self.job.device).eval()
-        scores = []
-        for path in range(grid.path_count):
-            modules = grid.modules_of_path(path)
-            states = {module: self.folder.genesis_state(plan, module) for module in modules}
-            load_path(model, grid, path, states)
-            scores.append(self._score(model, path))
-        total = LossSum.total(scores)
-        if total.perplexity is not None:
-            self.say(
-                f"Genesis: validation perplexity {total.perplexity:.2f} over {total.tokens:,} "
-                f"tokens, each path's modules on its own new shard"
-            )
-        inner, steps = plan.inner, before.path_steps()
+    def _say_where_schedules_stand(self, before: Predecessor) -> None:
+        inner, steps = self.plan.inner, before.path_steps()
         if (inner.warmup_steps or inner.decay_steps) and steps and not inner.first_step:
             self.say(
                 f"[inner] The learning rate starts its warmup and decay over; the modules have "
@@ -137,8 +89,10 @@ class Summary:
         """Return which part of the documents the router sends to a path."""
         prefix_tokens = self.plan.routing.prefix_tokens
         features = prefix_features(self.stages.base.model, beginnings, prefix_tokens)
-        paths = self.stages.router.router.route(Prefixes(features=features))
-        return float(np.mean(paths == path))
+        router = self.stages.router.router
+        parts = np.array_split(features, len(features) // 1024 + 1)
+        found = [router.route(Prefixes(features=part)) == path for part in parts]
+        return float(np.mean(np.concatenate(found)))
 
     def _others(self, grown: Predecessor) -> list[np.ndarray]:
         """Return the beginnings of some held-out documents of the old paths.
@@ -148,7 +102,7 @@ class Summary:
         found: list[np.ndarray] = []
         if self.folder.shard_index(self.plan).marked:
             return found
-        each = max(1, SUMMARY_SEQUENCES // grown.grid.path_count)
+        each = max(1, SUMMARY_DOCUMENTS // grown.grid.path_count)
         for path in range(grown.grid.path_count):
             windows = self.folder.validation_tokens(self.plan, path)
             # A long document has several windows, and the later ones begin with what the one
@@ -173,11 +127,3 @@ class Summary:
                 f"{out / 'states'} holds states of an earlier run of this folder; move it "
                 f"away unless you mean to inspect them"
             )
-
-
-def summary_sequences(model: ModelConfig, paths: int) -> int:
-    """Return how many held-out sequences of each path are scored to sum up a preparation: fewer of
-    a large model."""
-    parameters = sum(map(math.prod, parameter_shapes(model.without_adapters).values()))
-    operations = 2 * parameters * model.sequence_length
-    return max(1, min(SUMMARY_SEQUENCES, int(SUMMARY_OPERATIONS / operations)) // paths)

@@ -8,13 +8,12 @@ router/             what finds the path of a text, without dipaco
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from dipaco.base.errors import StorageError
-from dipaco.base.files import atomic_write, storage_errors
-from dipaco.base.progress import each
+from dipaco.base.files import atomic_write, spare_bytes, storage_errors
+from dipaco.base.progress import each, shown_bytes
 from dipaco.modules.frozen_file import base_parameter_count
 from dipaco.modules.layout import parameter_counts
 
@@ -24,8 +23,6 @@ from .model_card import model_card
 from .router_files import write_router
 from .tokenizer_files import json_bytes
 
-# This much of the disk is left free: filling it to the last byte would harm others.
-_SPARE_BYTES = 2**26
 # What a number takes; in q8_0, 32 of them have a scale of two bytes.
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "q8_0": 34 / 32}
 
@@ -74,26 +71,15 @@ def check_space(exporter: Exporter, out: Path, say: Callable[[str], None]) -> No
     """Say how large the export will be. Raises StorageError if the disk is too small for it."""
     there = {file.stat().st_ino: file.stat().st_size for file in out.rglob("*") if file.is_file()}
     needed = max(0, export_bytes(exporter) - sum(there.values()))
-    free = _free_bytes(out)
+    with storage_errors(out):
+        free = max(0, spare_bytes(out))
     say(
-        f"{exporter.source.grid.path_count} paths as {exporter.form.dtype}: {_size(needed)} to "
-        f"write, {_size(free)} free in {out}"
+        f"{exporter.source.grid.path_count} paths as {exporter.form.dtype}: {shown_bytes(needed)} "
+        f"to write, {shown_bytes(free)} free in {out}"
     )
-    if needed + _SPARE_BYTES > free:
+    if needed > free:
         raise StorageError(
-            f"disk too small: the export needs {_size(needed)}, and {out} has {_size(free)} free; "
+            f"disk too small: the export needs {shown_bytes(needed)}, and {out} has "
+            f"{shown_bytes(free)} free; "
             f"give another --out, --dtype bfloat16 for half of it, or --path P for one path"
         )
-
-
-def _free_bytes(folder: Path) -> int:
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    with storage_errors(existing):
-        return shutil.disk_usage(existing).free
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 1e3:.1f} kB"

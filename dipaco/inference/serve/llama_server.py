@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -21,12 +20,9 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
 
-from dipaco.base.errors import ConfigurationError, DipacoError
+from dipaco.base.errors import DipacoError
 
-PACKAGE: Final = "xllamacpp"
-INSTALL: Final = "install it with pip install 'dipaco[serve]'"
 _READY = b"ready\n"
 # Until then a large file has been read from a slow disk.
 _START_LIMIT_S = 600.0
@@ -68,14 +64,6 @@ class LlamaParameters:
     uses_gpu: bool
     chat_template: str | None
     """Jinja; None for the one in the model's file."""
-
-
-def check_installed() -> None:
-    """Raise ConfigurationError where llama.cpp is not installed."""
-    try:
-        importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        raise ConfigurationError(f"dipaco-serve needs {PACKAGE}; {INSTALL}") from None
 
 
 class LlamaServer:

@@ -14,17 +14,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any, TypeVar
+
+from dipaco.base.blocking import run_blocking
 
 from .api_error import ApiError
-from .daemon_thread import DaemonThread
 from .gguf_files import GgufFiles, PathFile, PathStates
 from .llama_server import LlamaServer
 
 logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 
 # A path that could not be had is tried again after that.
 _RETRY_S = 30.0
@@ -56,7 +57,7 @@ class PathServer:
 class PathServers:
     """The servers of paths, used in one event loop. Start it, and close it.
 
-    :param files: writes paths; only called in a thread of this object
+    :param files: writes paths; only called in one thread at a time
     :param launch: starts the process of a path's server
     :param capacity: how many paths have a server at the same time. While newer states are taken
         over, there is one more.
@@ -75,9 +76,9 @@ class PathServers:
         self._launch = launch
         self.capacity = capacity
         self._refresh_s = refresh_s
-        self._source = DaemonThread("source of states")
-        self._starter = DaemonThread("start of llama.cpp")
-        self._enders = ThreadPoolExecutor(thread_name_prefix="ends of llama.cpp")
+        self._source = asyncio.Lock()
+        self._at_source: asyncio.Future[Any] | None = None
+        """What was done last with the files, which belong to one thread at a time."""
         self._current: dict[int, PathServer] = {}
         self._all: set[PathServer] = set()
         self._waiting: dict[int, list[asyncio.Future[PathServer]]] = {}
@@ -114,9 +115,9 @@ class PathServers:
         servers = [one.server for one in self._all]
         if starting is not None:
             servers.append(starting)
-        await asyncio.gather(*map(self._closed, servers))
-        self._starter.close(0)
-        await asyncio.to_thread(self._source.close, _END_LIMIT_S)
+        await asyncio.gather(*(run_blocking(server.close) for server in servers))
+        if self._at_source is not None:
+            await asyncio.wait([self._at_source], timeout=_END_LIMIT_S)
 
     @property
     def served(self) -> Mapping[int, PathStates]:
@@ -135,7 +136,7 @@ class PathServers:
 
     async def look_again(self) -> None:
         """Look for newer states, and take them over."""
-        looked = await self._source.do(partial(self._files.look_again, self.served))
+        looked = await self._done(self._files.look_again, self.served)
         for line in set(looked.troubles) - set(self.troubles):
             logger.warning("%s", line)
         self.troubles = looked.troubles
@@ -192,7 +193,7 @@ class PathServers:
 
     def _end(self, server: PathServer) -> None:
         async def end() -> None:
-            await self._closed(server.server)
+            await run_blocking(server.server.close)
             self._all.discard(server)
             self._has_room.set()
 
@@ -255,13 +256,13 @@ class PathServers:
             await self._has_room.wait()
 
     async def _started(self, path: int) -> PathServer:
-        file = await self._source.do(partial(self._files.write, path))
+        file = await self._done(self._files.write, path)
         try:
             server = self._starting = self._launch(file)
             try:
-                await self._starter.do(server.wait_until_ready)
+                await run_blocking(server.wait_until_ready)
             except Exception:
-                await self._closed(server)
+                await run_blocking(server.close)
                 raise
             return PathServer(path, file.states, server)
         finally:
@@ -275,6 +276,8 @@ class PathServers:
             with contextlib.suppress(Exception):  # the next look may be better
                 await self.look_again()
 
-    async def _closed(self, server: LlamaServer) -> None:
-        """Wait for a process to end."""
-        await asyncio.get_running_loop().run_in_executor(self._enders, server.close)
+    async def _done(self, act: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Have something done with the files, which may take minutes."""
+        async with self._source:
+            doing = self._at_source = asyncio.ensure_future(run_blocking(act, *arguments))
+            return await asyncio.shield(doing)

@@ -15,6 +15,7 @@ from typing import Any, Final, NoReturn
 
 from dipaco.base.bounded_process import RefusedError
 from dipaco.base.errors import nearest_name
+from dipaco.inference.run_tokens import RunTokens
 from dipaco.routing.documents.chat_template import (
     ChatTemplate,
     SlowTemplateError,
@@ -22,7 +23,6 @@ from dipaco.routing.documents.chat_template import (
 )
 
 from .api_error import ApiError
-from .run_tokens import RunTokens
 
 AUTO: Final = "auto"
 _PATH: Final = "path-"

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from dipaco.base.blobs import BlobStore
+from dipaco.base.blocking import run_blocking
 from dipaco.base.errors import (
     DipacoError,
     IntegrityError,
@@ -38,7 +39,7 @@ from dipaco.peer.exchange.files.transfer import (
     spread,
 )
 from dipaco.peer.exchange.streams.calls import PROTOCOL_NAME, TurnedAway, begin, call
-from dipaco.peer.exchange.streams.loop_thread import LoopThread, run_blocking
+from dipaco.peer.exchange.streams.loop_thread import LoopThread
 from dipaco.peer.exchange.streams.messages import (
     MAX_TOLD_ROWS,
     MAX_TOLD_STEPS,

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from dipaco.base.blocking import run_blocking
 from dipaco.base.errors import DipacoError, IntegrityError
 from dipaco.base.files import TEMPORARY_SUFFIX, hold
 from dipaco.base.refusals import Refusals
@@ -27,7 +28,6 @@ from dipaco.peer.exchange.contact.hello import SOFTWARE
 from dipaco.peer.exchange.contact.reachability import CallingBack
 from dipaco.peer.exchange.files.content import OpenContent, opened
 from dipaco.peer.exchange.files.contribution_files import ContributionFiles
-from dipaco.peer.exchange.streams.loop_thread import run_blocking
 from dipaco.peer.exchange.streams.messages import (
     TURNED_AWAY,
     AskReply,

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 from pydantic import Field, field_validator, model_validator
 
 from dipaco.base.errors import CorpusError, DipacoError, nearest_name
@@ -33,13 +32,11 @@ ROWS_WITHOUT_A_FIELD = 1000
 class Document:
     """One text of the corpus, and its label (a domain, a language) if the corpus has labels.
 
-    Of a corpus that is tokenised already there are the `tokens` in place of the text, int [N]; of
-    a corpus of chats the `chat`, and the `place` where it stands.
+    Of a corpus of chats there is the `chat`, and the `place` where it stands.
     """
 
     text: str
     label: str | None = None
-    tokens: np.ndarray | None = field(default=None, compare=False)
     chat: Chat | None = None
     place: str = field(default="", compare=False)
 
@@ -47,20 +44,14 @@ class Document:
     def identity(self) -> bytes:
         """A hash by which documents are the same. The white space around a text does not count: it
         differs between forms of files."""
-        if self.tokens is not None:
-            content = self.tokens.astype("<u4").tobytes()
-        elif self.chat is not None:
-            content = chat_content(self.chat)
-        else:
-            content = self.text.strip().encode()
+        chat = self.chat
+        content = self.text.strip().encode() if chat is None else chat_content(chat)
         return hashlib.sha256(content).digest()[:16]
 
     @property
     def size(self) -> int:
-        """Characters, or tokens: how much work it is."""
-        if self.chat is not None:
-            return sum(len(message.content) for message in self.chat)
-        return len(self.text) if self.tokens is None else len(self.tokens)
+        """Characters: how much work it is."""
+        return len(self.text) + sum(len(message.content) for message in self.chat or ())
 
 
 class CorpusConfig(Config):
@@ -95,16 +86,6 @@ class CorpusConfig(Config):
         description="Field by which results are reported, such as a domain or a language. "
         "After the first 1,000 labels, further ones count as none.",
     )
-    tokens_field: str | None = Field(
-        None,
-        description="Field that holds the tokens of a document, if the data is tokenised "
-        "already; not for `.txt`.",
-    )
-    tokenizer_sha256: str | None = Field(
-        None,
-        description="SHA-256 of the tokenizer that made these tokens; the run must have the "
-        "same one.",
-    )
     txt_documents: Literal["file", "paragraph", "line"] = Field(
         "file", description="What counts as a document in a `.txt` file."
     )
@@ -137,11 +118,6 @@ class CorpusConfig(Config):
                 "give either train = ['data/*.jsonl.gz'] (files) or hub = 'allenai/c4' (a data "
                 "set of the Hub)"
             )
-        if self.is_tokenised != (self.tokenizer_sha256 is not None):
-            raise ValueError(
-                "tokens_field and tokenizer_sha256 belong together: the field of the tokens, and "
-                "the SHA-256 of the tokenizer that made them"
-            )
         if self.validation and self.hub:
             raise ValueError("validation names files; with hub write validation_split = '...'")
         if self.hub and self.validation_split and _overlap(self.train_split, self.validation_split):
@@ -153,15 +129,9 @@ class CorpusConfig(Config):
         return self
 
     @property
-    def is_tokenised(self) -> bool:
-        """Whether there are tokens in place of texts."""
-        return self.tokens_field is not None
-
-    @property
     def fields_read(self) -> frozenset[str]:
         """The fields of a row that matter."""
-        needed = {self.tokens_field or self.text_field, self.label_field or ""}
-        return frozenset(needed if self.is_tokenised else needed.union(CHAT_KEYS))
+        return frozenset((self.text_field, self.label_field or "", *CHAT_KEYS))
 
     @property
     def has_validation(self) -> bool:
@@ -242,7 +212,7 @@ def iterate_documents(
                 if number == ROWS_WITHOUT_A_FIELD:
                     _check_fields(names, source.name, config, chats)
                 if chats is None and row and not says_nothing(row, config.text_field):
-                    chats = _is_chat(row, config)
+                    chats = is_chat(row, config.text_field)
                 document = _document(row, number, source.name, config, chats)
                 if document is not None:
                     documents += 1
@@ -257,8 +227,8 @@ def iterate_documents(
         raise CorpusError(f"the {part} data hold no chat")
     if not documents:
         raise CorpusError(
-            f"the {part} data hold no text: every '{config.tokens_field or config.text_field}' is "
-            f"empty; name another field with text_field = '...' under [data]"
+            f"the {part} data hold no text: every '{config.text_field}' is empty; name another "
+            f"field with text_field = '...' under [data]"
         )
 
 
@@ -341,23 +311,17 @@ def _hub_source(config: CorpusConfig, part: Part) -> _Source:
     return _Source(name, open_rows, f"{name} cannot be read from the Hub", remedy)
 
 
-def _is_chat(row: Row, config: CorpusConfig) -> bool:
-    return not config.is_tokenised and is_chat(row, config.text_field)
-
-
 def _document(
     row: Row, number: int, source: str, config: CorpusConfig, chats: bool | None
 ) -> Document | None:
     """Turn a row into a document, or None if it has no text."""
-    if config.tokens_field is not None:
-        return _tokenised_document(row, number, source, config, config.tokens_field)
     if chats is not False and (not row or (chats is None and says_nothing(row, config.text_field))):
         return None
     place = f"{source}:{number}"
     if chats:
         chat = read_chat(row, config.text_field, place, config.label_field)
         return Document("", _label(row, source, config), chat=chat, place=place)
-    if row and _is_chat(row, config):
+    if row and is_chat(row, config.text_field):
         raise CorpusError(f"{place} is a chat, and the documents before it are texts")
     is_plain = _is_plain_text(source)
     text = row.get("text" if is_plain else config.text_field)
@@ -375,21 +339,6 @@ def _is_plain_text(source: str) -> bool:
     return form_of(source) == "text"
 
 
-def _tokenised_document(
-    row: Row, number: int, source: str, config: CorpusConfig, name: str
-) -> Document | None:
-    values = row.get(name)
-    if values is None or not len(values):
-        return None
-    tokens = np.asarray(values) if isinstance(values, list | np.ndarray) else np.empty(0)
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or int(tokens.min()) < 0:
-        raise CorpusError(
-            f"{source}, row {number}: '{name}' is not a list of tokens (whole numbers from 0); "
-            f"name another field with tokens_field = '...' under [data]"
-        )
-    return Document("", _label(row, source, config), tokens)
-
-
 def _label(row: Row, source: str, config: CorpusConfig) -> str | None:
     if config.label_field is None or _is_plain_text(source):
         return None
@@ -403,8 +352,7 @@ def _check_fields(
     """Raise CorpusError if no row of a source had a field that is needed."""
     if _is_plain_text(source) or not names:
         return
-    content = "tokens_field" if config.is_tokenised else "text_field"
-    for option in (*([] if chats else [content]), "label_field"):
+    for option in (*([] if chats else ["text_field"]), "label_field"):
         field = getattr(config, option)
         if field is None or field in names:
             continue

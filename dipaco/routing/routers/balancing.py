@@ -17,24 +17,10 @@ _HOTTEST, _WARM, _COLDEST = 1.0, 0.1, 1e-4
 _STEPS, _WARM_STEPS = 300, 100
 
 
-def squared_distances(
-    points: np.ndarray, centroids: np.ndarray, centroid_squares: np.ndarray | None = None
-) -> np.ndarray:
-    """Return |point - centroid|^2, float64 [N, K], never negative.
-
-    `centroid_squares` [K], what `row_squares` makes of the centroids, spares a caller with the same
-    centroids for each text most of the time.
-    """
-    if centroid_squares is None:
-        centroid_squares = row_squares(centroids)
-    squares = row_squares(points)[:, None] + centroid_squares[None, :]
+def squared_distances(points: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """Return |point - centroid|^2, float64 [N, K], never negative."""
+    squares = (points**2).sum(axis=1)[:, None] + (centroids**2).sum(axis=1)[None, :]
     return np.maximum(squares - 2.0 * (points @ centroids.T), 0.0)
-
-
-def row_squares(rows: np.ndarray) -> np.ndarray:
-    """Return the squared length of each row."""
-    squares: np.ndarray = (rows**2).sum(axis=1)
-    return squares
 
 
 def balance_biases(

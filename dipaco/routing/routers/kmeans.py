@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .balancing import balance_biases, row_squares, squared_distances
+from .balancing import balance_biases, squared_distances
 from .fitting import fit_centroids
 from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 
@@ -60,7 +60,6 @@ class KMeansRouter(FeatureRouter):
         super().__init__(mean, scale)
         self._centroids = np.asarray(centroids, dtype=np.float64)
         self._biases = np.asarray(biases, dtype=np.float64)
-        self._squares = row_squares(self._centroids) if self._centroids.ndim == 2 else None
         if self._centroids.ndim != 2 or self._centroids.shape[1] != self.feature_size:
             raise ValueError("the centroids are not rows of the width of mean and scale")
         if self._biases.shape != (self.path_count,) or self.path_count < 1:
@@ -100,7 +99,7 @@ class KMeansRouter(FeatureRouter):
 
     def point_costs(self, points: np.ndarray) -> np.ndarray:
         """Return squared distance plus bias, float64 [N, paths]."""
-        return squared_distances(points, self._centroids, self._squares) + self._biases
+        return squared_distances(points, self._centroids) + self._biases
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return mean, scale, centroids and biases, float64."""

@@ -20,9 +20,6 @@ from dipaco.protocol.config import Config
 
 ROUTER_FORMAT = "dipaco-router/1"
 
-# Documents whose costs are held at once while they are routed.
-_CHUNK = 8192
-
 
 @dataclass(frozen=True)
 class Prefixes:
@@ -35,21 +32,6 @@ class Prefixes:
     features: np.ndarray | None = None
     tokens: Sequence[Sequence[int] | np.ndarray] | None = None
     labels: Sequence[str | None] | None = None
-
-    def __len__(self) -> int:
-        return next((len(known) for known in self._known() if known is not None), 0)
-
-    def __post_init__(self) -> None:
-        sizes = {len(known) for known in self._known() if known is not None}
-        if len(sizes) > 1:
-            raise ValueError(f"features, tokens and labels are of different documents: {sizes}")
-
-    def _known(self) -> tuple[Any, Any, Any]:
-        return self.features, self.tokens, self.labels
-
-    def part(self, start: int, stop: int) -> Prefixes:
-        """Return the documents from `start` to before `stop`."""
-        return Prefixes(*(None if known is None else known[start:stop] for known in self._known()))
 
 
 class FitConfig(Config):
@@ -185,15 +167,10 @@ class Router(ABC):
         """
         if not 1 <= count <= self.path_count:
             raise ValueError(f"{count} of {self.path_count} paths cannot be chosen")
-        chosen = np.empty((len(prefixes), count), dtype=np.int64)
-        for start in range(0, len(prefixes), _CHUNK):
-            costs = self.costs(prefixes.part(start, start + _CHUNK))
-            if count == 1:
-                chosen[start : start + _CHUNK, 0] = np.argmin(costs, axis=1)
-            else:
-                order = np.argsort(costs, axis=1, kind="stable")
-                chosen[start : start + _CHUNK] = order[:, :count]
-        return chosen
+        costs = self.costs(prefixes)
+        if count == 1:
+            return np.argmin(costs, axis=1)[:, None]
+        return np.argsort(costs, axis=1, kind="stable")[:, :count]
 
     def route(self, prefixes: Prefixes) -> np.ndarray:
         """Return the path of each document, int64 [N]; of equal costs the lowest path.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from dipaco.base.errors import CorpusError, IntegrityError
-from dipaco.protocol.config import END_TOKEN, PAD_TOKEN
+from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.growing_files import GrowingFiles, read_progress
 
@@ -265,20 +265,18 @@ def encoded(
 ) -> list[EncodedDocument]:
     """Return the tokens of documents, each with whether it is held out, as it was given.
 
-    `chats` makes those of chats. Raises CorpusError for tokens of another tokenizer.
+    `chats` makes those of chats.
     """
     if chats is not None:
         return [_encoded_chat(document, held_out, chats, tokenizer) for document, held_out in chunk]
-    documents = [document for document, _ in chunk]
-    if documents[0].tokens is None:
-        dtype = token_dtype(tokenizer.vocabulary_size)
-        texts = tokenizer.tokens_of_documents([d.text for d in documents], threads)
-        tokens = [np.asarray(one, dtype) for one in texts]
-    else:
-        tokens = [_given_tokens(document, tokenizer) for document in documents]
+    dtype = token_dtype(tokenizer.vocabulary_size)
+    tokens = tokenizer.tokens_of_documents([document.text for document, _ in chunk], threads)
     return [
         EncodedDocument(
-            one, document.label, held_out, tokenizer.unwritable_characters(document.text)
+            np.asarray(one, dtype),
+            document.label,
+            held_out,
+            tokenizer.unwritable_characters(document.text),
         )
         for one, (document, held_out) in zip(tokens, chunk, strict=True)
     ]
@@ -298,20 +296,6 @@ def _encoded_chat(
     return EncodedDocument(
         tokens, label, held_out, tokenizer.unwritable_characters(text), beginning
     )
-
-
-def _given_tokens(document: Document, tokenizer: Tokenizer) -> np.ndarray:
-    numbers = document.tokens
-    assert numbers is not None  # a corpus is of texts or of tokens
-    if int(numbers.max()) >= tokenizer.vocabulary_size:
-        raise CorpusError(
-            f"a document of [data] holds the token {int(numbers.max())}, but the tokenizer has "
-            f"only {tokenizer.vocabulary_size} pieces; were the tokens made with another one?"
-        )
-    tokens = tokenizer.tokens_of_numbers(numbers.tolist())
-    begin = [] if tuple(tokens[: len(tokenizer.begin)]) == tokenizer.begin else tokenizer.begin
-    end = [] if tokens[-1] == END_TOKEN else [END_TOKEN]
-    return np.concatenate([begin, tokens, end]).astype(np.int64)
 
 
 def _skip(

@@ -272,7 +272,7 @@ def test_without_hard_links_shared_modules_are_copied(trained, tmp_path, monkeyp
 
 
 def test_a_disk_that_is_too_small_is_seen_before(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(whole_run, "_free_bytes", lambda folder: 2**26 + 1000)
+    monkeypatch.setattr(whole_run, "spare_bytes", lambda folder: 1000)
     arguments = ["--state-dir", trained, "--all", "--out", tmp_path / "out"]
     assert run(*arguments) == StorageError.exit_code
     shown = capsys.readouterr().err

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from dipaco.inference import export_command
 from dipaco.inference.generate import chat_tokens, prompt_tokens
-from dipaco.inference.serve.run_tokens import RunTokens
+from dipaco.inference.run_tokens import RunTokens
 from dipaco.inference.sources import DiskSource, SourceSettings
 from dipaco.protocol.config import AdaptersConfig
 from support.programs.service import greedy_text, lively, run_with_adapters, service, trained_run

@@ -9,7 +9,7 @@ import torch
 
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.generate import generate_tokens, stream_text
-from dipaco.inference.sampling import Sampling
+from dipaco.inference.options import SamplingSettings
 from dipaco.inference.serve_command import ServeSettings, service_of
 from dipaco.inference.sources import DiskSource, StateSource, assemble_path
 from dipaco.modules.layout import layout_of
@@ -71,6 +71,6 @@ def service(source, **options):
 
 def greedy_text(source, path, tokens, count):
     """Return what `dipaco-generate` says after the tokens of a run."""
-    sampling = Sampling(max_tokens=count, temperature=0)
+    sampling = SamplingSettings(max_tokens=count, temperature=0)
     made = generate_tokens(assemble_path(source, path), tokens, sampling, ends=source.tokenizer().ends)
     return "".join(stream_text(source.tokenizer(), made))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from dipaco.peer.exchange.streams.loop_thread import run_blocking
+from dipaco.base.blocking import run_blocking
 
 logger = logging.getLogger("dipaco.peer.exchange.files.content")
 

@@ -10,7 +10,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import fsspec
 
-from dipaco.peer.exchange.streams.loop_thread import run_blocking
+from dipaco.base.blocking import run_blocking
 from dipaco.protocol.plan import check_mirror
 
 from .transfer import ContentAbsent, ContentStream, OffsetBeyondEnd

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
 from dipaco.base.blobs import BlobStore
+from dipaco.base.blocking import run_blocking
 from dipaco.base.errors import IntegrityError, NetworkError, StorageError
-from dipaco.peer.exchange.streams.loop_thread import run_blocking
 from dipaco.peer.exchange.streams.reasons import short_reason
 
 from .download_slots import DownloadSlots

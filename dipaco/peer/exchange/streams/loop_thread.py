@@ -121,34 +121,3 @@ async def _cancel_others(loop: asyncio.AbstractEventLoop) -> None:
         await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
     # One more turn, so that callers of cancelled tasks learn it before the loop ends.
     loop.call_soon(loop.stop)
-
-
-async def run_blocking(function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    """Run a blocking function on a daemon thread and await its result.
-
-    Not an executor: its threads are joined when the interpreter exits, and a mirror or a disk
-    that hangs must not keep a peer from leaving.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[ResultT] = loop.create_future()
-
-    def settle(result: ResultT | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def work() -> None:
-        result: ResultT | None = None
-        failure: BaseException | None = None
-        try:
-            result = function(*arguments)
-        except BaseException as error:
-            failure = error
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=work, name="exchange-io", daemon=True).start()
-    return await future

@@ -3,8 +3,9 @@
 Prompts go to llama.cpp as the tokens that the run has for them: its own tokenizer takes names of
 special tokens in a text for these, and puts no begin in front where a base's tokenizer does not.
 
-A tokenizer came with a run, from somebody, and its patterns can loop over a text that somebody else
-wrote. So a process of its own cuts texts (`dipaco.base.bounded_process`), and reads the tokenizer.
+A tokenizer came with a run, from somebody: its parts can fill any memory, and its patterns can loop
+over a text that somebody else wrote. So a process of its own (`dipaco.base.bounded_process`) reads
+it first, which writes and reads texts of all kinds in it, and cuts the texts of a service.
 """
 
 from __future__ import annotations
@@ -23,20 +24,19 @@ from dipaco.routing.tokens.tokenizer_json import JsonPieces
 # Routing looks at the first few dozen tokens, and so many characters hold them.
 _ROUTED_LETTERS = 2**14
 _MEMORY_BYTES = 2 * 2**30
-# One of a large model is read in three, on a busy machine.
-_READ_LIMIT_S = 60.0
 
 
 class RunTokens:
     """The tokens of a run, by the blob of its tokenizer. Used by one thread at a time.
 
-    Raises ConfigurationError for a tokenizer that cannot be read within bounds. Its methods raise
-    RefusedError for a text that cannot be cut within `limit_s`.
+    Raises ConfigurationError for a tokenizer that cannot be read within `read_limit_s` and 2 GiB.
+    Its methods raise RefusedError for a text that cannot be cut within `limit_s`.
     """
 
-    def __init__(self, blob: bytes, limit_s: float = 5.0) -> None:
+    def __init__(self, blob: bytes, limit_s: float = 5.0, read_limit_s: float = 60.0) -> None:
         first = base64.b64encode(blob).decode()
-        self._process = BoundedProcess(__name__, first, limit_s=limit_s, first_s=_READ_LIMIT_S)
+        # One of a large model is read in three seconds, on a busy machine.
+        self._process = BoundedProcess(__name__, first, limit_s=limit_s, first_s=read_limit_s)
         try:
             self._process.start()
         except RefusedError as error:
