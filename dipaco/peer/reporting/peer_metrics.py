@@ -8,8 +8,7 @@ has a value for each peer, path or module, so the space that they take does not 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from prometheus_client import (
@@ -19,7 +18,7 @@ from prometheus_client import (
     disable_created_metrics,
     start_http_server,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from dipaco.base.errors import ConfigurationError, DipacoError
@@ -37,7 +36,7 @@ def level_of(module: str) -> str:
     return module.partition(".")[0] if "." in module else "private"
 
 
-class PeerMetrics:
+class PeerMetrics(Collector):
     """The metrics of this process, and the server that answers with them. Thread-safe."""
 
     def __init__(self, uplink: Uplink) -> None:
@@ -46,7 +45,7 @@ class PeerMetrics:
         self._is_served = False
         self._run: Node | None = None
         self._swarm: Refresher | None = None
-        self._status = PeerStatus()
+        self._status, self._uplink = PeerStatus(), uplink
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"dipaco_{name}", help, labels, registry=self.registry)
@@ -73,36 +72,7 @@ class PeerMetrics:
         self._adoptions = counter("adoptions", "states of others taken over", "level")
         self._moves = counter("moves", "moves to another path")
 
-        reads: tuple[tuple[str, str, Callable[[], float]], ...] = (
-            (
-                "tokens_per_second",
-                "speed of training at present",
-                lambda: self._status.tokens_per_s,
-            ),
-            (
-                "validation_loss",
-                "held-out loss of the path, in nats",
-                lambda: self._status.validation_loss,
-            ),
-            ("round", "the present round; with fixed steps that of this peer", self._round),
-            ("path", "the path in training; -1 without one", self._path),
-            ("waiting", "1 while the peer waits for something", self._waiting),
-            ("states_held", "module states that the peer can serve", self._states_held),
-            (
-                "peers_seen",
-                "peers in its newest view, which is a part of the swarm",
-                self._peers_seen,
-            ),
-        )
-        for name, help, read in reads:
-            gauge(name, help).set_function(read)
-        state = gauge("state", "1 for the state that the peer is in", "state")
-        for one in get_args(ClaimState):
-            state.labels(one).set_function(partial(self._is_in, one))
-        reachable = gauge("reachable", "1 for the way in which others can call it", "how")
-        for how in get_args(Reachability):
-            reachable.labels(how).set_function(partial(self._is_reached, how))
-        self.registry.register(_Moved(uplink))
+        self.registry.register(self)
 
     def follow(self, run: Node, swarm: Refresher, status: PeerStatus) -> None:
         """Read gauges from this run's parts from now on."""
@@ -153,20 +123,37 @@ class PeerMetrics:
         elif kind == "move":
             self._moves.inc()
 
-    # -- what is read when it is asked for
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is read when it is asked for. The registry calls this."""
+        run, status, uplink = self._run, self._status, self._uplink
 
-    def _is_in(self, state: str) -> bool:
-        return self._status.claim.state == state
+        def gauge(name: str, help: str, value: float) -> Metric:
+            return GaugeMetricFamily(f"dipaco_{name}", help, value=value)
 
-    def _is_reached(self, how: str) -> bool:
-        return self._status.reachable == how
+        def one_of(name: str, help: str, label: str, found: str, all: tuple[str, ...]) -> Metric:
+            family = GaugeMetricFamily(f"dipaco_{name}", help, labels=[label])
+            for one in all:
+                family.add_metric([one], float(one == found))
+            return family
 
-    def _path(self) -> int:
-        path = self._status.claim.path
-        return -1 if path is None else path
-
-    def _waiting(self) -> bool:
-        return bool(self._status.waiting_for)
+        path, held = status.claim.path, () if run is None else run.held.all()
+        yield gauge("tokens_per_second", "speed of training at present", status.tokens_per_s)
+        yield gauge("validation_loss", "held-out loss of the path, in nats", status.validation_loss)
+        yield gauge("round", "the present round; with fixed steps that of this peer", self._round())
+        yield gauge("path", "the path in training; -1 without one", -1 if path is None else path)
+        is_waiting = bool(status.waiting_for)
+        yield gauge("waiting", "1 while the peer waits for something", is_waiting)
+        yield gauge("states_held", "module states that the peer can serve", len(held))
+        seen = "peers in its newest view, which is a part of the swarm"
+        yield gauge("peers_seen", seen, self._peers_seen())
+        state, how = status.claim.state, status.reachable
+        said = "1 for the state that the peer is in"
+        yield one_of("state", said, "state", state, get_args(ClaimState))
+        said = "1 for the way in which others can call it"
+        yield one_of("reachable", said, "how", how, get_args(Reachability))
+        what = "bytes of contributions, states and blobs"
+        for name, count in (("sent", uplink.sent_bytes), ("received", uplink.received_bytes)):
+            yield CounterMetricFamily(f"dipaco_{name}_bytes", f"{what} {name}", value=count)
 
     def _round(self) -> int:
         run = self._run
@@ -174,27 +161,8 @@ class PeerMetrics:
             return self._status.round_index
         return max(0, run.schedule.round_at(run.clock.now()))
 
-    def _states_held(self) -> int:
-        return 0 if self._run is None else len(self._run.held.all())
-
     def _peers_seen(self) -> int:
         try:
             return len(self._swarm.view.present) if self._swarm is not None else 0
         except DipacoError:
             return 0
-
-
-class _Moved(Collector):
-    """What the uplink has counted."""
-
-    def __init__(self, uplink: Uplink) -> None:
-        self._uplink = uplink
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        what = "bytes of contributions, states and blobs"
-        yield CounterMetricFamily(
-            "dipaco_sent_bytes", f"{what} sent", value=self._uplink.sent_bytes
-        )
-        yield CounterMetricFamily(
-            "dipaco_received_bytes", f"{what} received", value=self._uplink.received_bytes
-        )

@@ -15,7 +15,6 @@ from dipaco.peer.exchange.contact.clock import (
     Clock,
     ClockSample,
     agreed_offset_s,
-    best_sample,
     check_offset,
     measure_clock,
     sample_of,
@@ -53,12 +52,6 @@ def test_a_sample_is_wrong_by_half_the_asymmetry_at_most(ahead_s, there_s, back_
     sample = sample_of(asked, received, sent, sent - ahead_s + back_s)
     assert sample.delay_s == pytest.approx(there_s + back_s, abs=1e-6)
     assert abs(sample.offset_s - ahead_s) <= sample.delay_s / 2 + 1e-6
-
-
-def test_the_quickest_answer_counts():
-    samples = [ClockSample(3.0, 0.5), ClockSample(1.0, 0.02), ClockSample(2.0, 0.1)]
-    assert best_sample(samples) == ClockSample(1.0, 0.02)
-    assert best_sample([]) is None
 
 
 @given(st.lists(offsets, min_size=2, max_size=9))

@@ -72,11 +72,6 @@ def sample_of(asked_s: float, received_s: float, sent_s: float, answered_s: floa
     return ClockSample(offset_s, max(0.0, delay_s))
 
 
-def best_sample(samples: Iterable[ClockSample]) -> ClockSample | None:
-    """Return the sample with the least delay, which is the least wrong; None of none."""
-    return min(samples, key=lambda sample: sample.delay_s, default=None)
-
-
 def agreed_offset_s(neighbours_s: Sequence[float]) -> float:
     """Return swarm time minus own time: the median of all clocks, this machine's included."""
     return statistics.median([0.0, *neighbours_s])
@@ -189,8 +184,8 @@ class Clock:
         others = {peer for peer in neighbours.connected_peers() if is_in(peer)} - set(given)
         asked = (*first, *draw(others, MAX_NEIGHBOURS - len(first)))
         samples = neighbours.clock_samples(asked, SAMPLES, MEASURE_TIMEOUT_S)
-        best = {peer: best_sample(taken) for peer, taken in samples.items()}
-        offsets = [sample.offset_s for sample in best.values() if sample is not None]
+        # Of each, the sample with the least delay, which is the least wrong.
+        offsets = [min(s, key=lambda one: one.delay_s).offset_s for s in samples.values() if s]
         self._look()
         with self._lock:
             if self._jumps != jumps:
