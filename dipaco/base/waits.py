@@ -15,7 +15,7 @@ The threads, and what each may wait for:
   `blocking`: the disk
 - `states` (fetches and scores states), `puts` (gives files to mailboxes): other peers, the disk
 - `calls` (looks, tells, asks): other peers and the DHT process, for seconds
-- `refresher`, `clock`, `blob keeper`, `successor`, `reachability`, `pause-reason`, `upload budget`:
+- `refresher`, `clock`, `blob keeper`, `successor`, `reachability`, `pause-reason`:
   other peers, the DHT process, other programs, the disk
 - `dht`, `dht answers`: the DHT process, which they start again
 """
