@@ -156,6 +156,12 @@ class KeptFiles(BlobStore):
         with self.index.transaction() as writer, storage_errors(self.folder):
             self._remove(writer, sha256)
 
+    def remove_unless_entered(self, sha256: str) -> None:
+        """Remove a file that was fetched for nothing, unless it is written down what it is."""
+        with self.index.transaction() as writer, storage_errors(self.folder):
+            if not writer.execute("SELECT 1 FROM files WHERE sha256 = ?", (sha256,)).fetchone():
+                self._remove(writer, sha256)
+
     def _remove(self, writer: sqlite3.Connection, sha256: str) -> None:
         # The file first: where power fails in between, the next start finds its line without it.
         self.path(sha256).unlink(missing_ok=True)

@@ -362,9 +362,11 @@ class Exchange:
     ) -> None:
         reason, is_refused = "", False
         try:
-            path = await self._file_of(row, timeout_s)
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._checking, self._check_file, row, path, check)
+            try:
+                await self._fetch_and_check(row, check, timeout_s)
+            except StorageError:
+                # Another row named this file too, and it was removed as not the other's.
+                await self._fetch_and_check(row, check, timeout_s)
         except (IntegrityError, StorageError) as error:
             reason, is_refused = str(error), isinstance(error, IntegrityError)
         except Exception as error:
@@ -378,6 +380,13 @@ class Exchange:
             with contextlib.suppress(StorageError):
                 await run_blocking(prune_partial_files, kept, MAX_UNFINISHED)
         on_done(row, reason, is_refused)
+
+    async def _fetch_and_check(
+        self, row: Row, check: Callable[[Row, Path], None], timeout_s: float
+    ) -> None:
+        path = await self._file_of(row, timeout_s)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._checking, self._check_file, row, path, check)
 
     def _check_file(self, row: Row, path: Path, check: Callable[[Row, Path], None]) -> None:
         files = self._run.contributions

@@ -1,6 +1,7 @@
 """Files of contributions: kept for three rounds, over restarts, and never more than there is room
 for."""
 
+import dataclasses
 import os
 import time
 
@@ -31,6 +32,26 @@ def put(files, row, data, folder):
     path = files.install(row, came, is_mail=True)
     files.release(row)
     return path
+
+
+def test_a_row_that_names_another_s_file_removes_it_only_before_it_is_taken(tmp_path):
+    """Attack: an insider's row names an honest peer's file with one byte more; both are fetched, and the file of
+    the honest one was gone when the insider's was refused."""
+    files = opened(tmp_path / "files")
+    row = row_of(0, data=b"honest")
+    other = dataclasses.replace(row, bytes=row.bytes + 1)
+    path = files.kept.path(row.file)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(file_of(row, b"honest"))
+    files.install(row, path)
+    with pytest.raises(IntegrityError):
+        files.install(other, path)
+    assert files.find(row.file) == path
+    files.kept.remove(row.file)
+    path.write_bytes(file_of(row, b"honest"))
+    with pytest.raises(IntegrityError):
+        files.install(other, path)
+    assert not path.exists()
 
 
 def test_files_are_found_by_hash_also_after_a_restart_and_go_after_three_rounds(tmp_path):

@@ -79,12 +79,16 @@ class ContributionFiles:
     def install(self, row: Row, path: Path, *, is_mail: bool = False) -> Path:
         """Take in a file that was fetched or put, and whose hash was checked; it is moved.
 
-        Raises `IntegrityError` when it is not the row's: nobody's file is kept for another's row.
+        Raises `IntegrityError` when it is not the row's: nobody's file is kept for another's row,
+        and none that is kept for its own is removed.
         """
         try:
             check_is_of(row, path)
         except IntegrityError:
-            path.unlink(missing_ok=True)
+            if path == self.kept.path(row.file):
+                self.kept.remove_unless_entered(row.file)
+            else:
+                path.unlink(missing_ok=True)
             raise
         return self._enter(row, path, is_mail=is_mail)
 
