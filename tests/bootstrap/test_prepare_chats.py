@@ -1,6 +1,5 @@
 """A run whose data are chats: from the file to the batches, and what cannot be such a run."""
 
-import io
 import json
 import re
 
@@ -23,7 +22,6 @@ from support.runs.prepared_run import CPU, on_cpu, prepare, quiet_display
 def prepared(toml, changes=(), **options):
     display = quiet_display()
     prepare(toml, toml.parent / "out", on_cpu(display, **options), changes=changes)
-    assert isinstance(display.console.file, io.StringIO)
     return RunFolder(toml.parent / "out"), display.console.file.getvalue()
 
 

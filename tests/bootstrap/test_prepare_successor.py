@@ -63,7 +63,6 @@ def succeed(toml, out, old, **options):
     display = Display(Console(file=io.StringIO(), width=200))
     predecessor = open_predecessor(old, allow_genesis=options.pop("allow_genesis", False))
     prepare(toml, out, on_cpu(display, **options), predecessor=predecessor)
-    assert isinstance(display.console.file, io.StringIO)
     return RunFolder(out), display.console.file.getvalue()
 
 

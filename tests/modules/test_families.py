@@ -21,6 +21,7 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.modules.llama import llama_config, read_llama_config, read_llama_parameters
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import ModelConfig, parse_config
+from support.runs.foreign_base import random_model
 
 SMALL = {
     "vocab_size": 300,
@@ -59,17 +60,6 @@ MODELS = {
 TOKENS = torch.arange(60)[None] * 7 % 300
 
 
-def random_model(name):
-    """A model in which every parameter matters: biases are not zero, norms are not one."""
-    kind, config = MODELS[name]
-    torch.manual_seed(0)
-    model = kind(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
-
-
 def imported(folder):
     config = parse_config(ModelConfig, read_llama_config(folder), "it")
     model = PathModel(config).eval()
@@ -88,7 +78,7 @@ def exported(model, folder):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name, tmp_path):
-    theirs = random_model(name)
+    theirs = random_model(*MODELS[name])
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
     ours = imported(tmp_path / "theirs")
@@ -128,7 +118,7 @@ def test_a_sequence_is_no_longer_than_a_window_that_reaches_a_layer(config, long
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_read_exactly(dtype, tmp_path):
-    random_model("qwen3").to(dtype).save_pretrained(tmp_path)
+    random_model(*MODELS["qwen3"]).to(dtype).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert float((imported(tmp_path)(TOKENS) - theirs(TOKENS).logits).abs().max()) < 1e-5
 

@@ -1,6 +1,5 @@
 """Bases that transformers computes: the same logits, losses and gradients of adapters as there."""
 
-import copy
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from dipaco.modules.llama import read_llama_config
 from dipaco.modules.memory import least_pass_bytes, pass_bytes
 from dipaco.modules.transformer import token_losses
 from dipaco.protocol.config import ModelConfig, parse_config
-from support.runs.foreign_base import FOREIGN, make_foreign_base
+from support.runs.foreign_base import FOREIGN, make_foreign_base, random_model
 
 SMALL = {
     "vocab_size": 300,
@@ -35,17 +34,6 @@ SMALL = {
 MODELS = {name: (kind, config(**SMALL | own)) for name, (kind, config, own) in FOREIGN.items()}
 TOKENS = torch.arange(60)[None] * 7 % 290 + 4
 RANK = 4
-
-
-def random_model(name):
-    """A model in which every parameter matters."""
-    kind, config = MODELS[name]
-    torch.manual_seed(0)
-    model = kind(copy.deepcopy(config)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
-    return model
 
 
 def imported(folder, adapted=True, **more):
@@ -67,7 +55,7 @@ def imported(folder, adapted=True, **more):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers(name, tmp_path):
-    theirs = random_model(name)
+    theirs = random_model(*MODELS[name])
     theirs.save_pretrained(tmp_path)
     expected = theirs(TOKENS).logits
     for adapted in (True, False):
@@ -79,7 +67,7 @@ def test_logits_are_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_blocks_computed_twice_give_the_same_gradients(name, tmp_path):
-    random_model(name).save_pretrained(tmp_path)
+    random_model(*MODELS[name]).save_pretrained(tmp_path)
     model = imported(tmp_path).train()
     gradients = []
     for model.recomputes in (False, True):
@@ -94,7 +82,7 @@ def test_blocks_computed_twice_give_the_same_gradients(name, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_a_token_after_the_other_is_the_whole_text_at_once(name, tmp_path):
-    random_model(name).save_pretrained(tmp_path)
+    random_model(*MODELS[name]).save_pretrained(tmp_path)
     model = imported(tmp_path)
     whole = model(TOKENS)[0]
     decoder = Decoder([model])
@@ -106,7 +94,7 @@ def test_a_token_after_the_other_is_the_whole_text_at_once(name, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_of_a_row_do_not_see_each_other(name, tmp_path):
-    random_model(name).save_pretrained(tmp_path)
+    random_model(*MODELS[name]).save_pretrained(tmp_path)
     model = imported(tmp_path)
     seen = torch.ones(60, 60, dtype=torch.bool).tril()
     seen[30:, :30] = False
@@ -119,7 +107,7 @@ def test_documents_of_a_row_do_not_see_each_other(name, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_of_a_pass_is_known_before_it(name, tmp_path):
-    random_model(name).save_pretrained(tmp_path)
+    random_model(*MODELS[name]).save_pretrained(tmp_path)
     config = imported(tmp_path).config
     assert pass_bytes(config) > least_pass_bytes(config) > 10_000
 

@@ -49,6 +49,9 @@ def test_the_first_of_several_trainers_knows_too(cache):
     assert known_addresses(cache) == (GIVEN + OPERATOR, MET)
 
 
-def test_a_machine_without_a_peer_asks_for_an_address(tmp_path):
+@pytest.mark.parametrize("spoiled", [None, b"nonsense\n", b"\xff", b""])
+def test_a_machine_without_a_peer_asks_for_an_address(tmp_path, spoiled):
+    if spoiled is not None:
+        (tmp_path / "address").write_bytes(spoiled)
     with pytest.raises(ConfigurationError, match="ask for the address of any peer"):
         known_addresses(tmp_path)

@@ -35,6 +35,13 @@ def start(tmp_path, monkeypatch, capsys):
     return start
 
 
+def test_an_address_is_given_once(start):
+    assert start()[0] == 3
+    for given in (f"{ADDRESS}/operator/0123456789abcdef", OTHER):
+        start(given)
+        assert start()[0].initial_peers == (given,)
+
+
 def test_limits_hold_until_others_are_typed(start, tmp_path):
     limits = ["--hours", "22-7", "--max-upload-gb-month", "100", "--name", "kitchen laptop", "--no-compile"]
     start(ADDRESS, *limits, "--host-maddrs", "/ip4/127.0.0.1/tcp/1", "--max-rounds", "3", "--invitation", "secret")

@@ -1,4 +1,4 @@
-"""`--install-service`, and the address that nobody is asked for twice."""
+"""`--install-service`."""
 
 import configparser
 import re
@@ -9,7 +9,6 @@ import pytest
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.peer import peer_command, service_unit
-from dipaco.peer.node.given_address import keep_addresses, kept_addresses
 from dipaco.peer.service_unit import FLAG, install_service, unit
 from support.programs.processes import ran
 
@@ -100,32 +99,3 @@ def test_without_systemd_the_command_says_what_else_to_do(tmp_path, capsys, monk
 
 def test_a_program_of_this_environment_is_started():
     assert Path(service_unit.program()[0]).is_file()
-
-
-def test_an_address_is_given_once(tmp_path, monkeypatch):
-    joined = []
-
-    def join(settings):
-        joined.append(settings.initial_peers)
-        keep_addresses(settings.cache_folder, settings.initial_peers)
-        return 0
-
-    monkeypatch.setattr("dipaco.peer.training_peer.run_peer", join)
-    pinned, where = f"{ADDRESS}/operator/0123456789abcdef", ["--cache-dir", str(tmp_path)]
-    assert peer_command.main(where) == 3
-    assert peer_command.main([pinned, *where]) == 0
-    assert peer_command.main(where) == 0
-    assert peer_command.main([ADDRESS, *where]) == 0
-    assert peer_command.main(where) == 0
-    # With the operator whom it was given.
-    assert joined == [(pinned,), (pinned,), (ADDRESS,), (ADDRESS,)]
-
-
-def test_the_address_of_several_trainers_and_one_that_is_none(tmp_path):
-    (tmp_path / "trainer-0").mkdir()
-    keep_addresses(tmp_path / "trainer-0", [ADDRESS])
-    assert kept_addresses(tmp_path) == (ADDRESS,)
-    for spoiled in (b"nonsense\n", b"\xff", b""):
-        (tmp_path / "trainer-0" / "address").write_bytes(spoiled)
-        with pytest.raises(ConfigurationError, match=r"no address is given"):
-            kept_addresses(tmp_path)

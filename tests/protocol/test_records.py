@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from dipaco.base.repetition import Complaints
 from dipaco.dht.record_validator import SIGNED_PREFIX, RecordValidator, record_validators, signed_bytes
+from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.identity import SIGNATURE_BYTES
 from dipaco.protocol.manifest import load_or_create_operator_key, operator_fingerprint, sign_manifest
 from dipaco.protocol.plan import PROTOCOL_VERSION
@@ -35,6 +36,7 @@ from dipaco.protocol.records import (
     PeerRecord,
     ProgressEntry,
     ProgressRecord,
+    refresh_period_s,
 )
 from support.runs.make_plan import make_plan
 from support.wire.peers import identity
@@ -408,3 +410,12 @@ def test_hivemind_takes_the_validators(me, other):
     made = dataclasses.replace(record, value=ours.sign_value(record))
     assert theirs.validate(made)
     assert theirs.strip_value(made) == record.value
+
+
+@pytest.mark.parametrize(
+    ("duration_s", "inner_steps", "period_s"),
+    [(3.0, 0, 1.0), (60.0, 0, 15.0), (300.0, 0, 75.0), (1e5, 0, 600.0), (1e5, 88, 20.0)],
+)
+def test_records_are_renewed_by_the_round(duration_s, inner_steps, period_s):
+    rounds = RoundsConfig(duration_s=duration_s, inner_steps=inner_steps)
+    assert refresh_period_s(rounds) == period_s

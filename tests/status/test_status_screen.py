@@ -58,7 +58,6 @@ def watched(first, size, *then):
 
     with pytest.raises(KeyboardInterrupt):
         watch(first, read, 0.0, console)
-    assert isinstance(console.file, io.StringIO)
     # Each screen begins where the one before began: at the corner.
     _, *screens = console.file.getvalue().split("\x1b[H")
     return [re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen) for screen in screens if "round 30" in screen]
@@ -108,7 +107,6 @@ def test_into_a_pipe_one_status_follows_the_other():
     console = Console(file=io.StringIO(), width=200)
     with pytest.raises(KeyboardInterrupt):
         watch(status_at(spoiled(9, 2, 2)), read, 0.0, console)
-    assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert text.count("\npaths") == 2
     assert 0 < text.index("problem: ") < text.index("all is well")

@@ -3,6 +3,7 @@
 The tokenizers are built of the same parts as those of the models they are named after.
 """
 
+import copy
 import json
 
 import tokenizers
@@ -222,4 +223,14 @@ def make_foreign_base(folder, family, **config):
         model.generation_config.do_sample = True
         model.config.update({**numbers, "pad_token_id": special[1]})
     model.eval().save_pretrained(folder, max_shard_size="30KB")
+    return model
+
+
+def random_model(kind, config):
+    """Return a model in which every parameter matters: biases are not zero, norms are not one."""
+    torch.manual_seed(0)
+    model = kind(copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5) if parameter.ndim > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
     return model
