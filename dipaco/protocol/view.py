@@ -289,7 +289,6 @@ def build_view(
     latest = plan.rounds.round_at(now_s - plan.start_s) + ROUND_SLACK
     if counted:
         latest = max_rounds(plan, now_s) - 1
-    progress = tuple(progress)
     path_count, latest_s = grid.path_count, now_s + CLOCK_SLACK_S
     believed = {
         claim.peer_id: claim

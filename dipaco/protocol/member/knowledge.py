@@ -50,9 +50,6 @@ class Knowledge:
         self._unseen: dict[str, frozenset[str]] = {}
         self.edition = 0
         """Counts up with what is known of others: what was worked out of it before is old then."""
-        self._callable: dict[str, bool] = {}
-        self._callable_others: list[str] | None = None
-        self._trainers: dict[tuple[str, int | None], frozenset[str]] = {}
         self._claimed_s: dict[tuple[str, int], float] = {}
         """By peer and path: when a view showed such a claim last."""
         self._claimants: set[str] = set()
@@ -71,7 +68,7 @@ class Knowledge:
     @view.setter
     def view(self, view: SwarmView) -> None:
         self._view = view
-        self._has_changed()
+        self.edition += 1
         oldest_s = self.now_s - CLAIMED_ROUNDS * self.schedule.duration_s
         self._claimed_s = {key: s for key, s in self._claimed_s.items() if s >= oldest_s}
         self._claimed_s.update({(p, c.path): self.now_s for p, c in view.claims.items()})
@@ -92,13 +89,7 @@ class Knowledge:
         """Note who contributed lately, is there, and is not in the view."""
         if peers != self.unseen(module):
             self._unseen[module] = peers
-            self._has_changed()
-
-    def _has_changed(self) -> None:
-        self.edition += 1
-        self._callable.clear()
-        self._callable_others = None
-        self._trainers.clear()
+            self.edition += 1
 
     @property
     def can_be_called(self) -> bool:
@@ -107,12 +98,6 @@ class Knowledge:
 
     def is_callable(self, peer: str) -> bool:
         """Tell whether others can call a peer that is in sight."""
-        found = self._callable.get(peer)
-        if found is None:
-            found = self._callable[peer] = self._is_callable(peer)
-        return found
-
-    def _is_callable(self, peer: str) -> bool:
         if peer == self.me:
             return self.can_be_called
         claim, record = self.view.claims.get(peer), self.view.peers.get(peer)
@@ -123,14 +108,9 @@ class Knowledge:
 
     def trainers(self, module: str) -> frozenset[str]:
         """Return the peers that train a path through a module, this one included if it does."""
-        place = module, self.path
-        found = self._trainers.get(place)
-        if found is None:
-            found = self.view.group(self.grid, module, joining=False) | self.unseen(module)
-            is_mine = self.path is not None and module in self.grid.modules_of_path(self.path)
-            found = found | {self.me} if is_mine else found - {self.me}
-            self._trainers[place] = found
-        return found
+        found = self.view.group(self.grid, module, joining=False) | self.unseen(module)
+        is_mine = self.path is not None and module in self.grid.modules_of_path(self.path)
+        return found | {self.me} if is_mine else found - {self.me}
 
     def claimants(self, module: str) -> frozenset[str]:
         """Return, as `trainers`, also the peers that are about to train a path through a module."""
@@ -143,10 +123,8 @@ class Knowledge:
 
     def callable_others(self) -> list[str]:
         """Return the other peers in sight that can be called, in order."""
-        if self._callable_others is None:
-            others = (self.view.peers.keys() | self.view.claims.keys()) - {self.me}
-            self._callable_others = [peer for peer in sorted(others) if self.is_callable(peer)]
-        return self._callable_others
+        others = (self.view.peers.keys() | self.view.claims.keys()) - {self.me}
+        return [peer for peer in sorted(others) if self.is_callable(peer)]
 
     def keepers(self, module: str, count: int) -> tuple[str, ...]:
         """Return the callable peers that keep a module that they do not train, in order."""

@@ -64,8 +64,6 @@ class Situation:
         """The state that was held before, which is on the disk."""
         self.computed = {self.stand}
         """Steps whose states this peer knows by its own computation, or as everybody does."""
-        self._recent = "", frozenset[str]()
-        """The step that this peer stands on, and who contributed to the last steps up to it."""
         self.rows = RoundRows()
         self.role = Role.ONLY_MAILBOX
         self.round = Round()
@@ -109,11 +107,7 @@ class Situation:
 
     def recent(self, step: str | None = None) -> frozenset[str]:
         """Return who contributed to the last steps up to one: by default, to this peer's."""
-        if step and step != self.stand:
-            return self.book.contributors(step)
-        if self._recent[0] != self.stand:
-            self._recent = self.stand, self.book.contributors(self.stand)
-        return self._recent[1]
+        return self.book.contributors(step or self.stand)
 
     def voters(self, step: str) -> frozenset[str]:
         """Return who contributed to the last steps up to one, and still trains the module."""

@@ -252,9 +252,7 @@ class Carrying:
     def _serve(self, action: actions.Serve) -> None:
         store = self._machine.store
         if not store.serve(action.module, action.step, action.steps):
-            self._wrong(
-                "contract", f"serves a chain of {action.module} that stands on nothing here"
-            )
+            self._wrong(f"serves a chain of {action.module} that stands on nothing here")
         elif action.steps:
             store.prune(action.module, action.steps[-1].round_index)
 

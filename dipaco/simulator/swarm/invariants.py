@@ -10,8 +10,7 @@
 
 These are counted: what became of the work (`token_accounts`); versions that forked, and those of
 them in which a step took the place of one whose rows it holds as well (*outbid*: no work is lost by
-it); rounds that ended with a step and without; copies two rounds after a step; messages, requests
-and bytes of the honest trainers.
+it); rounds that ended with a step and without; messages, requests and bytes of the honest trainers.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ class Invariants:
         return [machine for machine in found if machine.is_honest and machine.is_alive]
 
     def sample(self) -> None:
-        """Count, every round, who takes part and how many copies there are."""
+        """Count, every round, who takes part."""
         world = self._world
         world.engine.after(self._round_s, self.sample)
         if world.now_s < START_S:
@@ -144,17 +143,10 @@ class Invariants:
         for machine in world.machines.values():
             if machine.is_alive and machine.is_honest and machine.works:
                 self.figures["peer rounds"] += 1
-        for module in world.grid.modules():
-            short = self._short_of_copies(module)
-            if short is not None:
-                self.figures["copy samples"] += 1
-                self.figures["copies missing"] += bool(short)
 
     def _short_of_copies(self, module: str) -> str | None:
-        """Return which copies are missing of the step that was the head some rounds ago.
-
-        The text is empty if none is; None where there need not be three.
-        """
+        """Return which copies are missing of the step that was the head some rounds ago; None where
+        none is, or there need not be three."""
         world = self._world
         machines = world.machines.values()
         reachable = [m for m in machines if m.is_alive and m.link.can_be_called]
@@ -172,7 +164,7 @@ class Invariants:
             and head.digest == world.head(head.step).digest
         ]
         if len(holders) >= COPIES:
-            return ""
+            return None
         return f"version {old.version} of {module} is held by {', '.join(holders) or 'nobody'}"
 
     def final(self, module: str) -> str:
