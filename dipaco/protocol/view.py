@@ -181,6 +181,17 @@ class SwarmView:
             return said.reachable if said is not None else "unknown"
         return "outgoing" if "outgoing" in (claim.reachable, record.reachable) else "direct"
 
+    def trained_in_sight(self, grid: Grid, path: int) -> tuple[int, int]:
+        """Return how many paths are trained, of how many of which that was read.
+
+        These include all that share a module with `path`, the reader's: whom it meets trains one.
+        """
+        modules = [module for module in grid.modules_of_path(path) if self.covers_module(module)]
+        sharing = (shared for module in modules for shared in grid.paths_of_module(module))
+        in_sight = {*self.paths(grid), *sharing}
+        trained = {claim.path for claim in self.claims.values() if claim.state == "training"}
+        return len(in_sight & trained), len(in_sight)
+
     def claimants(self, path: int) -> tuple[Claim, ...]:
         """Return the claims on a path by peers that mean to stay, oldest first."""
         found = self._in_order.get(path)

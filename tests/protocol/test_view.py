@@ -2,7 +2,6 @@
 
 import pytest
 
-from dipaco.protocol.agreement import trained_in_sight
 from dipaco.protocol.chain.steps import Head, Row
 from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.grid import Grid
@@ -211,7 +210,7 @@ def test_with_fixed_steps_rounds_are_what_the_trainers_say(grid):
     # One that cannot have come is no claim, and a possible one does not move the middle.
     assert set(view(7, 8, 10**6).claims) == set(PEERS[:2])
     assert present_round(plan, view(7, 8, 300)) == 8
-    assert trained_in_sight(view(7, 8, 300), grid, 0) == (1, 4)
+    assert view(7, 8, 300).trained_in_sight(grid, 0) == (1, 4)
 
 
 def test_one_peer_cannot_say_that_all_paths_are_served(plan, grid):

@@ -312,10 +312,6 @@ class FollowedModule(Situation):
         self.taking.give_up()
         self._gathering.see_what_lacks_files()
 
-    def has_row_of(self, path: int) -> bool:
-        """Tell whether a path has a row in the step to the state that is held."""
-        return path in self.link.paths
-
     def refuse_state(self, reason: str) -> None:
         """Begin with another state than the one that is held, which was fetched: never with this
         one, nor with what stands on it."""

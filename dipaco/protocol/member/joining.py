@@ -186,7 +186,7 @@ class Joining:
         """Have what is here scored, if it was not; returns whether it may be begun with."""
         heads = tuple(followed.head for followed in modules if followed.head is not None)
         fetched = [f for f in modules if f.head and f.head.version and f.role is not Role.TRAINER]
-        if not fetched or not all(followed.has_row_of(path) for followed in modules):
+        if not fetched or not all(path in followed.link.paths for followed in modules):
             return True
         if heads not in (self._sound, self._scoring):
             self._scoring = heads

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from types import MappingProxyType
 
-from dipaco.protocol.agreement import trained_in_sight
 from dipaco.protocol.chain.steps import Head, Step
 from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.grid import Grid
@@ -248,7 +247,7 @@ class Member:
             known.do(a.Wait("a new view of the swarm", 0.0))
             return
         if known.schedule.is_counted and known.now_s < rounds.opens_s:
-            have, need = trained_in_sight(known.view, known.grid, known.path or 0)
+            have, need = known.view.trained_in_sight(known.grid, known.path or 0)
             if have == need:
                 rounds.open(known.now_s)
         self._tell_if_slow(turn.step_s)
@@ -305,7 +304,7 @@ class Member:
         elif now_s - self._waits_since_s < SHORT_WAIT_S:
             known.do(a.Wait("", 0.0))
         elif now_s < opens_s:
-            have, need = trained_in_sight(known.view, known.grid, known.path or 0)
+            have, need = known.view.trained_in_sight(known.grid, known.path or 0)
             known.do(a.Wait(f"a trainer for every path: have {have} of {need}", opens_s - now_s))
         else:
             waiting = [followed for followed in self._trained() if followed.round.is_open]

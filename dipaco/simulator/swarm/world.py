@@ -93,22 +93,21 @@ class World:
         self.files[name] = File(row, begin, end, content)
         return row
 
-    def add(self, step: Step) -> bool:
-        """Take a step into the book of all steps; tells whether its chain is known, and it can
-        follow its parent."""
+    def add(self, step: Step) -> None:
+        """Take a step into the book of all steps, if its chain is known, and it can follow its
+        parent."""
         if step.name in self.book:
-            return True
+            return
         try:
             if not self.book.add(step):
-                return False
+                return
         except ValueError:
-            return False
+            return
         contents = [self.files[row.file].content for row in step.rows if row.file in self.files]
         losses = sorted(LOSSES.get(content, POISONED_LOSS) for content in contents) or [SOUND_LOSS]
         loss = max(self._losses.get(step.parent, SOUND_LOSS), losses[(len(losses) - 1) // 2])
         if loss > SOUND_LOSS:
             self._losses[step.name] = loss
-        return True
 
     def head(self, step: str) -> Head:
         """Return the state after a step of the book, or a genesis."""
