@@ -49,7 +49,7 @@ def test_steps_that_one_peer_invents_fill_nobodys_book():
         for machine in machines:
             followed = machine.member.modules if machine.is_honest and machine.is_alive else {}
             # Of the insider, and of what others tell of the same.
-            assert all(len(m.chain.book.tips(name)) <= 4 * BRANCHES_OF_A_TELLER for name, m in followed.items())
+            assert all(len(m.book.tips(name)) <= 4 * BRANCHES_OF_A_TELLER for name, m in followed.items())
 
 
 def test_empty_rows_of_whoever_claims_no_path_are_in_no_step():
