@@ -88,6 +88,7 @@ def run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
     from rich.console import Console
 
+    from dipaco.bootstrap.plan.chat_sample import chat_as_trained
     from dipaco.bootstrap.plan.data_sample import few_documents, look_at_data
     from dipaco.bootstrap.plan.figures import plan_figures
 
@@ -113,6 +114,8 @@ def run_plan(settings: PlanSettings) -> int:
             print(few)
     if problem is not None:
         raise problem
+    if chats and not settings.json:
+        print(*chat_as_trained(config), sep="\n")
     return 0
 
 

@@ -266,3 +266,12 @@ def test_the_command_takes_changes_and_looks_at_the_data(changes, exit_code, sai
         assert json.loads(found.out)["name"] == (
             "other" if exit_code == 0 else load_run_config(EXAMPLES / "tiny" / "RUN.toml").name
         )
+
+
+def test_the_first_rows_of_each_file_are_read(tmp_path, capsys):
+    rows = {"a": {"text": "a text"}, "b": {"body": "another text"}}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 30)
+    (tmp_path / "RUN.toml").write_text('name = "two"\n[data]\ntrain = "*.jsonl"\n')
+    assert main(["plan", str(tmp_path / "RUN.toml")]) != 0
+    assert "b.jsonl has no field 'text'; it has body" in capsys.readouterr().err

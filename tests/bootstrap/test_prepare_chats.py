@@ -14,7 +14,7 @@ from dipaco.routing.batches import BatchStream
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_corpus import TokenCorpus
 from dipaco.training.inner import InnerLoop
-from support.runs.chat_runs import TOML, chat_rows, write_chats
+from support.runs.chat_runs import GREETING, TOML, chat_rows, write_chats
 from support.runs.chat_templates import CHATML, INSTRUCT
 from support.runs.prepared_run import CPU, on_cpu, prepare, quiet_display
 
@@ -139,6 +139,27 @@ def test_chats_need_a_base(tmp_path):
     assert bootstrap_command.main(["plan", str(toml)]) == 3
     toml.write_text(TOML)
     assert bootstrap_command.main(["plan", str(toml)]) == 0
+
+
+def test_a_plan_shows_a_chat_as_it_is_trained(tmp_path, capsys):
+    rows = chat_rows(8)
+    rows[0]["messages"] = rows[0]["messages"][:2]
+    toml = write_chats(tmp_path, rows, CHATML)
+    assert bootstrap_command.main(["plan", str(toml)]) == 0
+    shown = capsys.readouterr().out.partition("train.jsonl:2")[2]
+    answers = [m["content"] for m in rows[1]["messages"] if m["role"] == "assistant"]
+    assert re.findall("»(.*?)«", shown.partition("\n")[2], re.S) == [f"{said}<|im_end|>" for said in answers]
+    assert f"<|im_start|>system\n{GREETING}<|im_end|>" in shown
+    assert "asks for an answer" not in shown
+
+
+def test_a_plan_says_where_the_template_asks_otherwise_than_it_trains(tmp_path, capsys):
+    asks = "<|im_start|>assistant\n"
+    assert asks in CHATML
+    head, _, tail = CHATML.rpartition(asks)
+    toml = write_chats(tmp_path, chat_rows(8), f"{head}{asks}<think>\n{tail}")
+    assert bootstrap_command.main(["plan", str(toml)]) == 0
+    assert r"asks for an answer with '<|im_start|>assistant\n<think>\n'" in capsys.readouterr().out
 
 
 def test_a_path_is_added_to_a_run_of_chats(tmp_path, capsys, recwarn):

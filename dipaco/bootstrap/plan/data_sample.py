@@ -12,22 +12,27 @@ from dipaco.routing.documents.corpus import Part, iterate_documents
 
 # With fewer, a path learns little that its base does not know.
 DOCUMENTS_OF_A_PATH = 10
+_ROWS_OF_A_FILE = 100
 
 
 def look_at_data(config: RunConfig) -> bool:
-    """Read the first document of each part, so that a wrong name is told before hours of work.
-    Tell whether they are chats.
+    """Read the first rows of each file, so that what is wrong is told before hours of work. Tell
+    whether they are chats.
 
     A data set of the Hub is not fetched. Raises CorpusError, ConfigurationError as `check_chats`.
     """
     if _is_elsewhere(config):
         return False
     parts: tuple[Part, ...] = ("train", "validation") if config.data.has_validation else ("train",)
-    firsts = [next(iterate_documents(config.data, part)) for part in parts]
-    chats = firsts[0].chat is not None
+    chats: bool | None = None
+    for part in parts:
+        for document in iterate_documents(
+            config.data, part, chats=chats, rows_of_each=_ROWS_OF_A_FILE
+        ):
+            chats = document.chat is not None
     if chats:
         check_chats(config)
-    return chats
+    return bool(chats)
 
 
 def few_documents(config: RunConfig, paths: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import glob
 import hashlib
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -191,9 +192,14 @@ def files_in_both(config: CorpusConfig) -> list[Path]:
 
 
 def iterate_documents(
-    config: CorpusConfig, part: Part, *, chats: bool | None = None
+    config: CorpusConfig,
+    part: Part,
+    *,
+    chats: bool | None = None,
+    rows_of_each: int | None = None,
 ) -> Iterator[Document]:
-    """Yield the documents of a part that are not empty, always in the same order.
+    """Yield the documents of a part that are not empty, always in the same order. Of each file the
+    first `rows_of_each` rows are read, by default all.
 
     They are all chats or all texts: as `chats` says, else as the first one is. Raises CorpusError,
     naming the file, if one cannot be read, lacks the text field or is of the other kind, or if
@@ -205,7 +211,7 @@ def iterate_documents(
         names: set[str] = set()
         number = 0
         try:
-            for number, row in enumerate(source.open(), 1):
+            for number, row in enumerate(itertools.islice(source.open(), rows_of_each), 1):
                 if documents == limit:
                     return
                 names.update(row)

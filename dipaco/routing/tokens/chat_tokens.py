@@ -84,6 +84,20 @@ class ChatEncoder:
             ],
         )
 
+    def asked_otherwise(self, chat: Chat) -> tuple[str, str] | None:
+        """Return what the template writes in front of the last answer where it asks for one, and
+        what stands there once the answer is known; None if that is the same."""
+        last = max(number for number, m in enumerate(chat) if m.role == "assistant")
+        asked = self._filled(chat[:last], answer_follows=True)
+        shown = self._filled(chat[: last + 1], answer_follows=False)
+        start = _alike(asked, shown)
+        if start == len(asked):
+            return None
+        # The line in which they part, or the one before where that is empty in one of them.
+        line = asked.rfind("\n", 0, max(0, start - 1)) + 1
+        answer = shown.find(chat[last].content.strip()[:20], line)
+        return asked[line:], shown[line:answer] if answer >= 0 else shown[line : len(asked)]
+
     def close(self) -> None:
         """End the process that fills in the template."""
         self._template.close()

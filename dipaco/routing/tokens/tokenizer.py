@@ -121,6 +121,10 @@ class Tokenizer:
             return self._texts[token]
         return self._pieces.decode([int(token) for token in tokens])
 
+    def decode_with_names(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, of special ones their names, for people to read."""
+        return self._pieces.decode([int(token) for token in tokens], names=True)
+
     def beginning(self, text: str) -> list[int]:
         """Return the tokens of a text that goes on, with what stands in front of it. Where that is
         nothing, an empty text has the end of the one before it."""
@@ -216,8 +220,9 @@ class SentencePieces:
         """Return the number of a token, which is the same in the file."""
         return token
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; rows of an imported embedding without a piece have none."""
+    def decode(self, tokens: Sequence[int], *, names: bool = False) -> str:
+        """Return the text of tokens; rows of an imported embedding without a piece have none, and
+        special tokens have none in any case."""
         return str(self._pieces.decode([t for t in tokens if 0 <= t < self.vocabulary_size]))
 
 

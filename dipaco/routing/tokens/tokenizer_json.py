@@ -232,12 +232,12 @@ class JsonPieces:
             return text
         return self._named_control.sub(lambda name: f"{name[0][0]}{_SHIELD}{name[0][1:]}", text)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of the run's tokens; special ones vanish, and a space that the tokenizer
-        has put in front of a text stays."""
+    def decode(self, tokens: Sequence[int], *, names: bool = False) -> str:
+        """Return the text of the run's tokens; special ones vanish, unless their `names` are
+        wanted, and a space that the tokenizer has put in front of a text stays."""
         known = [token for token in tokens if 0 <= token < self.vocabulary_size]
         numbers = self._to_file[np.asarray(known, dtype=np.int64)].tolist()
-        return str(self._going_on.decode(numbers, skip_special_tokens=True))
+        return str(self._going_on.decode(numbers, skip_special_tokens=not names))
 
 
 def with_added_tokens(
