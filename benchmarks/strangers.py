@@ -23,6 +23,7 @@ import asyncio
 import itertools
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -40,6 +41,7 @@ from support.swarms.swarm import Swarm
 from dipaco.peer.node.entrance import Listening
 from dipaco.peer.node.join_run import join_run
 from dipaco.protocol.record_keys import MANIFESTS_KEY
+from dipaco.routing.run_folder import RunFolder
 
 LIMIT_S = 60.0
 WARM_UP_S = 10.0
@@ -215,11 +217,10 @@ def main() -> int:
         folder = chosen.out or scratch
         folder.mkdir(parents=True, exist_ok=True)
         run = make_tiny_run(folder / "run", inner_steps=0, duration_s=600.0)
+        copy = shutil.copytree(run.path, folder / "copy")
         with Swarm(folder, run) as swarm:
             first = swarm.start_bootstrap(name="first")
-            copy = make_tiny_run(folder / "copy", inner_steps=0, duration_s=600.0)
-            copy.manifest_path.write_bytes(run.manifest_path.read_bytes())
-            swarm.run = copy
+            swarm.run = RunFolder(copy)
             second = swarm.start_bootstrap("--initial-peers", first.address(), name="second")
             addresses = [first.address(), second.address()]
             floods = [
