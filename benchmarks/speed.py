@@ -84,9 +84,10 @@ def training(run: RunFolder, device: torch.device, seconds: float) -> dict[str, 
     peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if device.type != "cpu":
         peak_bytes = torch.get_device_module(device).max_memory_allocated(device)
+    tokens = steps * stream.batch(0).numel()
     return {
-        "tokens a second": round(steps * stream.tokens_per_batch / took_s, 1),
-        "tokens a processor second": round(steps * stream.tokens_per_batch / cpu_s, 1),
+        "tokens a second": round(tokens / took_s, 1),
+        "tokens a processor second": round(tokens / cpu_s, 1),
         "sequences at once": inner.micro_batch_size,
         "peak memory, MiB": round(peak_bytes / 2**20),
         "format": str(inner.dtype).removeprefix("torch."),

@@ -25,11 +25,6 @@ NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 _BROKEN_CHARACTER = "\ufffd"
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Return the tokens of a prompt: the beginning of a document."""
-    return tokenizer.beginning(prompt)
-
-
 def chat_tokens(tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int]]:
     """Return the tokens of a chat of one message up to where its answer begins, and those that it
     is routed by. Raises ConfigurationError for a model without a usable chat template."""

@@ -50,7 +50,6 @@ def run(settings: GenerationSettings) -> int:
         chat_tokens,
         cheapest_path,
         generate_tokens,
-        prompt_tokens,
         stream_text,
     )
     from .sources import assemble_path
@@ -62,7 +61,7 @@ def run(settings: GenerationSettings) -> int:
         if settings.chat:
             tokens, routed_by = chat_tokens(tokenizer, prompt)
         else:
-            tokens = routed_by = prompt_tokens(tokenizer, prompt)
+            tokens = routed_by = tokenizer.beginning(prompt)
         context = source.model.sequence_length
         if len(tokens) > context:
             say(f"the prompt has {len(tokens)} tokens, of which the last {context} are read")

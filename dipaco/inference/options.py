@@ -125,9 +125,6 @@ class CorpusSettings(Settings):
     ]
     text_field: Annotated[str, Option("field of the text", "F")] = "text"
     label_field: Annotated[str | None, Option("field of the label, such as domain", "F")] = None
-    limit_documents: Annotated[
-        int | None, Option("score only the first N documents", "N", least=1)
-    ] = None
 
     def corpus(self) -> CorpusConfig:
         """Return the documents of `--data`. Raises ConfigurationError and CorpusError."""
@@ -141,7 +138,6 @@ class CorpusSettings(Settings):
             "train": self.data,
             "text_field": self.text_field,
             "label_field": self.label_field,
-            "train_limit": self.limit_documents,
         }
         return parse_config(CorpusConfig, values, "--data")
 

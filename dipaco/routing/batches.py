@@ -76,11 +76,6 @@ class BatchStream:
         """Batches, rounded up, after which the whole shard was read."""
         return -(-len(self._tokens) // self._batch_sequences)
 
-    @property
-    def tokens_per_batch(self) -> int:
-        """Tokens in every batch: what a step adds to the tokens of a contribution."""
-        return self._batch_sequences * int(self._tokens.shape[1])
-
     def batch(self, place: int) -> torch.Tensor:
         """Return the tokens of batch number `place`, int64 [batch, T] on the CPU.
 

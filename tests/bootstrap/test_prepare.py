@@ -19,7 +19,7 @@ from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.invite import LIST_FILE
 from dipaco.bootstrap.prepare_output import Display
 from dipaco.bootstrap.preparing import base_stage, corpus_stages, routing_stages, signing
-from dipaco.bootstrap.preparing.pretrain import base_model_bytes, pretrain
+from dipaco.bootstrap.preparing.pretrain import parameters_bytes, pretrain
 from dipaco.bootstrap.preparing.routing_stages import check_shards
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.layout import layout_of
@@ -390,7 +390,7 @@ def test_pretraining_resumes_to_the_bit(optimizer, tmp_path):
 
         saved = SavedTraining(tmp_path / name, f"seed {seed}", every_s=0.0)
         trained = pretrain(model, inner, rows, 10, seed=seed, device=CPU, saved=saved, on_step=on_step)
-        return base_model_bytes(trained)
+        return parameters_bytes(dict(trained.named_parameters()))
 
     expected = train("whole")
     for stop_at in (1, 4, 9):

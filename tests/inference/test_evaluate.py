@@ -307,7 +307,8 @@ def test_the_command_prints_one_json_object(trained, tmp_path, capsys):
     assert report["perplexity"] == pytest.approx(lines[2]["perplexity"], rel=1e-6)
     assert set(report["labels"]) == {f"language {index}" for index in range(4)}
     assert report["run"] == DiskSource(out).plan.run_id
-    assert evaluate_command.main([*arguments, *baseline, "--limit-documents", "4"]) == 0
+    write_jsonl(data, held_out()[:4])
+    assert evaluate_command.main([*arguments, *baseline]) == 0
     text = capsys.readouterr().out
     for word in ("perplexity", "base model", "baseline", "language 0", "all"):
         assert word in text
@@ -388,7 +389,6 @@ def test_fitting_takes_enough_documents_and_every_path(damaged, tmp_path):
     ("extra", "code", "words"),
     [
         (["--text-field", "txet"], CorpusError.exit_code, "text_field = 'text'"),
-        (["--limit-documents", "0"], ConfigurationError.exit_code, "--limit-documents 0"),
         (["--data", "nowhere/*.jsonl"], CorpusError.exit_code, "--data 'nowhere/*.jsonl'"),
         (["--initial-peers", ADDRESS], ConfigurationError.exit_code, "--state-dir"),
         (["--initial-peers", "/ip4/1.2.3.4"], AddressError.exit_code, "the whole address"),

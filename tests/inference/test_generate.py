@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate, generate_command
-from dipaco.inference.generate import choose_token, generate_tokens, prompt_tokens, stream_text
+from dipaco.inference.generate import choose_token, generate_tokens, stream_text
 from dipaco.inference.options import SamplingSettings
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.modules.transformer import token_losses
@@ -182,8 +182,8 @@ def test_pieces_that_end_within_characters_are_streamed_as_their_text(start, tex
 def test_a_prompt_is_the_beginning_of_a_document(tokenizer):
     text = tiny_documents(1, 1, 0)[0]
     document = tokenizer.document_tokens(text)
-    assert prompt_tokens(tokenizer, text) == document[:-1]
-    assert prompt_tokens(tokenizer, "") == [BEGIN_TOKEN]
+    assert tokenizer.beginning(text) == document[:-1]
+    assert tokenizer.beginning("") == [BEGIN_TOKEN]
 
 
 def test_the_command_routes_the_prompt_and_loads_one_path(out, capsys, monkeypatch):
@@ -195,7 +195,7 @@ def test_the_command_routes_the_prompt_and_loads_one_path(out, capsys, monkeypat
     prompt = tiny_documents(4, 1, 5)[2][:40]
     source = DiskSource(out)
     router = source.document_router(torch.device("cpu"))
-    path = int(router.nearest_paths([prompt_tokens(router.tokenizer, prompt)], 1)[0, 0])
+    path = int(router.nearest_paths([router.tokenizer.beginning(prompt)], 1)[0, 0])
     arguments = ["--state-dir", str(out), prompt, "--max-tokens", "12", "--threads", "1"]
     assert generate_command.main(arguments) == 0
     first = capsys.readouterr()
@@ -215,7 +215,7 @@ def test_the_command_mixes(out, capsys):
     assert (numbers[0], len(numbers)) == (1, 2)
     source = DiskSource(out)
     models = [assemble_path(source, path) for path in numbers]
-    tokens = prompt_tokens(source.tokenizer(), "ba du")
+    tokens = source.tokenizer().beginning("ba du")
     made = generate_tokens(models[0], tokens, SamplingSettings(temperature=0, max_tokens=9), mixed_with=models[1:])
     assert said.out == "ba du" + "".join(stream_text(source.tokenizer(), made)) + "\n"
 
@@ -225,7 +225,7 @@ def test_the_command_chooses_by_the_prompt(out, capsys):
     source = DiskSource(out)
     router = source.document_router(torch.device("cpu"))
     for prompt in tiny_documents(4, 1, 5):
-        tokens = prompt_tokens(source.tokenizer(), prompt[:60])
+        tokens = source.tokenizer().beginning(prompt[:60])
         with torch.no_grad():
             models = [assemble_path(source, path) for path in range(4)]
             losses = [float(token_losses(m, torch.tensor([tokens])).sum()) for m in models]

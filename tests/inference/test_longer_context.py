@@ -5,7 +5,6 @@ import torch
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.inference import generate_command
-from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.protocol.config import END_TOKEN, AdaptersConfig
 from support.programs.service import run_with_adapters
@@ -24,9 +23,9 @@ def prompt(out):
     """A text of more tokens than a training sequence has, and of fewer than the base reads."""
     tokenizer, words = DiskSource(out).tokenizer(), " ".join(tiny_documents(4, 2, 9)).split()
     text = ""
-    while len(prompt_tokens(tokenizer, f"{text} {words[0]}")) <= LONGER - 10:
+    while len(tokenizer.beginning(f"{text} {words[0]}")) <= LONGER - 10:
         text = f"{text} {words.pop(0)}"
-    assert len(prompt_tokens(tokenizer, text)) > TRAINED + 4
+    assert len(tokenizer.beginning(text)) > TRAINED + 4
     return text
 
 
@@ -45,7 +44,7 @@ def likeliest(source, tokens, count):
 
 def test_generate_reads_it_too(out, prompt, capsys):
     source = DiskSource(out, SourceSettings(context_length=LONGER))
-    tokens = prompt_tokens(source.tokenizer(), prompt)
+    tokens = source.tokenizer().beginning(prompt)
     expected = source.tokenizer().decode(likeliest(source, tokens, 8))
     words = ["--state-dir", str(out), "--path", "1", "--temperature", "0", "--max-tokens", "8"]
     assert generate_command.main([*words, "--context", str(LONGER), prompt]) == 0

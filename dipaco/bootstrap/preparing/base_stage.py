@@ -13,7 +13,7 @@ from dipaco.training.dense import SavedTraining
 from .corpus_stages import TokensStage
 from .pieces import base_model
 from .predecessor import Predecessor
-from .pretrain import base_model_bytes, pretrain
+from .pretrain import parameters_bytes, pretrain
 from .stages import Job, Stage
 
 
@@ -90,7 +90,8 @@ class BaseStage(Stage):
                     step + 1, steps, f"steps, loss {loss:.3f}"
                 ),
             )
-            return {"sha256": blobs.add_bytes(base_model_bytes(model))}
+            parameters = dict(model.named_parameters())
+            return {"sha256": blobs.add_bytes(parameters_bytes(parameters))}
 
     def tidy(self) -> None:
         (self.folder / "training.pt").unlink(missing_ok=True)

@@ -47,14 +47,9 @@ def pretrain(
     return model.to("cpu").eval()
 
 
-def base_model_bytes(model: PathModel) -> bytes:
-    """Return the base model as a safetensors file: fp32, Hugging Face names, always the same bytes
-    for the same parameters."""
-    return parameters_bytes(dict(model.named_parameters()))
-
-
 def parameters_bytes(parameters: Mapping[str, torch.Tensor]) -> bytes:
-    """Return parameters by Hugging Face names as a base model's file."""
+    """Return parameters by Hugging Face names as a base model's file: fp32, always the same bytes
+    for the same parameters."""
     plain = {
         name: parameter.detach().to("cpu", torch.float32).contiguous()
         for name, parameter in parameters.items()

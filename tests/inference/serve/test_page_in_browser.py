@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 
-from dipaco.inference.generate import prompt_tokens
 from dipaco.inference.sources import DiskSource
 from support.programs.browser import served, visited
 from support.programs.service import lively, service, trained_run
@@ -39,7 +38,7 @@ def test_a_chat_is_routed_and_answered(browser, address, out):
 
     source, texts = DiskSource(out), (PROMPT, HOSTILE)
     router = source.document_router(torch.device("cpu"))
-    routed = router.nearest_paths([prompt_tokens(source.tokenizer(), text) for text in texts], 1)
+    routed = router.nearest_paths([source.tokenizer().beginning(text) for text in texts], 1)
     for text, path in zip(texts, routed[:, 0], strict=True):
         with visited(browser, address, expected=EXPECTED) as page:
             ask(page, text)

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
 from dipaco.inference import export_command
-from dipaco.inference.generate import chat_tokens, prompt_tokens
+from dipaco.inference.generate import chat_tokens
 from dipaco.inference.run_tokens import RunTokens
 from dipaco.inference.sources import DiskSource, SourceSettings
 from dipaco.protocol.config import AdaptersConfig
@@ -56,7 +56,7 @@ def test_a_path_goes_on_as_dipaco_generate_and_as_transformers_on_its_export(cli
     texts = set()
     for path, document in enumerate(DOCUMENTS):
         text = said(client, prompt=document, model=f"path-{path}", max_tokens=10)
-        wanted = greedy_text(source, path, prompt_tokens(source.tokenizer(), document), 10)
+        wanted = greedy_text(source, path, source.tokenizer().beginning(document), 10)
         # Parts of a character at the end are left out.
         wanted = wanted.rstrip("\ufffd")
         assert text.rstrip("\ufffd") == wanted
@@ -75,7 +75,7 @@ def test_a_path_goes_on_as_dipaco_generate_and_as_transformers_on_its_export(cli
 def test_every_text_is_read_as_in_training(client, run, text):
     """Also names of special tokens, which are a text in a document."""
     source = DiskSource(run)
-    tokens = prompt_tokens(source.tokenizer(), text)
+    tokens = source.tokenizer().beginning(text)
     if len(tokens) <= source.model.sequence_length - 4:
         found = said(client, prompt=text, model="path-2", max_tokens=4)
         # Of a character that may still be completed llama.cpp says nothing, nor of what is behind it.
@@ -113,7 +113,7 @@ def test_a_stream_is_the_whole_answer_in_whole_characters(client):
 
 def test_the_run_s_router_chooses_the_path(client, run):
     source = DiskSource(run)
-    tokens = [prompt_tokens(source.tokenizer(), document) for document in DOCUMENTS]
+    tokens = [source.tokenizer().beginning(document) for document in DOCUMENTS]
     ranked = source.document_router(CPU).nearest_paths(tokens, 1)[:, 0].tolist()
     assert len(set(ranked)) > 1
     for path, document in zip(ranked, DOCUMENTS, strict=True):
@@ -138,13 +138,13 @@ def test_a_chat_is_answered_as_by_dipaco_generate_and_routed_by_its_first_questi
             messages = [{"role": "system", "content": "Hm."}, {"role": "user", "content": document[:9]}]
             body = {"messages": messages[1:], "max_completion_tokens": 6, "temperature": 0}
             answer = client.post("/v1/chat/completions", json=body).json()
-            routed_by = prompt_tokens(tokenizer, document[:9])
+            routed_by = tokenizer.beginning(document[:9])
             path = int(router.nearest_paths([routed_by], 1)[0, 0])
             assert answer["model"] == f"path-{path}"
             if tokenizer.chat_template is not None:
                 tokens, _ = chat_tokens(tokenizer, document[:9])
             else:
-                tokens = prompt_tokens(tokenizer, "You are kind. " + document[:9])
+                tokens = tokenizer.beginning("You are kind. " + document[:9])
             assert answer["choices"][0]["message"]["content"] == greedy_text(source, path, tokens, 6)
             assert answer["usage"]["prompt_tokens"] == len(tokens)
             # What stands in front of the question does not route.
@@ -176,15 +176,15 @@ def test_a_longer_context_is_read_as_a_whole(tmp_path):
     source = DiskSource(run, SourceSettings(context_length=64))
     tokenizer, text = source.tokenizer(), ""
     for word in " ".join(tiny_documents(4, 2, 9)).split():
-        if len(prompt_tokens(tokenizer, f"{text} {word}")) > 54:
+        if len(tokenizer.beginning(f"{text} {word}")) > 54:
             break
         text = f"{text} {word}"
-    assert len(prompt_tokens(tokenizer, text)) > 36
+    assert len(tokenizer.beginning(text)) > 36
     with service(run) as route, TestClient(route.application()) as client:
         answer = client.post("/v1/completions", json={"prompt": text})
         assert answer.json()["error"]["code"] == "context_length_exceeded"
         assert "context of 32 tokens" in answer.text
-    wanted = greedy_text(source, 1, prompt_tokens(tokenizer, text), 8)
+    wanted = greedy_text(source, 1, tokenizer.beginning(text), 8)
     with service(source) as route, TestClient(route.application()) as client:
         assert client.get("/v1/models/auto").json()["max_model_len"] == 64
         assert said(client, prompt=text, model="path-1", max_tokens=8) == wanted
