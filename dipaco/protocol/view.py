@@ -113,12 +113,6 @@ class SwarmView:
         )
         return frozenset(found)
 
-    def at(self, now_s: float) -> SwarmView:
-        """Return the same records at another moment, with what was worked out of them before."""
-        other = object.__new__(SwarmView)
-        other.__dict__.update(self.__dict__, now_s=now_s)
-        return other
-
     @cached_property
     def _by_path(self) -> dict[int, list[Claim]]:
         """The claims on each path by peers that mean to stay, in no order."""

@@ -143,7 +143,7 @@ class Refresher:
             if self._failure is not None:
                 raise self._failure
             wide = self._wide_view
-        return self.view if wide is None else wide.at(self._clock.now())
+        return self.view if wide is None else replace(wide, now_s=self._clock.now())
 
     def announce_blobs(self) -> None:
         """Publish the blobs held here at the next refresh."""

@@ -73,7 +73,7 @@ class Group:
     def audience(self) -> tuple[str, ...]:
         """Return the peers that are told of rows and steps: followers that can be called."""
         known, module = self._known, self._at.module
-        peers = {*known.claimants(module), *known.trainers(module), *known.holders(module)}
+        peers = {*known.claimants(module), *known.holders(module)}
         peers |= set(self.mailboxes())
         return tuple(p for p in sorted(peers - {known.me}) if known.is_callable(p))
 
