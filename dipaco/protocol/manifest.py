@@ -95,14 +95,21 @@ def fingerprint_of(public_key: bytes) -> str:
 
 
 def sign_manifest(plan: RunPlan, key: Ed25519PrivateKey) -> bytes:
-    """Return the JSON envelope of `plan`, signed."""
+    """Return the JSON envelope of `plan`, signed. Raises `ManifestError` when nobody would take
+    it, because it is too large."""
     signature = key.sign(_SIGNED_PREFIX + plan.canonical_json())
     envelope = {
         "plan": plan.model_dump(mode="json"),
         "operator": {"public_key": base64.b64encode(raw_public_key(key)).decode()},
         "signature": base64.b64encode(signature).decode(),
     }
-    return json.dumps(envelope, indent=1, sort_keys=True).encode() + b"\n"
+    signed = json.dumps(envelope, indent=1, sort_keys=True).encode() + b"\n"
+    if len(signed) > MAX_MANIFEST_BYTES:
+        raise ManifestError(
+            f"the manifest would have {len(signed)} bytes, and at most {MAX_MANIFEST_BYTES} are "
+            f"allowed; give fewer mirrors, or a base of fewer and larger files"
+        )
+    return signed
 
 
 def verify_manifest(

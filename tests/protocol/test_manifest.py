@@ -56,6 +56,12 @@ def resigned(key_path, values):
     ).encode()
 
 
+def test_a_plan_that_nobody_would_take_is_not_signed(key_path):
+    plan = make_plan().model_copy(update={"name": "n" * MAX_MANIFEST_BYTES})
+    with pytest.raises(ManifestError, match="fewer mirrors"):
+        sign_manifest(plan, load_or_create_operator_key(key_path))
+
+
 def test_a_signed_plan_comes_back_as_it_was(envelope):
     plan = make_plan()
     manifest = verify_manifest(envelope, plan.run_id)
