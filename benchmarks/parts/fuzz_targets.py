@@ -146,7 +146,7 @@ def _of_the_dht(run: RunFolder) -> dict[str, Target]:
             (DipacoError,),
         ),
         "admission": Target(
-            [invitation.admit(guest, 1.5e9)],
+            [invitation.admit(operator, 1.5e9)],
             lambda data: gate.check(peer_id_of_public_key(guest), data),
             (RecordError,),
         ),

@@ -200,7 +200,7 @@ class FalseDigests(Insider):
         invitation = read_invitation(text)
         for identity in self._identities:
             directory = Directory(node.dht, identity, node.run_id, node.gate)
-            directory.admission = invitation.admit(identity.public_key, node.clock.now())
+            directory.admission = invitation.admit(identity.key, node.clock.now())
             self._silent.append((identity.peer_id, directory))
         self._forged: dict[str, ModuleState] = {}
         self.later(ANNOUNCED_S, self._announce)

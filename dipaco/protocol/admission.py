@@ -4,7 +4,8 @@ Signatures and bounds; nothing is sent here.
 
 The operator signs an *invitation*: for how many peers, until when, and a key of its own, whose
 private half is in the text that a volunteer is given. With it each of these peers makes its
-*admission*: its public key, signed. An admission goes wherever its peer's word is to count, and
+*admission*: its public key, signed with the invitation's key and with its own, so nobody else
+chooses by which invitation it counts. An admission goes wherever its peer's word is to count, and
 anybody can check it with the operator's key alone. Of an invitation no more than its number of
 peers count with any reader, however many were admitted with it: first those whose rows came first
 into the chain, then those that the reader saw first. What a peer says of when it came says nothing.
@@ -25,7 +26,7 @@ from typing import Any
 from dipaco.base.errors import AdmissionError
 from dipaco.base.waits import BriefLock
 
-from .identity import PUBLIC_KEY_BYTES, is_signed, public_key_of_peer_id
+from .identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, is_signed, public_key_of_peer_id
 from .invitations import (
     ADMISSION_BYTES,
     ADMISSION_PREFIX,
@@ -200,9 +201,14 @@ class Gate:
             terms = self._read_grant(grant[:key_end], grant[key_end:])
             with self._lock:
                 self._grants[grant] = terms
-        signed = ADMISSION_PREFIX + grant + public_key_of_peer_id(peer)
-        if not is_signed(signed, data[GRANT_BYTES:], grant[TERMS_BYTES:key_end]):
+        public_key = public_key_of_peer_id(peer)
+        signed = ADMISSION_PREFIX + grant + public_key
+        by_invitation = data[GRANT_BYTES : GRANT_BYTES + SIGNATURE_BYTES]
+        by_peer = data[GRANT_BYTES + SIGNATURE_BYTES :]
+        if not is_signed(signed, by_invitation, grant[TERMS_BYTES:key_end]):
             raise RecordError(f"its admission by the invitation {name} is not for it")
+        if not is_signed(signed, by_peer, public_key):
+            raise RecordError(f"its admission by the invitation {name} is not its own")
         return Admission(name, terms.places, terms.expires_s)
 
     def _read_grant(self, said: bytes, signature: bytes) -> Terms:

@@ -4,7 +4,8 @@ See design 4.7, who may take part.
 
 An invitation says for how many peers it is and until when, and has a key of its own, whose private
 half is in the text that a volunteer is given. With it each of these peers makes its admission: its
-public key, signed. What of them counts, the `Gate` of `admission.py` says.
+public key, signed with the invitation's key and with its own. What of them counts, the `Gate` of
+`admission.py` says.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from .plan import RunPlan
 
 INVITATION_PREFIX = "dipaco-invitation-1."
 MAX_PLACES = 10_000
-GRANT_PREFIX, ADMISSION_PREFIX = b"dipaco-invitation/1\n", b"dipaco-admission/1\n"
+GRANT_PREFIX, ADMISSION_PREFIX = b"dipaco-invitation/1\n", b"dipaco-admission/2\n"
 # Run id, places, and the Unix second after which nobody is admitted; 0 for never.
 _TERMS = struct.Struct(">8sHQ")
 TERMS_BYTES = _TERMS.size
 # What the operator signed: the terms and the invitation's public key; then the signature.
 GRANT_BYTES = TERMS_BYTES + PUBLIC_KEY_BYTES + SIGNATURE_BYTES
-# The grant, and the signature of the invitation's key under it and the peer's public key.
-ADMISSION_BYTES = GRANT_BYTES + SIGNATURE_BYTES
+# The grant, and what the invitation's key and the peer's sign: the grant and the peer's public key.
+# Without the second signature, anybody could tell of others under an invitation of his own.
+ADMISSION_BYTES = GRANT_BYTES + 2 * SIGNATURE_BYTES
 _CHECK_BYTES = 4
 _INVITATION_BYTES = TERMS_BYTES + 32 + SIGNATURE_BYTES + _CHECK_BYTES
 
@@ -78,8 +80,8 @@ class Invitation:
         packed = body + hashlib.sha256(body).digest()[:_CHECK_BYTES]
         return INVITATION_PREFIX + base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
-    def admit(self, public_key: bytes, now_s: float) -> bytes:
-        """Return the admission of a peer, to be kept with its identity.
+    def admit(self, peer: Ed25519PrivateKey, now_s: float) -> bytes:
+        """Return the admission of a peer by its key, to be kept with its identity.
 
         Raises `AdmissionError` when the invitation has expired.
         """
@@ -90,7 +92,8 @@ class Invitation:
                 "another one"
             )
         grant = pack_terms(self.terms) + self.public_key + self.signature
-        return grant + self._key.sign(ADMISSION_PREFIX + grant + public_key)
+        said = ADMISSION_PREFIX + grant + raw_public_key(peer)
+        return grant + self._key.sign(said) + peer.sign(said)
 
 
 def make_invitation(terms: Terms, operator: Ed25519PrivateKey) -> Invitation:

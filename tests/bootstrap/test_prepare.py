@@ -301,7 +301,7 @@ def test_an_open_run_lets_everybody_in_and_one_by_invitation_does_not(prepared, 
     gate = Gate.of(verify_manifest(prepared[1].manifest_path.read_bytes()))
     stranger = Ed25519PrivateKey.generate()
     peer = peer_id_of_public_key(raw_public_key(stranger))
-    admission = read_invitation(plan.admission).admit(raw_public_key(stranger), time.time())
+    admission = read_invitation(plan.admission).admit(stranger, time.time())
     assert gate.check(peer, admission).places == MAX_PLACES
     noted = [json.loads(line) for line in (folder / "an out" / LIST_FILE).open()]
     assert [one["id"] for one in noted] == [read_invitation(plan.admission).id]

@@ -121,7 +121,7 @@ def admitted_node(folder, *given):
 
 
 def come_in(node):
-    node.directory.be_admitted(INVITATION.admit(node.identity.public_key, 0.0))
+    node.directory.be_admitted(INVITATION.admit(node.identity.key, 0.0))
 
 
 async def _table(node):

@@ -144,7 +144,7 @@ def test_a_goodbye_keeps_no_place_for_who_has_left():
 
     def say(number, state):
         public_key = raw_public_key(key(number))
-        value = {"admission": invitation.admit(public_key, NOW), "state": state}
+        value = {"admission": invitation.admit(key(number), NOW), "state": state}
         place, subkey = (record_key("peers", RUN_ID, "0"), record_subkey("peers", RUN_ID, "0", public_key))
         data = MSGPackSerializer.dumps(value) + bytes(64)
         return records.store_subkey(DHTID.generate(place), subkey, data, clock.s + 2000)

@@ -45,7 +45,7 @@ def public(number):
 
 
 def admission(number, invitation=INVITATION):
-    return invitation.admit(public(number), NOW_S)
+    return invitation.admit(key(number), NOW_S)
 
 
 @pytest.fixture
@@ -96,16 +96,16 @@ def test_an_invitation_of_another_run_or_operator_or_one_that_was_changed(gate):
         with pytest.raises(AdmissionError, match="not signed by the operator"):
             gate.check_invitation(forged)
         with pytest.raises(RecordError, match="not signed by the operator"):
-            gate.check(peer(0), forged.admit(public(0), NOW_S))
+            gate.check(peer(0), forged.admit(key(0), NOW_S))
 
 
 def test_an_expired_invitation_lets_nobody_in_and_ends_who_is_in():
     brief = make_invitation(Terms(RUN, 2, int(NOW_S) + 10), OPERATOR)
     with pytest.raises(AdmissionError, match="expired 2.0 days ago"):
-        brief.admit(public(1), NOW_S + 10 + 2 * 86_400)
+        brief.admit(key(1), NOW_S + 10 + 2 * 86_400)
     now = [NOW_S]
     gate = Gate(RUN, raw_public_key(OPERATOR), now=lambda: now[0])
-    mine = brief.admit(public(0), NOW_S)
+    mine = brief.admit(key(0), NOW_S)
     assert gate.check(peer(0), mine).expires_s == NOW_S + 10
     assert gate.admission_of(peer(0)) is not None
     now[0] += 11
@@ -117,7 +117,7 @@ def test_an_expired_invitation_lets_nobody_in_and_ends_who_is_in():
     # Somebody whose software does not care.
     patient = dataclasses.replace(brief, terms=Terms(RUN, 2, 0))
     with pytest.raises(RecordError, match="not signed"):
-        gate.check(peer(1), patient.admit(public(1), NOW_S + 11))
+        gate.check(peer(1), patient.admit(key(1), NOW_S + 11))
 
 
 # -- admissions
@@ -131,7 +131,7 @@ def test_an_admission_is_of_one_peer(gate):
 
 
 @pytest.mark.parametrize(
-    "data", [None, b"", 7, "text", b"x" * 10_000, admission(0)[:-1], admission(0) + b"x", bytes(178)]
+    "data", [None, b"", 7, "text", b"x" * 10_000, admission(0)[:-1], admission(0) + b"x", bytes(ADMISSION_BYTES)]
 )
 def test_what_is_no_admission_is_refused(gate, data):
     with pytest.raises(RecordError):
@@ -510,7 +510,7 @@ def test_nobody_ends_an_open_run_by_a_list_of_what_is_revoked(tmp_path):
     (tmp_path / "manifest.json").write_bytes(sign_manifest(plan, operator))
     gate = Gate.of(verify_manifest(sign_manifest(plan, operator)))
     everybody = read_invitation(plan.admission or "")
-    mine = everybody.admit(public(0), NOW_S)
+    mine = everybody.admit(key(0), NOW_S)
     with pytest.raises(ConfigurationError, match="everybody"):
         revoke(tmp_path, [everybody.id])
     ended = {everybody.id: 0, "a" * 16: 0}
@@ -548,7 +548,7 @@ def test_a_revocation_ends_no_round_whose_steps_can_be_made_before_it_is_known(t
     (tmp_path / "manifest.json").write_bytes(sign_manifest(plan, key_of_run))
     gate = Gate.of(verify_manifest((tmp_path / "manifest.json").read_bytes()))
     found = read_invitation(invite(tmp_path, 2))
-    mine = found.admit(public(0), time.time())
+    mine = found.admit(key(0), time.time())
     gate.check(peer(0), mine)
     said = revoke(tmp_path, [found.id])
     gate.revoke((tmp_path / "revocations.json").read_bytes())

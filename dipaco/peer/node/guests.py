@@ -85,7 +85,7 @@ def admit(
         given = read_invitation(invitation)
         gate.check_invitation(given)
         if kept is None or given.id != invitation_of(kept) or not _is_of(kept, identity, gate):
-            kept = given.admit(identity.public_key, now_s)
+            kept = given.admit(identity.key, now_s)
             atomic_write(file, [kept])
     if kept is None:
         raise AdmissionError(

@@ -42,7 +42,7 @@ class RealNode(Node):
         )
         transport = HivemindTransport(self.dht, uplink)
         super().__init__(transport, folder, 0, is_in=False, held=held)
-        admission = INVITATION.admit(self.identity.public_key, NOW_S)
+        admission = INVITATION.admit(self.identity.key, NOW_S)
         self.run = type(self.run)(**{**self.run.__dict__, "admission": admission})
         self.exchange.serve_run(self.run)
 

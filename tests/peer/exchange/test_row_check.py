@@ -9,7 +9,7 @@ from dipaco.peer.exchange import verify
 from dipaco.peer.exchange.verify import RowCheck
 from dipaco.protocol.admission import AWAY_S, Gate
 from dipaco.protocol.chain.steps import Step
-from dipaco.protocol.identity import raw_public_key
+from dipaco.protocol.identity import SIGNATURE_BYTES, raw_public_key
 from dipaco.protocol.invitations import Terms, make_invitation
 from dipaco.protocol.revocations import sign_revocations
 from support.wire.exchanges import (
@@ -157,3 +157,19 @@ def test_a_row_of_a_path_that_has_no_sequences_is_refused():
     check.empty_paths = frozenset({row.path})
     assert check.good_rows(MODULE, [row], known) == ()
     assert check.good_steps(MODULE, step, known) == ()
+
+
+def test_nobody_can_be_put_under_another_s_invitation():
+    """Attack: an insider tells rows and steps of others with admissions by its own invitation, of which the place is
+    taken. They would be out, newcomers would refuse the chain, and a revocation of the insider would be theirs."""
+    mine, theirs = (make_invitation(Terms(RUN, 1, 0), OPERATOR) for _ in range(2))
+    check = new_check()
+    known = {peer(0): admission(0, theirs), peer(1): admission(1, mine)}
+    steps = chain_of(3, (0, 1))
+    assert check.good_rows(MODULE, [row_of(0), row_of(1)], known) == (row_of(0), row_of(1))
+    said = mine.admit(key(0), NOW_S)[:-SIGNATURE_BYTES]
+    forged = {**known, peer(0): said + admission(1, mine)[-SIGNATURE_BYTES:]}
+    assert check.good_rows(MODULE, [row_of(0)], forged) == ()
+    assert new_check().good_steps(MODULE, steps, forged) == ()
+    assert check.is_in(peer(0))
+    assert check.good_steps(MODULE, steps, known) == tuple(steps)

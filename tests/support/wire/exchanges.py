@@ -35,7 +35,7 @@ INVITATION = make_invitation(Terms(RUN, 16, 0), OPERATOR)
 
 
 def admission(number, invitation=INVITATION):
-    return invitation.admit(raw_public_key(key(number)), NOW_S)
+    return invitation.admit(key(number), NOW_S)
 
 
 def new_gate(run_id=RUN):
