@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
@@ -33,6 +34,8 @@ _MOST_MESSAGES = 1024
 _MOST_GRAMMAR = 2**14
 _MOST_SCHEMA = 2**16
 _MOST_LETTERS_OF_A_FIELD = 512
+# Of a number: more than any that has 64 bits.
+_MOST_DIGITS = 20
 # So short a text costs nothing, however small the model's context is.
 _SHORT_LETTERS = 4096
 
@@ -319,10 +322,17 @@ def _object(content: bytes) -> dict[str, Any]:
     """Return the body as an object of JSON."""
 
     def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is no number of JSON")
+        raise ValueError(f"{constant} is no number that can be read")
+
+    def finite(digits: str) -> float:
+        value = float(digits)
+        return value if math.isfinite(value) else refuse(digits[:40])
+
+    def whole(digits: str) -> int:
+        return int(digits) if len(digits) <= _MOST_DIGITS else refuse(f"{digits[:40]}...")
 
     try:
-        given = json.loads(content, parse_constant=refuse)
+        given = json.loads(content, parse_constant=refuse, parse_float=finite, parse_int=whole)
         json.dumps(given, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ApiError(
@@ -403,7 +413,10 @@ def _biases(value: Any) -> list[list[Any]]:
     if not isinstance(pairs, list) or len(pairs) > _MOST_BIASES:
         _refuse("logit_bias", f"give at most {_MOST_BIASES} tokens with a number for each")
     try:
-        return [[int(token), bias if bias is False else float(bias)] for token, bias in pairs]
+        found = [[int(token), bias if bias is False else float(bias)] for token, bias in pairs]
+        if all(math.isfinite(bias) for _, bias in found):
+            return found
+        raise ValueError
     except (TypeError, ValueError):
         _refuse("logit_bias", 'give {"token": number}')
 

@@ -244,3 +244,21 @@ def test_embeddings_are_of_a_path_that_is_named(reader):
     assert request.body["input"][1] == [5, 6]
     with pytest.raises(ApiError, match="embeddings of two paths cannot be compared"):
         reader.embedding(json.dumps({"input": "a"}).encode())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"temperature": 1e999',
+        '"temperature": -1e999',
+        '"logprobs": 1' + 400 * "0",
+        '"logit_bias": {"5": 1' + 400 * "0" + "}",
+        '"logit_bias": [[1e999, 1]]',
+        '"logit_bias": {"5": "nan"}',
+    ],
+)
+def test_a_number_that_cannot_be_read_is_refused(reader, field):
+    """They were passed on as `Infinity` and `NaN`, which is no JSON, or ended in an error of the service."""
+    with pytest.raises(ApiError) as caught:
+        reader.completion(f'{{"prompt": "a", {field}}}'.encode())
+    assert caught.value.status == 400

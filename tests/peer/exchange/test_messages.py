@@ -19,6 +19,7 @@ from dipaco.peer.exchange.streams.messages import (
     MessageError,
     TellRequest,
 )
+from dipaco.protocol.invitations import ADMISSION_BYTES
 
 RUN = "0123456789abcdef"
 GET = {"kind": "get", "sha256": bytes(32), "offset": 0}
@@ -92,7 +93,7 @@ def test_a_request_begins_with_its_kind_and_the_admission_of_who_asks(request_cl
         "get": GET,
         "put": {"run": RUN, "row": [bytes(9000)], "admissions": {}},
     }[request_class.model_fields["kind"].default]
-    for admission in (b"a" * 178, None):
+    for admission in (b"a" * ADMISSION_BYTES, None):
         asked = request_class(**{**fields, "admission": admission})
         beginning = beginning_of(messages.encode(asked))
         assert (beginning.kind, beginning.admission) == (asked.kind, admission)

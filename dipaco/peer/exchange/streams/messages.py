@@ -185,7 +185,7 @@ _LONG = ("tell", "ask", "put")
 # What members alone are heard with.
 _OF_MEMBERS = ("tell", "put", "call_back")
 # The kind of a request and the admission stand in its first bytes.
-BEGINNING_BYTES = 64 + 2 * ADMISSION_BYTES
+BEGINNING_BYTES = 128 + ADMISSION_BYTES
 # What is said to others with it instead of a reply.
 TURNED_AWAY = bytes(LENGTH_BYTES)
 
