@@ -101,15 +101,15 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
     process.metrics.serve(settings.metrics, display.say)
     addresses = visible_addresses(node.dht)
     write_address_file(settings, addresses)
+    if is_loopback(addresses[0]):
+        display.say(
+            f"only this machine can call {addresses[0]}, because it has no other address; connect "
+            "it to a network, or give the address for others with --announce-maddrs"
+        )
     display.say(
         f"serving run '{node.plan.name}' ({node.run_id}) from {settings.folder}; "
         "volunteers paste this:"
     )
-    if is_loopback(addresses[0]):
-        display.say(
-            "only this machine can call that address, because it has no other one; connect it to "
-            "a network, or give the address for others with --announce-maddrs"
-        )
     line = line_for_others(addresses, node.manifest)
     keep_line(node.cache_folder, line)  # for `dipaco-bootstrap invite`
     display.say(line)

@@ -68,7 +68,7 @@ def _reason(view: SwarmView, path: int, others: int) -> str:
     last = view.last_round(path)
     if others == 0:
         # Nothing is known of a path whose last trainer has been gone for long.
-        return "nobody trains it" + (f", since round {last}" if last >= 0 else "")
+        return f"nobody has trained it since round {last}" if last >= 0 else "nobody trains it"
     return f"least service: {others} other{'s' if others > 1 else ''} on it"
 
 

@@ -43,4 +43,5 @@ def test_a_machine_without_ipv4(shared_run, network, printed, warned, tmp_path):
         os.killpg(node.pid, signal.SIGINT)
         node.communicate(timeout=LIMIT_S)
     assert said[-1].startswith(printed), said
+    assert said[-2].endswith("volunteers paste this:\n"), said
     assert any("only this machine can call" in line for line in said) == warned
