@@ -284,7 +284,7 @@ def changed(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]
                 named = ".".join(tables[:number])
                 raise ConfigurationError(
                     f"--set '{change}': {named} is {there!r} in the RUN.toml, and has no keys; "
-                    f"write --set {named}={text.strip()}"
+                    f"--set {named}=VALUE replaces it"
                 )
             table[inner] = table = dict(there)
         table[name] = value

@@ -246,7 +246,7 @@ def test_few_texts_for_many_paths_are_told(capsys):
         (("outer.momentum=0.5", "name=other"), 0, ""),
         (("outer.momentun=0.5",), 3, "did you mean 'momentum'?"),
         (("outer",), 3, "--set outer.momentum=0.9"),
-        (("name.x=1",), 3, "name is 'tiny' in the RUN.toml, and has no keys; write --set name=1"),
+        (("name.x=1",), 3, "name is 'tiny' in the RUN.toml, and has no keys; --set name=VALUE replaces it"),
         (("data.train='nowhere/*.jsonl'",), 10, "no file matches"),
         ((f"data.train='{EXAMPLES / 'tiny' / 'data'}'",), 10, "name the files in it, for example"),
         (("data.text_field=content",), 10, "text_field = 'text'"),
