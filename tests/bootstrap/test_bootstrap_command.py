@@ -16,7 +16,7 @@ TWO = ["--initial-peers", ADDRESS, "--initial-peers", ADDRESS]
 
 def parse(words):
     parsed = COMMAND.parse(words)
-    return parsed._command.read(parsed, {})
+    return parsed._command.read(parsed)
 
 
 @pytest.mark.parametrize(
