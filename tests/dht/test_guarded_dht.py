@@ -266,7 +266,8 @@ def test_what_is_to_be_kept_is_kept_while_there_is_no_process(mortal_dht, monkey
         mortal_dht.keep("first", begin, "meanwhile")
     told.set()
     wait_until(lambda: mortal_dht.starts == 2)
-    assert mortal_dht.call(count_begun, "meanwhile") == 1
+    # What is kept is told once the process has started.
+    wait_until(lambda: mortal_dht.call(count_begun, "meanwhile") == 1)
 
 
 def test_one_that_stands_on_it_and_fails_has_it_started_once_more(mortal_dht, monkeypatch):
