@@ -23,6 +23,8 @@ _CHARACTERS_OF_A_TOKEN = 4
 # A path needs at least that much of its own to learn something that the others do not.
 _DOCUMENTS_OF_A_PATH, _TOKENS_OF_A_PATH = 50, 100_000
 _MOST_PATHS = 256
+# Without files of their own, held-out texts are taken away from training.
+_HELD_OUT_OF_A_PATH, _HELD_OUT, _MOST_HELD_OUT = 10, 0.01, 0.2
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -85,7 +87,8 @@ def write_run_toml(files: Sequence[str], out: Path, base: str | None, peers: int
 def run_toml(found: FirstLook, out: Path, base: str | None, peers: int) -> str:
     """Return the text of a RUN.toml at `out`."""
     tokens = found.characters // _CHARACTERS_OF_A_TOKEN
-    grid = _grid(_path_count(found.documents, tokens, peers))
+    paths = _path_count(found.documents, tokens, peers)
+    grid = _grid(paths)
     size = max((size for size in SIZES if size.tokens <= tokens), key=lambda size: size.tokens)
     document_tokens = tokens / max(1, found.documents)
     sequence_length = size.sequence_length if base is None else 512
@@ -104,6 +107,7 @@ def run_toml(found: FirstLook, out: Path, base: str | None, peers: int) -> str:
         *([] if base is None else [f"base = {_base(base, out)}"]),
         "",
         *_data(found, out.absolute().parent),
+        *_held_out(found, paths),
         "",
     ]
     lines += ["[model]"]
@@ -169,6 +173,14 @@ def _data(found: FirstLook, folder: Path) -> list[str]:
     if found.text_unit != "file":
         lines.append(f'txt_documents = "{found.text_unit}"')
     return lines
+
+
+def _held_out(found: FirstLook, paths: int) -> list[str]:
+    """Return what is held out, where the default would leave a path without a held-out text."""
+    wanted = _HELD_OUT_OF_A_PATH * paths / max(1, found.documents)
+    if found.validation or wanted <= _HELD_OUT:
+        return []
+    return [f"held_out_fraction = {min(wanted, _MOST_HELD_OUT):.2g}"]
 
 
 def _named(files: Sequence[Path], folder: Path, others: Sequence[Path] = ()) -> str:

@@ -50,7 +50,9 @@ def test_the_longest_field_is_the_text_and_the_one_of_few_values_the_label(tmp_p
     values = articles(150, section="news") + articles(150, section="sports")
     rows(tmp_path / "texts" / "a.jsonl", values)
     found, _ = written(tmp_path, [tmp_path / "texts" / "a.jsonl"])
-    assert found["data"] == {"train": "texts/a.jsonl", "text_field": "body", "label_field": "section"}
+    assert found["data"] == {
+        "train": "texts/a.jsonl", "text_field": "body", "label_field": "section", "held_out_fraction": 0.067,
+    }  # fmt: skip
 
 
 def test_files_of_one_folder_are_named_by_a_pattern(tmp_path):

@@ -203,7 +203,7 @@ _LINES = {
     "claimed": lambda v: f"claimed path {v['path']}: {v['reason']}",
     "training": lambda v: (
         f"training path {v['path']} from its step {v['path_step']}"
-        + (", with its kept optimizer state" if v["resumed_optimizer"] else "")
+        + (", with the optimizer state that it kept" if v["resumed_optimizer"] else "")
     ),
     "outer_step": _outer_step_line,
     "carry_on": lambda v: f"round {v['round']}: {v['module']} carries on: {v['reason']}",
