@@ -12,9 +12,9 @@ CALL_BYTES = 300
 ROW_BYTES = 254
 # Signed records: of a module and of the state that its writer holds, of a peer, and of how far
 # paths are, with an entry for each.
-MODULE_BYTES, HELD_BYTES = 296, 150
-PEER_BYTES = 580
-PROGRESS_BYTES, ENTRY_BYTES = 211, 60
+MODULE_BYTES, HELD_BYTES = 360, 150
+PEER_BYTES = 644
+PROGRESS_BYTES, ENTRY_BYTES = 275, 60
 # What a visited node of the DHT answers beside a value: its neighbours.
 VISIT_BYTES = 1800
 # To read or write a key, so many nodes are visited, and so many of them store it.

@@ -147,6 +147,7 @@ def test_a_folder_like_the_hub_reads_wanted_fields(tmp_path):
     ("name", "content", "said"),
     [
         ("a.jsonl", "no JSON\n" + '{"text": "one"}\n' * 20, "too long to be one value of many lines"),
+        ("a.jsonl", '{"text": "' + "x" * 200 + '"}', "a.jsonl:1 has a line of over 100 characters"),
         ("a.txt", "one line\n" * 20, "txt_documents = 'paragraph' or 'line' under"),
     ],
 )

@@ -75,7 +75,11 @@ def _text_of(file: BinaryIO, begin: bytes) -> io.TextIOWrapper:
 
 
 def _lines(name: str, text: io.TextIOWrapper) -> Iterator[tuple[int, str]]:
-    for number, line in enumerate(text, 1):
+    for number, line in enumerate(iter(lambda: text.readline(_MAX_CHARACTERS + 1), ""), 1):
+        if len(line) > _MAX_CHARACTERS:
+            raise CorpusError(
+                f"{name}:{number} has a line of over {_MAX_CHARACTERS:,} characters; leave it out"
+            )
         try:
             line.encode()
         except UnicodeEncodeError:
