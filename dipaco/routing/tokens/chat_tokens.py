@@ -86,8 +86,13 @@ class ChatEncoder:
 
     def asked_otherwise(self, chat: Chat) -> tuple[str, str] | None:
         """Return what the template writes in front of the last answer where it asks for one, and
-        what stands there once the answer is known; None if that is the same."""
-        last = max(number for number, m in enumerate(chat) if m.role == "assistant")
+        what stands there once the answer is known; None if that is the same. The chat is one that
+        `encode` takes."""
+        last = max(
+            number
+            for number, message in enumerate(chat)
+            if number and message.role == "assistant" and message.content.strip()
+        )
         asked = self._filled(chat[:last], answer_follows=True)
         shown = self._filled(chat[: last + 1], answer_follows=False)
         start = _alike(asked, shown)
