@@ -232,6 +232,13 @@ def asked(address, *, content=None, length=None, come_from=None, **body):
     return found
 
 
+def answered(connection):
+    """Return the status and the body of a whole answer, however many parts it comes in."""
+    found = http.client.HTTPResponse(connection)
+    found.begin()
+    return found.status, found.read()
+
+
 def health(address):
     connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=60)
     connection.request("GET", "/health")
@@ -282,7 +289,7 @@ def busy(over_a_base):
     """A service with three places for each client, and what halts the server of path 1."""
     source = DiskSource(over_a_base, SourceSettings(context_length=LONG))
     with service(source, api_key="secret") as route, served(route.application()) as address:
-        asked(address, max_tokens=1).recv(4096)
+        answered(asked(address, max_tokens=1))
         process = route._servers._current[1].server._process
 
         def halt(is_halted=True):
@@ -347,13 +354,13 @@ def test_a_body_that_does_not_come_is_not_waited_for(busy, monkeypatch):
     address, _, _ = busy
     monkeypatch.setattr(openai_route, "_BODY_LIMIT_S", 0.5)
     with asked(address, content=b"{", length=100) as slow:
-        assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert answered(slow)[0] == 408
     monkeypatch.setattr(openai_route, "_BODY_LIMIT_S", 30.0)
     body = b'{"prompt": "ba", "max_tokens": 1}'
     with asked(address, content=body[:9], length=len(body)) as slow:
         time.sleep(0.6)
         slow.sendall(body[9:])
-        assert slow.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert answered(slow)[0] == 200
 
 
 def test_an_answer_that_takes_too_long_is_given_up(busy):
@@ -361,8 +368,8 @@ def test_an_answer_that_takes_too_long_is_given_up(busy):
     halt()
     route._limits = dataclasses.replace(route._limits, timeout_s=0.2)
     with asked(address) as late:
-        said = late.recv(4096)
-    assert said.startswith(b"HTTP/1.1 503 ")
+        status, said = answered(late)
+    assert status == 503
     assert b'"timeout"' in said
 
 
@@ -375,7 +382,7 @@ def test_one_client_keeps_no_other_out(busy):
     other = asked(address, max_tokens=2, come_from="127.0.0.2")
     wait_until(lambda: health(address)["answering"] == 4)
     halt(False)
-    assert other.recv(4096).startswith(b"HTTP/1.1 200 ")
+    assert answered(other)[0] == 200
     for connection in (other, *connections):
         connection.close()
 
@@ -393,8 +400,8 @@ def test_a_server_that_aborts_is_told_of_and_started_anew(busy):
     process = route._servers._current[1].server._process
     os.kill(process.pid, signal.SIGABRT)
     halt(False)
-    said = whole.recv(4096)
-    assert said.startswith(b"HTTP/1.1 503 ")
+    status, said = answered(whole)
+    assert status == 503
     assert b"path 1 did not answer: signal 6" in said
     # A stream that has begun ends with the error.
     parts = []
@@ -402,7 +409,7 @@ def test_a_server_that_aborts_is_told_of_and_started_anew(busy):
         parts.append(stream.recv(65536))
     assert b'data: {"error"' in b"".join(parts[-2:])
     with asked(address, max_tokens=2) as again:
-        assert again.recv(4096).startswith(b"HTTP/1.1 200 ")
+        assert answered(again)[0] == 200
     assert route._servers._current[1].server._process.pid != process.pid
 
 
