@@ -51,6 +51,8 @@ from dipaco.routing.tokens.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+STORE_FOLDER = "store"
+"""In a run folder, where what is made in training is."""
 _CPU = torch.device("cpu")
 
 
@@ -82,7 +84,7 @@ class RunFolder:
     @cached_property
     def states(self) -> StateStore:
         """The last good states of the modules. Raises as `plan` does."""
-        return StateStore(self.path / "store" / self.plan().run_id, self._owner)
+        return StateStore(self.path / STORE_FOLDER / self.plan().run_id, self._owner)
 
     def plan(self) -> RunPlan:
         """Return the plan inside the manifest, validated. The signature is not checked here.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,80 +14,88 @@ from rich.table import Table
 from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import atomic_write
 from dipaco.base.progress import StageProgress
+from dipaco.base.running import say
 from dipaco.modules.device import choose_device, prepare_process
-from dipaco.modules.state import ModuleState
-from dipaco.routing.run_folder import RunFolder, link_run
+from dipaco.routing.run_folder import STORE_FOLDER, RunFolder, link_run
 
 from .dense_baseline import DenseResult, train_dense
 from .reference import ReferenceSwarm
-from .round_record import RoundRecord
 from .round_report import RoundReport
-from .saved_simulation import resumed_simulation, save_simulation, simulation_file
 from .simulate_settings import SimulateSettings
 from .simulated_peers import SimulatedPeer, SimulatorSettings
-
-logger = logging.getLogger(__name__)
 
 
 def run(settings: SimulateSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     _check_output(settings)
-    log = settings.log_json
-    record = RoundRecord(log, goes_on=settings.resume) if log is not None else None
     source = RunFolder(settings.run_folder)
     source.plan()
     prepare_process(settings.threads)
     output = link_run(source, settings.out) if settings.out else None
-    swarm = open_swarm(settings, source, output)
+    swarm = ReferenceSwarm(
+        source,
+        peers=parse_paths(settings.paths),
+        steps_per_round=settings.steps_per_round,
+        settings=SimulatorSettings(
+            device=choose_device(settings.device)[0],
+            optimizer=settings.optimizer,
+            validation_sequences=settings.validation_sequences,
+        ),
+    )
     if settings.rounds:
         swarm.check_steps()
     printer = None if settings.json else RoundPrinter(swarm)
-    emit: Callable[[RoundReport], None] = printer.round if printer else _print_json_round
     if printer and settings.validation_sequences != 0:
         printer.round(swarm.report())
     if printer:
         swarm.on_steps = printer.steps(swarm, settings.rounds)
-    last: RoundReport | None = None
-    for _ in range(settings.rounds):
-        last = swarm.run_round()
-        if output is not None:
-            save_simulation(swarm, output)
-        if record is not None:
-            record.add(last)
-        emit(last)
-    if printer and last:
-        printer.summary(last)
-        if output is not None:
-            printer.saved(output)
+    _run_rounds(settings, swarm, output, printer)
     if settings.dense_steps:
         _run_dense(settings, source, output, printer)
     return 0
 
 
-def open_swarm(
-    settings: SimulateSettings, source: RunFolder, output: RunFolder | None
-) -> ReferenceSwarm:
-    """Make the swarm, from the genesis or, with --resume, from the last round that was saved."""
+def _run_rounds(
+    settings: SimulateSettings,
+    swarm: ReferenceSwarm,
+    output: RunFolder | None,
+    printer: RoundPrinter | None,
+) -> None:
+    """Run and print the rounds, and save the states after each. On Ctrl+C say what is kept."""
+    log = settings.log_json
+    if log is not None:
+        atomic_write(log, b"")
+    last: RoundReport | None = None
+    try:
+        for _ in range(settings.rounds):
+            last = swarm.run_round()
+            line = json.dumps(last.as_dict())
+            if output is not None:
+                for state in swarm.states.values():
+                    output.states.save(state)
+            if log is not None:
+                with log.open("a") as file:
+                    file.write(f"{line}\n")
+            if printer:
+                printer.round(last)
+            else:
+                print(line, flush=True)
+    except KeyboardInterrupt:
+        kept = f"; {_where(output)}" if output is not None and last else ", and nothing is kept"
+        say(f"ended after {swarm.next_round} of {settings.rounds} rounds{kept}")
+        raise
+    if printer and last:
+        printer.summary(last)
+        if output is not None:
+            printer.line(_where(output))
 
-    def begin(first_round: int, states: Mapping[str, ModuleState]) -> ReferenceSwarm:
-        return ReferenceSwarm(
-            source,
-            peers=parse_paths(settings.paths),
-            steps_per_round=settings.steps_per_round,
-            first_round=first_round,
-            states=states,
-            settings=SimulatorSettings(
-                device=choose_device(settings.device)[0],
-                optimizer=settings.optimizer,
-                validation_sequences=settings.validation_sequences,
-            ),
-        )
 
-    if output and settings.resume:
-        if simulation_file(output).exists():
-            return resumed_simulation(output, begin)
-        logger.warning("no round has been saved in %s: starting from the genesis", output.path)
-    return begin(0, {})
+def _where(output: RunFolder) -> str:
+    """Say where the states are, and what they are for."""
+    return (
+        f"the states are in {output.path}; dipaco-eval, dipaco-generate, dipaco-serve and "
+        f"dipaco-export take them with --state-dir {output.path}"
+    )
 
 
 def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
@@ -105,12 +112,9 @@ def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
 
 
 def _check_output(settings: SimulateSettings) -> None:
-    if settings.out is None or settings.resume or not settings.rounds:
-        return
-    if simulation_file(RunFolder(settings.out)).exists():
+    if settings.out is not None and settings.rounds and (settings.out / STORE_FOLDER).exists():
         raise ConfigurationError(
-            f"--out {settings.out} already holds a simulation; continue it with --resume, or give "
-            f"another folder"
+            f"--out {settings.out} already holds trained states; give another folder"
         )
 
 
@@ -147,10 +151,6 @@ def _dense_dict(result: DenseResult, file: Path | None) -> dict[str, Any]:
         "tokens": result.validation.tokens,
         "file": str(file) if file else None,
     }
-
-
-def _print_json_round(report: RoundReport) -> None:
-    print(json.dumps(report.as_dict()), flush=True)
 
 
 class RoundPrinter:
@@ -205,12 +205,9 @@ class RoundPrinter:
             modules.add_row(module, str(report.versions[module]), digest[:16])
         self._console.print(paths, modules)
 
-    def saved(self, output: RunFolder) -> None:
-        """Say where the states are, and what they are for."""
-        self._console.print(
-            f"the states are in {output.path}; dipaco-eval, dipaco-generate, dipaco-serve and "
-            f"dipaco-export take them with --state-dir {output.path}"
-        )
+    def line(self, line: str) -> None:
+        """Print a line."""
+        self._console.print(line)
 
     def dense_step(self, steps: int) -> Callable[[int, float], None]:
         """Return a callback that prints a line now and then while the dense baseline trains."""

@@ -2,7 +2,6 @@
 
 dipaco-simulate my-run --rounds 20
 dipaco-simulate my-run --rounds 20 --out my-run-simulated --dense-steps 2000
-dipaco-simulate my-run --rounds 20 --out my-run-simulated --resume
 """
 
 from __future__ import annotations

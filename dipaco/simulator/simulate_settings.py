@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from dipaco.base.errors import ConfigurationError
 from dipaco.base.settings import ComputeSettings, Option
 
 
@@ -35,14 +34,8 @@ class SimulateSettings(ComputeSettings):
     ] = None
     out: Annotated[
         Path | None,
-        Option(
-            "write a run folder with the trained states, and what --resume needs beside them",
-            "DIR",
-        ),
+        Option("write a run folder with the states that every round leaves", "DIR"),
     ] = None
-    resume: Annotated[
-        bool, Option("continue from the last round that an earlier call saved in --out")
-    ] = False
     dense_steps: Annotated[
         int,
         Option(
@@ -68,11 +61,4 @@ class SimulateSettings(ComputeSettings):
         Literal["adamw", "adamw8bit"], Option("adamw or adamw8bit, as for the peers")
     ] = "adamw"
     json: Annotated[bool, Option("print one JSON object per round")] = False
-    log_json: Annotated[
-        Path | None, Option("write these objects to FILE; --resume appends to it", "FILE")
-    ] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.resume and self.out is None:
-            raise ConfigurationError("--resume needs the --out DIR of the simulation to go on with")
+    log_json: Annotated[Path | None, Option("write these objects to FILE", "FILE")] = None

@@ -19,11 +19,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from dipaco.base.errors import IntegrityError
 from dipaco.modules.compose import (
     add_to_module,
     gather_module,
@@ -297,41 +295,6 @@ class PathTrainer:
 
         # For the copies; the rows are halved in `sum_losses`.
         return LossSum(*self._scoring.attempt(score, rows.shape[1]))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` needs to go on, to be written before the next step.
-
-        Anchors are not in it, nor snapshots: it is for a moment at which no step is awaited.
-        """
-        return {
-            "path_step": self.path_step,
-            "discarded_batches": self._discarded_batches,
-            "tokens": {module: progress.tokens for module, progress in self._modules.items()},
-            "parameters": {name: p.detach() for name, p in self.model.named_parameters()},
-            "optimizer": self.inner.lent_state_dict(),
-        }
-
-    def load_state_dict(self, kept: Mapping[str, Any]) -> None:
-        """Go on bit for bit where `kept` was taken. `start_path` has given path and anchors.
-
-        Raises IntegrityError if it is of another path or optimizer.
-        """
-        parameters = dict(self.model.named_parameters())
-        shapes = {name: p.shape for name, p in parameters.items()}
-        is_of_this_path = (
-            kept["tokens"].keys() == self._modules.keys()
-            and {name: p.shape for name, p in kept["parameters"].items()} == shapes
-            and self.inner.load_state_dict(kept["optimizer"])
-        )
-        if not is_of_this_path:
-            raise IntegrityError(f"the kept training of path {self.path} does not fit this run")
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(kept["parameters"][name])
-        for module, progress in self._modules.items():
-            progress.tokens = int(kept["tokens"][module])
-        self.path_step = int(kept["path_step"])
-        self._discarded_batches = int(kept["discarded_batches"])
 
     def optimizer_state(self) -> dict[str, object]:
         """Return the optimizer's state, which the next step changes, to be kept on disk."""

@@ -11,13 +11,9 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.run_config import load_run_config
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import InnerConfig, ModelConfig, parse_config
-from dipaco.routing.run_folder import link_run
-from dipaco.simulator.reference import ReferenceSwarm
-from dipaco.simulator.saved_simulation import resumed_simulation, save_simulation
 from dipaco.training.inner import InnerLoop
 from dipaco.training.muon import Muon, is_for_muon, orthogonal
 from support.runs.inner_loops import CPU, batch_of
-from support.runs.tiny_run import PRIVATE, make_tiny_run
 
 MODEL = ModelConfig(
     vocabulary_size=64,
@@ -154,16 +150,3 @@ def test_the_optimizer_is_part_of_the_plan():
     with pytest.raises(ConfigurationError, match=r"RUN: optimizer: .*'adamw' or 'muon'"):
         parse_config(InnerConfig, {"optimizer": "adam"}, "RUN")
     assert load_run_config(TINY).base_inner().optimizer == load_run_config(TINY).inner.optimizer
-
-
-def test_a_simulation_goes_on_bit_for_bit(tmp_path):
-    run = make_tiny_run(tmp_path / "run", inner={"optimizer": "muon"}, **PRIVATE)
-    first, second = (report.digests for report in ReferenceSwarm(run).rounds(2))
-    swarm, output = ReferenceSwarm(run), link_run(run, tmp_path / "output")
-    assert swarm.run_round().digests == first
-    save_simulation(swarm, output)
-
-    def begin(first_round, states):
-        return ReferenceSwarm(run, first_round=first_round, states=states)
-
-    assert resumed_simulation(output, begin).run_round().digests == second

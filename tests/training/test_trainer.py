@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dipaco.base.errors import ConfigurationError, IntegrityError
+from dipaco.base.errors import ConfigurationError
 from dipaco.modules import device, outer
 from dipaco.modules.compose import gather_module, lent_parameters
 from dipaco.modules.contributions import CHUNK_VALUES, CODECS, pieces
@@ -181,28 +181,6 @@ def test_a_state_that_comes_while_a_contribution_is_encoded_waits_for_the_whole_
     for thread in (encoding, adopting):
         thread.join(LIMIT_S)
     assert torch.equal(local(trainer), state.parameters + (trained - snapshot.local))
-
-
-def test_a_kept_training_goes_on_bit_for_bit(trainer, tmp_path):
-    """With what was trained ahead of the anchor, and its tokens."""
-    trainer.inner_step()
-    trainer.adopt(MODULE, following(trainer.snapshot(MODULE).anchor, 0.1))
-    trainer.inner_step()
-    anchors = trainer.anchors()
-    torch.save(trainer.state_dict(), tmp_path / "kept")
-    kept = torch.load(tmp_path / "kept", weights_only=True)
-    expected = [trainer.inner_step() for _ in range(2)]
-    whole = {module: trainer.snapshot(module) for module in anchors}
-    stream = trainer._stream
-    trainer.start_path(PATH, anchors, stream)
-    trainer.load_state_dict(kept)
-    assert [trainer.inner_step() for _ in range(2)] == expected
-    for module, snapshot in whole.items():
-        again = trainer.snapshot(module)
-        assert again.tokens == snapshot.tokens
-        assert torch.equal(again.local, snapshot.local)
-    with pytest.raises(IntegrityError, match="path 1 does not fit"):
-        trainer.load_state_dict({**kept, "tokens": {MODULE: 1}})
 
 
 def test_numbers_that_are_none_go_with_all_that_stood_on_them(trainer):
