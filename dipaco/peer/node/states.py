@@ -117,15 +117,6 @@ class States:
             found = self._waiting.get(module, {}).get(step)
             return found.state if found is not None else None
 
-    def newest(self, module: str) -> ModuleState | None:
-        """Return the state of a module that came last: one that waits, or else what is held."""
-        with self._lock:
-            waiting = next(reversed(self._waiting.get(module, {}).values()), None)
-            held = self._held.get(module)
-        if waiting is not None:
-            return waiting.state
-        return None if held is None else held.state
-
     # -- what is held
 
     def hold(self, head: Head) -> ModuleState:

@@ -324,37 +324,25 @@ class OuterSteps:
         return e.Scored(action.heads, loss, with_genesis)
 
     def _check(self, action: a.Check) -> e.Checked | None:
-        """Score a state that waits; beside the anchors, or beside what else is here of the path
-        that is about to begin, once all of it is. None if the peer leaves meanwhile."""
+        """Score a state that waits beside the anchors. None if the peer leaves meanwhile."""
         nothing = e.Checked(action.module, action.step, None, None)
-        trainer, held, grid = self._trainer, self._node.held, self._node.grid
-        state = held.waiting(action.module, action.step)
+        trainer, state = self._trainer, self._node.held.waiting(action.module, action.step)
         rows = self._files.validation[:CHECKED_ROWS]
-        path = self._files.path if trainer is None or trainer.path is None else trainer.path
-        if trainer is None or state is None or path is None or not len(rows):
+        if trainer is None or trainer.path is None or state is None or not len(rows):
             return nothing
-        if action.module not in grid.modules_of_path(path):
-            return nothing
-        before, after = trainer.anchors(), trainer.anchors()
-        if trainer.path is None:
-            modules = grid.modules_of_path(path)
-            after = {m: found for m in modules if (found := held.newest(m)) is not None}
-            if {*after, action.module} != set(modules):
-                return nothing  # Modules that were trained do not fit to others that were not.
-            before = {module: self._files.genesis_state(module) for module in modules}
-        after[action.module] = state
+        anchors, path = trainer.anchors(), trainer.path
         try:
-            loss_before = trainer.loss_of(path, before, rows).loss
-            loss_after = trainer.loss_of(path, after, rows).loss
+            before = trainer.loss_of(path, anchors, rows).loss
+            after = trainer.loss_of(path, {**anchors, action.module: state}, rows).loss
             loss_of_genesis = None
-            if trainer.path is not None and is_much_worse(loss_after, loss_before):
+            if is_much_worse(after, before):
                 # Made only now, because it takes the whole base in memory.
                 genesis = self._files.genesis_state(action.module)
-                others = {**after, action.module: genesis}
+                others = {**anchors, action.module: genesis}
                 loss_of_genesis = trainer.loss_of(path, others, rows).loss
         except PassInterrupted:
             return None
-        return e.Checked(action.module, action.step, loss_before, loss_after, loss_of_genesis)
+        return e.Checked(action.module, action.step, before, after, loss_of_genesis)
 
     # -- adopt
 

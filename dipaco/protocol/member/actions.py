@@ -204,7 +204,7 @@ class FetchState(Action):
 @dataclass(frozen=True)
 class Check(Action):
     """Score a state that was computed or fetched on held-out documents of the path in training,
-    in place of the anchor, or of the genesis before there is one. Answered by `Checked` at once."""
+    in place of the anchor. Answered by `Checked` at once."""
 
     module: str
     step: str

@@ -8,8 +8,8 @@ See design 4.4, chain.
                  a file is none           IDLE; the step is refused
                  it is late, or failed    GETTING from a state that rows vouch for; then IDLE, and
                                           the step is absent
-    COMPUTING    the state is here        CHECKING where it left this peer's chain, or was
-                                          fetched by a peer that trains; else IDLE, and it is taken
+    COMPUTING    the state is here        CHECKING where this peer trains, and the state was fetched
+                                          or left its chain; else IDLE, and it is taken
                  a file is gone           GETTING, once
                  nobody can compute it    IDLE; the step is refused
                  it failed otherwise      as if it had not come
@@ -354,9 +354,10 @@ class Taking:
         if plan.steps:
             at.computed.add(head.step)
         is_fork = at.head is not None and not at.book.stands_on(head.step, at.stand)
+        is_fetched = plan.is_vouched and plan.base.version > 0
+        is_strange = is_fetched or (is_fork and not at.is_of_own_round(head.step))
         # What a path begins with is scored when all of it is here (`Joining`).
-        is_fetched = plan.is_vouched and plan.base.version > 0 and at.role is Role.TRAINER
-        if is_fetched or (is_fork and not at.is_of_own_round(head.step)):
+        if is_strange and at.role is Role.TRAINER:
             self.stage = Stage.CHECKING
             self._known.do(Check(at.module, head.step))
         else:

@@ -402,15 +402,12 @@ class Carrying:
 
     def _check(self, action: actions.Check) -> None:
         machine, world = self._machine, self._world
-        losses: tuple[float | None, ...] = (None, None)
         checked = machine.store.find(action.module, action.step)
-        if checked is None:
-            self._wrong(f"checks a state of {action.module} that is not here")
-        elif machine.trains:
-            held = machine.store.held.get(action.module)
-            is_anchor = action.module in machine.works and held is not None
-            before = world.loss(held) if is_anchor else SOUND_LOSS
-            losses = (before, world.loss(checked), SOUND_LOSS)
+        anchor = machine.store.held.get(action.module)
+        if checked is None or anchor is None or action.module not in machine.works:
+            self._wrong(f"checks a state of {action.module} that is not here, or not in training")
+            return
+        losses = world.loss(anchor), world.loss(checked), SOUND_LOSS
         machine.answers.append(events.Checked(action.module, action.step, *losses))
 
     def _adopt(self, action: actions.Adopt) -> None:
