@@ -366,7 +366,8 @@ class SwarmSource(StateSource):
         elif not self._reader.view().present:
             found.append("no peer of the run is in sight: the last good states are used")
         with contextlib.suppress(DipacoError):
-            if (plan := self._reader.successor()) is not None:
+            if (successor := self._reader.successor()) is not None:
+                plan = successor.plan
                 found.append(
                     f"run '{self.plan.name}' is continued as '{plan.name}' ({plan.run_id}); to "
                     f"serve that one, start again with --run {plan.run_id}"

@@ -18,8 +18,7 @@ from dipaco.peer.node.join_run import join_run
 from dipaco.peer.node.node import Node
 from dipaco.protocol.chain.steps import Head, Step
 from dipaco.protocol.coverage import whole_scope
-from dipaco.protocol.manifest import newest_run
-from dipaco.protocol.plan import RunPlan
+from dipaco.protocol.manifest import SignedManifest, newest_run
 from dipaco.protocol.view import SwarmView
 
 logger = logging.getLogger(__name__)
@@ -52,14 +51,17 @@ class SwarmReader:
                 cache_folder=cache_folder,
                 listening=Listening(client_mode=True),
             )
-            self._node.load_shard_index()
-            self.plan, self.grid, self.folder = self._node.plan, self._node.grid, self._node.folder
-            """The verified plan of the run, its grid, and a folder that `RunFolder` can open."""
         except BaseException:
             self._remove_temporary()
             raise
-        self._winning = WinningStates(self._node, PathFiles(self._node))
+        self._use(self._node)
         self._view: SwarmView | None = None
+
+    def _use(self, node: Node) -> None:
+        self._winning = WinningStates(node, PathFiles(node))
+        self.manifest, self.gate = node.manifest, node.gate
+        self.plan, self.grid, self.folder = node.plan, node.grid, node.folder
+        """The verified plan of the run, its grid, and a folder that `RunFolder` can open."""
 
     def __enter__(self) -> SwarmReader:
         return self
@@ -86,10 +88,17 @@ class SwarmReader:
             )
         return self._view
 
-    def successor(self) -> RunPlan | None:
+    def successor(self) -> SignedManifest | None:
         """Return the newest run that this one is continued as. Raises `NetworkError`."""
-        newest = newest_run(self._node.manifest, self._node.directory.list_manifests()).plan
-        return newest if newest.run_id != self.plan.run_id else None
+        newest = newest_run(self.manifest, self._node.directory.list_manifests())
+        return newest if newest.plan.run_id != self.plan.run_id else None
+
+    def follow(self, manifest: SignedManifest) -> None:
+        """Read the run from now on that this one is continued as."""
+        self._node = self._node.open_successor(manifest)
+        self._node.serve_run()
+        self._use(self._node)
+        self.look_again()
 
     def look_again(self) -> None:
         """Forget what the swarm looked like: the next question reads it anew."""
@@ -109,11 +118,13 @@ class SwarmReader:
 
     def fetch_blob(self, sha256: str) -> Path:
         """Fetch a blob and return its file. Raises `NetworkError` when nobody has it."""
+        self._node.load_shard_index()
         return self._node.fetcher.needed_blob(sha256, "a blob")
 
-    def chain(self, module: str) -> tuple[Step, ...]:
-        """Return the steps of the heaviest chain of a module that anybody serves, oldest first."""
-        book = self._winning.chains(module, self.view())
+    def chain(self, module: str, view: SwarmView) -> tuple[Step, ...]:
+        """Return the steps of the heaviest chain of a module that anybody in a view serves, oldest
+        first."""
+        book = self._winning.chains(module, view)
         return book.steps_between(book.genesis(module), book.tips(module)[0].name)
 
     def paths_of_last_step(self, module: str) -> frozenset[int]:
@@ -130,6 +141,7 @@ class SwarmReader:
 
         Raises `NetworkError` when states are announced and none can be had.
         """
+        self._node.load_shard_index()
         view = self.view()
         state = self._winning.state(module, view, stored=self._stored)
         if state is not None and self._keeps_states:

@@ -13,25 +13,21 @@ from rich.table import Table
 
 from dipaco.base.errors import StorageError
 from dipaco.peer.keeping.credit import earlier_credits
-from dipaco.peer.reader import SwarmReader
 from dipaco.protocol.ledger import Credit, credits_of, exported, summed
 from dipaco.protocol.plan import RunPlan
 
 from .history import History
+from .run_reader import RunReader
 
 
-def read_ledger(
-    initial_peers: tuple[str, ...], run: str | None, history: History, earlier: Sequence[str] = ()
-) -> dict[str, Any]:
+def read_ledger(reader: RunReader, history: History, earlier: Sequence[str] = ()) -> dict[str, Any]:
     """Read all chains of a run, and return its ledger as plain values (`exported`).
 
     Peers that have left have their last names from the `history`. `earlier` are folders with the
     chains of runs that this one continues. Raises StorageError where none of them is one, and what
-    joining a swarm raises.
+    reading a swarm raises.
     """
-    with SwarmReader(initial_peers, run=run) as reader:
-        chains = {module: reader.chain(module) for module in reader.grid.modules()}
-        plan, peers = reader.plan, reader.view().peers
+    plan, peers, chains = reader.plan, reader.view.peers, reader.chains()
     before = _earlier_credits(plan, [Path(folder).expanduser() for folder in earlier])
     credits = summed(credits_of(chains), before.values())
     with contextlib.suppress(StorageError):  # A full disk hides nobody's tokens.

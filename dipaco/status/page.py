@@ -79,15 +79,17 @@ class SwarmPage:
         read: Callable[[], dict[str, Any]],
         history: History,
         interval_s: float,
-        read_ledger: Callable[[str], dict[str, Any]] | None = None,
+        read_ledger: Callable[[], dict[str, Any]] | None = None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """`read` returns a status, and is called every `interval_s` seconds; `read_ledger` returns
-        the ledger of a run."""
+        the ledger of the run that was read last."""
         self._read, self._history, self._read_ledger = read, history, read_ledger
         self._monotonic, self._count_at_s = monotonic, -math.inf
         self._counted: tuple[str, int] | None = None
+        self._said: dict[str, str] = {}
+        """By what is read: why it could not be, the last time."""
         self._interval_s = interval_s
         self.status: dict[str, Any] | None = None
         """The newest status."""
@@ -107,8 +109,9 @@ class SwarmPage:
             self.newest = self._answer()
             self._history.write(status)
             self.series = Answer.of(self._history.series(status["run"]["id"]))
+            self._said.pop("the swarm", None)
         except DipacoError as error:
-            logger.warning("%s", error)
+            self._complain("the swarm", error)
             self._fail(str(error))
         except Exception as error:
             # The page must not go on showing old values as if they were new.
@@ -126,14 +129,22 @@ class SwarmPage:
             return
         assert self._read_ledger is not None
         try:
-            self.ledger = Answer.of({**self._read_ledger(run), "counted_at_s": time.time()})
+            ledger = self._read_ledger()
+            self.ledger = Answer.of({**ledger, "counted_at_s": time.time()})
             self._counted = run, rows
+            self._said.pop("the ledger", None)
         except DipacoError as error:
-            logger.warning("the ledger cannot be read; it is read again later: %s", error)
+            self._complain("the ledger", error)
         except Exception:
             logger.exception("reading the ledger failed")
         ended_s = self._monotonic()
         self._count_at_s = ended_s + (ended_s - began_s) / LEDGER_SHARE
+
+    def _complain(self, what: str, error: DipacoError) -> None:
+        """Say why something cannot be read: once, however often it is tried in vain."""
+        if self._said.get(what) != str(error):
+            self._said[what] = str(error)
+            logger.warning("%s cannot be read; it is tried again: %s", what, error)
 
     def _fail(self, error: str) -> None:
         self.error = error
@@ -152,7 +163,7 @@ class SwarmPage:
 
 def serve_swarm(
     read: Callable[[], dict[str, Any]],
-    read_ledger: Callable[[str, History], dict[str, Any]],
+    read_ledger: Callable[[History], dict[str, Any]],
     plan: RunPlan,
     listening: socket.socket,
     names: tuple[str, ...] = (),
@@ -165,7 +176,7 @@ def serve_swarm(
     file, every_s = file or default_file(), interval_s(plan)
     host, port = listening.getsockname()[:2]
     history = History(file)
-    page = SwarmPage(read, history, every_s, lambda run: read_ledger(run, history))
+    page = SwarmPage(read, history, every_s, lambda: read_ledger(history))
     say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; its curves are in {file}")
     with repeated(page.look, every_s), repeated(page.count, LOOK_FOR_STEPS_S):
         say(f"serving at http://{f'[{host}]' if ':' in host else host}:{port}")

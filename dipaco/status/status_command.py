@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dipaco.base.command_line import Command
@@ -106,42 +104,24 @@ def run(settings: StatusSettings) -> int:
     if sys.stderr.isatty():
         # Importing what reads it takes seconds, and reading it some more.
         say(f"reading the swarm through {settings.initial_peers[0]} ...")
-    if settings.ledger and listening is None:
-        return _show_ledger(settings)
-    from dipaco.dht.addresses import split_operator
-    from dipaco.dht.dht_node import find_run, join_dht
-    from dipaco.dht.directory import Directory
-    from dipaco.protocol.identity import KEY_FILE, load_or_create_identity
-
+    from .ledger_report import read_ledger
     from .run_reader import RunReader
 
-    addresses, operator = split_operator(settings.initial_peers)
-    with tempfile.TemporaryDirectory(prefix="dipaco-status-") as folder:
-        identity = load_or_create_identity(Path(folder) / KEY_FILE)
-        dht = join_dht(addresses, identity=identity, client_mode=True)
-        try:
-            directory = Directory(dht, identity, None)
-            manifest = find_run(directory, settings.run, operator=operator)
-            reader = RunReader(dht, identity, manifest)
-            if listening is None:
-                return _show(reader, settings)
-            from .ledger_report import read_ledger
+    with RunReader(settings.initial_peers, run=settings.run) as reader:
+        if listening is not None:
             from .page import serve_swarm
 
             return serve_swarm(
                 reader.read,
-                lambda run, history: read_ledger(
-                    settings.initial_peers, run, history, settings.earlier
-                ),
-                manifest.plan,
+                lambda history: read_ledger(reader, history, settings.earlier),
+                reader.plan,
                 listening,
                 settings.proxy_names,
             )
-        finally:
-            dht.shutdown()
+        return _show_ledger(reader, settings) if settings.ledger else _show(reader, settings)
 
 
-def _show_ledger(settings: StatusSettings) -> int:
+def _show_ledger(reader: RunReader, settings: StatusSettings) -> int:
     from .history import History, default_file
     from .ledger_report import print_ledger, read_ledger
 
@@ -150,7 +130,7 @@ def _show_ledger(settings: StatusSettings) -> int:
     except StorageError as error:
         say(f"names of peers that have left are not known: {error}")
         history = History(None)
-    ledger = read_ledger(settings.initial_peers, settings.run, history, settings.earlier)
+    ledger = read_ledger(reader, history, settings.earlier)
     history.close()
     print(json.dumps(ledger, indent=2)) if settings.json else print_ledger(ledger)
     return 0

@@ -13,7 +13,7 @@ from dipaco.peer.keeping.credit import own_tokens, tokens_on_disk
 from dipaco.protocol.chain.steps import Row, Step, genesis_name
 from dipaco.protocol.ledger import EXPORT_FORMAT
 from dipaco.routing.run_folder import RunFolder
-from dipaco.status import ledger_report, status_command
+from dipaco.status import run_reader, status_command
 from dipaco.status.history import History
 from support.runs.tiny_run import make_tiny_run
 
@@ -24,7 +24,6 @@ ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWX
 class Reader:
     """A swarm of one module, as the command reads it."""
 
-    grid = SimpleNamespace(modules=lambda: ("L0.E0",))
     plan = SimpleNamespace(run_id=RUN, successor_of=None)
 
     def __init__(self, initial_peers, *, run):
@@ -36,15 +35,16 @@ class Reader:
     def __exit__(self, *_):
         pass
 
-    def chain(self, module):
-        row = Row(module, 0, genesis_name(RUN, module), "5" * 64, 0, "ann" * 8, 1234, "f" * 64, 1)
-        return [Step.of([row])]
+    def chains(self):
+        row = Row("L0.E0", 0, genesis_name(RUN, "L0.E0"), "5" * 64, 0, "ann" * 8, 1234, "f" * 64, 1)
+        return {"L0.E0": [Step.of([row])]}
 
     present = {
         "ann" * 8: SimpleNamespace(name="kitchen laptop", team="school"),
         "eve" * 8: SimpleNamespace(name="has not contributed", team=""),
     }
 
+    @property
     def view(self):
         return SimpleNamespace(peers=self.present)
 
@@ -55,7 +55,7 @@ def kept_elsewhere(monkeypatch, tmp_path):
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
-    monkeypatch.setattr(ledger_report, "SwarmReader", Reader)
+    monkeypatch.setattr(run_reader, "RunReader", Reader)
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
     assert status_command.main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -68,7 +68,7 @@ def test_the_command_prints_a_table_or_json(monkeypatch, capsys):
 
 
 def test_a_peer_that_has_left_keeps_its_name(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(ledger_report, "SwarmReader", Reader)
+    monkeypatch.setattr(run_reader, "RunReader", Reader)
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine", "--json"]
     for _ in range(2):
         assert status_command.main(words) == 0
@@ -101,7 +101,7 @@ def test_the_runs_before_count_too_and_nothing_is_changed_in_their_folders(monke
     # Its owner goes on writing.
     written = [index.file, Path(f"{index.file}-wal")]
     before = [file.read_bytes() for file in written]
-    monkeypatch.setattr(ledger_report, "SwarmReader", Reader)
+    monkeypatch.setattr(run_reader, "RunReader", Reader)
     monkeypatch.setattr(Reader, "plan", SimpleNamespace(run_id=RUN, successor_of=plan.run_id))
     words = ["--ledger", "--initial-peers", ADDRESS, "--run", "mine"]
     assert status_command.main([*words, "--json", "--earlier", str(cache)]) == 0

@@ -109,8 +109,7 @@ def test_who_contributed_is_counted_again_when_a_step_came(statuses):
     """The ledger is that of the run that is shown; one that cannot be read changes nothing."""
     run, now = statuses[0]["run"]["id"], [0.0]
 
-    def read_ledger(shown):
-        assert shown == run
+    def read_ledger():
         now[0] += 3.0
         outcome = next(outcomes)
         if isinstance(outcome, Exception):
@@ -145,6 +144,22 @@ def test_who_contributed_is_counted_again_when_a_step_came(statuses):
         assert counted() == first  # It could not be read.
         now[0] += 30.0
         assert counted() == then
+
+
+def test_what_cannot_be_read_is_said_once_however_often_it_is_tried(statuses, caplog):
+    def said():
+        return [record.message for record in caplog.records]
+
+    gone, other = NetworkError("nobody answers"), NetworkError("no addresses")
+    page = page_of(statuses[0], gone, gone, other, statuses[1], gone, ledgers=[gone] * 3)
+    page.look()
+    for _ in range(3):
+        page.count()
+        page._count_at_s = 0.0
+    assert said() == ["the ledger cannot be read; it is tried again: nobody answers"]
+    for _ in range(5):
+        page.look()
+    assert [line.rpartition(": ")[2] for line in said()[1:]] == ["nobody answers", "no addresses", "nobody answers"]
 
 
 def test_metrics_of_the_newest_status(client):
@@ -230,7 +245,7 @@ def test_a_running_swarm_is_served_and_kept(tmp_path, served, statuses):
     file = tmp_path / "new" / "kept.sqlite"
     listening = listen("127.0.0.1", 0, "--serve")
     ledger = exported(plan.run_id, {}, {})
-    assert serve_swarm(lambda: statuses[0], lambda run, history: ledger, plan, listening, file=file) == 0
+    assert serve_swarm(lambda: statuses[0], lambda history: ledger, plan, listening, file=file) == 0
     assert served["status"] == statuses[0]
     assert History(file).series(plan.run_id)["time_s"] == [statuses[0]["time_s"]]
 

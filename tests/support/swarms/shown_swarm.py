@@ -63,13 +63,13 @@ def then(status):
     return {**newer, "run": {**newer["run"], "id": new["id"], "name": new["name"]}}
 
 
-def ledger_of(run_id):
-    """Return who has contributed to a run."""
+def ledger_of():
+    """Return who has contributed to the run."""
     view = swarm_records().view()
     tokens = {name: int(record.tokens_per_s * ROUND) for name, record in view.peers.items()}
     credits = {name: Credit(name, count) for name, count in tokens.items()}
     names = {name: (record.name, record.team) for name, record in view.peers.items()}
-    return exported(run_id, credits, names)
+    return exported(swarm_records().plan.run_id, credits, names)
 
 
 @functools.cache
