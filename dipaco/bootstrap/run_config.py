@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -55,11 +55,6 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 class TokenizerConfig(Config):
     """`[tokenizer]`: the number of pieces stands in `[model]`."""
 
-    kind: Literal["bpe", "unigram"] = Field(
-        "bpe",
-        description="SentencePiece algorithm. `unigram` tokenises about three times as "
-        "fast, and makes 1 to 2 % more tokens.",
-    )
     training_characters: int = Field(
         20_000_000,
         ge=1000,

@@ -107,7 +107,7 @@ class TokenizerStage(Stage):
             return [self._given.hex()]
         pieces = self.job.config.model.vocabulary_size
         source = [self._corpus.fingerprint, self.job.config.seed]
-        return [config.kind, config.training_characters, pieces, *source]
+        return [config.training_characters, pieces, *source]
 
     def make(self) -> dict[str, Any]:
         blobs = self.job.blobs
@@ -167,7 +167,6 @@ class TokenizerStage(Stage):
                 file,
                 character_limit=config.tokenizer.training_characters,
                 seed=config.seed,
-                kind=config.tokenizer.kind,
                 say=self.job.display.say,
             )
         return self.job.blobs.add_file(file, move=True)

@@ -30,9 +30,7 @@ _Trainer = sentencepiece_format.TrainerSpec
 
 # By the name of --dtype.
 GGUF_TYPES: Final = {"float32": "f32", "float16": "f16", "q8_0": "q8_0"}
-_NORMAL, _UNUSED, _BYTE = 1, 5, 6
-# What SentencePiece takes off the worst score for a character that it does not know.
-_UNKNOWN_PENALTY = 10.0
+_UNUSED = 5
 _ROWS_OF_Q8 = 32
 _OLLAMA_CONTEXT = 4096
 # Settings of the parts that cut a text before BPE, as they are where a file does not say.
@@ -84,9 +82,10 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
         _cut_name(json_pieces(tokenizer).tokenizer)
         return
     proto = sentencepiece_format.ModelProto.FromString(tokenizer)
-    if proto.trainer_spec.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM):
+    if proto.trainer_spec.model_type != _Trainer.BPE:
         raise ConfigurationError(
-            f"the tokenizer is neither BPE nor unigram, and GGUF has no other; {_ELSEWHERE}"
+            "the SentencePiece tokenizer of the run is not BPE, and GGUF files are written of no "
+            "other; give --format transformers"
         )
 
 
@@ -256,14 +255,11 @@ def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> torch.Ten
 
 def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
     proto = sentencepiece_format.ModelProto.FromString(tokenizer)
-    is_bpe = proto.trainer_spec.model_type == _Trainer.BPE
     # The kinds of pieces have the same numbers there.
     pieces = [(piece.piece, piece.score, int(piece.type)) for piece in proto.pieces]
-    if not is_bpe:
-        pieces = _with_plain_bytes(pieces)
     pieces += [(f"[PAD{number}]", -1e4, _UNUSED) for number in range(len(pieces), rows)]
     tokens, scores, types = map(list, zip(*pieces, strict=True))
-    writer.add_tokenizer_model("llama" if is_bpe else "t5")
+    writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)
@@ -271,20 +267,6 @@ def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
     writer.add_add_space_prefix(bool(proto.normalizer_spec.add_dummy_prefix))
     writer.add_remove_extra_whitespaces(bool(proto.normalizer_spec.remove_extra_whitespaces))
     _add_specials(writer, (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN), begins=True)
-
-
-def _with_plain_bytes(pieces: list[tuple[str, float, int]]) -> list[tuple[str, float, int]]:
-    """Make the bytes of ASCII pieces of a text, where it has none: llama.cpp's unigram spells
-    nothing in bytes. Other characters that the vocabulary lacks are unknown to it."""
-    texts = {text for text, _, _ in pieces}
-    worst = min(score for _, score, kind in pieces if kind == _NORMAL) - _UNKNOWN_PENALTY
-    found = []
-    for text, score, kind in pieces:
-        letter = chr(int(text[1:-1], 16)) if kind == _BYTE else ""
-        # A space is written as U+2581, and the first byte ends a text in C.
-        is_plain = "\0" < letter <= "\x7f" and letter != " " and letter not in texts
-        found.append((letter, worst, _NORMAL) if is_plain else (text, score, kind))
-    return found
 
 
 def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:

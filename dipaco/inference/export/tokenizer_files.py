@@ -6,15 +6,14 @@ special tokens: what the run added has no place in it.
 A SentencePiece model is written as one. The plain conversion of `transformers` changes ids: it adds
 a space in front, parses `<s>` where a text has it, and takes U+2581 for a space. Here a space stays
 a space, so U+2581 is spelled in bytes as in `dipaco.routing.tokens.tokenizer`, and every text has
-the same ids in both. Both algorithms, BPE and unigram, can be written; a foreign model that does
-more than that is left as it is, and the reason is told (`lack_of_transformers`).
+the same ids in both. A foreign model that is not BPE, or does more than that, is left as it is, and
+the reason is told (`lack_of_transformers`).
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -31,9 +30,6 @@ _SPACE_MARK = "\u2581"
 sentencepiece_format: Any = sentencepiece_model_pb2
 _Piece = sentencepiece_format.ModelProto.SentencePiece
 _Trainer = sentencepiece_format.TrainerSpec
-# Lower than the known characters of a name sum to, and small enough not to cost precision:
-# tokenizers looks for all pieces in a text, also for those that SentencePiece never takes there.
-_NEVER_CHOSEN = -1000.0
 
 
 def tokenizer_files(tokenizer: bytes, context: int, *, as_in_run: bool = False) -> dict[str, bytes]:
@@ -127,8 +123,6 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
     run, which must not `lack_of_transformers`."""
     proto = sentencepiece_format.ModelProto.FromString(model)
     pieces = [piece.piece.replace(_SPACE_MARK, " ") for piece in proto.pieces]
-    kind = proto.trainer_spec.model_type
-    body = _bpe(proto, pieces) if kind == _Trainer.BPE else _unigram(proto, pieces)
     begin = {"SpecialToken": {"id": pieces[BEGIN_TOKEN], "type_id": 0}}
     sequences = [{"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB")]
     return {
@@ -137,7 +131,7 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [*_added_tokens(proto, pieces)],
         "normalizer": None,
-        "pre_tokenizer": None if kind == _Trainer.BPE else _split_unknown(proto, pieces),
+        "pre_tokenizer": None,
         "post_processor": {
             "type": "TemplateProcessing",
             "single": [begin, sequences[0]],
@@ -151,7 +145,7 @@ def tokenizer_json(model: bytes) -> dict[str, Any]:
             },
         },
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": body,
+        "model": _bpe(proto, pieces),
     }
 
 
@@ -193,7 +187,7 @@ def lack_of_transformers(tokenizer: bytes) -> str | None:
         "it removes white space (remove_extra_whitespaces)": normalizer.remove_extra_whitespaces,
         "it does not write a space as U+2581": not normalizer.escape_whitespaces,
         "it treats white space as a suffix": trainer.treat_whitespace_as_suffix,
-        "it is neither BPE nor unigram": trainer.model_type not in (_Trainer.BPE, _Trainer.UNIGRAM),
+        "it is not BPE": trainer.model_type != _Trainer.BPE,
         "it has unused pieces": any(piece.type == _Piece.UNUSED for piece in proto.pieces),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
@@ -254,32 +248,3 @@ def _bpe(proto: Any, pieces: list[str]) -> dict[str, Any]:
         # Pairs, not joined strings: the pieces contain spaces.
         "merges": [[left, right] for *_, left, right in sorted(merges)],
     }
-
-
-def _split_unknown(proto: Any, pieces: list[str]) -> dict[str, Any] | None:
-    """Cut out the characters of names such as `<s>` and `<0x41>` that no text piece has.
-
-    Else such a name in a text would be likelier than the unknown character in it.
-    """
-    known = _text_pieces(proto, pieces)
-    names = "".join(piece for piece in pieces if piece not in known)
-    unknown = sorted(set(names) - set("".join(known)))
-    if not unknown:
-        return None
-    pattern = "|".join(re.escape(character) for character in unknown)
-    return {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-
-
-def _unigram(proto: Any, pieces: list[str]) -> dict[str, Any]:
-    """Return the unigram model: pieces with their log-probabilities."""
-    known = _text_pieces(proto, pieces)
-    scored = [
-        [text, float(proto.pieces[i].score) if known.get(text) == i else _NEVER_CHOSEN]
-        for i, text in enumerate(pieces)
-    ]
-    return {"type": "Unigram", "unk_id": UNKNOWN_TOKEN, "vocab": scored, "byte_fallback": True}

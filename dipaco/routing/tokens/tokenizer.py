@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import sentencepiece
@@ -243,13 +242,12 @@ def train_tokenizer(
     *,
     character_limit: int,
     seed: int = 0,
-    kind: Literal["bpe", "unigram"] = "bpe",
     say: Callable[[str], None] | None = None,
 ) -> Tokenizer:
-    """Train a tokenizer of exactly `vocabulary_size` pieces, write it to `output`, return it.
+    """Train a BPE tokenizer of exactly `vocabulary_size` pieces, write it to `output`, return it.
 
     At most `character_limit` characters are trained on: a random sample (by `seed`) of the first
-    20 times as many. The same texts and seed give the same bytes: training uses one thread.
+    20 times as many. The same texts and seed give the same bytes.
     Where the texts have more characters than the vocabulary has pieces, the rarer ones are written
     as bytes, and `say` gets a line about it.
 
@@ -262,7 +260,7 @@ def train_tokenizer(
     counts = Counter(chain.from_iterable(_lines(sample)))
     as_bytes = _characters_as_bytes(counts, vocabulary_size)
     try:
-        model = _trained_pieces(_lines(sample, as_bytes), vocabulary_size, kind, bool(as_bytes))
+        model = _trained_pieces(_lines(sample, as_bytes), vocabulary_size, bool(as_bytes))
     except RuntimeError as error:
         raise ConfigurationError(
             f"a tokenizer of {vocabulary_size} pieces cannot be trained on {len(sample)} texts: "
@@ -279,9 +277,7 @@ def train_tokenizer(
     return Tokenizer(model)
 
 
-def _trained_pieces(
-    lines: Iterator[str], vocabulary_size: int, kind: Literal["bpe", "unigram"], has_bytes: bool
-) -> bytes:
+def _trained_pieces(lines: Iterator[str], vocabulary_size: int, has_bytes: bool) -> bytes:
     """Return a model of SentencePiece; with `has_bytes` some characters are cut out of the lines.
 
     Raises RuntimeError, as SentencePiece does.
@@ -290,7 +286,7 @@ def _trained_pieces(
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines,
         model_writer=model,
-        model_type=kind,
+        model_type="bpe",
         vocab_size=vocabulary_size,
         byte_fallback=True,
         # It takes no coverage below 0.98, so what it shall not cover is cut out.
@@ -307,8 +303,6 @@ def _trained_pieces(
         bos_id=BEGIN_TOKEN,
         eos_id=END_TOKEN,
         pad_id=PAD_TOKEN,
-        # Unigram sums over threads in their order of arrival; one thread has one order.
-        num_threads=1,
         minloglevel=2,
     )
     return model.getvalue()

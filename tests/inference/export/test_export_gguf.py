@@ -13,10 +13,10 @@ from dipaco.inference import export_command
 from dipaco.inference.export.path_gguf import check_gguf, gguf_name, write_gguf
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import ModelConfig
-from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
+from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
 from support.runs.foreign_base import make_foreign_base
-from support.runs.tiny_run import make_tiny_run, tiny_documents, tiny_tokenizer_bytes
+from support.runs.tiny_run import make_tiny_run, tiny_tokenizer_bytes
 
 CUTS = {"llama": "llama-bpe", "smollm2": "smollm", "qwen3": "qwen2"}
 
@@ -77,21 +77,6 @@ def test_how_parameters_are_stored(stored, bound, tmp_path):
     assert fields["tokenizer.ggml.add_space_prefix"] is False
     assert fields["tokenizer.ggml.bos_token_id"] == 1
     assert [tokens[token] for token in tokenizer.encode("\n")] == ["\n"]
-
-
-def test_a_unigram_spells_ascii_in_bytes(tmp_path):
-    texts = tiny_documents(4, 20, 0)
-    train_tokenizer(texts, 300, tmp_path / "m", character_limit=99_999, kind="unigram")
-    data = (tmp_path / "m").read_bytes()
-    config = ModelConfig(vocabulary_size=300, hidden_size=16, head_count=2, block_count=1)
-    parameters = dict(PathModel(config).named_parameters())
-    write_gguf(parameters.items(), config, data, tmp_path / "it", stored="f32", name="it")
-    fields, _ = read(tmp_path / "it")
-    tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    assert fields["tokenizer.ggml.model"] == "t5"
-    number = Tokenizer(data).encode("Q")[-1]
-    assert (tokens[number], kinds[number]) == ("Q", 1)
-    assert tokens.count("a") == 1
 
 
 def read_modelfile(text):
