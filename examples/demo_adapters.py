@@ -194,8 +194,8 @@ def opened_by_peft(demo: Demo, base: Path, adapters: Path) -> str:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         model = PeftModel.from_pretrained(model, router.folder_of(prompt))
         tokenizer = AutoTokenizer.from_pretrained(base)
-        # In training a begin token stood in front of every text.
-        tokens = [router.begin, *tokenizer.encode(prompt, add_special_tokens=False)]
+        # In training every text began with what this base puts in front: nothing, or one token.
+        tokens = [*router.begin, *tokenizer.encode(prompt, add_special_tokens=False)]
         tokens = torch.tensor([tokens])
         made = model.generate(
             tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=40, do_sample=False
