@@ -1,7 +1,11 @@
 """Exports of a run with adapters: PEFT's folder, a file for llama.cpp, merged; and what routes."""
 
+import importlib
 import json
+import os
 import runpy
+from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -22,11 +26,12 @@ from dipaco.routing.routers.kmeans import KMeansRouter
 from dipaco.routing.routers.product_kmeans import ProductKMeansRouter
 from dipaco.routing.routers.router import Prefixes
 from dipaco.routing.tokens.tokenizer_json import JsonPieces
-from support.programs.service import run_with_adapters
+from support.programs.service import greedy_text, run_with_adapters
 from support.runs.routed_texts import route_texts
 from support.runs.tiny_run import tiny_documents
 
 TEXT = "The city lies by the river."
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 def run(*arguments):
@@ -150,6 +155,21 @@ def test_everything_with_a_router_that_needs_no_dipaco(folder, tmp_path):
     before = (chosen / "adapter_model.safetensors").stat().st_mtime_ns
     assert run(*arguments) == 0
     assert (chosen / "adapter_model.safetensors").stat().st_mtime_ns == before
+
+
+def test_the_demo_of_adapters_opens_an_export_in_peft(folder, tmp_path, monkeypatch):
+    out, base = tmp_path / "all", folder / "base"
+    assert run("--state-dir", folder / "out", "--all", "--out", out, "--base-model", base) == 0
+    monkeypatch.syspath_prepend(EXAMPLES)
+    demo_adapters = importlib.import_module("demo_adapters")
+    monkeypatch.setattr(demo_adapters, "PROMPT", TEXT)
+    said = demo_adapters.opened_by_peft(SimpleNamespace(environment=os.environ), base, out)
+    source = DiskSource(folder / "out")
+    path = int(route_texts(source.document_router(torch.device("cpu")), [TEXT])[0])
+    tokens = source.tokenizer().beginning(TEXT)
+    # As many as a training sequence has room for.
+    room = source.plan.model.sequence_length - len(tokens)
+    assert said.startswith(TEXT + greedy_text(source, path, tokens, room))
 
 
 @pytest.mark.parametrize("kind", ["kmeans", "product_kmeans", "discriminative"])
