@@ -89,7 +89,7 @@ def run_plan(settings: PlanSettings) -> int:
     from rich.console import Console
 
     from dipaco.bootstrap.plan.chat_sample import chat_as_trained
-    from dipaco.bootstrap.plan.data_sample import few_documents, look_at_data
+    from dipaco.bootstrap.plan.data_sample import few_documents, look_at_data, tokens_in_sight
     from dipaco.bootstrap.plan.figures import plan_figures
 
     from .plan_tables import show_figures
@@ -101,6 +101,8 @@ def run_plan(settings: PlanSettings) -> int:
     try:
         chats = look_at_data(config)
         few = few_documents(config, config.grid.path_count)
+        if tokens is None:
+            tokens = tokens_in_sight(config, chats=chats)
     except CorpusError as error:
         problem = error  # The figures are of use without the data.
     figures = plan_figures(

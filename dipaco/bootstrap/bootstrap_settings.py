@@ -152,7 +152,8 @@ class PlanSettings(Settings):
     corpus_tokens: Annotated[
         float | None,
         Option(
-            "tokens of the training documents, for the sizes of shards: 160e9 for C4",
+            "tokens of the training documents, for the sizes of shards: 160e9 for C4 (default: "
+            "estimated from the first documents of files)",
             "N",
             least=1,
             most=1e18,

@@ -22,6 +22,8 @@ _CHARACTERS = 100_000_000
 _TEXT_FILES = 40
 # A label names a group of documents: it is short, and most of its values come again and again.
 _LABEL_CHARACTERS, _MOST_LABELS, _ROWS_OF_A_LABEL = 40, 50, 10
+# In most languages and vocabularies, roughly.
+_CHARACTERS_OF_A_TOKEN = 4
 _HELD_OUT_WORDS = frozenset({"validation", "valid", "val", "dev", "test", "heldout"})
 
 
@@ -41,6 +43,11 @@ class FirstLook:
     characters: int
     counted: float
     """The part of the files that was read to count them, 0 to 1; the rest is taken to be alike."""
+
+    @property
+    def tokens(self) -> int:
+        """About as many tokens are to be trained on."""
+        return self.characters // _CHARACTERS_OF_A_TOKEN
 
 
 def look_at_files(names: Sequence[str]) -> FirstLook:
@@ -62,6 +69,12 @@ def look_at_files(names: Sequence[str]) -> FirstLook:
     return FirstLook(
         train, held_out, chats, text, _label_field(rows, text), unit, documents, characters, counted
     )
+
+
+def rough_tokens(files: Sequence[Path], text: str | None, unit: TextUnit) -> int:
+    """Return about how many tokens some files hold; `text` is the field of the text, None for
+    chats. Raises CorpusError if a file cannot be read."""
+    return _count(files, text, unit)[1] // _CHARACTERS_OF_A_TOKEN
 
 
 def _files(names: Sequence[str]) -> list[Path]:

@@ -19,7 +19,6 @@ from dipaco.base.errors import ConfigurationError
 from .first_look import FirstLook, look_at_files
 
 # English in a small vocabulary; other scripts have fewer characters in a token.
-_CHARACTERS_OF_A_TOKEN = 4
 # A path needs at least that much of its own to learn something that the others do not.
 _DOCUMENTS_OF_A_PATH, _TOKENS_OF_A_PATH = 50, 100_000
 _MOST_PATHS = 256
@@ -86,7 +85,7 @@ def write_run_toml(files: Sequence[str], out: Path, base: str | None, peers: int
 
 def run_toml(found: FirstLook, out: Path, base: str | None, peers: int) -> str:
     """Return the text of a RUN.toml at `out`."""
-    tokens = found.characters // _CHARACTERS_OF_A_TOKEN
+    tokens = found.tokens
     paths = _path_count(found.documents, tokens, peers)
     grid = _grid(paths)
     size = max((size for size in SIZES if size.tokens <= tokens), key=lambda size: size.tokens)

@@ -29,14 +29,16 @@ def show_figures(figures: PlanFigures, console: Console) -> None:
     console.print(_sizes("On a peer's disk", figures.disk_bytes))
     console.print(_sizes("Written to a peer's disk in a day", figures.written_bytes))
     if figures.shard_bytes is None:
-        console.print("There are no token files; --corpus-tokens N estimates their sizes")
+        console.print("--corpus-tokens N estimates the size of a shard")
     console.print(_sizes("In a peer's GPU memory, at least", figures.device_bytes))
     memory = (
         f"In a peer's main memory, at most ({figures.main_memory_a_parameter:.1f} bytes a "
         f"parameter), besides its programs"
     )
     console.print(_sizes(memory, figures.main_memory_bytes))
-    shard = f" and a shard of {shown_bytes(figures.shard_bytes)}" if figures.shard_bytes else ""
+    shard = ""
+    if figures.shard_bytes is not None:
+        shard = f" and a shard of about {shown_bytes(figures.shard_bytes)}"
     console.print(f"A newcomer fetches {shown_bytes(figures.join_bytes)}{shard}")
 
 
@@ -100,10 +102,10 @@ def _codecs(figures: PlanFigures) -> Table:
     line = f"{figures.line_mbit_per_s:g} Mbit/s"
     table = _table(
         "A peer sends in a round, and receives as much",
-        "codec", "bytes a parameter", "a round", "Mbit/s", f"of {line}", "one file in", "",
+        "codec", "bytes a parameter", "a round", "Mbit/s", f"of {line}", "one file in", "note",
     )  # fmt: skip
     for name, codec in figures.codecs.items():
-        notes = ["of this run"] * (name == figures.codec) + ["too slow"] * (not codec.in_time)
+        notes = ["this run's"] * (name == figures.codec) + ["too slow"] * (not codec.in_time)
         table.add_row(
             name,
             f"{codec.bytes_a_parameter:.2f}",

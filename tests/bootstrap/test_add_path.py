@@ -18,7 +18,7 @@ from dipaco.protocol.about import AboutRun
 from dipaco.routing.run_folder import RunFolder
 from dipaco.simulator import simulate_command as simulate
 from dipaco.training.scoring import LossSum, sum_losses
-from support.runs.prepared_run import write_run
+from support.runs.prepared_run import RUN_TOML, on_cpu, prepare, write_run
 from support.runs.routed_texts import route_texts
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
@@ -89,6 +89,23 @@ def test_what_the_run_is_for_stays_too(old):
     plan = before.plan.model_copy(update={"about": AboutRun(language="de")})
     before.manifest = dataclasses.replace(before.manifest, plan=plan)
     assert config_with_paths(before, [str(old / "manifest.json")]).about == plan.about
+
+
+def test_new_documents_are_read_as_those_before(tmp_path, capsys):
+    """Field, label and what is held out are those of the run's own RUN.toml."""
+    rows = [{"body": text, "kind": "old"} for text in tiny_documents(3, 40, seed=3)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = 'text_field = "body"\nlabel_field = "kind"\nheld_out_fraction = 0.2'
+    old = RUN_TOML.replace('label_field = "domain"\nheld_out_fraction = 0.1', keys).replace("[2, 2]", "[1, 2]")
+    prepare(write_run(tmp_path, old), tmp_path / "old", on_cpu())
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:60]))
+    assert add(tmp_path / "old", tmp_path / "next", tmp_path / "new.jsonl", options=("--allow-genesis",)) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "old 100%" in shown
+    # Texts of the old paths do not lie together for a new one.
+    assert "dipaco-generate --path 2" in shown
+    [made] = (tmp_path / "next" / "work").glob("tokens*/*/made.json")
+    assert json.loads(made.read_bytes())["read"]["held_out_fraction"] == 0.2
 
 
 def test_paths_begin_where_they_ended_and_the_new_one_as_the_nearest(old, new):

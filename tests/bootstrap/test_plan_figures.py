@@ -205,7 +205,7 @@ def test_the_command_prints_both_ways(capsys):
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "256 paths of 149.80 M parameters; 18.97 B in all" in shown
-    assert "of this run" in shown
+    assert "this run's" in shown
     assert values["device_total_bytes"] == figures.device_total_bytes
     assert "In a peer's GPU memory, at least" in shown
     assert shown_bytes(figures.device_total_bytes) in shown
@@ -266,6 +266,15 @@ def test_the_command_takes_changes_and_looks_at_the_data(changes, exit_code, sai
         assert json.loads(found.out)["name"] == (
             "other" if exit_code == 0 else load_run_config(EXAMPLES / "tiny" / "RUN.toml").name
         )
+
+
+def test_the_tokens_of_files_are_estimated_for_the_sizes_of_shards(capsys):
+    tiny = EXAMPLES / "tiny" / "RUN.toml"
+    assert main(["plan", str(tiny), "--json"]) == 0
+    estimated = json.loads(capsys.readouterr().out)["shard_bytes"]
+    assert main(["plan", str(tiny), "--json", "--corpus-tokens", "1.2e6"]) == 0
+    real = json.loads(capsys.readouterr().out)["shard_bytes"]
+    assert real / 2 < estimated < real
 
 
 def test_the_first_rows_of_each_file_are_read(tmp_path, capsys):

@@ -7,8 +7,9 @@ import itertools
 from pathlib import Path
 
 from dipaco.base.errors import CorpusError
+from dipaco.bootstrap.first_look import rough_tokens
 from dipaco.bootstrap.run_config import RunConfig, check_chats
-from dipaco.routing.documents.corpus import Part, iterate_documents
+from dipaco.routing.documents.corpus import Part, corpus_files, iterate_documents
 
 # With fewer, a path learns little that its base does not know.
 DOCUMENTS_OF_A_PATH = 10
@@ -33,6 +34,16 @@ def look_at_data(config: RunConfig) -> bool:
     if chats:
         check_chats(config)
     return bool(chats)
+
+
+def tokens_in_sight(config: RunConfig, *, chats: bool) -> int | None:
+    """Return about how many tokens the training documents have, from the first 100 million
+    characters; None for a data set of the Hub. Raises CorpusError."""
+    data = config.data
+    if data.hub is not None:
+        return None
+    files = corpus_files(data, "train")
+    return rough_tokens(files, None if chats else data.text_field, data.txt_documents)
 
 
 def few_documents(config: RunConfig, paths: int) -> str:

@@ -60,7 +60,7 @@ def config_with_paths(
             )
     grown = {name: getattr(plan, name) for name in IN_PLANS} | {
         "seed": (plan.seed + 1) % 2**32,
-        "data": CorpusConfig(train=tuple(files)),
+        "data": CorpusConfig(train=tuple(files), **old.how_rows_were_read),
         "grid": plan.grid.model_copy(
             update={"added_paths": plan.grid.added_paths + len(files)},
         ),

@@ -35,6 +35,8 @@ from .pieces import encode
 from .stages import Job, Stage, inputs_hash, read_made
 
 PARTS = ("train", "validation")
+# The keys of [data] by which files of the same kind are read.
+HOW_ROWS_ARE_READ = ("text_field", "label_field", "txt_documents", "held_out_fraction")
 
 
 @dataclass
@@ -264,7 +266,11 @@ class TokensStage(Stage):
                 f"data: label_field = '{data.label_field}' has more than {MAX_LABELS:,} labels; "
                 f"the {unlabelled:,} documents with further labels count as having none"
             )
-        return {"train": train.tokens, "held_out": validation.tokens}
+        return {
+            "train": train.tokens,
+            "held_out": validation.tokens,
+            "read": data.model_dump(mode="json", include=set(HOW_ROWS_ARE_READ)),
+        }
 
     def _link_to_predecessor(self) -> dict[str, Any] | None:
         """Let the folder be that of the run before, if that has the same tokens."""

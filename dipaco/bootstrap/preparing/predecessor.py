@@ -6,11 +6,14 @@ A predecessor is a run folder: the operator's own, a peer's cache, or what `dipa
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import (
@@ -60,6 +63,14 @@ class Predecessor:
     def work(self) -> Path:
         """What its preparation has left, if it was prepared there."""
         return self.path / WORK_FOLDER
+
+    @property
+    def how_rows_were_read(self) -> dict[str, Any]:
+        """The keys of [data] by which its documents were read, if it was prepared there."""
+        for made in sorted(self.work.glob("tokens*/*/made.json")):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                return dict(json.loads(made.read_bytes())["read"])
+        return {}
 
     @cached_property
     def grid(self) -> Grid:

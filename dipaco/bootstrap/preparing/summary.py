@@ -22,6 +22,8 @@ from .stages_of_run import Stages
 
 # Held-out documents of old paths that are routed anew, over all of them.
 SUMMARY_DOCUMENTS = 256
+# Where the router finds less than this of a new path's documents, its owner is told what to do.
+FEW_FOUND = 0.8
 
 
 @dataclass
@@ -74,11 +76,18 @@ class Summary:
                 f"Path {path} ({name}) begins as path {nearest.path}, which predicts the "
                 f"beginnings of its documents best"
             )
-            said = f"{self._share_of(path, beginnings):.0%} of its documents to it"
+            found = self._share_of(path, beginnings)
+            said = f"{found:.0%} of its documents to it"
             if others:
                 taken = self._share_of(path, others)
                 said += f", and {taken:.1%} of the held-out ones of the old paths"
             self.say(f"The router sends {said}")
+            if found < FEW_FOUND:
+                self.say(
+                    f"The others begin like texts of other paths. Where they are to be read, name "
+                    f"the path (dipaco-generate --path {path}, the model path-{path} of "
+                    f"dipaco-serve), or make a successor with a RUN.toml, which routes all anew"
+                )
             if not summary.held_out_sequences:
                 self.say(
                     f"No document of {name} is held out, so nothing says how good path {path} is; "
