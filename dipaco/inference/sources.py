@@ -110,7 +110,8 @@ class StateSource(ABC):
         """What to do about a missing module, for error messages."""
 
     def state(self, module: str) -> ModuleState | None:
-        """Return the newest good state of a module; the genesis if there is none and it is allowed.
+        """Return the newest good state of a module; the genesis if there is none and it is allowed,
+        or if it is what a run before this one has learned.
 
         Asked for once: later calls return the same state, so that all paths of an evaluation use
         one version of each module.
@@ -119,6 +120,9 @@ class StateSource(ABC):
             state = self._newest_state(module)
             if state is None and self._allow_genesis:
                 state = self._genesis_state(module)
+            elif state is None and self.plan.blobs.genesis is not None:
+                with contextlib.suppress(IntegrityError, NetworkError):
+                    state = self._genesis_state(module)
             self._states[module] = state
         return self._states[module]
 

@@ -12,6 +12,7 @@ from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
 from dipaco.bootstrap import bootstrap_command
 from dipaco.bootstrap.preparing.added_paths import config_with_paths
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
+from dipaco.inference.sources import DiskSource
 from dipaco.modules.grow import path_parameters
 from dipaco.modules.layout import layout_of
 from dipaco.protocol.about import AboutRun
@@ -141,6 +142,17 @@ def nearest_by_hand(old, new):
         model.load_state_dict(path_parameters(predecessor.grid, path, predecessor.load))
         losses.append(sum_losses(model, rows, 0)[0])
     return int(np.argmin(losses))
+
+
+def test_until_a_peer_trains_it_a_successor_is_read_as_it_begins(new, tmp_path):
+    with DiskSource(new) as source:
+        assert [source.missing_modules(path) for path in range(5)] == [()] * 5
+    # A peer's cache may lack what it does not train.
+    shutil.copytree(new, tmp_path / "cache")
+    run, plan = opened(tmp_path / "cache")
+    run.blobs.path(run.genesis_index(plan)["P4"]).unlink()
+    with DiskSource(tmp_path / "cache") as source:
+        assert [source.missing_modules(path) for path in (0, 4)] == [(), ("P4",)]
 
 
 def test_only_the_new_documents_are_in_its_shard(new):
