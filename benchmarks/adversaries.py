@@ -17,9 +17,11 @@ its own. Beside --honest peers there are
 Told are the held-out loss of what the honest peers hold after the last round, in nats, and its
 perplexity beside that of a clean swarm; how many forged states they adopted; the share of their
 rounds, of all their modules, that brought no step; the share of their contributions that are in the
-steps of the shared module, and of the one that is in the fewest. Exit code 1 when a forged state
-was adopted, the honest peers do not agree or do not end, or a perplexity is more than --most times
-the clean one.
+steps of the shared module, and of the one that is in the fewest; the processor seconds of an honest
+peer until it ends. Behind the first step a newcomer comes to path 0: told is after how many seconds
+it trains, and after how many it is in a step of the shared module. Exit code 1 when a
+forged state was adopted, the honest peers do not agree or do not end, the newcomer trains not
+within a minute, or a perplexity is more than --most times the clean one.
 
 Attacks in thousands of simulated histories: `swarm_faults.py --attack`.
 """
@@ -29,6 +31,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import statistics
 import sys
 import time
 from argparse import Namespace
@@ -36,7 +39,15 @@ from pathlib import Path
 from typing import Any
 
 from parts.bare_nodes import bare_nodes
-from parts.common import HERE, Report, build_parser, ratio, scratch_folder, steady_peer
+from parts.common import (
+    HERE,
+    Report,
+    build_parser,
+    cpu_seconds,
+    ratio,
+    scratch_folder,
+    steady_peer,
+)
 from parts.insiders import INSIDERS
 from parts.liars import LIARS
 from parts.lives import last_states
@@ -47,6 +58,7 @@ STRANGERS, BARE_NODES = "strangers", "2"
 KINDS = (*LIARS, STRANGERS, *sorted((*INSIDERS, BARE_NODES)))
 SHARED, PATHS = "L0.E0", 2
 STRANGER_COUNT, BARE_NODE_COUNT = 3, 20
+NEWCOMER_LIMIT_S = 60.0
 MEANS = ("mean", "trimmed_mean")
 SEEN_S = 17.0
 """Claims are read by then: records are renewed every quarter of the limit of a round."""
@@ -136,11 +148,27 @@ class AdversaryWorld(World):
             self.began_s = time.time()
             self.say("all train")
             deadline = time.monotonic() + START_S + chosen.rounds * chosen.round_s
+            used_s: dict[str, float] = {}
+            newcomer, came_s = None, 0.0
             while any(peer.alive for peer in honest) and time.monotonic() < deadline:
-                time.sleep(0.2)
-        for peer in [*self.endings][chosen.honest :]:
-            del self.endings[peer]
-        return self.found(honest)
+                time.sleep(0.5)
+                used_s |= {peer.name: cpu_seconds(peer.popen.pid) for peer in honest if peer.alive}
+                if newcomer is None and honest[0].of("outer_step"):
+                    newcomer, came_s = self._start(chosen.honest + count, "newcomer"), time.time()
+        found = self.found(honest)
+        if newcomer is not None:
+            found |= self._came_in(newcomer, came_s)
+        return {**found, "processor seconds": round(statistics.mean(used_s.values()), 1)}
+
+    def _came_in(self, newcomer: Member, came_s: float) -> dict[str, Any]:
+        """Return how long a newcomer took that was started at a time."""
+        trains = newcomer.of("training")
+        me = newcomer.peer_id if trains else ""
+        steps = [e for e in newcomer.of("outer_step") if e["module"] == SHARED and me in e["group"]]
+        return {
+            f"newcomer {what}, s": round(events[0]["time_s"] - came_s, 1) if events else None
+            for what, events in (("trains", trains), ("in a step", steps))
+        }
 
     def _start(self, slot: int, name: str) -> Member:
         told = ("--path", str(slot % PATHS), "--max-rounds", str(self.chosen.rounds))
@@ -148,6 +176,8 @@ class AdversaryWorld(World):
 
     def found(self, honest: list[Member]) -> dict[str, Any]:
         """Return what the honest peers came to."""
+        for peer in self.endings.keys() - set(honest):
+            del self.endings[peer]
         rounds = self.chosen.rounds
         for peer in honest:
             self.note_id(peer)
@@ -216,7 +246,8 @@ def main() -> int:
                 report.add(name, found)
                 print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
                 is_worse = not found["of the clean perplexity"] <= chosen.most
-                if is_worse or found["forged states adopted"] or not found["agreed"]:
+                is_late = (found.get("newcomer trains, s") or math.inf) > NEWCOMER_LIMIT_S
+                if is_worse or is_late or found["forged states adopted"] or not found["agreed"]:
                     broken.append(f"{name}: see its figures")
     return report.conclude(chosen, broken)
 

@@ -34,7 +34,7 @@ import msgpack
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, PeerID
 from hivemind.proto import dht_pb2
-from parts.common import Report, build_parser, scratch_folder
+from parts.common import Report, build_parser, cpu_seconds, scratch_folder
 from support.runs.tiny_run import make_tiny_run
 from support.swarms.swarm import Swarm
 
@@ -177,27 +177,6 @@ def come(number: int, addresses: list[str], folder: Path, reads: bool, found: An
     os._exit(0)
 
 
-def _cpu_s(pid: int) -> float:
-    """Return the processor seconds of a process and its descendants so far."""
-    total, clock = 0.0, os.sysconf("SC_CLK_TCK")
-    children: dict[int, list[int]] = {}
-    times: dict[int, float] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-            times[int(entry.name)] = (int(fields[11]) + int(fields[12])) / clock
-    waiting = [pid]
-    while waiting:
-        one = waiting.pop()
-        total += times.get(one, 0.0)
-        waiting += children.get(one, [])
-    return total
-
-
 def main() -> int:
     """Flood, let newcomers come, and print what became of them."""
     parser = build_parser(__doc__)
@@ -232,7 +211,7 @@ def main() -> int:
                     one.start()
                 time.sleep(2 * WARM_UP_S)  # p2pd has to start first
                 began_s = time.monotonic()
-                before = [_cpu_s(node.popen.pid) for node in (first, second)]
+                before = [cpu_seconds(node.popen.pid) for node in (first, second)]
                 for number in range(chosen.newcomers):
                     found = context.Queue()
                     where = folder / f"newcomer-{number}"
@@ -254,7 +233,7 @@ def main() -> int:
                         took.append(seconds)
                     print(f"newcomer {number}: {seconds:.1f} s {reason}", file=sys.stderr)
                 lasted_s = time.monotonic() - began_s
-                after = [_cpu_s(node.popen.pid) for node in (first, second)]
+                after = [cpu_seconds(node.popen.pid) for node in (first, second)]
             finally:
                 for one in floods:
                     one.terminate()

@@ -164,6 +164,27 @@ def process_tree(root: int) -> list[ProcessMemory]:
     return found
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the processor seconds of a process and its descendants so far."""
+    total, clock = 0.0, os.sysconf("SC_CLK_TCK")
+    children: dict[int, list[int]] = {}
+    times: dict[int, float] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+            times[int(entry.name)] = (int(fields[11]) + int(fields[12])) / clock
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        total += times.get(one, 0.0)
+        waiting += children.get(one, [])
+    return total
+
+
 def smaps_rollup(text: str) -> dict[str, float]:
     """Parse /proc/PID/smaps_rollup into MiB by name."""
     found = {}

@@ -73,6 +73,8 @@ STRANGER, ADMITTED, CONTRIBUTOR = Standing.STRANGER, Standing.ADMITTED, Standing
 
 # The bytes of what a peer asks on streams; each request costs some more, also in the DHT.
 REQUEST_COST_BYTES = 512
+# An answer about a chain takes long to make, and also costs its bytes divided by this.
+ANSWER_SHARE = 16
 ASKED = Rates(
     each={
         CONTRIBUTOR: Rate(4 * MIB, 64 * KIB),

@@ -52,6 +52,7 @@ from dipaco.peer.exchange.streams.messages import (
 from dipaco.peer.exchange.streams.places import Place, Places
 from dipaco.peer.exchange.streams.transport import Stream, Transport
 from dipaco.protocol.allowances import (
+    ANSWER_SHARE,
     ASKED,
     REQUEST_COST_BYTES,
     SENT,
@@ -194,7 +195,9 @@ class Responder:
                 if told is not None:
                     self.on_told(told)
             case AskRequest():
-                await self._reply(stream, place, await run_blocking(self._asked_for, request))
+                reply = await run_blocking(self._asked_for, request)
+                sent_bytes = await self._reply(stream, place, reply)
+                self._asked.take(place.asker, sent_bytes // ANSWER_SHARE)
             case GetRequest():
                 await self._get(stream, request, place)
             case PutRequest():
@@ -206,10 +209,12 @@ class Responder:
     def _asked_for(self, request: AskRequest) -> AskReply:
         return NO_ANSWER if self.run is None else self.run.answer(request)
 
-    async def _reply(self, stream: Stream, place: Place, message: Message) -> None:
+    async def _reply(self, stream: Stream, place: Place, message: Message) -> int:
+        """Send a reply, and return its size."""
         data = framed(message)
         await self._pay(self._sent, place.asker, len(data), LONGEST_WAIT_S)
         await stream.write(data, WRITE_TIMEOUT_S)
+        return len(data)
 
     def _hello(self, received_s: float) -> HelloReply:
         return HelloReply(

@@ -83,10 +83,10 @@ def test_what_is_told_is_checked_kept_and_handed_on(peers):
     forged = dataclasses.replace(row_of(0, 1), tokens=7)
     elsewhere = row_of(0, module="L0.E0", path=0)
     later = Step.of([dataclasses.replace(row_of(0, 3, step.name), signature=bytes(64))])
-    one.exchange.tell([other.peer], MODULE, [forged, elsewhere, good], [step, later], keep=True)
+    one.exchange.tell([other.peer], MODULE, [forged, elsewhere, good], [later], keep=True)
     wait_until(lambda: other.told)
     # A copy is not to be kept of what is not believed.
-    assert other.told == [Told(one.peer, MODULE, (good,), (step,), False)]
+    assert other.told == [Told(one.peer, MODULE, (good,), (), False)]
     assert rows_in(other.chains, MODULE) == (good,)
     one.exchange.tell([other.peer], MODULE, [], [step], keep=True)
     wait_until(lambda: len(other.told) == 2)
@@ -525,6 +525,22 @@ def test_who_asks_without_end_is_answered_so_much_and_no_more(peers, monkeypatch
     meet(other, holder)
     answer = other.exchange.ask(holder.peer, MODULE, [GENESIS])
     assert answer.has_more
+
+
+def test_a_long_answer_costs_who_asks_for_it_more_than_a_short_one(peers, monkeypatch):
+    """Attack: 100 bytes made a peer read 320 rows from its disk, 50 times a second for each address prefix."""
+    monkeypatch.setattr(responder, "ASKED", limited(each=2.0**14))
+    holder, long, short = peers(), peers(is_in=False, net=1), peers(is_in=False, net=2)
+    steps = chain_of(100, range(3, 9))
+    holder.chains.note_admissions({peer(n): admission(n) for n in range(3, 9)})
+    holder.chains.serve(MODULE, steps[-1].name, steps)
+
+    def answers(node, behind):
+        ask = AskRequest(run=RUN, module=MODULE, locator=[bytes.fromhex(behind)])
+        return sum(answer_to(node, holder, ask, AskReply) != b"" for _ in range(12))
+
+    assert answers(short, steps[-1].name) == 12
+    assert 1 < answers(long, GENESIS) < 6
 
 
 def hellos(node, holder, count):

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dipaco.peer.exchange.chain_store import ANSWERED_ROWS, ANSWERED_STEP_ROWS
 from dipaco.peer.exchange.streams import messages
 from dipaco.peer.exchange.streams.messages import (
+    MAX_ANSWER_BYTES,
     MAX_REQUEST_BYTES,
     AskReply,
     GetRequest,
@@ -19,6 +21,7 @@ from dipaco.peer.exchange.streams.messages import (
     MessageError,
     TellRequest,
 )
+from dipaco.protocol.chain.steps import MAX_ROWS
 from dipaco.protocol.invitations import ADMISSION_BYTES
 
 RUN = "0123456789abcdef"
@@ -71,6 +74,25 @@ def test_deep_nesting_and_size_are_refused():
         messages.decode_request(msgpack.packb({**TELL, "more": bytes(MAX_REQUEST_BYTES)}))
     with pytest.raises(MessageError, match="at most 4096"):
         messages.decode_request(msgpack.packb({**GET, "more": bytes(5000)}))
+
+
+def test_the_longest_tell_and_the_longest_answer_have_room():
+    """So many rows, each of another peer, with the greatest numbers that a row may have."""
+
+    def rows(count, begin=0):
+        numbers = range(begin, begin + count)
+        return [["L15.E1023", 2**31, *[bytes(32)] * 2, 1023, f"{k:052}".replace("0", "A"), 2**62, bytes(32), 2**62, bytes(64)] for k in numbers]
+
+    def size(message_class, rows, steps, **more):
+        admissions = {row[5]: bytes(ADMISSION_BYTES) for row in (*rows, *(row for step in steps for row in step))}
+        fields = {"rows": rows, "steps": steps, "admissions": admissions}
+        return len(messages.encode(message_class(**fields, **more)))
+
+    steps = [rows(MAX_ROWS, (k + 1) * MAX_ROWS) for k in range(messages.MAX_TOLD_STEPS)]
+    more = {"run": RUN, "module": "L15.E1023", "keep": True, "admission": bytes(ADMISSION_BYTES)}
+    assert size(TellRequest, rows(messages.MAX_TOLD_ROWS), steps, **more) <= MAX_REQUEST_BYTES
+    steps = [rows(MAX_ROWS, k) for k in range(ANSWERED_ROWS, ANSWERED_ROWS + ANSWERED_STEP_ROWS, MAX_ROWS)]
+    assert size(AskReply, rows(ANSWERED_ROWS), steps, has_more=True, held=None) <= MAX_ANSWER_BYTES
 
 
 def beginning_of(data):

@@ -21,12 +21,12 @@ from dipaco.protocol.records import AddressText, Count, HeldState, ModuleName, P
 
 from .transport import Stream
 
-# The longest that anybody sends here: a tell of four steps of 64 rows with their admissions fits.
+# A step and as many rows besides, of 128 peers with their admissions, fit into a tell.
 MAX_REQUEST_BYTES = 2**17
 MAX_REPLY_BYTES = 4096
 MAX_ANSWER_BYTES = 2**18
 # Of one message.
-MAX_TOLD_STEPS, MAX_TOLD_ROWS = 4, 2 * MAX_ROWS
+MAX_TOLD_STEPS, MAX_TOLD_ROWS = 1, MAX_ROWS
 MAX_ANSWERED_STEPS, MAX_ANSWERED_ROWS = 256, 4 * MAX_ROWS
 MAX_ADMISSIONS = 512
 MAX_LOCATOR = 64
