@@ -21,7 +21,7 @@ steps of the shared module, and of the one that is in the fewest; the processor 
 peer until it ends. Behind the first step a newcomer comes to path 0: told is after how many seconds
 it trains, and after how many it is in a step of the shared module. Exit code 1 when a
 forged state was adopted, the honest peers do not agree or do not end, the newcomer trains not
-within a minute, or a perplexity is more than --most times the clean one.
+within a minute, an attacker fails, or a perplexity is more than --most times the clean one.
 
 Attacks in thousands of simulated histories: `swarm_faults.py --attack`.
 """
@@ -156,6 +156,9 @@ class AdversaryWorld(World):
                 if newcomer is None and honest[0].of("outer_step"):
                     newcomer, came_s = self._start(chosen.honest + count, "newcomer"), time.time()
         found = self.found(honest)
+        texts = {peer.name: peer.output.read_text(errors="replace") for peer in others}
+        failed = [name for name, text in texts.items() if "Traceback" in text]
+        found["attackers that failed"] = ", ".join(failed) or None
         if newcomer is not None:
             found |= self._came_in(newcomer, came_s)
         return {**found, "processor seconds": round(statistics.mean(used_s.values()), 1)}
@@ -247,7 +250,8 @@ def main() -> int:
                 print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)
                 is_worse = not found["of the clean perplexity"] <= chosen.most
                 is_late = (found.get("newcomer trains, s") or math.inf) > NEWCOMER_LIMIT_S
-                if is_worse or is_late or found["forged states adopted"] or not found["agreed"]:
+                is_bad = is_worse or is_late or found["attackers that failed"]
+                if is_bad or found["forged states adopted"] or not found["agreed"]:
                     broken.append(f"{name}: see its figures")
     return report.conclude(chosen, broken)
 

@@ -28,6 +28,7 @@ from dipaco.modules.state import ModuleState, state_chunks
 from dipaco.peer.exchange.served_run import ServedRun
 from dipaco.peer.node.node import Node
 from dipaco.peer.shell.messenger import Messenger
+from dipaco.peer.shell.running_node import RunningNode
 from dipaco.peer.shell.shell import Shell
 from dipaco.protocol.chain.steps import Row, Step, sign_row
 from dipaco.protocol.identity import Identity, load_or_create_identity
@@ -339,9 +340,9 @@ def become(attack: str, notes: str) -> None:
     start, report, tell = Shell.__init__, Shell.report, Messenger._tell
     lookup, step = ServedRun.lookup, OuterRule.step
 
-    def started(shell: Shell, node: Node, *given: Any, **options: Any) -> None:
-        start(shell, node, *given, **options)
-        found.append(kind(Path(notes), shell, node))
+    def started(shell: Shell, running: RunningNode, *given: Any, **options: Any) -> None:
+        start(shell, running, *given, **options)
+        found.append(kind(Path(notes), shell, running.node))
 
     def reported(shell: Shell, event: e.Event) -> None:
         for insider in found:

@@ -29,8 +29,9 @@ _MAX_CONNECTIONS = 1024
 REQUEST_LIMIT_S = 30.0
 # A client that takes nothing of its answer for so long is gone.
 ANSWER_LIMIT_S = 30.0
-# Connections on which a request is waited for; of more the one that has waited longest goes. So
-# half requests, however often they are begun anew, keep nobody out who sends a whole one.
+# Connections on which a client is waited for, to send its request or to take its answer; of more
+# the one that has waited longest goes. So half requests and answers that nobody takes, however
+# often they are begun anew, keep nobody out.
 MAX_WAITING = 256
 
 
@@ -57,7 +58,7 @@ class _Protocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _untaken: asyncio.TimerHandle | None = None
     _waiting: OrderedDict[asyncio.BaseTransport, None]
-    """The connections of a server on which a request is waited for, the oldest first."""
+    """The connections of a server on which a client is waited for, the oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -78,41 +79,56 @@ class _Protocol(H11Protocol):
         """Wait for the next request, or for the rest of the answer to be taken."""
         super().on_response_complete()
         if self.transport.is_closing():
-            self.loop.call_later(ANSWER_LIMIT_S, self.transport.abort)
+            self._expect_taking()
         else:
             self._expect()
 
     def pause_writing(self) -> None:
         """Wait for the client to take what was sent."""
         super().pause_writing()
-        self._untaken = self.loop.call_later(ANSWER_LIMIT_S, self.transport.abort)
+        self._expect_taking()
 
     def resume_writing(self) -> None:
-        """Go on: the client has taken it."""
+        """Go on: the client has taken most of it."""
         super().resume_writing()
-        if self._untaken is not None:
+        if self._untaken is not None and not self.transport.is_closing():
             self._untaken.cancel()
+            self._untaken = None
+            self._count()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
         if self._untaken is not None:
             self._untaken.cancel()
+            self._untaken = None
+        self._stop_waiting()
+        self._count()
         super().connection_lost(exc)
 
     def _expect(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(REQUEST_LIMIT_S, self.transport.abort)
+            self._count()
+
+    def _expect_taking(self) -> None:
+        if self._untaken is None:
+            self._untaken = self.loop.call_later(ANSWER_LIMIT_S, self.transport.abort)
+            self._count()
+
+    def _stop_waiting(self) -> None:
         if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+            self._count()
+
+    def _count(self) -> None:
+        """Count the connection as long as its client is waited for; the oldest of too many goes."""
+        if self._deadline is None and self._untaken is None:
+            self._waiting.pop(self.transport, None)
             return
-        self._deadline = self.loop.call_later(REQUEST_LIMIT_S, self.transport.abort)
         self._waiting[self.transport] = None
         while len(self._waiting) > MAX_WAITING:
             oldest, _ = self._waiting.popitem(last=False)
             oldest.abort()  # type: ignore[attr-defined]
-
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._waiting.pop(self.transport, None)
-            self._deadline.cancel()
-            self._deadline = None
 
 
 class _Server(uvicorn.Server):

@@ -118,3 +118,24 @@ def test_a_request_that_can_be_read_in_two_ways_gets_no_answer(port):
 
 def test_a_health_check_without_a_name_is_answered(port):
     assert said(port, "GET / HTTP/1.0\r\n\r\n").startswith("HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_answers_that_nobody_takes_keep_nobody_out(monkeypatch, times):
+    """Attack: one client asks on all connections that there may be, and reads none of the answers."""
+    monkeypatch.setattr(http_server, "ANSWER_LIMIT_S", 100 * LIMIT_S)
+    monkeypatch.setattr(http_server, "MAX_WAITING", 4)
+    monkeypatch.setattr(http_server, "_MAX_CONNECTIONS", 8)
+    large = Starlette(routes=[Route("/", lambda request: PlainTextResponse(bytes(2**23)))])
+    server = http_server.server_of(large)
+    with listen("127.0.0.1", 0) as listening, contextlib.ExitStack() as held:
+        thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
+        thread.start()
+        port = listening.getsockname()[1]
+        for _ in range(3 * 8):
+            untaken = held.enter_context(socket.create_connection(("127.0.0.1", port), LIMIT_S))
+            untaken.sendall(times * asked("localhost", "accept: text/plain").encode())
+            assert untaken.recv(8) == b"HTTP/1.1", "the answer has begun"
+        assert said(port, asked("localhost")).startswith("HTTP/1.1 200")
+        server.should_exit = True
+    thread.join(LIMIT_S)

@@ -81,7 +81,8 @@ def test_the_longest_tell_and_the_longest_answer_have_room():
 
     def rows(count, begin=0):
         numbers = range(begin, begin + count)
-        return [["L15.E1023", 2**31, *[bytes(32)] * 2, 1023, f"{k:052}".replace("0", "A"), 2**62, bytes(32), 2**62, bytes(64)] for k in numbers]
+        place, work = ["L15.E1023", 2**31, bytes(32), bytes(32), 1023], [2**62, bytes(32), 2**62, bytes(64)]
+        return [[*place, f"{k:052}".replace("0", "A"), *work] for k in numbers]
 
     def size(message_class, rows, steps, **more):
         admissions = {row[5]: bytes(ADMISSION_BYTES) for row in (*rows, *(row for step in steps for row in step))}
