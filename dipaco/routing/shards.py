@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field
@@ -15,7 +15,7 @@ from dipaco.base.blobs import BlobStore
 from dipaco.base.files import link_or_copy, sha256_of_file
 from dipaco.protocol.config import PAD_TOKEN, Config
 from dipaco.protocol.plan import PathShard, ShardIndex
-from dipaco.routing.growing_files import GrowingFiles
+from dipaco.routing.new_files import NewFiles
 from dipaco.routing.tokens.token_corpus import Mapped, TokenCorpus
 from dipaco.routing.tokens.token_files import (
     pack_documents,
@@ -26,8 +26,7 @@ from dipaco.routing.tokens.token_files import (
 
 Part = Literal["train", "validation"]
 _PARTS: tuple[Part, Part] = ("train", "validation")
-# Documents routed together, and the tokens at which a chunk ends earlier: both bound memory. An
-# interrupted preparation goes on at the last chunk.
+# Documents routed together, and the tokens at which a chunk ends earlier: both bound memory.
 CHUNK_DOCUMENTS = 1024
 CHUNK_TOKENS = 2_000_000
 
@@ -97,8 +96,7 @@ class ShardBuilder:
     A path's training documents follow each other and are cut into rows, the last row padded; each
     document is in the shards of its `train_paths` best paths (section 2.4.4). A path's validation
     file holds the `scoring_windows` of the held-out documents whose best path it is, in the order
-    of the corpus. The work is done in chunks of documents; a builder that was killed goes on behind
-    the last chunk that was saved, and the files come out the same.
+    of the corpus. The work is done in chunks of documents.
     """
 
     def __init__(
@@ -119,17 +117,11 @@ class ShardBuilder:
         self._routed_to: dict[Part, int] = {"train": train_paths, "validation": 1}
         self._chunk_documents = chunk_documents
         self._chunk_tokens = chunk_tokens
-        self._files = GrowingFiles(folder)
-        note = self._files.note
-        self._done: dict[Part, int] = {part: note["done"][part] if note else 0 for part in _PARTS}
+        self._files = NewFiles(folder)
         self._parts: dict[Part, list[_PathPart]] = {
-            part: [_PathPart(*counts) for counts in note["parts"][part]]
-            if note
-            else [_PathPart() for _ in range(path_count)]
-            for part in _PARTS
+            part: [_PathPart() for _ in range(path_count)] for part in _PARTS
         }
-        labels = note["labels"] if note else [{}] * path_count
-        self._labels: list[Counter[str]] = [Counter(counts) for counts in labels]
+        self._labels: list[Counter[str]] = [Counter() for _ in range(path_count)]
 
     def build(
         self,
@@ -140,28 +132,26 @@ class ShardBuilder:
         mapped: Mapped = map,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Write what is not done yet; `progress` gets (documents done, in all).
+        """Write the files; `progress` gets (documents done, in all).
 
         `route` finds the best paths of a chunk, int64 [N, paths], and `mapped` has it done.
         """
-        if self._files.finished:
-            return
-        total = len(train) + len(validation)
+        done, total = 0, len(train) + len(validation)
         for part, corpus in zip(_PARTS, (train, validation), strict=True):
-            chunks = list(self._chunks(part, corpus))
+            chunks = list(self._chunks(corpus))
             beginnings = (self._beginnings(part, corpus, chunk) for chunk in chunks)
             for chunk, paths in zip(chunks, mapped(route, beginnings), strict=True):
                 self._add_chunk(part, corpus, chunk, paths)
+                done += len(chunk)
                 if progress:
-                    progress(sum(self._done.values()), total)
+                    progress(done, total)
         for part in _PARTS:
             for path in range(self._path_count):
                 self._complete(part, path)
-        self._files.finish(self._note())
+        self._files.sync()
 
     def finish(self, blobs: BlobStore) -> ShardIndex:
-        """Put the token files into the blob store, and return the index of the shards. May be
-        called again."""
+        """Put the token files into the blob store, and return the index of the shards."""
         return ShardIndex(
             sequence_length=self._shape.sequence_length,
             marked=self._shape.marked,
@@ -186,9 +176,8 @@ class ShardBuilder:
             )
         )
 
-    def _chunks(self, part: Part, corpus: TokenCorpus) -> Iterator[range]:
-        """Yield the chunks of documents that are not done yet."""
-        first = self._done[part]
+    def _chunks(self, corpus: TokenCorpus) -> Iterator[range]:
+        first = 0
         while first < len(corpus):
             chunk = chunk_at(corpus, first, self._chunk_documents, self._chunk_tokens)
             yield chunk
@@ -202,7 +191,7 @@ class ShardBuilder:
         )
 
     def _add_chunk(self, part: Part, corpus: TokenCorpus, chunk: range, paths: np.ndarray) -> None:
-        """Append the documents of a chunk to their files, then count the chunk as done."""
+        """Append the documents of a chunk to their files."""
         pieces: dict[int, list[np.ndarray]] = {}
         for index, chosen in zip(chunk, paths.tolist(), strict=True):
             document, label = corpus.document(index), corpus.label_name(index)
@@ -220,8 +209,6 @@ class ShardBuilder:
                     self._labels[path][label] += len(document)
         for path, arrays in pieces.items():
             self._files.append(_name(part, path), np.concatenate(arrays).tobytes())
-        self._done[part] = chunk.stop
-        self._files.save(self._note())
 
     def _trained(self, document: np.ndarray) -> np.ndarray:
         """Return what a training file gets of a document: of a chat the pieces of at most a row in
@@ -299,13 +286,6 @@ class ShardBuilder:
         """Return the name of the file that becomes a blob."""
         is_packed = self._shape.marked and part == "train"
         return f"packed-{path:05d}.bin" if is_packed else _name(part, path)
-
-    def _note(self) -> dict[str, Any]:
-        return {
-            "done": self._done,
-            "parts": {part: [astuple(done) for done in self._parts[part]] for part in _PARTS},
-            "labels": self._labels,
-        }
 
 
 def _name(part: Part, path: int) -> str:

@@ -30,7 +30,6 @@ from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.record_errors import RecordError
-from dipaco.routing import growing_files
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_files
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
@@ -75,8 +74,8 @@ def test_run_folder_is_complete(prepared):
 
 
 def _held_out(run):
-    [file] = (run.path / "work/tokens").glob("*/validation/progress.json")
-    return int(json.loads(file.read_text())["note"]["documents"])
+    [file] = (run.path / "work/tokens").glob("*/validation/corpus.json")
+    return int(json.loads(file.read_text())["documents"])
 
 
 def test_documents_find_the_shards_they_are_in(prepared):
@@ -190,16 +189,13 @@ def test_a_changed_key_repeats_what_depends_on_it(prepared, tmp_path, made, old,
     assert list(dict.fromkeys(made)) == again
 
 
-@pytest.mark.parametrize("stage", ["base", "tokens"])
-def test_half_of_another_run_is_not_taken_for_this_one_s(prepared, tmp_path, monkeypatch, stage):
+def test_half_of_another_run_is_not_taken_for_this_one_s(prepared, tmp_path):
     """Another RUN.toml was tried in the folder, and stopped too."""
     folder, run, _ = prepared
-    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 0.0)
-    shown = {"base": "base model", "tokens": "tokens"}[stage]
     toml = write_run(tmp_path, RUN_TOML)
     shutil.copy2(folder / "train.jsonl", tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        _prepare(toml, tmp_path / "out", display=_Stopping(shown, 0))
+        _prepare(toml, tmp_path / "out", display=_Stopping("base model", 0))
     for line in ("held_out_fraction = 0.4", "held_out_fraction = 0.1\ntrain_limit = 90"):
         other = write_run(tmp_path, RUN_TOML.replace("held_out_fraction = 0.1", line))
         with pytest.raises(KeyboardInterrupt):
@@ -357,9 +353,9 @@ class _Counting(StageProgress):
         self._progress.update(done, total, note)
 
 
-def test_stopped_anywhere_it_ends_with_the_same_run(prepared, tmp_path, monkeypatch):
+def test_stopped_anywhere_it_ends_with_the_same_run(prepared, tmp_path, monkeypatch, made):
+    """A stage that was stopped is done again; those before it are kept."""
     folder, run, _ = prepared
-    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 0.0)
     for module, name, options in [
         (base_stage, "SavedTraining", {"every_s": 0.0}),
         (corpus_stages, "write_token_corpora", {"chunk_documents": 50}),
@@ -368,13 +364,15 @@ def test_stopped_anywhere_it_ends_with_the_same_run(prepared, tmp_path, monkeypa
         original = getattr(module, name)
         monkeypatch.setattr(module, name, functools.partial(original, **options))
     for stage, updates in [
-        ("tokenizer", 0), ("tokenizer", 90), ("tokens", 0), ("tokens", 1), ("tokens", 1),
+        ("tokenizer", 0), ("tokenizer", 90), ("tokens", 0), ("tokens", 1),
         ("base model", 0), ("base model", 5), ("base model", 5), ("shards", 0), ("shards", 2),
     ]:  # fmt: skip
         with pytest.raises(KeyboardInterrupt):
             _prepare(folder / "RUN.toml", tmp_path / "out", display=_Stopping(stage, updates))
         assert not (tmp_path / "out" / "manifest.json").exists()
     assert _prepare(folder / "RUN.toml", tmp_path / "out").blobs == run.plan().blobs
+    times = {"tokenizer": 3, "tokens": 3, "base": 4, "features": 1, "router": 1, "shards": 3}
+    assert {stage: made.count(stage) for stage in MAKERS} == times
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -8,7 +8,6 @@ import pytest
 from dipaco.base.blobs import BlobStore
 from dipaco.base.errors import CorpusError, IntegrityError
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN
-from dipaco.routing import growing_files
 from dipaco.routing.documents.corpus import Document
 from dipaco.routing.shards import RowShape, ShardBuilder
 from dipaco.routing.tokens import token_corpus
@@ -19,11 +18,6 @@ from support.programs.power_cut import Disk
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
 ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY)
-
-
-@pytest.fixture(autouse=True)
-def _saves_after_each_chunk(monkeypatch):
-    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 0.0)
 
 
 class LetterTokenizer(Tokenizer):
@@ -46,7 +40,7 @@ class LetterTokenizer(Tokenizer):
 
 
 class FirstLetterRouter:
-    """Routes by the first character, and can die after some chunks."""
+    """Routes by the first character, and can be interrupted after some chunks."""
 
     def __init__(self, chunks=10**9):
         self.chunks = chunks
@@ -107,56 +101,40 @@ def test_token_corpus_holds_the_documents(tmp_path):
         corpus.rows(10**6)
 
 
-@pytest.mark.parametrize("torn", ["", "tokens.bin", "labels.bin"])
-def test_token_corpus_goes_on_after_a_kill(tmp_path, torn):
-    documents = _documents()
-
-    def dying():
-        yield from documents[:40]
-        raise KeyboardInterrupt
-
-    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY) for p in ("t", "v")]
-    with pytest.raises(KeyboardInterrupt):
-        for _ in write_token_corpora(dying(), _encode(), *writers, chunk_documents=7):
-            pass
-    if torn:  # as if killed between writing a file and counting it
-        with open(tmp_path / "a" / "t" / torn, "ab") as file:
-            file.write(b"half a chunk")
-    tokenizer = LetterTokenizer()
-    writers = [TokenCorpusWriter(tmp_path / "a" / p, VOCABULARY) for p in ("t", "v")]
-    for _ in write_token_corpora(documents, _encode(tokenizer), *writers, chunk_documents=11):
-        pass
-    assert tokenizer.calls == len(documents) - 35  # five whole chunks were not done again
-    _corpora(tmp_path / "b", documents)
-    for part in ("t", "v"):
-        for name in ("tokens.bin", "ends.bin", "labels.bin"):
-            first, second = (tmp_path / run / part / name for run in ("a", "b"))
-            assert first.read_bytes() == second.read_bytes()
-
-
-def test_what_is_counted_is_safe_when_the_power_fails(tmp_path, monkeypatch):
-    """Else hours of tokenising and routing are done again, or zeros are taken for tokens."""
+def test_what_is_finished_is_safe_when_the_power_fails(tmp_path, monkeypatch):
+    """Else zeros are taken for tokens."""
     disk = Disk(monkeypatch)
-    train, validation = _corpora(tmp_path / "tokens", _documents())
-    router = FirstLetterRouter(chunks=9)
-    with pytest.raises(KeyboardInterrupt):
-        _builder(tmp_path / "s").build(train, validation, router)
+    _corpora(tmp_path / "tokens", _documents())
+    index, blobs = _build(tmp_path)
     disk.lose_power(tmp_path)
-    train, validation = _corpora(tmp_path / "tokens", [])
-    assert (len(train), len(validation)) == (72, 18)
-    router = FirstLetterRouter()
-    builder = _builder(tmp_path / "s")
-    builder.build(train, validation, router)
-    assert router.documents == 18
-    expected, _ = _build(tmp_path / "whole")
-    assert builder.finish(BlobStore(tmp_path / "blobs")) == expected
+    assert [len(TokenCorpus(tmp_path / "tokens" / part, VOCABULARY)) for part in ("t", "v")] == [72, 18]
+    for shard in index.paths:
+        assert blobs.verify(shard.train_sha256)
+        assert blobs.verify(shard.validation_sha256)
 
 
-def test_a_shortened_file_begins_anew(tmp_path):
-    _corpora(tmp_path, _documents())
-    with open(tmp_path / "t" / "tokens.bin", "ab") as file:
-        file.truncate(20)
-    assert TokenCorpusWriter(tmp_path / "t", VOCABULARY).documents == 0
+def test_a_corpus_or_shard_that_was_interrupted_is_made_anew(tmp_path):
+    expected, blobs = _build(tmp_path)
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    with pytest.raises(KeyboardInterrupt):
+        _builder(tmp_path / "shards").build(train, validation, FirstLetterRouter(chunks=2))
+    # They were one file with two names.
+    for shard in expected.paths:
+        assert blobs.verify(shard.train_sha256)
+    writers = [TokenCorpusWriter(tmp_path / "tokens" / p, VOCABULARY) for p in ("t", "v")]
+    next(write_token_corpora(_documents(), _encode(), *writers, chunk_documents=7))
+    with pytest.raises(IntegrityError, match="holds no tokens of a corpus"):
+        TokenCorpus(tmp_path / "tokens" / "t", VOCABULARY)
+    assert _build(tmp_path)[0] == expected
+
+
+def test_a_disk_is_waited_for_seldom(tmp_path, monkeypatch):
+    """A wait for each path and chunk would be days for a large corpus."""
+    train, validation = _corpora(tmp_path / "tokens", _documents())
+    waits, usual = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (waits.append(descriptor), usual(descriptor)))
+    _builder(tmp_path / "s").build(train, validation, FirstLetterRouter())
+    assert len(waits) == 2 * PATHS, "each file once"
 
 
 def test_shards_hold_each_token_once(tmp_path):
@@ -211,59 +189,6 @@ def test_chunks_are_bounded_in_tokens(tmp_path):
     assert builder.finish(BlobStore(tmp_path / "other")) == expected
 
 
-@pytest.mark.parametrize("chunks", [1, 4, 9, 11])
-def test_builder_goes_on_after_a_kill(tmp_path, chunks):
-    expected, _ = _build(tmp_path)
-    train, validation = _corpora(tmp_path / "tokens", _documents())
-    with pytest.raises(KeyboardInterrupt):
-        _builder(tmp_path / "s").build(train, validation, FirstLetterRouter(chunks))
-    with open(tmp_path / "s" / "train-00001.bin", "ab") as file:
-        file.write(b"half a chunk")
-    router = FirstLetterRouter()
-    seen = []
-    builder = _builder(tmp_path / "s")
-    builder.build(train, validation, router, progress=lambda done, total: seen.append((done, total)))
-    assert router.documents == len(train) + len(validation) - min(chunks * 8, 72 + max(0, chunks - 9) * 8)
-    assert seen[-1] == (90, 90)
-    assert builder.finish(BlobStore(tmp_path / "other")) == expected
-
-
-def test_finished_builder_repeats_its_answer(tmp_path):
-    index, blobs = _build(tmp_path)
-    train, validation = _corpora(tmp_path / "tokens", _documents())
-    builder = _builder(tmp_path / "shards")
-    builder.build(train, validation, FirstLetterRouter(chunks=0))
-    assert builder.finish(blobs) == index
-    assert sum(s.documents for s in builder.summaries()) == 72
-    summary = builder.summaries()[0]
-    assert max(summary.labels.values()) == next(iter(summary.labels.values())) <= summary.tokens
-    assert summary.sequences == index.paths[0].train_sequences
-
-
-def test_blobs_outlive_the_files_that_they_were(tmp_path):
-    """They may be one file with two names; what is made anew has other bytes."""
-    index, blobs = _build(tmp_path)
-    (tmp_path / "shards" / "progress.json").unlink()
-    train, validation = _corpora(tmp_path / "tokens", _documents())
-    with pytest.raises(KeyboardInterrupt):
-        _builder(tmp_path / "shards").build(train, validation, FirstLetterRouter(chunks=2))
-    for shard in index.paths:
-        assert blobs.verify(shard.train_sha256)
-        assert blobs.verify(shard.validation_sha256)
-
-
-def test_a_disk_is_waited_for_seldom(tmp_path, monkeypatch):
-    """A wait for each path and chunk would be days for a large corpus."""
-    monkeypatch.setattr(growing_files, "SAVE_EVERY_S", 600.0)
-    waits, usual = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (waits.append(descriptor), usual(descriptor)))
-    train, validation = _corpora(tmp_path / "tokens", _documents())
-    waits.clear()
-    _builder(tmp_path / "s").build(train, validation, FirstLetterRouter())
-    # Each file once, the note, and their folder.
-    assert len(waits) == 2 * PATHS + 2
-
-
 def test_there_are_so_many_labels_and_no_more(tmp_path, monkeypatch):
     monkeypatch.setattr(token_corpus, "MAX_LABELS", 2)
     documents = [(Document("some text", label), False) for label in ("a", "b", "c", "a", None, "d")]
@@ -289,7 +214,6 @@ def test_a_last_row_of_one_token_is_left_out(tmp_path):
     for count, sequences in ((1, 1), (2, 2)):
         train, validation = _corpora(tmp_path / f"tokens{count}", documents[:count])
         builder = _builder(tmp_path / f"shards{count}")
-        builder.build(train, validation, FirstLetterRouter())
         builder.build(train, validation, FirstLetterRouter())
         assert builder.finish(BlobStore(tmp_path / "b")).paths[0].train_sequences == sequences
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -275,13 +276,13 @@ class TokensStage(Stage):
     def _link_to_predecessor(self) -> dict[str, Any] | None:
         """Let the folder be that of the run before, if that has the same tokens."""
         before = self.job.before
-        if before is None or self.job.grown is not None or any(self.folder.iterdir()):
+        if before is None or self.job.grown is not None:
             return None
         theirs = before.work / self.folder.relative_to(self.job.work)
         outputs = read_made(theirs)
         if outputs is not None:
             with storage_errors(self.folder):
-                self.folder.rmdir()
+                shutil.rmtree(self.folder)
                 self.folder.symlink_to(theirs.resolve(), target_is_directory=True)
             self.job.display.say(
                 f"tokens: taken from {theirs.resolve()}, because the corpus is the same"

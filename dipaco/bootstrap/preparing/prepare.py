@@ -2,8 +2,9 @@
 
 A new run, one that continues another, one with a larger grid, and one with paths more are made by
 the same stages with other inputs (`stages_of`). Each notes what it was made from, so a preparation
-that was stopped (or killed) goes on where it was, and a changed RUN.toml repeats only what depends
-on the change. Volunteers never run this.
+that was stopped (or killed) goes on with the stage where it was, and a changed RUN.toml repeats
+only what depends on the change. Within a stage, pretraining and scoring by paths go on, which may
+take hours. Volunteers never run this.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ Of chats, tokens are marked (`dipaco.modules.marked_tokens`), and there is what 
 
     beginnings.bin    for each document its row of tokens, padded
 
-A corpus is written in chunks; a writer that is killed at any instant goes on after a whole chunk
-(`dipaco.routing.growing_files`).
+The counts stand in `corpus.json`, which is written last: a corpus without it is not whole.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,9 +22,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from dipaco.base.errors import CorpusError, IntegrityError
+from dipaco.base.files import atomic_write, canonical_json
 from dipaco.protocol.config import PAD_TOKEN
 from dipaco.routing.documents.corpus import Document
-from dipaco.routing.growing_files import GrowingFiles, read_progress
+from dipaco.routing.new_files import NewFiles
 
 from .chat_tokens import ChatEncoder, UnusableChatError
 from .token_files import token_dtype
@@ -34,6 +35,7 @@ from .tokenizer import Tokenizer
 _NO_LABEL = 2**16 - 1
 # With more of them, as where each document has its own, nobody reads a report by label.
 MAX_LABELS = 1000
+_COUNTS_FILE = "corpus.json"
 _COUNTS = {"documents", "tokens", "dropped", "labels", "unlabelled"}
 PieceT = TypeVar("PieceT")
 DoneT = TypeVar("DoneT")
@@ -76,15 +78,15 @@ class TokenCorpus:
     def __init__(self, folder: Path, vocabulary_size: int) -> None:
         self.folder = folder
         self.vocabulary_size = vocabulary_size
-        progress = _counts_of(folder)
-        chats: dict[str, Any] | None = progress.get("chats")
+        counts = _counts_of(folder)
+        chats: dict[str, Any] | None = counts.get("chats")
         self.is_marked = chats is not None
         """Whether it is one of chats, of whose tokens some are only read."""
         self._dtype = token_dtype(vocabulary_size, marked=self.is_marked)
-        self.label_names: tuple[str, ...] = tuple(progress["labels"])
-        self.ends = _mapped(folder / "ends.bin", np.dtype("<u8"), progress["documents"])
-        self.labels = _mapped(folder / "labels.bin", np.dtype("<u2"), progress["documents"])
-        self.tokens = _mapped(folder / "tokens.bin", self._dtype, progress["tokens"])
+        self.label_names: tuple[str, ...] = tuple(counts["labels"])
+        self.ends = _mapped(folder / "ends.bin", np.dtype("<u8"), counts["documents"])
+        self.labels = _mapped(folder / "labels.bin", np.dtype("<u2"), counts["documents"])
+        self.tokens = _mapped(folder / "tokens.bin", self._dtype, counts["tokens"])
         self.left_out: dict[str, LeftOut] = {}
         """Chats that are not in it, by the reason."""
         self._beginnings: np.ndarray | None = None
@@ -94,7 +96,7 @@ class TokenCorpus:
             rows = _mapped(
                 folder / "beginnings.bin",
                 token_dtype(vocabulary_size),
-                progress["documents"] * width,
+                counts["documents"] * width,
             )
             self._beginnings = rows.reshape(-1, width)
 
@@ -148,31 +150,23 @@ class TokenCorpus:
 
 
 class TokenCorpusWriter:
-    """Adds chunks of documents to a token corpus, after the last chunk that was saved. Of chats,
-    `chat_prefix_tokens` are kept for routing."""
+    """Writes a token corpus, in chunks of documents. Of chats, `chat_prefix_tokens` are kept for
+    routing."""
 
     def __init__(
         self, folder: Path, vocabulary_size: int, *, chat_prefix_tokens: int | None = None
     ) -> None:
-        self._files = GrowingFiles(folder)
+        self._files = NewFiles(folder)
         self._prefix_tokens = chat_prefix_tokens
         self._dtype = token_dtype(vocabulary_size, marked=chat_prefix_tokens is not None)
         self._beginning_dtype = token_dtype(vocabulary_size)
-        note = self._files.note
-        chats = note.get("chats", {}).get("left_out", {})
-        self.left_out = {name: LeftOut(*found) for name, found in chats.items()}
-        self.documents: int = note.get("documents", 0)
-        self.tokens: int = note.get("tokens", 0)
-        self.dropped: int = note.get("dropped", 0)
+        self.left_out: dict[str, LeftOut] = {}
+        self.documents = self.tokens = 0
+        self.dropped = 0
         """Characters of the texts that the tokenizer lacks."""
-        self.unlabelled: int = note.get("unlabelled", 0)
+        self.unlabelled = 0
         """Documents whose label is one too many, and which have none here."""
-        self._labels: dict[str, int] = {name: i for i, name in enumerate(note.get("labels", ()))}
-
-    @property
-    def read(self) -> int:
-        """Documents that were read for it, also those that were left out."""
-        return self.documents + sum(left_out.chats for left_out in self.left_out.values())
+        self._labels: dict[str, int] = {}
 
     def add(self, documents: Sequence[EncodedDocument]) -> None:
         """Append a chunk of documents."""
@@ -184,11 +178,11 @@ class TokenCorpusWriter:
         if kept:
             self._append(kept)
         self.dropped += sum(document.dropped for document in kept)
-        self._files.save(self._note())
 
     def finish(self) -> None:
         """Say that this is all."""
-        self._files.finish(self._note())
+        self._files.sync()
+        atomic_write(self._files.folder / _COUNTS_FILE, canonical_json(self._counts()))
 
     def _append(self, documents: Sequence[EncodedDocument]) -> None:
         lengths = np.array([len(document.tokens) for document in documents], dtype=np.uint64)
@@ -216,8 +210,8 @@ class TokenCorpusWriter:
             return _NO_LABEL
         return self._labels.setdefault(label, len(self._labels))
 
-    def _note(self) -> dict[str, Any]:
-        note = {
+    def _counts(self) -> dict[str, Any]:
+        counts = {
             "documents": self.documents,
             "tokens": self.tokens,
             "dropped": self.dropped,
@@ -225,8 +219,11 @@ class TokenCorpusWriter:
             "unlabelled": self.unlabelled,
         }
         if self._prefix_tokens is None:
-            return note
-        return {**note, "chats": {"prefix_tokens": self._prefix_tokens, "left_out": self.left_out}}
+            return counts
+        return {
+            **counts,
+            "chats": {"prefix_tokens": self._prefix_tokens, "left_out": self.left_out},
+        }
 
 
 def write_token_corpora(
@@ -241,12 +238,11 @@ def write_token_corpora(
 ) -> Iterator[tuple[int, int]]:
     """Tokenise a stream of (document, held out?) into two corpora, in bounded memory.
 
-    Goes on where the writers stopped: documents that they hold are read but not tokenised again.
     `encode` makes tokens of a chunk (`encoded`), and `mapped` has it done. Yields (documents done,
-    tokens done) after each chunk. The order of the stream must be the same every time.
+    tokens done) after each chunk.
     """
-    fresh = _skip(documents, {False: train.read, True: validation.read})
-    chunks = iter(lambda: list(_take(fresh, chunk_documents, chunk_characters)), [])
+    stream = iter(documents)
+    chunks = iter(lambda: list(_take(stream, chunk_documents, chunk_characters)), [])
     for chunk in mapped(encode, chunks):
         for held_out, writer in ((False, train), (True, validation)):
             part = [document for document in chunk if document.held_out == held_out]
@@ -298,21 +294,6 @@ def _encoded_chat(
     )
 
 
-def _skip(
-    documents: Iterable[tuple[Document, bool]], done: dict[bool, int]
-) -> Iterator[tuple[Document, bool]]:
-    """Yield the documents after the first `done` of each kind.
-
-    Counted for each kind by itself: a kill may come after one corpus got its part of a chunk and
-    before the other got its own.
-    """
-    seen = {False: 0, True: 0}
-    for document, held_out in documents:
-        seen[held_out] += 1
-        if seen[held_out] > done[held_out]:
-            yield document, held_out
-
-
 def _take(
     documents: Iterator[tuple[Document, bool]], count: int, characters: int
 ) -> Iterator[tuple[Document, bool]]:
@@ -325,11 +306,15 @@ def _take(
 
 
 def _counts_of(folder: Path) -> dict[str, Any]:
-    progress = read_progress(folder)
-    note: dict[str, Any] = progress["note"] if progress is not None else {}
-    if not note.keys() >= _COUNTS:
-        raise IntegrityError(f"{folder} holds no tokens of a corpus; remove it, and prepare again")
-    return note
+    try:
+        counts: dict[str, Any] = json.loads((folder / _COUNTS_FILE).read_bytes())
+        if not counts.keys() >= _COUNTS:
+            raise ValueError("a count is missing")
+    except (OSError, ValueError, AttributeError):
+        raise IntegrityError(
+            f"{folder} holds no tokens of a corpus; remove it, and prepare again"
+        ) from None
+    return counts
 
 
 def _mapped(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
