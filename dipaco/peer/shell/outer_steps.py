@@ -5,7 +5,7 @@ See design 4.2, publish, and design 4.3, gather and step:
     publish   a snapshot, between two inner steps; encoded, signed and stored meanwhile
     gather    the files of others' rows, each checked before the member hears of it
     compute   the state after a step, from the one before it and the files; or
-    fetch     the state itself, where that is fewer bytes
+    fetch     the state itself, where more than a few steps are missing
     check     what held-out documents say of it, where it comes from elsewhere
     adopt     it becomes the anchor, under what was trained since the snapshot
 

@@ -22,9 +22,9 @@ Nobody takes a state over its own computation. Arithmetic is exact, so where a s
 state than the one here, one of both is a fault or a lie: this peer's step is computed once more,
 and with the same digest the other step is refused.
 
-A step is computed from a state that is held here, if a few steps lead from there and their files
-are fewer bytes, or from one whose digest the rows of a step in the chain name. No state is taken on
-anybody's word: the last step of a chain is always computed here, from its files.
+A step is computed from a state that is held here, if a few steps lead from there, or else from one
+whose digest the rows of a step in the chain name. No state is taken on anybody's word: the last
+step of a chain is always computed here, from its files.
 """
 
 from __future__ import annotations
@@ -202,17 +202,10 @@ class Taking:
             if not book.stands_on(target.name, base.step):
                 continue
             steps = book.steps_between(base.step, target.name)
-            plan = self._plan_of(target, base, steps)
             can_be_had = not any(step.name in at.notes.absent for step in steps[:-1])
-            if can_be_had and steps[0].state == base.digest and not self._is_costly(plan):
-                return plan
+            if can_be_had and steps[0].state == base.digest:
+                return self._plan_of(target, base, steps)
         return None
-
-    def _is_costly(self, plan: _Plan) -> bool:
-        """Tell whether the files of the steps before the last, which a fetched state would spare,
-        are more bytes than a state."""
-        before = [row for step in plan.steps[:-1] for row in step.rows if row.name in plan.missing]
-        return plan.base.bytes < sum(row.bytes for row in before)
 
     def _plan_from_vouched(self, target: Link, way: int = 0) -> _Plan:
         """Plan from a state that rows of the chain name, in one of the ways that there are."""
