@@ -29,6 +29,7 @@ from dipaco.protocol.config import (
     ModelConfig,
     ModelFields,
     OuterConfig,
+    OwnTexts,
     RoundsConfig,
     check_adapters,
     parse_config,
@@ -148,6 +149,11 @@ class RunToml(Config):
     outer: OuterConfig = OuterConfig()
     rounds: RoundsConfig = RoundsConfig()
     contributions: ContributionsConfig = ContributionsConfig()
+    own_texts: OwnTexts = Field(
+        "no",
+        description="Whether a peer may also train on texts of its owner, which stay on its "
+        "machine (`dipaco-peer --texts`). Nobody can check what was trained.",
+    )
     mirrors: tuple[Mirror, ...] = Field(
         (),
         max_length=16,

@@ -25,13 +25,16 @@ ONCE = {
     "check",
     "install_service",
     "fresh",
+    "forget_texts",
     "invitation",
     "max_rounds",
     "cache_folder",
     "initial_peers",
 }
-# They are about one swarm, and another address may belong to another swarm.
-OF_A_SWARM = ("run", "path", "stay")
+# They are about one swarm, and another address may belong to another swarm: texts are for the one
+# that their owner named.
+OF_TEXTS = ("texts", "text_field", "only_my_texts")
+OF_A_SWARM = ("run", "path", "stay", *OF_TEXTS)
 # What is typed takes the place of its opposite.
 OPPOSITES = {"device": "devices", "port": "host_maddrs"}
 HEADER = """\
@@ -55,6 +58,7 @@ def kept_flags(flags: Mapping[str, Any]) -> LastTime:
             f"{file}: {error}; correct it, or forget it with --fresh"
         ) from None
     replaced = ONCE | ({*OF_A_SWARM} if "initial_peers" in flags else set())
+    replaced |= {*OF_TEXTS} if flags.get("forget_texts") else set()
     for one, other in OPPOSITES.items():
         replaced |= {other} if one in flags else set()
         replaced |= {one} if other in flags else set()

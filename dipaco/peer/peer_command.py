@@ -14,7 +14,7 @@ from dipaco.base.command_line import Command
 from dipaco.base.errors import ConfigurationError
 from dipaco.peer.node.given_address import kept_addresses, known_addresses
 
-from .kept_flags import as_last_time, kept_flags
+from .kept_flags import as_last_time, keep_flags, kept_flags
 from .pause_command import COMMANDS as CONTROL_COMMANDS
 from .peer_settings import PeerSettings
 from .service_unit import install_service
@@ -24,6 +24,12 @@ from .trainers import run_trainers, trainer_settings
 def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
     """Join and train until stopped; with --check only look whether that would work, and with
     --install-service let systemd start the command of these words."""
+    if settings.forget_texts:
+        from .texts_at_home import forget_texts
+
+        print(forget_texts(settings.cache_folder))
+        keep_flags(settings.cache_folder, settings.typed)
+        return 0
     if line := as_last_time(settings.typed):
         print(line, flush=True)
     if not settings.initial_peers:

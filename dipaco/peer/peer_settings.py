@@ -161,6 +161,21 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     path: Annotated[
         int | None, Option("train this path only (default: the least served)", "P", least=0)
     ] = None
+    texts: Annotated[
+        Path | None,
+        Option(
+            "also train on your own documents, which stay here: jsonl, parquet or txt, or a "
+            "pattern in quotes",
+            "FILE",
+        ),
+    ] = None
+    text_field: Annotated[str, Option("field of --texts that holds the text", "F")] = "text"
+    only_my_texts: Annotated[
+        bool, Option("train on --texts alone, and not on the texts of the run")
+    ] = False
+    forget_texts: Annotated[
+        bool, Option("do not join: remove what was made of --texts from the cache folder")
+    ] = False
     max_rounds: Annotated[int | None, Option("leave after this many rounds", "N", least=1)] = None
     optimizer: Annotated[
         Literal["adamw", "adamw8bit"],
@@ -271,6 +286,8 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             raise ConfigurationError(
                 "--check looks and --install-service installs; give one of the two"
             )
+        if self.only_my_texts and self.texts is None:
+            raise ConfigurationError("--only-my-texts needs texts: give --texts FILE")
         for flag, said in (("--name", self.name), ("--team", self.team)):
             if not re.fullmatch(r"[ -Z\\^-~]{0,32}", said):
                 raise ConfigurationError(

@@ -47,6 +47,8 @@ def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
         ("--device", settings.device != "auto"),
         ("--host-maddrs", not all(maddr.endswith("/tcp/0") for maddr in settings.host_maddrs)),
         ("--announce-maddrs", settings.announce_maddrs),
+        # Each would train on the same texts.
+        ("--texts", settings.texts is not None),
     ):
         if given:
             raise ConfigurationError(

@@ -69,12 +69,14 @@ from dipaco.peer.shell.running_node import RunningNode
 from dipaco.peer.shell.session import Session
 from dipaco.protocol.config import RoundsConfig
 from dipaco.protocol.records import Reachability
+from dipaco.training.interruption import PassInterrupted
 from dipaco.training.trainer import PathTrainer
 
 from .background import Background
 from .kept_flags import keep_flags
 from .node_process import NodeProcess, begin_process
 from .peer_settings import NodeSettings, PeerSettings
+from .texts_at_home import check_texts_are_allowed, texts_at_home
 
 logger = logging.getLogger("dipaco.peer.training_peer")
 
@@ -118,6 +120,8 @@ def run_peer(settings: PeerSettings, runs_folder: Path | None = None, sharers: i
         note_port(settings.port_file)
         node.admit(invitation)
         keep_addresses(settings.cache_folder, settings.initial_peers)
+        if settings.texts is not None:
+            check_texts_are_allowed(node.plan)
         keep_flags(runs_folder or settings.cache_folder, settings.typed)
         if settings.path is not None and settings.path >= node.grid.path_count:
             raise ConfigurationError(
@@ -185,6 +189,10 @@ def _train(
     pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, budget, events))
     _warn_of_unused_gpu(settings, device, reason)
     display.say(_device_line(device, reason, gpus_left(device, settings.device)))
+    try:
+        texts = texts_at_home(settings, node, device, display.say, process.stopping.is_set)
+    except PassInterrupted:
+        return settings, None
     status = PeerStatus(device=device_name(device), name=settings.name, team=settings.team)
     running, blob_keeper = start_background(node, status, Background(), process)
     if budget is not None:
@@ -192,7 +200,7 @@ def _train(
     process.metrics.serve(settings.metrics, display.say)
     display.start(node, running.refresher, status)
     trainer = _new_trainer(settings, node, device, micro_batch_size, process.stopping)
-    session = Session(settings, running, trainer, pauses)
+    session = Session(settings, running, trainer, pauses, texts)
     # Later than the other processes and what answers others: these have to be quick.
     be_nice(settings.nice, device)
     write_address_file(settings, visible_addresses(node.dht))

@@ -23,6 +23,8 @@ from pydantic_core import ErrorDetails
 from dipaco.base.errors import ConfigurationError, nearest_name
 
 CodecName = Literal["float32", "int4", "int2", "sign"]
+# Whether peers may train on texts of their owners (design 4.14, texts).
+OwnTexts = Literal["no", "yes"]
 # Of a module's file everybody waits for the last this long at most, and for a proposal this long.
 LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.

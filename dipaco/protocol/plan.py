@@ -15,6 +15,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 
@@ -28,6 +30,7 @@ from .config import (
     InnerConfig,
     ModelConfig,
     OuterConfig,
+    OwnTexts,
     RoundsConfig,
     check_adapters,
 )
@@ -185,6 +188,7 @@ class RunPlan(Config):
     outer: OuterConfig
     rounds: RoundsConfig
     contributions: ContributionsConfig
+    own_texts: OwnTexts = Field("no", description="Whether peers may train on texts of their own.")
     routing: RoutingPlan
     blobs: RunBlobs
     base_source: BaseSource | None = Field(
@@ -223,6 +227,15 @@ class RunPlan(Config):
         if self.invitations_of is not None and self.admission is not None:
             raise ValueError("invitations_of is for a run by invitation, not for an open one")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_forbidden(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `own_texts` out where it is "no", so that a program that knows no own texts reads
+        the plan of a run without them."""
+        values: dict[str, Any] = handler(self)
+        if self.own_texts == "no":
+            values.pop("own_texts", None)
+        return values
 
     def canonical_json(self) -> bytes:
         """Return the one byte string that is hashed and signed."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from .grid import Grid
@@ -70,6 +70,21 @@ def _reason(view: SwarmView, path: int, others: int) -> str:
         # Nothing is known of a path whose last trainer has been gone for long.
         return f"nobody has trained it since round {last}" if last >= 0 else "nobody trains it"
     return f"least service: {others} other{'s' if others > 1 else ''} on it"
+
+
+def choose_own_path(
+    documents: Mapping[int, int], rounds: Mapping[int, int], dwell_rounds: int
+) -> Decision:
+    """Choose where a peer trains on texts of its owner next: first where most of them are.
+
+    `documents` are these texts by path, and `rounds` those that it trained each path in this life.
+    The next dwell goes to the path with the most texts for each round, that dwell included, so in
+    the long run each path has its share of the rounds (D'Hondt). Where others are does not matter:
+    nobody else has these texts.
+    """
+    chosen = max(documents, key=lambda p: (documents[p] / (rounds.get(p, 0) + dwell_rounds), -p))
+    count = documents[chosen]
+    return Decision(chosen, f"{count:,} of your documents {'is' if count == 1 else 'are'} for it")
 
 
 def resolve_collision(

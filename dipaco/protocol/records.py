@@ -12,7 +12,14 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from .chain.steps import Head
 from .config import RoundsConfig
@@ -110,7 +117,8 @@ class Claim(Record):
     since_s: TimeS
     round: Count
     pinned: bool = False
-    """This peer was told to train this path and never moves, so nobody waits for it to."""
+    """This peer was told to train this path and never moves, or it moves only among paths that it
+    has texts of its owner for: so nobody waits for it to."""
     reachable: Reachability = "unknown"
 
 
@@ -240,6 +248,16 @@ class PeerRecord(_Standing):
     addresses: Annotated[tuple[AddressText, ...], Field(max_length=4)]
     bytes_up: Count
     bytes_down: Count
+    own_texts_loss: Loss | None = None
+    """The held-out loss of texts of its owner, as it says; nothing is decided by it."""
+
+    @model_serializer(mode="wrap")
+    def _without_own_texts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Say nothing of own texts where there are none: most peers have none."""
+        values: dict[str, Any] = handler(self)
+        if self.own_texts_loss is None:
+            values.pop("own_texts_loss", None)
+        return values
 
     @property
     def has_left(self) -> bool:

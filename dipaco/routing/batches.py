@@ -72,6 +72,11 @@ class BatchStream:
         self._batch_sequences = batch_sequences
 
     @property
+    def sequences(self) -> int:
+        """Rows of the shard."""
+        return len(self._tokens)
+
+    @property
     def batches_per_epoch(self) -> int:
         """Batches, rounded up, after which the whole shard was read."""
         return -(-len(self._tokens) // self._batch_sequences)

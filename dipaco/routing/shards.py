@@ -18,6 +18,7 @@ from dipaco.protocol.plan import PathShard, ShardIndex
 from dipaco.routing.new_files import NewFiles
 from dipaco.routing.tokens.token_corpus import Mapped, TokenCorpus
 from dipaco.routing.tokens.token_files import (
+    open_tokens,
     pack_documents,
     scoring_windows,
     token_dtype,
@@ -284,8 +285,17 @@ class ShardBuilder:
 
     def _made(self, part: Part, path: int) -> str:
         """Return the name of the file that becomes a blob."""
-        is_packed = self._shape.marked and part == "train"
-        return f"packed-{path:05d}.bin" if is_packed else _name(part, path)
+        return _made_name(part, path, marked=self._shape.marked)
+
+
+def written_rows(folder: Path, rows: RowShape, part: Part, path: int) -> np.ndarray:
+    """Return what a builder wrote for a path, [N, sequence_length], as a read-only memory map."""
+    file = folder / _made_name(part, path, marked=rows.marked)
+    return open_tokens(file, rows.sequence_length, rows.vocabulary_size, marked=rows.marked)
+
+
+def _made_name(part: Part, path: int, *, marked: bool) -> str:
+    return f"packed-{path:05d}.bin" if marked and part == "train" else _name(part, path)
 
 
 def _name(part: Part, path: int) -> str:

@@ -80,7 +80,7 @@ def test_what_comes_late_for_a_path_that_was_given_up_is_not_kept(served, monkey
 
     def open_files(_, path):
         opened.append(path)
-        return PathData(path, None, rows)
+        return PathData(path, None, rows, rows[:0])
 
     monkeypatch.setattr(PathFiles, "_open", open_files)
     files = served.files()

@@ -95,6 +95,7 @@ CHANGES = {
     "tokens": 101,
     "file": "f" * 64,
     "bytes": 51,
+    "has_own_texts": True,
     "signature": bytes(64),
 }
 
@@ -104,6 +105,17 @@ def test_every_field_is_signed(field):
     assert CHANGES.keys() == {field.name for field in dataclasses.fields(Row)}
     with pytest.raises(RecordError, match="has not signed"):
         verify(dataclasses.replace(row(), **{field: CHANGES[field]}))
+
+
+@pytest.mark.parametrize("tokens", [100, 40_000, 294_912, MAX_COUNT])
+def test_a_row_says_that_own_texts_are_among_its_tokens_in_about_as_many_bytes(tokens):
+    plain, own = row(tokens=tokens), row(tokens=tokens, has_own_texts=True)
+    verify(own)
+    assert unpack_row(pack_row(own)) == own
+    assert not unpack_row(pack_row(plain)).has_own_texts
+    assert own.outer_row == plain.outer_row
+    assert own.mark == plain.mark
+    assert 0 <= len(msgpack.packb(pack_row(own))) - len(msgpack.packb(pack_row(plain))) <= 2
 
 
 def test_every_bit_of_a_signature_counts():

@@ -82,6 +82,15 @@ def test_a_changed_copy_of_a_plan_is_another_run():
     assert plan == make_plan()
 
 
+def test_a_run_says_whether_texts_of_volunteers_are_allowed_and_without_them_nothing_of_it(key_path):
+    plan = make_plan()
+    assert b"own_texts" not in plan.canonical_json()
+    allowing = plan.model_copy(update={"own_texts": "yes"})
+    assert allowing.run_id != plan.run_id
+    envelope = sign_manifest(allowing, load_or_create_operator_key(key_path))
+    assert verify_manifest(envelope).plan.own_texts == "yes"
+
+
 def test_white_space_does_not_matter_but_content_does(envelope):
     compact = json.dumps(json.loads(envelope)).encode()
     assert verify_manifest(compact).plan == make_plan()

@@ -556,3 +556,26 @@ def test_a_peer_that_is_alone_with_its_state_for_three_rounds_says_so_and_ends(o
     life.live(DURATION_S, step_s=10.0)
     left = life.take(a.Left)
     assert [(end.is_machine, "memory" in end.error) for end in left] == ([(True, True)] if ends else [])
+
+
+def test_a_peer_with_texts_of_its_owner_trains_only_paths_that_these_are_for():
+    """It takes the path of most of them, although others are there and nobody trains the next one, says that nobody
+    should wait for it to move, and moves after its dwell."""
+    life = Life("Z", paths=3, own_texts={1: 60, 2: 30})
+    life.others = {"A": 1, "B": 1}
+    life.begun()
+    assert (life.said.path, life.said.pinned) == (1, True)
+    assert life.said.reason == "60 of your documents are for it"
+    life.live(12 * DURATION_S)
+    moves = [move.path for move in life.take(a.Move)]
+    assert len(moves) >= 2
+    assert moves == [2, 1] * (len(moves) // 2) + [2] * (len(moves) % 2)
+
+
+def test_a_peer_whose_texts_are_all_for_one_path_stays():
+    life = Life("Z", paths=3, own_texts={1: 60})
+    life.others = {"A": 1, "B": 1}
+    life.begun()
+    life.live(8 * DURATION_S)
+    assert not life.has(a.Move)
+    assert life.said.path == 1

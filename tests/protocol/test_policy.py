@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dipaco.protocol.config import GridConfig, ModelConfig
 from dipaco.protocol.coverage import scope_of
 from dipaco.protocol.grid import Grid
-from dipaco.protocol.policy import choose_path, lead_rank, resolve_collision, should_move
+from dipaco.protocol.policy import choose_own_path, choose_path, lead_rank, resolve_collision, should_move
 from dipaco.protocol.records import Claim, ProgressEntry
 from dipaco.protocol.view import SwarmView
 from support.runs.make_plan import make_plan
@@ -83,6 +83,16 @@ def test_among_unserved_paths_the_one_that_waited_longest_comes_first():
 def test_own_claim_and_leaving_peers_do_not_count_as_service():
     view = view_of([claim(1, 0, state="leaving"), claim(9, 1), claim(2, 2), claim(3, 3)], {1: 5})
     assert choose_path(view, grid_of(), peer_name(9)).path == 0
+
+
+def test_a_peer_with_texts_begins_where_most_are_and_gives_each_path_its_share_of_the_rounds():
+    documents, rounds = {1: 60, 2: 30, 3: 9, 5: 1}, Counter()
+    first = choose_own_path(documents, rounds, 2)
+    assert (first.path, first.reason) == (1, "60 of your documents are for it")
+    for _ in range(500):
+        rounds[choose_own_path(documents, rounds, 2).path] += 2
+    assert {path: round(100 * count / rounds.total()) for path, count in rounds.items()} == {1: 60, 2: 30, 3: 9, 5: 1}
+    assert choose_own_path({4: 1}, rounds, 2).reason == "1 of your documents is for it"
 
 
 def test_a_pinned_path_is_taken_whatever_the_view_says():

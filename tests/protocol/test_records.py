@@ -124,6 +124,7 @@ def examples(identity):
                 addresses=("/ip4/203.0.113.5/tcp/31337/p2p/" + "Q" * 46,) * 4,
                 bytes_up=greatest,
                 bytes_down=greatest,
+                own_texts_loss=1 / 3,
             ),
         ),
         (

@@ -20,7 +20,14 @@ from dipaco.base.errors import StorageError
 from dipaco.base.index import Index
 from dipaco.base.waits import BriefLock
 from dipaco.protocol.chain.round_rows import RoundRows
-from dipaco.protocol.chain.steps import Head, Row, Step, genesis_name, unpack_step
+from dipaco.protocol.chain.steps import (
+    Head,
+    Row,
+    Step,
+    genesis_name,
+    pack_row,
+    unpack_step,
+)
 from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.record_errors import RecordError
 
@@ -360,10 +367,8 @@ def tellers(index: Index) -> tuple[str, ...]:
 
 def _insert(writer: sqlite3.Connection, step: Step, version: int, weight: int) -> None:
     """Write a step, unless it is there."""
-    rows = [
-        [row.path, row.peer, row.tokens, bytes.fromhex(row.file), row.bytes, row.signature]
-        for row in step.rows
-    ]
+    # Without module, round, parent and state, which are those of the step.
+    rows = [pack_row(row)[4:] for row in step.rows]
     writer.execute(
         "INSERT OR IGNORE INTO steps(name, module, parent, state, version, weight, round, rows)"
         " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",

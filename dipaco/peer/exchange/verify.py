@@ -129,6 +129,8 @@ class RowCheck:
             raise RecordError(f"a row of {row.module[:64]} among those of {module[:64]}")
         if row.path in self.empty_paths:
             raise RecordError(f"a row of path {row.path}, whose shard has no sequences")
+        if row.has_own_texts and self._plan.own_texts == "no":
+            raise RecordError(f"a row of {row.peer} with own texts, which this run forbids")
         if not is_plausible_row(row, self._plan, self._now()):
             raise RecordError(f"a row of {row.peer} has more tokens than it can have trained")
         name = hashlib.sha256(row.statement + row.signature).digest()

@@ -21,6 +21,7 @@ from dipaco.modules.state import ModuleState
 from dipaco.peer.background import Background
 from dipaco.peer.node.node import Node
 from dipaco.routing.batches import BatchStream
+from dipaco.routing.own_texts import OwnTexts
 from dipaco.routing.tokens.token_files import check_tokens, even_sample
 from dipaco.training.optimizer_states import SAVE_EVERY_S, load_optimizer, write_optimizer
 from dipaco.training.trainer import PathTrainer
@@ -36,6 +37,8 @@ class PathData:
     stream: BatchStream
     validation: torch.Tensor
     """Rows of the published loss, [sequences, length]."""
+    own_held_out: torch.Tensor
+    """The same of the owner's texts; empty without them."""
 
 
 _NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
@@ -44,8 +47,13 @@ _NO_ROWS = torch.empty((0, 0), dtype=torch.int64)
 class PathFiles:
     """Fetches what is missing, checks it by hash, and opens it."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(
+        self, node: Node, own_texts: OwnTexts | None = None, *, with_shards: bool = True
+    ) -> None:
+        """Of `own_texts` the paths have rows too; without shards they have no others."""
         self._node = node
+        self.own_texts = own_texts
+        self._with_shards = with_shards
         # Modules are asked for at once, and what they begin with is as large as a path: it is read
         # once for all of them, and forgotten when the last has its state.
         self._first_lock = threading.Lock()
@@ -74,6 +82,12 @@ class PathFiles:
         with self._fetched_lock:
             data = self._taken or self._fetched
         return _NO_ROWS if data is None else data.validation
+
+    @property
+    def own_held_out(self) -> torch.Tensor:
+        """Held-out rows of the owner's texts for the path in training."""
+        with self._fetched_lock:
+            return _NO_ROWS if self._taken is None else self._taken.own_held_out
 
     def held_out_of(self, path: int) -> torch.Tensor:
         """Held-out rows of a path that is in training or about to begin; none of another."""
@@ -117,21 +131,28 @@ class PathFiles:
                 "prepare the run again with balanced = true in [router]"
             )
         node.fetcher.blob(plan.blobs.base, "the base model")
-        tokens = self._tokens(
-            shard.train_sha256,
-            f"the shard of path {path}",
-            lambda: node.run_folder.train_tokens(plan, path),
-        )
-        stream = BatchStream(
-            tokens, seed=plan.seed, path=path, batch_sequences=plan.inner.batch_sequences
-        )
+        own = self.own_texts
+        stream: BatchStream | None = None
+        if own is None or self._with_shards:
+            tokens = self._tokens(
+                shard.train_sha256,
+                f"the shard of path {path}",
+                lambda: node.run_folder.train_tokens(plan, path),
+            )
+            stream = BatchStream(
+                tokens, seed=plan.seed, path=path, batch_sequences=plan.inner.batch_sequences
+            )
+        if own is not None:
+            stream = own.stream(path, stream)
+        assert stream is not None
         rows = self._tokens(
             shard.validation_sha256,
             f"the held-out split of path {path}",
             lambda: node.run_folder.validation_tokens(plan, path),
         )
         reported = even_sample(rows, plan.rounds.validation_sequences)
-        return PathData(path, stream, torch.from_numpy(np.asarray(reported, dtype=np.int64)))
+        validation = torch.from_numpy(np.asarray(reported, dtype=np.int64))
+        return PathData(path, stream, validation, own.held_out(path) if own else _NO_ROWS)
 
     def _tokens(self, sha256: str, what: str, opened: Callable[[], np.ndarray]) -> np.ndarray:
         """Fetch a token file if need be, and return what is `opened` of it."""

@@ -76,6 +76,7 @@ class OwnRecords:
             addresses=status.addresses[:4],
             bytes_up=uplink.sent_bytes,
             bytes_down=uplink.received_bytes,
+            own_texts_loss=status.own_texts_loss,
         )
 
     def _blobs(self) -> Iterator[Entry | None]:

@@ -39,3 +39,5 @@ class PeerStatus:
     """With fixed steps: the round that this peer is in."""
     waiting_for: str = ""
     validation_loss: float = float("nan")
+    own_texts_loss: float | None = None
+    """The held-out loss of texts of the owner; None without them, and until they are scored."""

@@ -205,6 +205,14 @@ _LINES = {
         f"training path {v['path']} from its step {v['path_step']}"
         + (", with the optimizer state that it kept" if v["resumed_optimizer"] else "")
     ),
+    "own_texts": lambda v: (
+        f"trains path {v['path']} on {v['documents']:,} of your documents (their text stays here; "
+        "others see what the model learns from them)"
+    ),
+    "own_texts_validation": lambda v: (
+        f"round {v['round']}: held-out loss on your own texts is {v['loss']:.3f} "
+        f"({v['tokens']:,} tokens)"
+    ),
     "outer_step": _outer_step_line,
     "carry_on": lambda v: f"round {v['round']}: {v['module']} carries on: {v['reason']}",
     "adopt": lambda v: (

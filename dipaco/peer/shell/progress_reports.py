@@ -68,9 +68,8 @@ class ProgressReports:
         validation = LossSum()
         every = self._node.plan.rounds.validation_every_rounds
         if (round_index + 1) % every == 0 and self._budget.is_due():
-            rows, anchors = self._files.validation, trainer.anchors()
             with suppress(PassInterrupted):
-                validation = self._budget.spend(lambda: trainer.loss_of(path, anchors, rows))
+                validation = self._budget.spend(lambda: self._score(path, round_index))
         if validation.tokens and not math.isfinite(validation.nll):
             logger.warning("the held-out loss is not finite, so it is not published")
             validation = LossSum()
@@ -100,3 +99,20 @@ class ProgressReports:
             train_loss=train_loss if plain else MAX_LOSS,
         )
         self._running.refresher.announce()
+
+    def _score(self, path: int, round_index: int) -> LossSum:
+        """Score the anchors on held-out rows; apart from these, and told apart, on those of the
+        owner's texts."""
+        anchors, own = self._trainer.anchors(), self._files.own_held_out
+        if len(own):
+            found = self._trainer.loss_of(path, anchors, own)
+            if found.loss is not None and abs(found.loss) < MAX_LOSS:
+                self._running.status.own_texts_loss = round(found.loss, 4)
+                self._running.events.emit(
+                    "own_texts_validation",
+                    path=path,
+                    round=round_index,
+                    loss=round(found.loss, 6),
+                    tokens=found.tokens,
+                )
+        return self._trainer.loss_of(path, anchors, self._files.validation)

@@ -19,6 +19,7 @@ from dipaco.peer.peer_settings import PeerSettings
 from dipaco.protocol.member import actions as a
 from dipaco.protocol.member import events as e
 from dipaco.protocol.member.knowledge import MemberSettings
+from dipaco.routing.own_texts import OwnTexts
 from dipaco.training.interruption import PassInterrupted
 from dipaco.training.trainer import PathTrainer, RateMeter
 
@@ -46,6 +47,7 @@ class Session:
         running: RunningNode,
         trainer: PathTrainer,
         pauses: Pauses | None = None,
+        own_texts: OwnTexts | None = None,
     ) -> None:
         node, status, events = running.node, running.status, running.events
         refresher, background = running.refresher, running.background
@@ -59,7 +61,9 @@ class Session:
         self._background = background
         self._trainer = trainer
         self._meter = RateMeter()
-        self._files = PathFiles(node)
+        self._own_texts = own_texts
+        documents = {} if own_texts is None else own_texts.documents
+        self._files = PathFiles(node, own_texts, with_shards=not settings.only_my_texts)
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
         self._optimizer = OptimizerFiles(
             node.folder / "optimizers" / node.me, trainer, self._saver, background
@@ -74,6 +78,8 @@ class Session:
                 pinned=settings.path,
                 max_rounds=settings.max_rounds,
                 follows=not settings.stay,
+                # A path that is asked for is the only one.
+                own_texts=documents if settings.path is None else {},
             ),
             files=self._files,
             trainer=trainer,
@@ -219,6 +225,10 @@ class Session:
         self.node.trained_modules = frozenset(states)
         self._resumed = optimizer_state is not None
         self.status.validation_loss = float("nan")
+        self.status.own_texts_loss = None
+        if self._own_texts is not None:
+            documents = self._own_texts.documents[action.path]
+            self.events.emit("own_texts", path=action.path, documents=documents)
 
     def _begun(self, action: a.Begun) -> None:
         self._set_waiting("")
@@ -237,14 +247,13 @@ class Session:
     def _move(self, action: a.Move) -> None:
         path, reason = self._trainer.path, action.reason
         self.events.emit("move", from_path=path, to_path=action.path, reason=reason)
-        self._optimizer.keep()
+        self._keep_place()
         self._background.watch("saving", self._saver.submit(self.node.held.save_all))
 
     def _pause(self, action: a.Pause) -> None:
         """Keep what a return needs, and give device and memory back."""
         path = self._trainer.path
-        if path is not None:
-            self._optimizer.keep()
+        self._keep_place()
         self.node.held.save_all()
         self.node.held.forget_all()
         self.node.trained_modules = frozenset()
@@ -274,6 +283,8 @@ class Session:
         ended = action.round_index
         self._progress.end_round(ended, self._last_loss)
         self._optimizer.save()
+        if self._own_texts is not None:
+            self._own_texts.keep_places()
         self.events.emit(
             "round",
             round=ended,
@@ -293,8 +304,7 @@ class Session:
         """The member has left: keep what a return needs, and say so."""
         if left.to_successor:
             self._successor = self._watch.take()
-        if self._trainer.path is not None:
-            self._optimizer.keep()
+        self._keep_place()
         if self._successor is None:
             self.events.emit("leaving", path=self._trainer.path)
 
@@ -302,7 +312,15 @@ class Session:
         """Keep what a return needs when something unforeseen has ended the session."""
         if self._trainer.path is not None:
             self.node.held.save_all()
+        self._keep_place()
+
+    def _keep_place(self) -> None:
+        """Keep how the path in training is trained further: its optimizer, and how far the owner's
+        texts were read."""
+        if self._trainer.path is not None:
             self._optimizer.keep()
+        if self._own_texts is not None:
+            self._own_texts.keep_places()
 
     def _close(self) -> None:
         """Stop what was started, whatever ended the session; bounded."""

@@ -63,6 +63,9 @@ class Row:
     """SHA-256 of the encoded contribution, 64 hexadecimal digits."""
     bytes: int
     """The length of the file."""
+    has_own_texts: bool = False
+    """Whether texts of the peer's owner are among what it trained on (design 4.14, texts), as it
+    says. Nothing is decided by it, so nobody gains by a lie."""
     signature: Packed = field(default=b"", compare=False)
 
     @property
@@ -80,7 +83,8 @@ class Row:
             bytes.fromhex(self.state),
             self.path,
             self.peer,
-            self.tokens,
+            # The sign says whether own texts are among them, in no more bytes.
+            -self.tokens if self.has_own_texts else self.tokens,
             bytes.fromhex(self.file),
             self.bytes,
         ]
@@ -257,7 +261,7 @@ def unpack_row(values: Any) -> Row:
     if len(module) > 64 or len(peer) > 64:
         raise RecordError("a name in a row is too long")
     place = (module, round_index, parent.hex(), state.hex(), path, peer)
-    return Row(*place, tokens, file.hex(), size, signature)
+    return Row(*place, abs(tokens), file.hex(), size, tokens < 0, signature)
 
 
 def pack_step(step: Step) -> list[Any]:

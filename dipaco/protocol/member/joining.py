@@ -29,7 +29,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 
 from dipaco.protocol.chain.steps import Head
-from dipaco.protocol.policy import Decision, choose_path, resolve_collision
+from dipaco.protocol.policy import Decision, resolve_collision
 from dipaco.protocol.records import ClaimState
 
 from .actions import FetchPath, Say, Score, StartPath, Wait, Warn
@@ -70,7 +70,7 @@ class Joining:
         self, known: Knowledge, choice: PathChoice, module: Callable[[str], FollowedModule]
     ) -> None:
         self._known, self._choice, self._module = known, choice, module
-        self._has_choice = known.settings.pinned is None and known.grid.path_count > 1
+        self._has_choice = not known.settings.obeys_owner and known.grid.path_count > 1
         self._phase = _JoiningPhase.IDLE
         self._until_s = self._since_s = self._began_s = 0.0
         self._looks = 0
@@ -122,15 +122,14 @@ class Joining:
         self._choice.look()
 
     def _say(self, state: ClaimState, reason: str = "") -> None:
-        pinned = self._known.settings.pinned is not None
+        pinned = self._known.settings.obeys_owner
         self._known.do(Say(state, self.path, self._claim_s, reason, pinned))
 
     def on_view(self) -> None:
         """A view that was asked for is here."""
         known, choice = self._known, self._choice
         if self._phase is _JoiningPhase.CHOOSING:
-            over, pinned = choice.passed_over(), known.settings.pinned
-            self._take(choose_path(known.view, known.grid, known.me, pinned=pinned, exclude=over))
+            self._take(choice.first_path())
         elif self._phase is _JoiningPhase.CLAIMING:
             self._phase = _JoiningPhase.SETTLING
             self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from random import Random
 
 from dipaco.protocol.grid import Grid
@@ -32,6 +33,14 @@ class MemberSettings:
     """A bootstrap node trains nothing; it is a mailbox and keeps copies."""
     follows: bool = True
     """Move to a successor of the run."""
+    own_texts: Mapping[int, int] = field(default_factory=dict)
+    """Documents of the owner by path, if the peer trains on them: it trains these paths only."""
+
+    @property
+    def obeys_owner(self) -> bool:
+        """Whether its path does not depend on where others are, so that nobody waits for it to
+        move."""
+        return self.pinned is not None or bool(self.own_texts)
 
 
 class Knowledge:

@@ -333,6 +333,8 @@ class Member:
             self._leave(to_successor=False)
         elif self._has_successor and known.settings.follows:
             self._leave(to_successor=True)
+        elif known.settings.own_texts:
+            self._moving = self._choice.next_own_path(self._rounds_on_path)
         elif known.settings.pinned is None:
             self._think_of_moving()
 

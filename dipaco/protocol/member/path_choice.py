@@ -9,6 +9,7 @@ for a while.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 
 from dipaco.protocol.coverage import (
@@ -20,7 +21,13 @@ from dipaco.protocol.coverage import (
     sampled_buckets,
     scope_of,
 )
-from dipaco.protocol.policy import Decision, lead_rank, should_move
+from dipaco.protocol.policy import (
+    Decision,
+    choose_own_path,
+    choose_path,
+    lead_rank,
+    should_move,
+)
 from dipaco.protocol.view import SwarmView
 
 from .actions import Look, Watch
@@ -42,6 +49,8 @@ class PathChoice:
         self._failed_s: dict[int, float] = {}
         """When a path could not be begun."""
         self._sampled: tuple[int, ...] = ()
+        self._own_rounds = Counter[int]()
+        """Rounds on each path, of a peer that trains on texts of its owner."""
 
     @property
     def is_whole(self) -> bool:
@@ -89,6 +98,31 @@ class PathChoice:
             home = home_bucket(known.me, known.path, self._count)
             self._sampled = sampled_buckets(known.me, int(known.now_s), home, self._count)
         known.do(Look(self._sampled))
+
+    def first_path(self) -> Decision:
+        """Return the path that this peer is to claim, of those in sight: what its owner asks for,
+        or the one with the least service."""
+        known, over = self._known, self.passed_over()
+        if known.settings.own_texts:
+            return self._own_path()
+        pinned = known.settings.pinned
+        return choose_path(known.view, known.grid, known.me, pinned=pinned, exclude=over)
+
+    def next_own_path(self, rounds_on_path: int) -> Decision | None:
+        """Return the path that a peer with texts of its owner goes to at the end of a round; None
+        to stay."""
+        known, path = self._known, self._known.path
+        assert path is not None
+        self._own_rounds[path] += 1
+        if rounds_on_path < known.plan.rounds.dwell_rounds:
+            return None
+        decision = self._own_path()
+        return None if decision.path == path else decision
+
+    def _own_path(self) -> Decision:
+        own, over = self._known.settings.own_texts, self.passed_over()
+        left = {path: count for path, count in own.items() if path not in over} or own
+        return choose_own_path(left, self._own_rounds, self._known.plan.rounds.dwell_rounds)
 
     def better_path(self, rounds_on_path: int) -> Decision | None:
         """Return the path that needs this peer more than its own, of those in sight."""

@@ -18,6 +18,8 @@ from typing import Any
 from dipaco.base.errors import CorpusError, nearest_name
 from dipaco.base.files import canonical_json
 
+from .quoting import quoted
+
 _PAIR = ("prompt", "completion")
 _FORMS = (("messages",), ("conversations",), _PAIR)
 FORMS_SAID = "messages, conversations, or prompt and completion"
@@ -152,9 +154,9 @@ def _part(value: Any, key: str, role: str, place: str) -> Chat:
 
 def _turns(value: Any, name: str, keys: tuple[str, str], place: str) -> Chat:
     if not isinstance(value, list) or not all(isinstance(turn, Mapping) for turn in value):
-        shown = json.dumps(value, default=str)[:60]
+        shown = quoted(json.dumps(value, default=str))
         if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-            shown = f"a text with JSON in it, {value[:50]}"
+            shown = f"a text with JSON in it, {quoted(value)}"
         raise CorpusError(
             f"{place}: {name} is {shown}, and must be a list of "
             f'{{"{keys[0]}": "...", "{keys[1]}": "..."}}'
@@ -179,7 +181,7 @@ def _turn(turn: Mapping[str, Any], keys: tuple[str, str], place: str) -> Message
     if not isinstance(role, str) or role not in _ROLES:
         guess = nearest_name(str(role), _ROLES)
         raise CorpusError(
-            f"{place} is said by '{str(role)[:40]}'; "
+            f"{place} is said by '{quoted(str(role))}'; "
             + (f"did you mean '{guess}'? There are " if guess else "there are ")
             + ", ".join(_ROLES)
         )
@@ -193,6 +195,6 @@ def _text(content: Any, key: str, place: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        shown = json.dumps(content, default=str)[:60]
+        shown = quoted(json.dumps(content, default=str))
         raise CorpusError(f"{place}: {key} is {shown}; only text is trained on")
     return "".join(str(text) for text in texts)

@@ -21,6 +21,7 @@ from dipaco.protocol.config import Config
 from .chats import CHAT_KEYS, FORMS_SAID, Chat, chat_content, is_chat, read_chat, says_nothing
 from .corpus_files import identity_of, matched_files
 from .hub import hub_rows
+from .quoting import quoted
 from .rows import Row, form_of, rows_of
 
 Part = Literal["train", "validation"]
@@ -378,4 +379,5 @@ def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    said = quoted(lines[0], len(lines[0])) if lines else ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__

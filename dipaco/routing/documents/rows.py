@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Literal
 from dipaco.base.errors import CorpusError
 
 from .compression import decompressed
+from .quoting import quoted
 
 Row = Mapping[str, Any]
 TextUnit = Literal["file", "paragraph", "line"]
@@ -113,7 +114,7 @@ def _json_rows(name: str, text: io.TextIOWrapper) -> Iterator[Row]:
             if isinstance(row, str):
                 row = {"text": row}
             if not isinstance(row, dict):
-                raise CorpusError(f"{name}:{number} is no JSON object: {line.strip()[:60]}")
+                raise CorpusError(f"{name}:{number} is no JSON object: {quoted(line.strip())}")
             yield row
 
 

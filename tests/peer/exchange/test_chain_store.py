@@ -13,7 +13,7 @@ from dipaco.base.index import INDEX_FILE, Index
 from dipaco.peer.exchange import chain_store
 from dipaco.peer.exchange.chain_store import ChainStore
 from dipaco.protocol.chain.round_rows import REMEMBERED_PEERS
-from dipaco.protocol.chain.steps import Head, genesis_name
+from dipaco.protocol.chain.steps import Head, Step, genesis_name
 from support.wire.exchanges import GENESIS, GRID, MODULE, admission, chain_of, row_of, rows_in
 from support.wire.peers import RUN, peer
 
@@ -48,6 +48,12 @@ def test_what_is_served_is_there_after_a_restart(tmp_path):
     again.serve(MODULE, steps[2].name, head=head_of(steps[2], 3, 6))
     assert opened(tmp_path).chain(MODULE) == tuple(steps[:3])
     assert again.served("L0.E0") == (genesis_name(RUN, "L0.E0"), None)
+
+
+def test_what_rows_say_of_own_texts_is_there_after_a_restart(tmp_path):
+    step = Step.of([row_of(0, has_own_texts=True), row_of(1)])
+    opened(tmp_path).serve(MODULE, step.name, [step])
+    assert opened(tmp_path).chain(MODULE) == (step,)
 
 
 @pytest.mark.parametrize("newest", [0, 3, 40, 50])

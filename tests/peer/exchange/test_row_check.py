@@ -173,3 +173,9 @@ def test_nobody_can_be_put_under_another_s_invitation():
     assert new_check().good_steps(MODULE, steps, forged) == ()
     assert check.is_in(peer(0))
     assert check.good_steps(MODULE, steps, known) == tuple(steps)
+
+
+@pytest.mark.parametrize("allowed", ["no", "yes"])
+def test_rows_with_own_texts_count_only_in_a_run_that_allows_them(allowed):
+    check, row = new_check(plan=PLAN.model_copy(update={"own_texts": allowed})), row_of(0, has_own_texts=True)
+    assert bool(check.good_rows(MODULE, [row], {peer(0): admission(0)})) == (allowed == "yes")

@@ -42,9 +42,9 @@ def new_gate(run_id=RUN):
     return Gate(run_id, raw_public_key(OPERATOR))
 
 
-def new_check(gate=None, max_bytes=2**25):
+def new_check(gate=None, max_bytes=2**25, plan=PLAN):
     return RowCheck(
-        PLAN,
+        plan,
         GRID,
         gate or new_gate(),
         # As that of a node, which knows the run's modules alone.
