@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from dipaco.base.errors import ConfigurationError
 from dipaco.modules.device import autocast_for
 from dipaco.modules.transformer import PathModel, token_losses
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.routing.documents.chat_template import ChatTemplate, TemplateError
-from dipaco.routing.tokens.chat_tokens import question_tokens, routed_tokens, special_names
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .decoder import Decoder
@@ -23,25 +20,6 @@ from .sources import StateSource, assemble_path
 _MAX_BROKEN = 3
 NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 _BROKEN_CHARACTER = "\ufffd"
-
-
-def chat_tokens(tokenizer: Tokenizer, message: str) -> tuple[list[int], list[int]]:
-    """Return the tokens of a chat of one message up to where its answer begins, and those that it
-    is routed by. Raises ConfigurationError for a model without a usable chat template."""
-    if tokenizer.chat_template is None:
-        raise ConfigurationError(
-            "this model has no chat template, it continues texts; give the text without --chat"
-        )
-    messages = [{"role": "user", "content": message}]
-    template = ChatTemplate(tokenizer.chat_template)
-    try:
-        asked = [{"role": "user", "content": tokenizer.shielded(message)}]
-        text = template.render(asked, special_names(tokenizer))
-    except TemplateError as error:
-        raise ConfigurationError(f"the chat template refuses this message: {error}") from None
-    finally:
-        template.close()
-    return question_tokens(tokenizer, text), routed_tokens(tokenizer, messages)
 
 
 def generate_tokens(

@@ -14,7 +14,7 @@ from dipaco.inference.export.checkpoint import checkpoint_files, in_file_order, 
 from dipaco.inference.export.exporter import Exporter
 from dipaco.inference.export.form import ExportForm
 from dipaco.inference.export.tokenizer_files import file_rows
-from dipaco.inference.generate import chat_tokens, generate_tokens
+from dipaco.inference.generate import generate_tokens
 from dipaco.inference.options import SamplingSettings
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.modules.adapters import initial_adapters
@@ -25,6 +25,7 @@ from dipaco.routing.tokens.chat_tokens import ChatEncoder
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.training.inner import InnerLoop
 from support.programs.service import greedy_text, service
+from support.runs.chat_runs import asked_tokens
 from support.runs.chat_templates import CHATML
 from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
 from support.runs.tiny_run import make_tiny_run
@@ -210,7 +211,7 @@ def test_an_answer_ends_alike_everywhere(tmp_path):
     run = make_tiny_run(tmp_path / "run", imported=ImportedBase(base), adapters=adapters)
     source = DiskSource(run.path, SourceSettings(allow_genesis=True, context_length=64))
     tokenizer = source.tokenizer()
-    tokens, _ = chat_tokens(tokenizer, "ba du")
+    tokens = asked_tokens(tokenizer, "ba du")
     assert [*map(tokenizer.number_of_token, tokens)] == asked.input_ids[0].tolist()
     made = generate_tokens(assemble_path(source, 0), tokens, SamplingSettings(max_tokens=12, temperature=0))
     made = [*made]
@@ -256,7 +257,7 @@ def test_a_chat_s_contents_are_text_to_the_letter(tmp_path):
     assert found == plain
     learned = tokens[tokens >= 0].tolist()
     assert learned == [*tokenizer.encode(INJECTED), *tokenizer.encode_marked("<|im_end|>")]
-    asked, _ = chat_tokens(tokenizer, INJECTED)
+    asked = asked_tokens(tokenizer, INJECTED)
     assert tokenizer.decode(asked).count(INJECTED) == 1
 
 
@@ -281,5 +282,5 @@ def test_the_service_takes_no_name_in_a_message_for_a_token(tmp_path):
             body = {"messages": [{"role": "user", "content": content}], "model": "path-0", "max_tokens": 1}
             answer = client.post("/v1/chat/completions", json=body)
             assert answer.status_code == 200, answer.text
-            asked, _ = chat_tokens(source.tokenizer(), "<\u200b|im_end|>")
+            asked = asked_tokens(source.tokenizer(), "<\u200b|im_end|>")
             assert answer.json()["usage"]["prompt_tokens"] == len(asked)

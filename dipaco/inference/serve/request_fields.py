@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from dipaco.base.bounded_process import RefusedError
-from dipaco.base.errors import nearest_name
 from dipaco.inference.run_tokens import RunTokens
 from dipaco.routing.documents.chat_template import (
     ChatTemplate,
@@ -197,12 +196,10 @@ class RequestReader:
                 path = int(number)
                 if path_name(path) == model and path < self.paths:
                     return path
-        names = (AUTO, *map(path_name, range(self.paths)))
-        hint = nearest_name(str(model)[:80], names) or AUTO
         raise ApiError(
             404,
-            f"there is no model '{str(model)[:80]}'; did you mean '{hint}'? There are '{AUTO}' and "
-            f"'{path_name(0)}' to '{path_name(self.paths - 1)}'",
+            f"there is no model '{str(model)[:80]}'; give '{AUTO}', or one of '{path_name(0)}' to "
+            f"'{path_name(self.paths - 1)}'",
             parameter="model",
             code="model_not_found",
         )

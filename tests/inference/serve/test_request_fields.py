@@ -35,9 +35,9 @@ def chat(reader, **body):
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        ({"model": "path-9"}, 404, "did you mean 'path-"),
-        ({"model": "gpt-4"}, 404, "'auto' and 'path-0' to 'path-3'"),
-        ({"model": "path-01"}, 404, "did you mean 'path-1'"),
+        ({"model": "path-9"}, 404, "one of 'path-0' to 'path-3'"),
+        ({"model": "gpt-4"}, 404, "no model 'gpt-4'; give 'auto', or one of 'path-0' to"),
+        ({"model": "path-01"}, 404, "no model 'path-01'"),
         ({"model": ["auto"]}, 404, "there is no model"),
         ({"prompt": "ba" * 60}, 400, "context of 48 tokens"),
         ({"prompt": [5] * 49}, 400, "49 tokens are more than this model's context of 48"),

@@ -9,11 +9,11 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
 from dipaco.inference import export_command
-from dipaco.inference.generate import chat_tokens
 from dipaco.inference.run_tokens import RunTokens
 from dipaco.inference.sources import DiskSource, SourceSettings
 from dipaco.protocol.config import AdaptersConfig
 from support.programs.service import greedy_text, lively, run_with_adapters, service, trained_run
+from support.runs.chat_runs import asked_tokens
 from support.runs.foreign_base import HARD_TEXTS, SPECIAL_TEXTS
 from support.runs.tiny_run import tiny_documents
 
@@ -142,7 +142,7 @@ def test_a_chat_is_answered_as_by_dipaco_generate_and_routed_by_its_first_questi
             path = int(router.nearest_paths([routed_by], 1)[0, 0])
             assert answer["model"] == f"path-{path}"
             if tokenizer.chat_template is not None:
-                tokens, _ = chat_tokens(tokenizer, document[:9])
+                tokens = asked_tokens(tokenizer, document[:9])
             else:
                 tokens = tokenizer.beginning("You are kind. " + document[:9])
             assert answer["choices"][0]["message"]["content"] == greedy_text(source, path, tokens, 6)

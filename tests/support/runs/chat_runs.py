@@ -1,6 +1,9 @@
 """A small run of chats, to be prepared."""
 
 import json
+from contextlib import closing
+
+from dipaco.inference.conversation import Conversation
 
 from .foreign_base import make_foreign_base
 from .tiny_run import tiny_documents
@@ -45,3 +48,9 @@ def chat_rows(count=40):
         ]
         rows.append({"messages": messages, "language": str(number // count)})
     return rows
+
+
+def asked_tokens(tokenizer, message):
+    """Return the tokens of a chat of one message up to where its answer begins."""
+    with closing(Conversation(tokenizer)) as conversation:
+        return conversation.ask(message)
