@@ -446,7 +446,7 @@ def test_a_swarm_that_moved_on_is_served_from_its_last_good_states(out):
         before = client.post("/v1/completions", json=body).json()
         assert client.get("/health").json()["status"] == "ok"
         swarm.unserved = source.grid.modules()
-        swarm.next_run = source.plan.model_copy(update={"name": "the next one"})
+        swarm.next_run = SimpleNamespace(plan=source.plan.model_copy(update={"name": "the next one"}))
         wait_until(lambda: client.get("/health").json()["status"] == "degraded")
         for path in ("path-1", "path-2"):  # in memory, and not yet
             answer = client.post("/v1/completions", json={**body, "model": path}).json()
