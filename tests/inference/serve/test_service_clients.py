@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import openai
