@@ -6,13 +6,14 @@ dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --mix 2
 dipaco-eval --state-dir my-run-simulated --data other.jsonl --fit-rerouter rerouter.safetensors
 dipaco-eval --state-dir my-run-simulated --data held-out.jsonl --reroute 32 \\
     --rerouter rerouter.safetensors
+dipaco-eval --initial-peers ADDR --data my-texts.jsonl --held-out
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
     from rich.table import Table
+
+    from dipaco.routing.documents.corpus import Document
 
     from .evaluate import Evaluated, EvaluationReport
     from .sources import StateSource
@@ -73,6 +76,10 @@ class EvaluationSettings(CorpusSettings, InferenceSettings):
             least=1,
         ),
     ] = 1
+    held_out: Annotated[
+        bool,
+        Option("of --data, texts of dipaco-peer --texts, score only the tenth that it holds out"),
+    ] = False
     json: Annotated[bool, Option("print one JSON object")] = False
 
     def __post_init__(self) -> None:
@@ -85,6 +92,16 @@ class EvaluationSettings(CorpusSettings, InferenceSettings):
         if self.fit_rerouter is not None and self.reroute is not None:
             raise ConfigurationError("give --fit-rerouter without --reroute: it scores nothing")
 
+    def documents(self) -> Iterator[Document]:
+        """Yield what is read. Raises ConfigurationError and CorpusError."""
+        from dipaco.routing.documents.corpus import is_held_out, iterate_documents
+        from dipaco.routing.own_texts import HELD_OUT_FRACTION
+
+        found = iterate_documents(self.corpus(), "train")
+        if not self.held_out:
+            return found
+        return (document for document in found if is_held_out(document, HELD_OUT_FRACTION))
+
 
 def run(settings: EvaluationSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
@@ -92,13 +109,11 @@ def run(settings: EvaluationSettings) -> int:
     from rich.console import Console
 
     from dipaco.base.progress import seldom
-    from dipaco.routing.documents.corpus import iterate_documents
-
     from .evaluate import Rerouting, evaluate, load_baseline
     from .rerouter import read_rerouter
 
     device = settings.prepare_process()
-    corpus = settings.corpus()
+    documents = settings.documents()
     notes = Console(stderr=True, highlight=False)
     say = notes.print if notes.is_terminal else seldom(notes.print)
     progress = (lambda line: None) if settings.json else say
@@ -116,7 +131,7 @@ def run(settings: EvaluationSettings) -> int:
             rerouting = Rerouting(rerouter, settings.reroute)
         report = evaluate(
             source,
-            iterate_documents(corpus, "train"),
+            documents,
             device=device,
             base=settings.base,
             baseline=baseline,
@@ -140,14 +155,13 @@ def _fit(
 ) -> int:
     """Fit a rerouter to the documents and write it."""
     from dipaco.base.files import atomic_write
-    from dipaco.routing.documents.corpus import iterate_documents
 
     from .fit_rerouter import fit_to_documents
     from .rerouter import rerouter_bytes
 
     rerouter, report = fit_to_documents(
         source,
-        iterate_documents(settings.corpus(), "train"),
+        settings.documents(),
         steps=settings.fit_steps,
         device=device,
         progress=progress,

@@ -73,18 +73,18 @@ def _reason(view: SwarmView, path: int, others: int) -> str:
 
 
 def choose_own_path(
-    documents: Mapping[int, int], rounds: Mapping[int, int], dwell_rounds: int
+    sequences: Mapping[int, int], rounds: Mapping[int, int], dwell_rounds: int
 ) -> Decision:
     """Choose where a peer trains on texts of its owner next: first where most of them are.
 
-    `documents` are these texts by path, and `rounds` those that it trained each path in this life.
+    `sequences` are these texts by path, and `rounds` those that it trained each path in this life.
     The next dwell goes to the path with the most texts for each round, that dwell included, so in
     the long run each path has its share of the rounds (D'Hondt). Where others are does not matter:
     nobody else has these texts.
     """
-    chosen = max(documents, key=lambda p: (documents[p] / (rounds.get(p, 0) + dwell_rounds), -p))
-    count = documents[chosen]
-    return Decision(chosen, f"{count:,} of your documents {'is' if count == 1 else 'are'} for it")
+    chosen = max(sequences, key=lambda p: (sequences[p] / (rounds.get(p, 0) + dwell_rounds), -p))
+    share = sequences[chosen] / sum(sequences.values())
+    return Decision(chosen, f"{share:.0%} of your texts are for it")
 
 
 def resolve_collision(

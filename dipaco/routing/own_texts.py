@@ -85,6 +85,8 @@ class OwnTexts:
         self._plan, self._folder, self._shape = plan, folder, shape
         self.documents = {s.path: s.documents for s in made.paths if s.sequences}
         """Training documents by path, of the paths that have some."""
+        self.sequences = {s.path: s.sequences for s in made.paths if s.sequences}
+        """How much these are: documents differ in length."""
         self.held_out_documents = sum(summary.held_out_documents for summary in made.paths)
         self._places = _read_places(folder / "places.json")
 

@@ -30,6 +30,8 @@ WORDS = {
 }
 # A table's title, its column names, the rules around these, and the line that counts what is left.
 LINES_AROUND_ROWS = 6
+# Losses on own texts that are shown.
+OWN_LOSSES = 8
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,12 @@ def notes_of(status: dict[str, Any]) -> list[Text]:
         used = [f"{i['id']} ({i['peers']} of {i['places']})" for i in admission["invitations"]]
         by = f", here by {', '.join(used)}" if used else ""
         notes.append(Text(f"by invitation{by}; {admission['revoked']} revoked"))
+    own = [peer for peer in status["peers"] if peer["own_texts_loss"] is not None]
+    if own:
+        losses = [f"{p['own_texts_loss']:.3f} ({_peer_name(p)})" for p in own[:OWN_LOSSES]]
+        more = f" and {len(own) - OWN_LOSSES} more" if len(own) > OWN_LOSSES else ""
+        said = f"held-out loss on own texts, as their owners say: {', '.join(losses)}{more}"
+        notes.append(Text(said))
     return notes
 
 
@@ -176,7 +184,7 @@ def _module_row(module: dict[str, Any], is_finished: bool) -> tuple[str, ...]:
 
 def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
     return (
-        f"{peer['name']} {short_peer(peer['peer_id'])}".lstrip(),
+        _peer_name(peer),
         "-" if peer["path"] is None else str(peer["path"]),
         peer["state"],
         f"{peer['tokens_per_s']:,.0f}",
@@ -184,6 +192,10 @@ def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
         peer["software"],
         WORDS.get(peer["reachable"], peer["reachable"]),
     )
+
+
+def _peer_name(peer: dict[str, Any]) -> str:
+    return f"{peer['name']} {short_peer(peer['peer_id'])}".lstrip()
 
 
 def _draw(rows: Rows, max_rows: int | None = None) -> Table:

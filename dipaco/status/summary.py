@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dipaco.protocol.admission import Gate
+from dipaco.protocol.config import OwnTexts
 from dipaco.protocol.grid import Grid
 from dipaco.protocol.manifest import SignedManifest
 from dipaco.protocol.view import SwarmView, present_round
@@ -53,7 +54,7 @@ def status_of(
         "copies": plan.rounds.copies,
         "paths": paths,
         "modules": modules,
-        "peers": [_peer_status(view, peer) for peer in view.present],
+        "peers": [_peer_status(view, peer, plan.own_texts) for peer in view.present],
         "validation": validation_of(paths),
         "successor": _successor_status(successor),
         "finished": finished,
@@ -155,7 +156,7 @@ def _announced_states(
     ]
 
 
-def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
+def _peer_status(view: SwarmView, peer: str, own_texts: OwnTexts) -> dict[str, Any]:
     record = view.peers[peer]
     return {
         "peer_id": peer,
@@ -173,6 +174,8 @@ def _peer_status(view: SwarmView, peer: str) -> dict[str, Any]:
         "addresses": list(record.addresses),
         "bytes_up": record.bytes_up,
         "bytes_down": record.bytes_down,
+        # Nobody has own texts in a run that forbids them, whatever a peer says.
+        "own_texts_loss": record.own_texts_loss if own_texts == "yes" else None,
     }
 
 

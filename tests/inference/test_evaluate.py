@@ -20,7 +20,8 @@ from dipaco.inference.rerouter import read_rerouter
 from dipaco.inference.sources import DiskSource, SourceSettings, SwarmSource, assemble_path
 from dipaco.modules.compose import gather_module
 from dipaco.protocol.config import PAD_TOKEN
-from dipaco.routing.documents.corpus import Document
+from dipaco.routing.documents.corpus import Document, is_held_out
+from dipaco.routing.own_texts import HELD_OUT_FRACTION
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.tokens.token_files import scoring_windows
@@ -313,6 +314,17 @@ def test_the_command_prints_one_json_object(trained, tmp_path, capsys):
     for word in ("perplexity", "base model", "baseline", "language 0", "all"):
         assert word in text
     assert "language 1" not in text
+
+
+def test_of_an_owner_s_texts_only_the_held_out_ones_are_scored(trained, tmp_path, capsys):
+    texts = tiny_documents(4, 20, seed=5)
+    data = tmp_path / "mine.jsonl"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    arguments = ["--state-dir", str(trained[0]), "--data", str(data), "--no-base", "--json"]
+    held_out = sum(is_held_out(Document(text), HELD_OUT_FRACTION) for text in texts)
+    for extra, count in (([], len(texts)), (["--held-out"], held_out)):
+        assert evaluate_command.main([*arguments, *extra]) == 0
+        assert json.loads(capsys.readouterr().out)["documents"] == count > 0
 
 
 def test_paths_are_mixed(trained, damaged, tmp_path):

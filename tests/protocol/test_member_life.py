@@ -565,7 +565,7 @@ def test_a_peer_with_texts_of_its_owner_trains_only_paths_that_these_are_for():
     life.others = {"A": 1, "B": 1}
     life.begun()
     assert (life.said.path, life.said.pinned) == (1, True)
-    assert life.said.reason == "60 of your documents are for it"
+    assert life.said.reason == "67% of your texts are for it"
     life.live(12 * DURATION_S)
     moves = [move.path for move in life.take(a.Move)]
     assert len(moves) >= 2

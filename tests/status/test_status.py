@@ -13,7 +13,7 @@ from dipaco.protocol.identity import raw_public_key
 from dipaco.protocol.invitations import opened
 from dipaco.protocol.manifest import load_or_create_operator_key, sign_manifest, verify_manifest
 from dipaco.protocol.records import ProgressRecord
-from dipaco.status.screen import problem_lines
+from dipaco.status.screen import notes_of, problem_lines
 from dipaco.status.summary import with_what_was_known
 from support.runs.make_plan import make_plan
 from support.swarms.big_swarm import status_at
@@ -67,6 +67,23 @@ def test_the_status_of_a_healthy_swarm(records):
     }
     json.dumps(status, allow_nan=False)
     assert problem_lines(status)[0].plain == "all is well: 4 of 4 parts of the model are being trained by 4 machines"
+
+
+def test_the_losses_on_own_texts_are_told_apart_where_the_run_allows_these(records):
+    before = status_at(records)["validation"]
+    for place, loss in enumerate((2.75, 3.5)):
+        peer = peer_name(place)
+        records.peers[peer] = records.peers[peer].model_copy(update={"own_texts_loss": loss})
+    said = "held-out loss on own texts, as their owners say"
+    assert [peer["own_texts_loss"] for peer in status_at(records)["peers"]] == [None] * 4
+    assert said not in " ".join(note.plain for note in notes_of(status_at(records)))
+    records.plan = records.plan.model_copy(update={"own_texts": "yes"})
+    status = status_at(records)
+    assert [peer["own_texts_loss"] for peer in status["peers"]] == [2.75, 3.5, None, None]
+    assert status["validation"] == before
+    [*_, note] = notes_of(status)
+    assert note.plain.startswith(f"{said}: 2.750 (")
+    assert peer_name(1)[-8:] in note.plain
 
 
 def test_an_empty_swarm_has_a_problem_and_no_perplexity(records):

@@ -178,7 +178,7 @@ class OuterSteps:
             claimed_tokens(node.plan, snapshot.tokens, action.round_index),
             "",
             MARK_BYTES + len(data),
-            self._files.own_texts is not None,
+            has_own_texts=self._files.own_texts is not None,
         )
         hasher = hashlib.sha256(unnamed.mark)
         hasher.update(data)

@@ -62,7 +62,7 @@ class Session:
         self._trainer = trainer
         self._meter = RateMeter()
         self._own_texts = own_texts
-        documents = {} if own_texts is None else own_texts.documents
+        sequences = {} if own_texts is None else own_texts.sequences
         self._files = PathFiles(node, own_texts, with_shards=not settings.only_my_texts)
         self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="saving")
         self._optimizer = OptimizerFiles(
@@ -79,7 +79,7 @@ class Session:
                 max_rounds=settings.max_rounds,
                 follows=not settings.stay,
                 # A path that is asked for is the only one.
-                own_texts=documents if settings.path is None else {},
+                own_texts=sequences if settings.path is None else {},
             ),
             files=self._files,
             trainer=trainer,

@@ -63,7 +63,7 @@ class Row:
     """SHA-256 of the encoded contribution, 64 hexadecimal digits."""
     bytes: int
     """The length of the file."""
-    has_own_texts: bool = False
+    has_own_texts: bool = field(default=False, kw_only=True)
     """Whether texts of the peer's owner are among what it trained on (design 4.14, texts), as it
     says. Nothing is decided by it, so nobody gains by a lie."""
     signature: Packed = field(default=b"", compare=False)
@@ -261,7 +261,8 @@ def unpack_row(values: Any) -> Row:
     if len(module) > 64 or len(peer) > 64:
         raise RecordError("a name in a row is too long")
     place = (module, round_index, parent.hex(), state.hex(), path, peer)
-    return Row(*place, abs(tokens), file.hex(), size, tokens < 0, signature)
+    fields = (*place, abs(tokens), file.hex(), size, signature)
+    return Row(*fields, has_own_texts=tokens < 0)
 
 
 def pack_step(step: Step) -> list[Any]:
