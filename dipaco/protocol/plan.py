@@ -15,8 +15,6 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -227,15 +225,6 @@ class RunPlan(Config):
         if self.invitations_of is not None and self.admission is not None:
             raise ValueError("invitations_of is for a run by invitation, not for an open one")
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_forbidden(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave `own_texts` out where it is "no", so that a program that knows no own texts reads
-        the plan of a run without them."""
-        values: dict[str, Any] = handler(self)
-        if self.own_texts == "no":
-            values.pop("own_texts", None)
-        return values
 
     def canonical_json(self) -> bytes:
         """Return the one byte string that is hashed and signed."""

@@ -17,8 +17,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
 )
 
 from .chain.steps import Head
@@ -250,14 +248,6 @@ class PeerRecord(_Standing):
     bytes_down: Count
     own_texts_loss: Loss | None = None
     """The held-out loss of texts of its owner, as it says; nothing is decided by it."""
-
-    @model_serializer(mode="wrap")
-    def _without_own_texts(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Say nothing of own texts where there are none: most peers have none."""
-        values: dict[str, Any] = handler(self)
-        if self.own_texts_loss is None:
-            values.pop("own_texts_loss", None)
-        return values
 
     @property
     def has_left(self) -> bool:

@@ -82,9 +82,9 @@ def test_a_changed_copy_of_a_plan_is_another_run():
     assert plan == make_plan()
 
 
-def test_a_run_says_whether_texts_of_volunteers_are_allowed_and_without_them_nothing_of_it(key_path):
+def test_a_run_says_whether_texts_of_volunteers_are_allowed(key_path):
     plan = make_plan()
-    assert b"own_texts" not in plan.canonical_json()
+    assert plan.own_texts == "no"
     allowing = plan.model_copy(update={"own_texts": "yes"})
     assert allowing.run_id != plan.run_id
     envelope = sign_manifest(allowing, load_or_create_operator_key(key_path))

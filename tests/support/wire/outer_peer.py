@@ -86,7 +86,9 @@ class Peer:
         base = run.base_parameters(plan)
         self.genesis = {m: run.genesis_state(plan, m, base) for m in grid.modules()}
         rows = torch.ones(2, plan.model.sequence_length, dtype=torch.int64)
-        files = SimpleNamespace(genesis_state=lambda module: self.genesis[module], path=path, validation=rows)
+        files = SimpleNamespace(
+            genesis_state=lambda module: self.genesis[module], path=path, validation=rows, own_texts=None
+        )
         self.trainer = None if path is None else PathTrainer(plan, grid, torch.device("cpu"))
         self.outer = OuterSteps(
             self.node, files, self.events, self.reported.put, announce=lambda: None, trainer=self.trainer
