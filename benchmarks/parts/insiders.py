@@ -7,6 +7,7 @@ insider first, which hears of every row that comes, and answers for the files th
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +21,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hivemind.dht.validation import DHTRecord
 
+from dipaco.base.errors import NetworkError
 from dipaco.dht import dht_node as node_module
 from dipaco.dht.directory import Directory
 from dipaco.dht.record_validator import RecordValidator
@@ -124,8 +126,13 @@ class Insider:
         self.node.exchange.tell(peers, module, tuple(rows), tuple(steps))
 
     def later(self, seconds: float, work: Callable[[], None]) -> None:
-        """Do something in a while."""
-        timer = threading.Timer(seconds, work)
+        """Do something in a while; nothing once the peer has left the network."""
+
+        def do() -> None:
+            with contextlib.suppress(NetworkError):
+                work()
+
+        timer = threading.Timer(seconds, do)
         timer.daemon = True
         timer.start()
 

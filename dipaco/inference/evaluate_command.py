@@ -109,6 +109,7 @@ def run(settings: EvaluationSettings) -> int:
     from rich.console import Console
 
     from dipaco.base.progress import seldom
+
     from .evaluate import Rerouting, evaluate, load_baseline
     from .rerouter import read_rerouter
 

@@ -132,8 +132,8 @@ def service_of(
     Raises ConfigurationError if llama.cpp cannot serve the run, and as the source does.
     """
     from dipaco.modules.layout import parameter_counts
+    from dipaco.routing.tokens.run_tokens import RunTokens
 
-    from .run_tokens import RunTokens
     from .serve.gguf_files import GgufFiles, PathFile, server_bytes
     from .serve.llama_server import LlamaParameters, LlamaServer
     from .serve.openai_route import OpenAiRoute, RouteLimits

@@ -35,12 +35,12 @@ from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.protocol.plan import RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokens.run_tokens import read_first
 from dipaco.routing.tokens.token_files import check_tokens, even_sample
-from dipaco.routing.tokens.tokenizer import Tokenizer, is_json
+from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.training.scoring import LossSum
 
 from .held_out_check import ROWS, ruined_module
-from .run_tokens import RunTokens
 
 if TYPE_CHECKING:
     from dipaco.peer.reader import SwarmReader
@@ -96,8 +96,7 @@ class StateSource(ABC):
             return
         sha256 = self.plan.blobs.tokenizer
         self._require_blob(sha256)
-        if is_json(blob := self._run.blobs.read(sha256)):
-            RunTokens(blob).close()
+        read_first(self._run.blobs.read(sha256))
         self._is_tokenizer_checked = True
 
     @abstractmethod

@@ -20,6 +20,7 @@ from dipaco.routing.documents.corpus import CorpusConfig
 from dipaco.routing.own_texts import HELD_OUT_FRACTION, OwnTexts, open_own_texts
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.routers.kinds import ROUTER_KINDS
+from dipaco.routing.tokens.run_tokens import read_first
 from dipaco.training.interruption import PassInterrupted
 
 from .peer_settings import PeerSettings
@@ -76,6 +77,7 @@ def texts_at_home(
             (plan.blobs.base, "the base model"),
         ):
             node.fetcher.blob(sha256, what)
+        read_first(node.run_folder.blobs.read(plan.blobs.tokenizer))
         return node.run_folder.document_router(plan, device)
 
     folder = node.cache_folder / FOLDER / node.run_id

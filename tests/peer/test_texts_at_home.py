@@ -83,6 +83,15 @@ def test_mistakes_are_told_in_one_line(begin, tmp_path):
         trainer_settings(PeerSettings(texts=tmp_path, devices=("cuda:0", "cuda:1")))
 
 
+def test_a_tokenizer_is_read_first_in_a_process_with_bounds(run, begin):
+    """The operator chose it, and what it does to texts can fill any memory."""
+    blob = run.blobs.add_bytes(b'{"no": "tokenizer"}')
+    plan = run.plan()
+    blobs = plan.blobs.model_copy(update={"tokenizer": blob})
+    with pytest.raises(ConfigurationError, match="the run's tokenizer cannot be used"):
+        begin(plan.model_copy(update={"own_texts": "yes", "blobs": blobs}))
+
+
 def test_ctrl_c_ends_the_reading_of_long_texts(begin):
     with pytest.raises(PassInterrupted):
         begin(is_stopped=lambda: True)

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import time
+import unicodedata
 
 import pytest
 import tokenizers
@@ -15,11 +16,11 @@ from transformers import AutoTokenizer
 from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.tokenizer_files import tokenizer_files
-from dipaco.inference.run_tokens import RunTokens
 from dipaco.modules.transformer import PathModel
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.documents.chats import Message
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, question_tokens
+from dipaco.routing.tokens.run_tokens import RunTokens
 from dipaco.routing.tokens.tokenizer import Tokenizer
 from dipaco.routing.tokens.tokenizer_json import JsonPieces, pack_tokenizer
 from support.runs.foreign_base import (
@@ -222,6 +223,11 @@ def test_a_normalizer_that_makes_texts_long_is_refused():
     for length, is_refused in ((32, False), (34, True)):
         data = grown("b" * length, *["c"] * 50, pattern={"String": "\x07\x07"})
         assert refuses(data) == is_refused
+    # A normal form takes apart what was replaced, and each part is replaced again.
+    parts = unicodedata.normalize("NFKD", "\u3300")
+    replaced = [{"type": "Replace", "pattern": {"String": letter}, "content": "\u3300"} for letter in parts]
+    with pytest.raises(ConfigurationError, match="up to 3125 times"):
+        Tokenizer(part(normalizer={"type": "Sequence", "normalizers": [*replaced, {"type": "NFKD"}]}))
     with pytest.raises(ConfigurationError, match="replacements of its decoder"):
         Tokenizer(part(decoder={"type": "Replace", "pattern": {"Regex": "a"}, "content": "b" * 16}))
 
@@ -353,20 +359,29 @@ def test_added_tokens_that_do_not_fit_are_refused(changes, words, tmp_path):
         _ = ImportedBase(tmp_path / "base").model
 
 
+def slow_with(letters, then):
+    """A tokenizer with a pattern that tries many ways to find so many letters before another one."""
+    pattern = {"Regex": 3 * f"[{letters}]*" + f"[{then}]"}
+    slow = {"type": "Split", "behavior": "Isolated", "invert": False, "pattern": pattern}
+    split = json.loads(packed("qwen2"))["tokenizer"]["pre_tokenizer"]
+    return part(pre_tokenizer={"type": "Sequence", "pretokenizers": [slow, split]})
+
+
 def test_a_tokenizer_is_read_for_the_first_time_in_a_process_with_bounds():
     """The operator chose what exporting, evaluating and serving read."""
     RunTokens(packed("qwen2")).close()
-    slow = {
-        "type": "Split",
-        "behavior": "Isolated",
-        "invert": False,
-        "pattern": {"Regex": 3 * "[\u0600-\u07ff]*" + "[\uc000-\ud7ff]"},
-    }
-    split = json.loads(packed("qwen2"))["tokenizer"]["pre_tokenizer"]
-    looping = part(pre_tokenizer={"type": "Sequence", "pretokenizers": [slow, split]})
+    looping = slow_with("\u0600-\u07ff", "\uc000-\ud7ff")
     began_s = time.monotonic()
     with pytest.raises(ConfigurationError, match="the run's tokenizer cannot be used"):
         RunTokens(looping, read_limit_s=3.0)
     assert time.monotonic() - began_s < 60.0
     with pytest.raises(ConfigurationError, match="is not JSON"):
         RunTokens(b"{")
+
+
+def test_a_text_that_a_pattern_gives_up_on_is_told_in_one_line():
+    ours = Tokenizer(slow_with("\u30a0-\u30ff", "\uc000-\ud7ff"))
+    for cut in (ours.encode, ours.encode_marked, lambda text: ours.tokens_of_documents([text], 2)):
+        with pytest.raises(IntegrityError, match="gives up on a text"):
+            cut("\u30a2" * 1000)
+    assert ours.encode("a\u30a2")

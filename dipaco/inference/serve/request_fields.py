@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from dipaco.base.bounded_process import RefusedError
-from dipaco.inference.run_tokens import RunTokens
 from dipaco.routing.documents.chat_template import (
     ChatTemplate,
     SlowTemplateError,
     TemplateError,
 )
+from dipaco.routing.tokens.run_tokens import RunTokens
 
 from .api_error import ApiError
 

@@ -42,7 +42,8 @@ _MAX_TEMPLATE = 2**18
 # A code point that Unicode keeps out of texts that are exchanged.
 _SHIELD = "\ufdd0"
 # All replacements of a normalizer, or of a decoder, together make a text at most so many times as
-# long: each multiplies what those before it made, and a few would fill any memory.
+# long: each multiplies what those before it made, and a few would fill any memory. Normal forms
+# alone make it at most 18 times as long, once.
 _MAX_GROWTH = 16
 # What a tokenizer may lack: control characters, and what stands after the planes of Unicode that
 # are in use, a range for each first byte of UTF-8 there. No more is known to be missing anywhere.
@@ -197,11 +198,12 @@ class JsonPieces:
         """Return the run's tokens of each text; names of special tokens are text, and what the
         tokenizer lacks is left out."""
         texts = [self.writable(text) for text in texts]
-        if threads == 1:
-            found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
-        else:
-            encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
-            found = [encoding.ids for encoding in encoded]
+        with _cutting():
+            if threads == 1:
+                found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
+            else:
+                encoded = self._plain.encode_batch_fast(texts, add_special_tokens=False)
+                found = [encoding.ids for encoding in encoded]
         return [self.run_tokens(ids) for ids in found]
 
     def encode_marked(self, text: str, start: int = 0, end: int | None = None) -> list[int]:
@@ -222,7 +224,8 @@ class JsonPieces:
         gets_space = is_behind_special and not self._puts_space_at_start_alone
         tokenizer = self._marked if start == 0 or gets_space else self._going_on
         written = self.writable(text[start:end].replace(_SHIELD, ""))
-        found: list[int] = tokenizer.encode(written, add_special_tokens=False).ids
+        with _cutting():
+            found: list[int] = tokenizer.encode(written, add_special_tokens=False).ids
         return found
 
     def shielded(self, text: str) -> str:
@@ -428,12 +431,17 @@ def _load(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
 
 
 def _growth(pattern: Any, content: str) -> int:
-    """Return how many times as long a replacement makes a text at most."""
+    """Return how many times as long a replacement makes a text at most.
+
+    Lengths are those of the longest normal form: where one follows, it takes a letter apart into
+    up to 18, and each of them may be replaced again.
+    """
+    length = len(unicodedata.normalize("NFKD", content))
     replaced = pattern.get("String") if isinstance(pattern, Mapping) else pattern
     if isinstance(replaced, str) and replaced:
-        return max(1, math.ceil(len(content) / len(replaced)))
+        return max(1, math.ceil(length / len(replaced)))
     # A regular expression may match nothing, in front of each letter.
-    return 1 + len(content)
+    return 1 + length
 
 
 def _load_for_texts(tokenizer: Any, source: str) -> tokenizers.Tokenizer:
@@ -452,6 +460,19 @@ def _panics(source: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise IntegrityError(f"{source} is no tokenizer.json: {str(error)[:200]}") from None
+
+
+@contextmanager
+def _cutting() -> Iterator[None]:
+    """Do the same for a text that its patterns give up on, which is not quoted: it is somebody's.
+    The caller of `_panics` says more."""
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        reason = "the tokenizer of the run gives up on a text: a pattern of it tries too long"
+        raise IntegrityError(f"{reason}; leave out very long words, or tell the operator") from None
 
 
 def _listed_parts(part: Any, source: str) -> list[Mapping[str, Any]]:

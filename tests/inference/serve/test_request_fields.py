@@ -7,9 +7,9 @@ import pytest
 
 from dipaco.base.errors import ConfigurationError
 from dipaco.bootstrap.import_base import ImportedBase
-from dipaco.inference.run_tokens import RunTokens
 from dipaco.inference.serve.api_error import ApiError
 from dipaco.inference.serve.request_fields import RequestReader
+from dipaco.routing.tokens.run_tokens import RunTokens
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import tiny_tokenizer_bytes
 

@@ -9,9 +9,9 @@ from starlette.testclient import TestClient
 from transformers import AutoModelForCausalLM
 
 from dipaco.inference import export_command
-from dipaco.inference.run_tokens import RunTokens
 from dipaco.inference.sources import DiskSource, SourceSettings
 from dipaco.protocol.config import AdaptersConfig
+from dipaco.routing.tokens.run_tokens import RunTokens
 from support.programs.service import greedy_text, lively, run_with_adapters, service, trained_run
 from support.runs.chat_runs import asked_tokens
 from support.runs.foreign_base import HARD_TEXTS, SPECIAL_TEXTS

@@ -81,6 +81,15 @@ class RunTokens:
         return found
 
 
+def read_first(blob: bytes) -> None:
+    """Have a tokenizer of a run read in such a process, before this one reads it.
+
+    Raises ConfigurationError as `RunTokens` does.
+    """
+    if is_json(blob):
+        RunTokens(blob).close()
+
+
 def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[int]]]:
     """Read a tokenizer; return what `RunTokens` says of it, and what answers its methods."""
     data = base64.b64decode(blob)
