@@ -1,13 +1,13 @@
 """A run over a base says what transformers says on it, and its texts and answers end where the base's do."""
 
-import json
 import shutil
 
+import peft
 import pytest
 import safetensors.torch
 import torch
 from starlette.testclient import TestClient
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.inference.export.checkpoint import checkpoint_files, in_file_order, save_tensors
@@ -27,10 +27,12 @@ from dipaco.training.inner import InnerLoop
 from support.programs.service import greedy_text, service
 from support.runs.chat_runs import asked_tokens
 from support.runs.chat_templates import CHATML
-from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
+from support.runs.foreign_base import HARD_TEXTS, base_with_ends, make_foreign_base
 from support.runs.tiny_run import make_tiny_run
 
 CPU = torch.device("cpu")
+# How the card of a path calls the folder that it lies in.
+CARD_FOLDER = "."
 FAMILIES = ("llama", "smollm2", "qwen2", "qwen3")
 TEXT = "The city lies by the river."
 
@@ -39,11 +41,7 @@ class Pair:
     """A base in `folder`, as transformers has it and as a run has it."""
 
     def __init__(self, folder, family, final_norm=1.0, **config):
-        self.theirs = make_foreign_base(folder, family, **config)
-        if final_norm != 1:  # a frozen head of a random model makes no token likely
-            with torch.no_grad():
-                self.theirs.model.norm.weight.mul_(final_norm)
-            self.theirs.save_pretrained(folder, max_shard_size="30KB")
+        self.theirs = make_foreign_base(folder, family, final_norm, **config)
         self.auto = AutoTokenizer.from_pretrained(folder)
         self.base = ImportedBase(folder)
         self.tokenizer = Tokenizer(self.base.tokenizer)
@@ -135,20 +133,6 @@ def test_an_end_of_a_fifth_is_learned_as_a_fifth_and_exported_so(family, tied, t
 # -- ends of answers
 
 
-def base_with_ends(folder, stated, template=CHATML):
-    """Write a Qwen 2 to `folder` as its base models are: a text ends with <|endoftext|>, a turn of its template with
-    <|im_end|>. `stated` are the ends by its generation_config.json."""
-    make_foreign_base(folder, "qwen2", tie_word_embeddings=False)
-    auto = AutoTokenizer.from_pretrained(folder)
-    numbers = auto.convert_tokens_to_ids(stated)
-    for name, changes in {
-        "tokenizer_config.json": {"eos_token": "<|endoftext|>", "chat_template": template},
-        "generation_config.json": {"eos_token_id": numbers if len(numbers) > 1 else numbers[0]},
-    }.items():
-        content = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**content, **changes}))
-
-
 def names(tokenizer, tokens):
     return {tokenizer._pieces._marked.id_to_token(tokenizer.number_of_token(token)) for token in tokens}
 
@@ -227,6 +211,17 @@ def test_an_answer_ends_alike_everywhere(tmp_path):
     )
     numbers = found[0, asked.input_ids.shape[1] :].tolist()
     assert tokenizer.tokens_of_numbers(numbers) == [*made[:length], end]
+
+    # The base alone goes on behind the end of a turn, so an adapter for it says what ends an answer.
+    adapter = tmp_path / "adapter"
+    Exporter(source, ExportForm("peft", "float32", is_adapter=True, base="base")).write_path(0, adapter)
+    asked_base = AutoModelForCausalLM.from_pretrained(base)
+    asked_base.generation_config = GenerationConfig.from_pretrained(adapter)
+    found = peft.PeftModel.from_pretrained(asked_base, adapter).generate(**asked, max_new_tokens=12, do_sample=False)
+    assert found[0, asked.input_ids.shape[1] :].tolist() == numbers
+    card = (adapter / "README.md").read_text()
+    assert f'GenerationConfig.from_pretrained("{CARD_FOLDER}")' in card
+    assert f"--generation-config {CARD_FOLDER}" in card
 
     with service(source) as route, TestClient(route.application()) as client:
         body = {"messages": chat, "model": "path-0", "temperature": 0, "max_completion_tokens": 12}

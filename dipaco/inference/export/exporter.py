@@ -22,13 +22,19 @@ from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .adapter_gguf import adapter_modelfile, write_adapter_gguf
 from .adapter_peft import write_peft
-from .checkpoint import checkpoint_files, in_file_order, save_tensors, write_index
+from .checkpoint import (
+    GENERATION_FILE,
+    checkpoint_files,
+    in_file_order,
+    save_tensors,
+    write_index,
+)
 from .export_folder import note_of, read_note, whole_folder
 from .form import ExportForm
 from .model_card import model_card
 from .path_gguf import GGUF_TYPES, check_gguf, gguf_name, modelfile, write_gguf
 from .rounding import Rounding, RoundingMeter
-from .tokenizer_files import file_rows
+from .tokenizer_files import ends_unsaid_by_base, file_rows, generation_settings, json_bytes
 
 
 class Exporter:
@@ -92,6 +98,9 @@ class Exporter:
         if self.form.format == "peft":
             assert self.form.base is not None
             write_peft(tensors, self._alpha, self.form.base, folder, self.dtype)
+            if ends_unsaid_by_base(self.tokenizer):
+                settings = json_bytes(generation_settings(self.tokenizer))
+                (folder / GENERATION_FILE).write_bytes(settings)
             return None
         for name, content in checkpoint_files(self._plan.model, self.tokenizer, self.dtype).items():
             (folder / name).write_bytes(content)

@@ -21,7 +21,12 @@ from .adapter_peft import written_rank
 from .form import ExportForm
 from .path_gguf import GGUF_TYPES, gguf_name, ollama_name
 from .rounding import Rounding
-from .tokenizer_files import file_rows, lack_of_transformers, names_are_text
+from .tokenizer_files import (
+    ends_unsaid_by_base,
+    file_rows,
+    lack_of_transformers,
+    names_are_text,
+)
 
 TEMPLATE = Path(__file__).with_name("model_card.jinja")
 # Widths of heads that vLLM's attention has kernels for by its sources, on GPUs and CPUs alike.
@@ -75,6 +80,7 @@ def model_card(
         largest_rank=max(16, written_rank(adapters.rank)) if adapters else None,
         chats=source.shard_index().marked,
         names_are_text=names_are_text(tokenizer),
+        has_own_ends=form.format == "peft" and bool(ends_unsaid_by_base(tokenizer)),
         lack=None if form.is_adapter else lack_of_transformers(tokenizer),
         vllm=model.width_of_head in _HEADS_OF_VLLM,
         path=path,

@@ -71,14 +71,11 @@ def special_numbers(tokenizer: bytes) -> dict[str, Any]:
 def generation_settings(tokenizer: bytes) -> dict[str, Any]:
     """Return the content of `generation_config.json`: that of the base, or as `dipaco-generate`."""
     if is_json(tokenizer):
-        pieces = json_pieces(tokenizer)
-        said = pieces.origin.generation or pieces.origin.numbers
+        origin = json_pieces(tokenizer).origin
+        said = origin.generation or origin.numbers
         settings = said.model_dump(mode="json", exclude_none=True)
-        ends, stated = {*map(pieces.file_number, pieces.ends)}, settings.get("eos_token_id", [])
-        known = {*stated} if isinstance(stated, list) else {stated}
-        if not ends <= known:
-            # What the base's template writes behind an answer ends it here too.
-            settings["eos_token_id"] = sorted(ends | known)
+        if unsaid := ends_unsaid_by_base(tokenizer):
+            settings["eos_token_id"] = sorted(unsaid | _stated_ends(settings))
         return settings
     return {
         **special_numbers(tokenizer),
@@ -88,6 +85,22 @@ def generation_settings(tokenizer: bytes) -> dict[str, Any]:
         # As in dipaco-generate: pieces that are never part of a text are never chosen.
         "suppress_tokens": [UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN],
     }
+
+
+def ends_unsaid_by_base(tokenizer: bytes) -> set[int]:
+    """Return what ends an answer of the run, and its base's files do not say so: what the chat
+    template writes behind an answer. Whoever loads the base has to be told."""
+    if not is_json(tokenizer):
+        return set()
+    pieces = json_pieces(tokenizer)
+    said = pieces.origin.generation or pieces.origin.numbers
+    return {*map(pieces.file_number, pieces.ends)} - _stated_ends(said.model_dump())
+
+
+def _stated_ends(settings: Mapping[str, Any]) -> set[int]:
+    stated = settings.get("eos_token_id")
+    listed = stated if isinstance(stated, list) else [stated]
+    return {number for number in listed if number is not None}
 
 
 def names_are_text(tokenizer: bytes) -> bool:

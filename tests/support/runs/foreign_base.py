@@ -31,6 +31,7 @@ from transformers import (
     SmolLM3ForCausalLM,
 )
 
+from .chat_templates import CHATML
 from .tiny_run import tiny_documents
 
 # Of the families that transformers computes: model, configuration, and what is its own.
@@ -197,8 +198,9 @@ def without_bytes(tokenizer, *lacking):
     return tokenizers.Tokenizer.from_str(json.dumps(content))
 
 
-def make_foreign_base(folder, family, **config):
-    """Write a checkpoint of a `family` to `folder`, in several files; return its model."""
+def make_foreign_base(folder, family, final_norm=1.0, **config):
+    """Write a checkpoint of a `family` to `folder`, in several files; return its model. A frozen head of a random
+    model makes no token likely, unless a greater `final_norm` does."""
     tokenizer, settings = foreign_tokenizer(family)
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -238,6 +240,7 @@ def make_foreign_base(folder, family, **config):
         for parameter in model.parameters():
             if parameter.ndim < 2:
                 parameter.add_(0.3 * torch.randn_like(parameter))
+        model.model.norm.weight.mul_(final_norm)
     if family != "llama":
         numbers = {"bos_token_id": special[0], "eos_token_id": special[1]}
         model.generation_config.update(**numbers, pad_token_id=special[1], temperature=0.6)
@@ -245,6 +248,20 @@ def make_foreign_base(folder, family, **config):
         model.config.update({**numbers, "pad_token_id": special[1]})
     model.eval().save_pretrained(folder, max_shard_size="30KB")
     return model
+
+
+def base_with_ends(folder, stated, template=CHATML, **config):
+    """Write a Qwen 2 to `folder` as its base models are: a text ends with <|endoftext|>, a turn of its template with
+    <|im_end|>. `stated` are the ends by its generation_config.json."""
+    make_foreign_base(folder, "qwen2", tie_word_embeddings=False, **config)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    numbers = [tokenizer.token_to_id(name) for name in stated]
+    for name, changes in {
+        "tokenizer_config.json": {"eos_token": "<|endoftext|>", "chat_template": template},
+        "generation_config.json": {"eos_token_id": numbers if len(numbers) > 1 else numbers[0]},
+    }.items():
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, **changes}))
 
 
 def random_model(kind, config):
