@@ -85,6 +85,7 @@ pythons:
 	for python in python3.11 python3.12 python3.13 python3.14; do \
 		if $$python -c '' 2>/dev/null; then \
 			$(MAKE) unit PYTHON=$$python VENV=build/$$python || exit 1; \
+			rm -rf build/$$python; \
 		fi \
 	done
 

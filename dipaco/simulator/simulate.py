@@ -124,15 +124,20 @@ def _run_dense(
     output: RunFolder | None,
     printer: RoundPrinter | None,
 ) -> None:
-    result = train_dense(
-        source,
-        settings.dense_steps,
-        device=choose_device(settings.device)[0],
-        optimizer=settings.optimizer,
-        learning_rate=settings.dense_rate,
-        validation_sequences=settings.validation_sequences,
-        on_step=printer.dense_step(settings.dense_steps) if printer else None,
-    )
+    try:
+        result = train_dense(
+            source,
+            settings.dense_steps,
+            device=choose_device(settings.device)[0],
+            optimizer=settings.optimizer,
+            learning_rate=settings.dense_rate,
+            validation_sequences=settings.validation_sequences,
+            on_step=printer.dense_step(settings.dense_steps) if printer else None,
+        )
+    except KeyboardInterrupt:
+        kept = f"; {_where(output)}" if output is not None and settings.rounds else ""
+        say(f"the dense baseline was interrupted, and nothing of it is kept{kept}")
+        raise
     file: Path | None = None
     if output is not None:
         file = output.path / "dense.safetensors"

@@ -7,6 +7,7 @@ import pytest
 from dipaco.base.errors import ConfigurationError
 from dipaco.modules.layout import layout_of
 from dipaco.routing.run_folder import RunFolder
+from dipaco.simulator import simulate as simulate_module
 from dipaco.simulator import simulate_command
 from dipaco.simulator.reference import ReferenceSwarm
 from support.runs.tiny_run import make_tiny_run
@@ -59,6 +60,20 @@ def test_a_simulation_that_is_interrupted_keeps_the_rounds_that_ended(tmp_path, 
     assert "already holds trained states" in capsys.readouterr().err
     assert simulate_command.main([*arguments[:-1], str(tmp_path / "other")]) == INTERRUPTED
     assert "ended after 0 of 3 rounds, and nothing is kept" in capsys.readouterr().err
+
+
+def test_an_interrupted_baseline_says_what_is_kept(tmp_path, shared_run, capsys, monkeypatch):
+    def train_dense(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate_module, "train_dense", train_dense)
+    arguments = [str(shared_run.path), "--threads", "1", "--dense-steps", "3", "--json"]
+    out = ["--out", str(tmp_path / "out"), "--validation-sequences", "0"]
+    assert simulate_command.main([*arguments, *out]) == INTERRUPTED
+    said = capsys.readouterr().err
+    assert f"nothing of it is kept; the states are in {tmp_path / 'out'}" in said
+    assert simulate_command.main([*arguments, "--rounds", "0"]) == INTERRUPTED
+    assert capsys.readouterr().err.endswith("nothing of it is kept\n")
 
 
 def test_the_human_output_names_rounds_paths_and_modules(tmp_path, shared_run, capsys):
