@@ -111,7 +111,11 @@ def _corpus_of(settings: PeerSettings) -> CorpusConfig:
 def _routed_line(found: OwnTexts) -> str:
     by_path = sorted(found.documents.items(), key=lambda entry: (-entry[1], entry[0]))
     paths = ", ".join(f"{count:,} for path {path}" for path, count in by_path)
-    return f"your texts: {paths}; {found.held_out_documents:,} more are held out"
+    said = f"your texts: {paths}; {found.held_out_documents:,} more are held out"
+    left_out = found.left_out_chats
+    if left_out:
+        said += f"; {left_out:,} chat{'s' * (left_out > 1)} left out, with nothing to learn"
+    return said
 
 
 def forget_texts(cache_folder: Path) -> str:

@@ -67,6 +67,8 @@ class _Made(Config):
     key: str
     """A hash of what the rows were made of: which files, whose tokenizer and router."""
     paths: tuple[PathSummary, ...]
+    left_out: int
+    """Chats in which nothing is to be learned."""
 
 
 @dataclass
@@ -88,6 +90,7 @@ class OwnTexts:
         self.sequences = {s.path: s.sequences for s in made.paths if s.sequences}
         """How much these are: documents differ in length."""
         self.held_out_documents = sum(summary.held_out_documents for summary in made.paths)
+        self.left_out_chats = made.left_out
         self._places = _read_places(folder / "places.json")
 
     def held_out(self, path: int) -> torch.Tensor:
@@ -169,8 +172,8 @@ def open_own_texts(
         made = _read_made(folder / "made.json")
         if made is None or made.key != key:
             _make_private(folder)
-            paths = _build(folder, shape, corpus, plan, router(), progress)
-            made = _Made(key=key, paths=paths)
+            paths, left_out = _build(folder, shape, corpus, plan, router(), progress)
+            made = _Made(key=key, paths=paths, left_out=left_out)
             _finish(folder, made)
     return OwnTexts(plan, folder, shape, made)
 
@@ -211,8 +214,9 @@ def _build(
     plan: RunPlan,
     router: DocumentRouter,
     progress: Callable[[str, int], None],
-) -> tuple[PathSummary, ...]:
-    """Tokenise and route all documents; returns what there is of each path."""
+) -> tuple[tuple[PathSummary, ...], int]:
+    """Tokenise and route all documents; returns what there is of each path, and how many chats were
+    left out."""
     if shape.marked and router.tokenizer.chat_template is None:
         raise ConfigurationError("these are chats, and this run has no chat template; give texts")
     prefix_tokens = shape.prefix_tokens if shape.marked else None
@@ -242,16 +246,17 @@ def _build(
         train_paths=plan.routing.train_paths,
         chunk_documents=_DOCUMENTS_AT_ONCE,
     )
+    both = TokenCorpus(tokens / "train", size), TokenCorpus(tokens / "validation", size)
     rows.build(
-        TokenCorpus(tokens / "train", size),
-        TokenCorpus(tokens / "validation", size),
+        *both,
         route,
         progress=lambda done, total: progress("documents routed", done),
     )
     paths = rows.summaries()
     if not any(summary.sequences for summary in paths):
         raise CorpusError("none of these documents can be trained on; a tenth is held out")
-    return paths
+    # Why is not said: a template's complaint may quote the chat.
+    return paths, sum(out.chats for corpus in both for out in corpus.left_out.values())
 
 
 def _encoded(

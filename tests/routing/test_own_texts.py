@@ -10,6 +10,10 @@ from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.routing.batches import BatchStream
 from dipaco.routing.documents.corpus import CorpusConfig, Document, is_held_out
 from dipaco.routing.own_texts import HELD_OUT_FRACTION, open_own_texts
+from dipaco.routing.run_folder import RunFolder
+from support.runs.chat_runs import chat_rows, write_chats
+from support.runs.chat_templates import CHATML
+from support.runs.prepared_run import on_cpu, prepare
 from support.runs.tiny_run import make_tiny_run, tiny_documents
 
 
@@ -155,9 +159,10 @@ def test_what_is_wrong_with_a_document_is_said_without_a_word_of_it(owner):
         with pytest.raises(CorpusError) as complaint:
             owner.open()
         assert secret not in str(complaint.value)
-    owner.file.write_text(json.dumps({"body": secret}))
-    with pytest.raises(CorpusError, match="--text-field"):
+    owner.file.write_text(json.dumps({secret: secret}))
+    with pytest.raises(CorpusError, match="no field 'text'; name the one") as complaint:
         owner.open()
+    assert secret not in str(complaint.value)
 
 
 def test_texts_of_which_nothing_is_left_to_train_on_are_refused(owner):
@@ -170,3 +175,16 @@ def test_chats_need_a_run_with_a_chat_template(owner):
     owner.file.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     with pytest.raises(ConfigurationError, match="no chat template"):
         owner.open()
+
+
+def test_of_chats_the_answers_are_learned_and_those_without_one_are_counted(tmp_path):
+    rows = chat_rows(10)
+    prepare(write_chats(tmp_path, rows, CHATML), tmp_path / "out", on_cpu())
+    owner = Owner(RunFolder(tmp_path / "out"), tmp_path)
+    asked = [{"messages": row["messages"][:2]} for row in rows[:3]]
+    owner.file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *asked]))
+    own = owner.open()
+    assert own.left_out_chats == 3
+    assert sum(own.documents.values()) + own.held_out_documents == len(rows)
+    batch = own.stream(next(iter(own.documents)), None).batch(0)
+    assert 0 < (batch < 0).sum() < batch.numel(), "some tokens are only read"

@@ -34,7 +34,7 @@ class MemberSettings:
     follows: bool = True
     """Move to a successor of the run."""
     own_texts: Mapping[int, int] = field(default_factory=dict)
-    """Sequences of the owner's texts by path, if the peer trains on them: it trains these paths only."""
+    """Sequences of the owner's texts by path, if the peer trains on them: it trains no other."""
 
     @property
     def obeys_owner(self) -> bool:

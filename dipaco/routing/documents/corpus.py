@@ -21,7 +21,7 @@ from dipaco.protocol.config import Config
 from .chats import CHAT_KEYS, FORMS_SAID, Chat, chat_content, is_chat, read_chat, says_nothing
 from .corpus_files import identity_of, matched_files
 from .hub import hub_rows
-from .quoting import quoted
+from .quoting import is_quoted, quoted
 from .rows import Row, form_of, rows_of
 
 Part = Literal["train", "validation"]
@@ -363,6 +363,12 @@ def _check_fields(
         field = getattr(config, option)
         if field is None or field in names:
             continue
+        if not is_quoted():
+            # A file may have what its owner wrote where others have names.
+            raise CorpusError(
+                f"{source} has no field '{field}'; name the one that holds the text with "
+                f"--{option.replace('_', '-')}"
+            )
         guess = nearest_name(field, names) or (next(iter(names)) if len(names) == 1 else "...")
         remedy = f"Write {option} = '{guess}' under [data] (or give --{option.replace('_', '-')})"
         if option == "text_field":

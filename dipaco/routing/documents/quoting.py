@@ -24,6 +24,11 @@ def nothing_quoted() -> Iterator[None]:
         _IS_HIDDEN.reset(token)
 
 
+def is_quoted() -> bool:
+    """Tell whether complaints may show something of documents, names of their fields included."""
+    return not _IS_HIDDEN.get()
+
+
 def quoted(text: str, characters: int = SHOWN_CHARACTERS) -> str:
     """Return how a complaint shows a part of a document."""
-    return "(not shown)" if _IS_HIDDEN.get() else text[:characters]
+    return text[:characters] if is_quoted() else "(not shown)"
