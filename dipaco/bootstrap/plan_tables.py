@@ -83,7 +83,7 @@ def _table(title: str, *columns: str) -> Table:
 
 def _levels(figures: PlanFigures) -> Table:
     table = _table(
-        "Modules", "level", "modules", "paths each", "trainers", "parameters", "state", "of a path"
+        "Modules", "level", "modules", "paths each", "trainers", "parameters", "state", "holds"
     )
     for level in figures.levels:
         table.add_row(
