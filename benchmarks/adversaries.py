@@ -212,20 +212,23 @@ class AdversaryWorld(World):
         }
 
     def _agreed(self, honest: list[Member]) -> bool:
-        """Tell whether all stood on one state of each module before the last round.
+        """Tell whether all stood on one state of each module, at the last version that all had.
 
-        They leave right behind the last one, in which two steps may still be on their way.
+        They leave right behind the last round, in which a step may still be on its way.
         """
-        held: dict[str, set[str]] = {}
+        held: dict[str, list[dict[int, str]]] = {}
         for peer in honest:
             mine: dict[str, dict[int, str]] = {}
             for event in peer.read():
                 if event["event"] in ("outer_step", "adopt"):
                     mine.setdefault(event["module"], {})[event["version"]] = event["digest"]
             for module, digests in mine.items():
-                before = [version for version in digests if version < self.chosen.rounds]
-                held.setdefault(module, set()).add(digests[max(before)] if before else "")
-        return all(len(digests) == 1 for digests in held.values())
+                held.setdefault(module, []).append(digests)
+        for digests in held.values():
+            common = set.intersection(*map(set, digests))
+            if not common or len({of[max(common)] for of in digests}) > 1:
+                return False
+        return True
 
 
 def main() -> int:
@@ -241,10 +244,16 @@ def main() -> int:
             for each in ("", kind) if mean not in clean else (kind,):
                 folder = (chosen.out or scratch) / f"{each or 'clean'}-{mean}"
                 world = AdversaryWorld(folder, chosen, each, mean)
-                with world.swarm:
-                    found = world.live()
+                try:
+                    with world.swarm:
+                        found = world.live()
+                except AssertionError as error:
+                    broken.append(f"{each or 'clean'}, {mean}: {str(error).partition(chr(10))[0]}")
+                    continue
                 clean.setdefault(mean, found["perplexity"])
-                found["of the clean perplexity"] = ratio(found["perplexity"], clean[mean])
+                found["of the clean perplexity"] = ratio(
+                    found["perplexity"], clean.get(mean, math.nan)
+                )
                 name = f"{each or 'clean'}, {mean}"
                 report.add(name, found)
                 print(f"{name}: {json.dumps(found)}", file=sys.stderr, flush=True)

@@ -35,8 +35,10 @@ from .device import all_finite, own_pages
 from .state import MAX_COUNT, ModuleState, PathProgress
 from .trimmed_mean import fp32
 
-# How far a replica may outweigh the median one of its path, and the usual step of that path.
-MAX_OF_MEDIAN, MAX_OF_USUAL = 4, 2
+# A path grows by at most so many times its usual step, and a replica counts at most so many times
+# that, or the median one. With 4 times the median one, a replica that trained nothing cost 2.2 nats
+# and not 0.8 (docs/results/attacks.md); with once, machines of a tenth of the speed cost 0.18.
+MAX_OF_USUAL = 2
 # By how much of itself a module's usual norm moves in a step at most, and what it is at least, as a
 # share of the norm of the parameters.
 MAX_MOVE, LEAST_USUAL_NORM = 1 / 16, 1 / 128
@@ -172,15 +174,15 @@ class OuterRule:
 
         A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
         within the group), or the same for all paths. Replicas of a path split its share by
-        tokens, of which each counts `MAX_OF_MEDIAN` times the median of the replicas at
-        most, or `MAX_OF_USUAL` times the path's usual tokens if that is more: a lie takes
-        four fifths from one honest replica. Raises ValueError when a contributing path has no
+        tokens, of which each counts `MAX_OF_USUAL` times the lower median of the replicas at most,
+        or as many times the path's usual tokens if that is more: a lie takes two thirds from one
+        honest replica, and half from two. Raises ValueError when a contributing path has no
         sequences.
         """
         usual = {path: entry.usual for path, entry in (progress or {}).items()}
         of_path = _tokens_of_paths(rows)
         most = {
-            path: max(MAX_OF_MEDIAN * _lower_median(tokens), MAX_OF_USUAL * usual.get(path, 0))
+            path: MAX_OF_USUAL * max(_lower_median(tokens), usual.get(path, 0))
             for path, tokens in of_path.items()
         }
         counted = [min(row.tokens, most[row.path]) for row in rows]

@@ -138,22 +138,22 @@ def test_weights_follow_shards_then_tokens(rows, sizes, by_shard):
     assert math.fsum(weights) == pytest.approx(1, rel=1e-14)
 
 
-def test_a_lie_takes_four_fifths_of_a_path_from_one_honest_replica():
-    """Of two honest ones it takes two thirds; other paths lose nothing."""
+def test_a_lie_takes_two_thirds_of_a_path_from_one_honest_replica():
+    """Of two honest ones it takes half; other paths lose nothing."""
     rule = rule_of(shard_sequences={0: 30, 1: 10})
     one = canonical_rows([OuterRow(0, "a", 1000), OuterRow(0, "z", 10**12)])
-    assert rule.weights(one) == pytest.approx((0.2, 0.8))
-    assert rule.weights((*one, OuterRow(1, "o", 10))) == pytest.approx((0.15, 0.6, 0.25))
+    assert rule.weights(one) == pytest.approx((1 / 3, 2 / 3))
+    assert rule.weights((*one, OuterRow(1, "o", 10))) == pytest.approx((0.25, 0.5, 0.25))
     # Twice the usual tokens of the path are believed, if that is more.
     assert rule.weights(one, usually({0: 3000})) == pytest.approx((1 / 7, 6 / 7))
     two = canonical_rows([*one, OuterRow(0, "b", 1000)])
-    assert rule.weights(two) == pytest.approx((1 / 6, 1 / 6, 2 / 3))
+    assert rule.weights(two) == pytest.approx((1 / 4, 1 / 4, 1 / 2))
 
 
 def test_a_replica_that_has_just_come_takes_nothing_from_one_with_a_usual_round():
     rows = canonical_rows([OuterRow(0, "a", 200_000), OuterRow(0, "new", 1000)])
     rule = PLAIN
-    assert rule.weights(rows) == pytest.approx((0.8, 0.2))
+    assert rule.weights(rows) == pytest.approx((2 / 3, 1 / 3))
     counted = rule.weights(rows, usually({0: 150_000}))
     assert counted == pytest.approx((200 / 201, 1 / 201))
 
