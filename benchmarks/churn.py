@@ -7,7 +7,6 @@
     python benchmarks/churn.py --scene calm --peers 6 --closed 4 --round-s 20      # peers at home
     python benchmarks/churn.py --scene calm --peers 5 --mbps 2 --round-s 20        # on slow lines
     python benchmarks/churn.py --scene split --peers 6 --rounds 10 --round-s 12
-    python benchmarks/churn.py --scene accidents [--only NAME ...]    # one machine fails
 
 Real `dipaco-peer` processes train a tiny run of four paths (2x2) by the clock. In the scene *churn*
 every peer has a mean life of five rounds; then it gets SIGKILL, or SIGINT (a clean leave), or
@@ -18,7 +17,7 @@ With --bootstrap-dies the bootstrap node is killed when two fifths are over; new
 a peer, until after three fifths another one comes. With --clocks-off-s the clock of every peer's
 machine is off by up to so many seconds. Nothing happens to the first --elders peers. In *calm*
 nothing happens. In *split* a cable between a third of the peers and the others is cut for --rounds
-rounds. What can happen in *accidents* is in `parts/accidents.py`.
+rounds.
 
 The languages of the four paths are made up and share no words, so paths that share a module pull
 it apart as hard as they can. Peers refuse what others made of a module without them when it wrecks
@@ -57,7 +56,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parts import accidents
 from parts.common import Report, build_parser, ratio, scratch_folder
 from parts.home_lines import can_make_homes, homes
 from parts.lives import (
@@ -74,7 +72,7 @@ from parts.lives import (
 from parts.world import World, add_options
 from support.wire.split_network import SplitNetwork, can_split, split_network
 
-SCENES = ("churn", "calm", "split", "accidents")
+SCENES = ("churn", "calm", "split")
 LEAST_SHARE = 0.93
 MAX_RATIO = 1.03
 # A peer that has not begun to train after so many rounds counts as one that does not.
@@ -94,7 +92,6 @@ def options() -> Namespace:
     parser.add_argument("--clocks-off-s", type=float, default=0.0, help="up to so much (0)")
     parser.add_argument("--no-calm", action="store_true", help="no calm run beside it")
     parser.add_argument("--bootstrap-dies", action="store_true", help="and another comes")
-    parser.add_argument("--only", nargs="*", default=[], metavar="NAME", help="these accidents")
     add_options(parser, round_s=8.0, step_s=0.1)
     chosen = parser.parse_args()
     homes_needed = chosen.closed or chosen.mbps
@@ -312,8 +309,6 @@ def main() -> int:
     report = Report(f"churn, {chosen.scene}", **{name: vars(chosen)[name] for name in told})
     with scratch_folder() as scratch:
         folder = chosen.out or scratch
-        if chosen.scene == "accidents":
-            return report.conclude(chosen, accidents.play(report, chosen, folder))
         faults = schedule(chosen.peers, chosen.rounds, chosen.seed, chosen.elders)
         faults = faults if chosen.scene == "churn" else []
         counts, found = live(folder / chosen.scene, chosen, faults)

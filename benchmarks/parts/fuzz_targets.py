@@ -49,8 +49,8 @@ from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import KINDS, parse_record, parse_subkey, record_key, record_subkey
 from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.token_files import check_tokens, open_tokens
-from dipaco.routing.tokens.tokenizer import Tokenizer
 
 from .mutations import Spelling
 
@@ -258,7 +258,7 @@ def _of_files(run: RunFolder, folder: Path) -> dict[str, Target]:
         ),
         "tokenizer": Target(
             [blobs.read(plan.blobs.tokenizer)],
-            lambda data: Tokenizer(data).encode("a few words, 12 and ü"),
+            lambda data: read_tokenizer(data).encode("a few words, 12 and ü"),
             (DipacoError,),
         ),
         "token file": Target(

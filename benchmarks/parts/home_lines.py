@@ -64,18 +64,6 @@ class Homes:
         counted = json.loads(_run(*command))[0]["stats64"]
         return int(counted["rx"]["bytes"]), int(counted["tx"]["bytes"])
 
-    def go_offline(self, site: int) -> None:
-        """Take the network from an open site: its cable is pulled, and its address is gone."""
-        _run("ip", "-n", self.peers[site], "link", "set", "eth0", "down")
-        _run("ip", "-n", self.peers[site], "addr", "flush", "dev", "eth0")
-
-    def come_back(self, site: int, host: int) -> None:
-        """Give an open site a network again, with another address: `host` is its last number."""
-        net, peer = f"45.10.{site}", self.peers[site]
-        _run("ip", "-n", peer, "addr", "add", f"{net}.{host}/24", "dev", "eth0")
-        _run("ip", "-n", peer, "link", "set", "eth0", "up")
-        _run("ip", "-n", peer, "route", "add", "default", "via", f"{net}.1")
-
     def _namespace(self, name: str) -> str:
         made = f"{self._mark}-{name}"
         _run("ip", "netns", "add", made)

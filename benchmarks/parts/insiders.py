@@ -237,7 +237,8 @@ class FalseDigests(Insider):
                         reachable="direct",
                         held=held,
                     )
-                    if not directory.publish("modules", record.module, record, ANNOUNCED_FOR_S):
+                    said = directory.entry("modules", record.module, record, ANNOUNCED_FOR_S)
+                    if not directory.store([said]):
                         print(f"{peer}: nobody stores what it announces", flush=True)
         finally:
             self.later(ANNOUNCED_S, self._announce)

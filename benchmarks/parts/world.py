@@ -133,7 +133,7 @@ class World:
         serve = [*prefix, str(BIN / "dipaco-bootstrap"), "serve", str(folder)]
         return self.swarm._add(name, [*serve, "--host-maddrs", str(listens), *more])
 
-    def start(self, slot: int, name: str | None = None, *, program=None, more=()) -> Member:
+    def start(self, slot: int, name: str | None = None, *, more=()) -> Member:
         """Start the peer of a slot: one that was never there, or one of a name."""
         if name is None:
             name = f"peer{self._names}"
@@ -144,7 +144,7 @@ class World:
         peer = self.swarm._add(
             name,
             [
-                *prefix, *(program or self.program(name)), "--initial-peers", self.entry,
+                *prefix, *self.program(name), "--initial-peers", self.entry,
                 "--threads", "1", "--nice", "0", *listen,
                 "--cache-dir", str(self.folder / f"{name}-cache"), *more,
             ],

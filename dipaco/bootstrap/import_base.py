@@ -44,7 +44,7 @@ from dipaco.routing.tokens.chat_tokens import SPECIAL_NAMES, turn_end
 from dipaco.routing.tokens.tokenizer_json import (
     SPLITS_SPECIAL,
     GenerationSettings,
-    JsonPieces,
+    JsonTokenizer,
     SpecialNumbers,
     pack_tokenizer,
     with_added_tokens,
@@ -306,7 +306,7 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         splits_special=splits,
         turn_end=turn_end_name,
     )  # fmt: skip
-    pieces = JsonPieces(model, str(file))
+    pieces = JsonTokenizer(model, str(file))
     numbers = pieces.file_order(pieces.vocabulary_size).tolist()
     return NumberedTokenizer(model, tuple(n if n < rows else None for n in numbers))
 

@@ -150,16 +150,9 @@ class Directory:
 
     # -- writing
 
-    def publish(self, kind: str, item: str, record: Record | None, life_s: float) -> bool:
-        """Store a record under a module, a bucket or a blob; None withdraws what was said there."""
-        return self.store([self.entry(kind, item, record, life_s)])
-
-    def publish_manifest(self, envelope: bytes, life_s: float) -> bool:
-        """Store a run's manifest again; any peer may, since it certifies itself."""
-        return self.store([self.manifest_entry(envelope, life_s)])
-
     def entry(self, kind: str, item: str, record: Record | None, life_s: float) -> Entry | None:
-        """Return what is to be stored, None where the same stands there and is hardly older.
+        """Return what is to be stored under a module, a bucket or a blob, None where the same
+        stands there and is hardly older. A record that is None withdraws what was said there.
 
         What is withdrawn is overwritten by nothing, which ends a moment later than it did.
         """
@@ -183,7 +176,7 @@ class Directory:
 
     def manifest_entry(self, envelope: bytes, life_s: float) -> Entry:
         """Return what is to be stored of a manifest, also that of another run than the
-        directory's: one that this one succeeds."""
+        directory's: one that this one succeeds. Any peer may store it: it certifies itself."""
         subkey = record_subkey("manifests", *run_and_operator(envelope), b"")
         life_s = min(life_s, KINDS["manifests"].max_life_s)
         return self._entry((MANIFESTS_KEY, subkey), envelope, life_s)

@@ -46,6 +46,7 @@ from dipaco.protocol.manifest import MANIFEST_FILE
 from dipaco.protocol.plan import PathShard, RunPlan, ShardIndex
 from dipaco.routing.routers.document_routing import DocumentRouter
 from dipaco.routing.routers.kinds import Router, load_router
+from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.token_files import open_tokens
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
@@ -194,7 +195,7 @@ class RunFolder:
 
     def tokenizer(self, plan: RunPlan) -> Tokenizer:
         """Return the tokenizer. Raises IntegrityError if it has more pieces than the model."""
-        tokenizer = Tokenizer(self.blobs.read(plan.blobs.tokenizer))
+        tokenizer = read_tokenizer(self.blobs.read(plan.blobs.tokenizer))
         if tokenizer.vocabulary_size > plan.model.vocabulary_size:
             raise IntegrityError(
                 f"the tokenizer of {self.path} has {tokenizer.vocabulary_size} pieces, the model "

@@ -18,7 +18,7 @@ from dipaco.bootstrap.run_config import load_run_config
 from dipaco.inference import export_command
 from dipaco.inference.sources import DiskSource, assemble_path
 from dipaco.protocol.config import ModelFields
-from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.foreign_base import HARD_TEXTS, make_foreign_base
 from support.runs.prepared_run import CPU, on_cpu, prepare, write_run
@@ -78,7 +78,7 @@ def test_a_path_goes_back_to_its_family(trained):
     base = AutoTokenizer.from_pretrained(trained / "base")
     assert type(theirs) is type(AutoModelForCausalLM.from_pretrained(trained / "base"))
     ours = source.tokenizer()
-    pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
+    pieces = JsonTokenizer(source.blob(source.plan.blobs.tokenizer), "it")
     order = torch.from_numpy(pieces.file_order(source.plan.model.vocabulary_size))
     for text in HARD_TEXTS:
         ids = auto(text).input_ids

@@ -18,7 +18,7 @@ from dipaco.inference.export.form import ExportForm
 from dipaco.inference.sources import DiskSource, SourceSettings, assemble_path
 from dipaco.routing.documents.corpus import corpus_files
 from dipaco.routing.run_folder import RunFolder
-from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.simulator import simulate_command as simulator_cli
 from support.runs.prepared_run import on_cpu, prepare, write_run
 from support.runs.tiny_run import make_tiny_run, tiny_documents
@@ -212,7 +212,7 @@ def test_tokens_that_were_added_to_a_sentencepiece_model(exported, tmp_path):
     run, plan = prepared(tmp_path)
     ours = run.tokenizer(plan)
     assert ours.vocabulary_size == plan.model.vocabulary_size == 324
-    assert ours.special_names()[2] == "<|im_end|>"
+    assert ours.special_names[2] == "<|im_end|>"
     assert ours.chat_template == tokenizer.chat_template
     source = DiskSource(run.path, SourceSettings(allow_genesis=True))
     Exporter(source, ExportForm()).write_path(0, tmp_path / "back")
@@ -241,7 +241,7 @@ def test_special_pieces_elsewhere_are_moved(tmp_path):
     numbered = number_pieces(file.read_bytes(), "it")
     assert numbered.order[:4] == (3, 7, 2, 0)
     assert sorted(numbered.order) == list(range(320))
-    ours, theirs = Tokenizer(numbered.model), SentencePieceProcessor(model_file=str(file))
+    ours, theirs = read_tokenizer(numbered.model), SentencePieceProcessor(model_file=str(file))
     ids = [numbered.order[token] for token in ours.encode(" ba du")]
     assert ids == theirs.encode("ba du")
 

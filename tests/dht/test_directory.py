@@ -20,7 +20,17 @@ from dipaco.protocol.records import BlobRecord, HeldState, ModuleRecord, Progres
 from support.runs.make_plan import make_plan
 from support.waiting import wait_until
 from support.wire import dht_pair
-from support.wire.dht_pair import GRID, PLAN, node_pair, paths_of, peer_record, start_node, view_by
+from support.wire.dht_pair import (
+    GRID,
+    PLAN,
+    node_pair,
+    paths_of,
+    peer_record,
+    publish,
+    publish_manifest,
+    start_node,
+    view_by,
+)
 
 NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 LIFE_S = 60.0
@@ -57,31 +67,31 @@ def directory_of(node, number):
 
 def test_what_one_publishes_the_other_reads(pair):
     first, second = pair
-    assert first.directory.publish("peers", "0", claim(first, 1), LIFE_S)
-    assert second.directory.publish("peers", "0", claim(second, 2), LIFE_S)
+    assert publish(first.directory, "peers", "0", claim(first, 1), LIFE_S)
+    assert publish(second.directory, "peers", "0", claim(second, 2), LIFE_S)
     expected = {first.peer_id: 1, second.peer_id: 2}
     assert paths_of(first.directory) == paths_of(second.directory) == expected
-    assert first.directory.publish("peers", "0", claim(first, 3), LIFE_S)
+    assert publish(first.directory, "peers", "0", claim(first, 3), LIFE_S)
     assert paths_of(second.directory)[first.peer_id] == 3
 
 
 def test_who_said_goodbye_claims_nothing_at_once_and_can_come_back(pair):
     mine, theirs = (directory_of(node, 2) for node in pair)
     said = claim(pair[0], 1)
-    mine.publish("peers", "0", said, LIFE_S)
+    publish(mine, "peers", "0", said, LIFE_S)
     assert paths_of(theirs)
-    assert mine.publish("peers", "0", said.model_copy(update={"state": "leaving"}), LIFE_S)
+    assert publish(mine, "peers", "0", said.model_copy(update={"state": "leaving"}), LIFE_S)
     for reader in (mine, theirs):
         assert not view_by(reader).claimants(1)
-    assert mine.publish("peers", "0", claim(pair[0], 2), LIFE_S)
+    assert publish(mine, "peers", "0", claim(pair[0], 2), LIFE_S)
     assert paths_of(theirs) == {pair[0].peer_id: 2}
 
 
 def test_a_restarted_peer_overwrites_what_its_earlier_life_published(pair):
     before, reader = directory_of(pair[0], 3), directory_of(pair[1], 3)
-    before.publish("peers", "0", claim(pair[0], 1), 500.0)
+    publish(before, "peers", "0", claim(pair[0], 1), 500.0)
     restarted = directory_of(pair[0], 3)
-    assert restarted.publish("peers", "0", claim(pair[0], 2), LIFE_S)
+    assert publish(restarted, "peers", "0", claim(pair[0], 2), LIFE_S)
     assert paths_of(reader) == {pair[0].peer_id: 2}
 
 
@@ -89,7 +99,7 @@ def test_records_expire(pair):
     mine, theirs = (directory_of(node, 4) for node in pair)
     life_s = 1.0
     # On a slow machine a second may pass before it is read.
-    while not (mine.publish("peers", "0", claim(pair[0], 1), life_s) and paths_of(theirs)):
+    while not (publish(mine, "peers", "0", claim(pair[0], 1), life_s) and paths_of(theirs)):
         life_s *= 2
         assert life_s < LIFE_S
     wait_until(lambda: not paths_of(theirs), 2 * LIFE_S)
@@ -99,23 +109,23 @@ def test_holdings_of_many_modules_are_stored_and_read_together(pair):
     mine, theirs = (directory_of(node, 5) for node in pair)
     modules = GRID.modules()[:12]
     assert mine.store(mine.entry("modules", module, holding(pair[0], module), LIFE_S) for module in modules)
-    theirs.publish("modules", "L0.E1", holding(pair[1], "L0.E1"), LIFE_S)
+    publish(theirs, "modules", "L0.E1", holding(pair[1], "L0.E1"), LIFE_S)
     found = view_by(theirs).holdings
     assert {module: len(records) for module, records in found.items()} == {
         **dict.fromkeys(GRID.modules(), 0),
         **dict.fromkeys(modules, 1),
         "L0.E1": 2,
     }
-    mine.publish("modules", "L0.E1", None, LIFE_S)
+    publish(mine, "modules", "L0.E1", None, LIFE_S)
     assert [h.peer_id for h in view_by(theirs).holdings["L0.E1"]] == [pair[1].peer_id]
 
 
 def test_a_view_reads_its_scope_and_no_more(pair):
     mine, theirs = (directory_of(node, 7) for node in pair)
-    mine.publish("peers", "0", claim(pair[0], 1), LIFE_S)
+    publish(mine, "peers", "0", claim(pair[0], 1), LIFE_S)
     for module in ("L0.E0", "L1.E1"):
         said = holding(pair[0], module).model_copy(update={"state": "training", "path": 1, "since_s": 5.0})
-        mine.publish("modules", said.module, said, LIFE_S)
+        publish(mine, "modules", said.module, said, LIFE_S)
     by_module = view_by(theirs, scope_of(("L1.E1",), (), GRID))
     assert by_module.claims[pair[0].peer_id].path == 1
     assert (set(by_module.holdings), dict(by_module.peers)) == ({"L1.E1"}, {})
@@ -139,16 +149,16 @@ def test_what_stands_there_is_written_again_when_it_has_changed_or_aged(pair, mo
     now_s = time.time()
     monkeypatch.setattr("dipaco.dht.directory.get_dht_time", lambda: now_s)
     record = claim(node, 1)
-    directory.publish("peers", "0", record, LIFE_S)
+    publish(directory, "peers", "0", record, LIFE_S)
     busier = record.model_copy(update={"tokens_per_s": 5.0, "bytes_up": 9})
-    directory.publish("peers", "0", busier, LIFE_S)
+    publish(directory, "peers", "0", busier, LIFE_S)
     now_s += LIFE_S / 7
-    directory.publish("peers", "0", busier, LIFE_S)
+    publish(directory, "peers", "0", busier, LIFE_S)
     assert written == [1]
-    directory.publish("peers", "0", claim(node, 2), LIFE_S)
+    publish(directory, "peers", "0", claim(node, 2), LIFE_S)
     assert written == [1, 1]
     now_s += LIFE_S / 5
-    directory.publish("peers", "0", claim(node, 2), LIFE_S)
+    publish(directory, "peers", "0", claim(node, 2), LIFE_S)
     assert written == [1, 1, 1]
 
 
@@ -156,7 +166,7 @@ def test_blob_holders_are_the_others(pair):
     sha256 = "b" * 64
     for node in pair:
         record = BlobRecord(peer_id=node.peer_id, sha256=sha256, bytes=3)
-        assert node.directory.publish("blobs", record.sha256, record, LIFE_S)
+        assert publish(node.directory, "blobs", record.sha256, record, LIFE_S)
     first, second = pair
     assert first.directory.find_blob_holders(sha256) == (second.peer_id,)
     assert second.directory.find_blob_holders(sha256) == (first.peer_id,)
@@ -171,7 +181,7 @@ def test_forged_and_misplaced_records_enter_no_node(pair):
     first, second = pair
     run_id = f"{6:016x}"
     mine, reader = directory_of(first, 6), directory_of(second, 6)
-    mine.publish("peers", "0", claim(first, 1), LIFE_S)
+    publish(mine, "peers", "0", claim(first, 1), LIFE_S)
     key = record_key("peers", run_id, "0")
     owner = first.identity.public_key
     forger = second.identity.public_key
@@ -205,7 +215,7 @@ def test_threads_and_long_records_share_the_pipe(pair):
         try:
             for size in range(60, 65):
                 record = ProgressRecord(peer_id=first.peer_id, entries=entries[:size])
-                assert directory.publish("progress", "0", record, LIFE_S)
+                assert publish(directory, "progress", "0", record, LIFE_S)
                 assert len(view_by(directory).progress) == size
         except BaseException as error:
             failures.append(error)
@@ -227,7 +237,7 @@ def test_no_record_makes_a_path_served_that_is_seen_to_wait(pair):
     for now in (5, 9):
         entry = ProgressEntry(path=1, last_round=now, tokens=1, validation_nll=0.0, validation_tokens=0, train_loss=1)
         record = ProgressRecord(peer_id=first.peer_id, entries=(entry,))
-        assert writer.publish("progress", "0", record, LIFE_S)
+        assert publish(writer, "progress", "0", record, LIFE_S)
         now_s = PLAN.start_s + (now + 0.5) * PLAN.rounds.duration_s
         view = reader.read_view(PLAN, GRID, now_s, whole_scope(GRID))
         rounds.append((view.progress[1].last_round, view.last_round(1)))
@@ -245,12 +255,12 @@ def test_runs_are_listed_and_selected(pair, tmp_path):
         select_run(reader.list_manifests(), None)
     key = load_or_create_operator_key(tmp_path / "operator.pem")
     plans = [make_plan(name="one"), make_plan(name="two", seed=1)]
-    Directory(first.dht, first.identity, plans[0].run_id).publish_manifest(sign_manifest(plans[0], key), LIFE_S)
+    publish_manifest(Directory(first.dht, first.identity, plans[0].run_id), sign_manifest(plans[0], key), LIFE_S)
     assert select_run(reader.list_manifests(), None).plan == plans[0]
     # Any peer may store it again.
     again = Directory(second.dht, second.identity, plans[0].run_id)
-    assert again.publish_manifest(reader.list_manifests()[0].envelope, 2 * LIFE_S)
-    Directory(first.dht, first.identity, plans[1].run_id).publish_manifest(sign_manifest(plans[1], key), LIFE_S)
+    assert publish_manifest(again, reader.list_manifests()[0].envelope, 2 * LIFE_S)
+    publish_manifest(Directory(first.dht, first.identity, plans[1].run_id), sign_manifest(plans[1], key), LIFE_S)
     with pytest.raises(RunSelectionError, match="several runs.*one.*two.*--run"):
         select_run(reader.list_manifests(), None)
     assert select_run(reader.list_manifests(), "two").plan == plans[1]
@@ -299,9 +309,9 @@ def test_nobody_else_signs_a_run_in_place_of_its_operator(pair, tmp_path):
     first, second = pair
     key, stranger = (load_or_create_operator_key(tmp_path / f"{n}.pem") for n in range(2))
     plan = make_plan(name="mine", seed=5)
-    Directory(first.dht, first.identity, plan.run_id).publish_manifest(sign_manifest(plan, key), LIFE_S)
+    publish_manifest(Directory(first.dht, first.identity, plan.run_id), sign_manifest(plan, key), LIFE_S)
     forger = Directory(second.dht, second.identity, plan.run_id)
-    forger.publish_manifest(sign_manifest(plan, stranger), 100 * LIFE_S)
+    publish_manifest(forger, sign_manifest(plan, stranger), 100 * LIFE_S)
     found = Directory(second.dht, second.identity, None).list_manifests()
     mine = operator_fingerprint(key)
     assert mine in [manifest.operator_fingerprint for manifest in found]
@@ -324,7 +334,7 @@ def test_one_living_address_of_several_is_enough(pair, tmp_path):
     dead = f"/ip4/127.0.0.1/tcp/9/p2p/{NOBODY}"
     third = start_node(tmp_path, dead, pair[0].address, client_mode=True)
     try:
-        pair[0].directory.publish("peers", "0", claim(pair[0], 1), LIFE_S)
+        publish(pair[0].directory, "peers", "0", claim(pair[0], 1), LIFE_S)
         assert paths_of(third.directory)[pair[0].peer_id] == 1
     finally:
         third.close()
@@ -336,7 +346,7 @@ def test_one_living_address_of_several_is_enough(pair, tmp_path):
 def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     node = start_node(tmp_path)
-    node.directory.publish("peers", "0", claim(node, 1), LIFE_S)
+    publish(node.directory, "peers", "0", claim(node, 1), LIFE_S)
     os.kill(node.dht.pid, signal.SIGSTOP)
     failures = []
     begun = threading.Event()
@@ -358,13 +368,13 @@ def test_a_dead_dht_process_is_a_network_error_and_not_a_hang(tmp_path, caplog):
     assert node.directory.failure is None
     node.close()
     with pytest.raises(NetworkError, match="was ended"):
-        node.directory.publish("peers", "0", claim(node, 2), LIFE_S)
+        publish(node.directory, "peers", "0", claim(node, 2), LIFE_S)
 
 
 def test_a_node_whose_dht_process_was_killed_is_in_the_swarm_again(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
     with node_pair(tmp_path) as (first, second):
-        first.directory.publish("peers", "0", claim(first, 1), LIFE_S)
+        publish(first.directory, "peers", "0", claim(first, 1), LIFE_S)
         address = first.address
         os.kill(first.dht.pid, signal.SIGKILL)
         wait_until(lambda: first.dht.starts == 2)
@@ -372,11 +382,11 @@ def test_a_node_whose_dht_process_was_killed_is_in_the_swarm_again(tmp_path, cap
         assert paths_of(first.directory) == {}
         first.directory.call_peers({second.peer_id: (second.address,)}, 30.0)
         assert paths_of(first.directory) == {first.peer_id: 1}
-        second.directory.publish("peers", "0", claim(second, 2), LIFE_S)
+        publish(second.directory, "peers", "0", claim(second, 2), LIFE_S)
         assert paths_of(first.directory) == {first.peer_id: 1, second.peer_id: 2}
         # What it said is said again, with its admission; others reach it where it was.
         first.directory.say_all_again()
-        assert first.directory.publish("peers", "0", claim(first, 1), LIFE_S)
+        assert publish(first.directory, "peers", "0", claim(first, 1), LIFE_S)
         assert first.address == address
         os.kill(second.dht.pid, signal.SIGKILL)
         wait_until(lambda: second.dht.starts == 2)

@@ -25,7 +25,7 @@ from dipaco.protocol.identity import PEER_ID_PREFIX, SIGNATURE_BYTES, load_or_cr
 from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.record_keys import parse_record, parse_subkey, record_key, record_subkey
 from dipaco.protocol.records import PeerRecord, clean_text
-from support.wire.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, start_node
+from support.wire.dht_pair import LOOPBACK, RUN_ID, paths_of, peer_record, publish, start_node
 from support.wire.peers import identity
 
 KEY = record_key("peers", RUN_ID, "0")
@@ -277,7 +277,7 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path, monkeypatch):
     )
     try:
         record = peer_record(node.peer_id, 1)
-        assert node.directory.publish("peers", "0", record, 60.0)
+        assert publish(node.directory, "peers", "0", record, 60.0)
         own = subkey_of(node.identity)
         late = time.time() + 500
         liar.store(KEY, claim_of(node.identity, 3), late, subkey=own)
@@ -288,7 +288,7 @@ def test_readers_survive_a_node_that_stores_anything(tmp_path, monkeypatch):
         assert paths_of(node.directory) == {node.peer_id: 1}
         moved = record.model_copy(update={"path": 2})
         # The liar, which is asked to store it too, may say that nobody did.
-        node.directory.publish("peers", "0", moved, 60.0)
+        publish(node.directory, "peers", "0", moved, 60.0)
         assert paths_of(node.directory) == {node.peer_id: 2}
     finally:
         liar.shutdown()

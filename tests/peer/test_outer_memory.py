@@ -8,7 +8,7 @@ import pytest
 
 from support.programs.processes import ran
 
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "outer_round.py"
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "outer_memory.py"
 
 
 @pytest.mark.parametrize("levels", [1, 2])
@@ -18,10 +18,10 @@ def test_the_peak_of_an_outer_round_in_bytes_a_parameter(levels):
     A copy of a module too many would be 4 bytes, and what does not depend on the parameters is one
     or two of this small model.
     """
-    options = {"codecs": "int4", "members": 4, "millions": 10, "rounds": 2, "levels": levels}
+    options = {"codec": "int4", "members": 4, "millions": 10, "rounds": 2, "levels": levels}
     flags = [f"--{name}={value}" for name, value in options.items()]
     environment = {"PYTHONPATH": str(BENCHMARK.parent.parent / "tests"), "OMP_NUM_THREADS": "1"}
-    done = ran(sys.executable, BENCHMARK, "--json", "--phases", *flags, env=environment, check=True)
+    done = ran(sys.executable, BENCHMARK, "--json", *flags, env=environment, check=True)
     rows = json.loads(done.stdout.splitlines()[-1])["rows"]
     found = {(row["of"], row["figure"]): row["value"] for row in rows}
     last, told = f"1 L{levels - 1}.E0 ", "bytes (most, left, files)"

@@ -2,7 +2,7 @@
 
 python tests/project/base_families.py
 
-prints the table of docs/export.md. Weights and tokenizers are made here, of the same parts as those
+prints the figures of docs/export.md. Weights and tokenizers are made here, of the same parts as those
 of the models; `transformers` and PEFT are what each is compared with.
 """
 
@@ -33,8 +33,7 @@ from dipaco.modules.foreign_model import new_path  # noqa: E402
 from dipaco.modules.frozen_file import open_base, write_base  # noqa: E402
 from dipaco.modules.transformer import PathModel  # noqa: E402
 from dipaco.protocol.config import AdaptersConfig, ModelFields  # noqa: E402
-from dipaco.routing.tokens.tokenizer import Tokenizer  # noqa: E402
-from dipaco.routing.tokens.tokenizer_json import JsonPieces  # noqa: E402
+from dipaco.routing.tokens.kinds import read_tokenizer  # noqa: E402
 from support.runs.foreign_base import FOREIGN, HARD_TEXTS, SPACED, make_foreign_base  # noqa: E402
 
 FAMILIES = ("llama", *SPACED, "smollm2", "qwen2", "qwen3", *sorted(FOREIGN))
@@ -84,13 +83,13 @@ def row_of(family: str, folder: Path) -> list[str]:
     theirs = make_foreign_base(folder, family, **SHAPE).eval()
     imported = ImportedBase(folder)
     path = adapted_path(folder, imported)
-    tokenizer, reference = Tokenizer(imported.tokenizer), AutoTokenizer.from_pretrained(folder)
+    tokenizer, reference = read_tokenizer(imported.tokenizer), AutoTokenizer.from_pretrained(folder)
     order: list[int] = []
     for first, count in imported.rows:
         order += range(first, first + count) if first >= 0 else [-1] * count
     in_file = torch.tensor(order)
     # What a vocabulary lacks (SmolLM2's some control characters) is left out of texts.
-    texts = [JsonPieces(imported.tokenizer, "it").writable(text) for text in HARD_TEXTS]
+    texts = [tokenizer.writable(text) for text in HARD_TEXTS]
     plain = {"add_special_tokens": False, "split_special_tokens": True}
     ids = [reference.encode(text, **plain) for text in texts]
     ours = [tokenizer.encode(text) for text in texts]

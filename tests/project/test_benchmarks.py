@@ -17,12 +17,11 @@ NAMES = sorted(script.stem for script in FOLDER.glob("*.py"))
 
 sys.path.insert(0, str(FOLDER))
 import rows  # noqa: E402
-from parts import common, gaps, mutations, roofline  # noqa: E402
+from parts import common, gaps, mutations  # noqa: E402
 from parts.changed_run import ChangedRun, read_changes  # noqa: E402
 from parts.synthetic_run import make_synthetic_run  # noqa: E402
 
 from dipaco.base.errors import ConfigurationError  # noqa: E402
-from dipaco.modules.transformer import PathModel  # noqa: E402
 from dipaco.protocol.config import ModelConfig  # noqa: E402
 from dipaco.routing.tokens.token_files import scoring_windows  # noqa: E402
 from support.programs.processes import ran  # noqa: E402
@@ -296,21 +295,6 @@ def test_a_gap_that_is_closed_is_told_with_the_length_at_which_it_was():
     told[0]["targets"] = [9] * 400
     with pytest.raises(ConfigurationError, match="different texts"):
         gaps.gap_rows(told, "2x2", "tokens")
-
-
-def test_a_roofline_counts_what_a_pass_computes():
-    model = ModelConfig(vocabulary_size=320, block_count=2, hidden_size=64, head_count=2, sequence_length=64)
-    work = roofline.work_of(model, 2)
-    tokens = 2 * model.sequence_length
-    products = sum(o.flops for o in work.eager if o.kind in ("products", "head"))
-    matrices = [p for p in PathModel(model).parameters() if p.ndim == 2]
-    assert products == 6 * sum(p.numel() for p in matrices) * tokens
-    attention = sum(o.flops for o in work.eager if o.kind == "attention")
-    whole = 12 * model.block_count * model.hidden_size * model.sequence_length * tokens
-    assert whole / 2 < attention < whole
-    eager, fused = (sum(o.bytes for o in operations) for operations in (work.eager, work.fused))
-    assert 0 < work.wide_bytes < fused < eager
-    assert products + whole == pytest.approx(tokens * roofline.flops_per_token(model), rel=0.01)
 
 
 def test_mutations_of_a_seed_are_the_same_and_reach_behind_the_spelling():

@@ -14,7 +14,7 @@ from dipaco.protocol.config import END_TOKEN
 from dipaco.routing.documents.chats import Chat, Message
 from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, holds_chats, iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError, routed_tokens
-from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.tokenizer_json import pack_tokenizer
 from support.runs.chat_templates import CHATML, INSTRUCT, THINKING
 from support.runs.foreign_base import foreign_tokenizer
@@ -144,7 +144,7 @@ def encoders():
     def encoder(template):
         if template not in made:
             packed = pack_tokenizer(json.loads(pieces.to_str()), special, template, "it", rows=400)
-            tokenizer = Tokenizer(packed)
+            tokenizer = read_tokenizer(packed)
             made[template] = ChatEncoder(tokenizer, 8), tokenizer
         return made[template]
 
@@ -257,7 +257,7 @@ def test_a_tokenizer_without_a_template():
     special = (None, None, "<|im_end|>", None)
     packed = pack_tokenizer(json.loads(pieces.to_str()), special, None, "it", rows=400)
     with pytest.raises(ConfigurationError, match="holds chats, and the tokenizer of this run has"):
-        ChatEncoder(Tokenizer(packed), 8)
+        ChatEncoder(read_tokenizer(packed), 8)
 
 
 def test_rows_that_say_nothing_are_left_out_wherever_they_stand(tmp_path):

@@ -13,14 +13,13 @@ from dipaco.routing.shards import RowShape, ShardBuilder
 from dipaco.routing.tokens import token_corpus
 from dipaco.routing.tokens.token_corpus import TokenCorpus, TokenCorpusWriter, encoded, write_token_corpora
 from dipaco.routing.tokens.token_files import check_tokens, open_tokens, scoring_windows
-from dipaco.routing.tokens.tokenizer import Tokenizer
 from support.programs.power_cut import Disk
 
 LENGTH, PREFIX, PATHS, VOCABULARY = 16, 4, 3, 1000
 ROWS = RowShape(sequence_length=LENGTH, prefix_tokens=PREFIX, vocabulary_size=VOCABULARY)
 
 
-class LetterTokenizer(Tokenizer):
+class LetterTokenizer:
     """One token for every character."""
 
     vocabulary_size = VOCABULARY

@@ -6,7 +6,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dipaco.base.errors import ConfigurationError, CorpusError, IntegrityError
-from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
+from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
 
 PYTHON = """def f(x):
 \tif x:
@@ -79,7 +80,7 @@ def test_same_texts_same_bytes(tmp_path):
     for file in files:
         train_tokenizer(_texts(), 320, file, character_limit=3000, seed=5)
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert Tokenizer(files[0]).encode(PROSE) == Tokenizer(files[1].read_bytes()).encode(PROSE)
+    assert read_tokenizer(files[0]).encode(PROSE) == read_tokenizer(files[1].read_bytes()).encode(PROSE)
 
 
 def test_scan_stops(tmp_path):
@@ -132,4 +133,4 @@ def test_errors(tmp_path):
     with pytest.raises(ConfigurationError, match="too high"):
         train_tokenizer(_texts(), 30_000, tmp_path / "t", character_limit=10_000)
     with pytest.raises(IntegrityError, match="not a SentencePiece model"):
-        Tokenizer(b"nonsense")
+        read_tokenizer(b"nonsense")

@@ -19,7 +19,7 @@ from support.runs.make_plan import make_plan
 from support.swarms.big_swarm import status_at
 from support.swarms.swarm import command
 from support.swarms.swarm_views import healthy_swarm, peer_name, plan_of
-from support.wire.dht_pair import start_node
+from support.wire.dht_pair import publish, publish_manifest, start_node
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_the_command_on_a_real_swarm(tmp_path, records):
     node = start_node(tmp_path / "node", run_id=plan.run_id, operator_key=raw_public_key(key))
     try:
         manifest = verify_manifest(sign_manifest(plan, key))
-        node.directory.publish_manifest(manifest.envelope, 600.0)
+        publish_manifest(node.directory, manifest.envelope, 600.0)
         asked = command("dipaco-status", "--initial-peers", node.address, "--json")
         found = json.loads(asked.stdout)
         assert (asked.returncode, found["healthy"], found["peers"]) == (1, False, [])
@@ -137,16 +137,16 @@ def test_the_command_on_a_real_swarm(tmp_path, records):
         peer = records.peers[peer_name(0)].model_copy(update={"peer_id": me})
         # Without an admission nobody is seen.
         node.directory.admission = None
-        node.directory.publish("peers", "0", peer, 300.0)
+        publish(node.directory, "peers", "0", peer, 300.0)
         asked = command("dipaco-status", "--initial-peers", node.address, "--json")
         assert json.loads(asked.stdout)["peers"] == []
         assert "no admission" in asked.stderr
 
         gate = Gate.of(manifest)
         node.directory.admission = admit(gate, node.identity, manifest, time.time(), None)
-        node.directory.publish("peers", "0", peer, 300.0)
+        publish(node.directory, "peers", "0", peer, 300.0)
         progress = ProgressRecord(peer_id=me, entries=tuple(records.progress.values()))
-        node.directory.publish("progress", "0", progress, 300.0)
+        publish(node.directory, "progress", "0", progress, 300.0)
         asked = command("dipaco-status", "--initial-peers", node.address, "--json", "--run", "live")
         found = json.loads(asked.stdout)
         assert "no admission" not in asked.stderr
@@ -158,7 +158,7 @@ def test_the_command_on_a_real_swarm(tmp_path, records):
         assert "run live" in shown.stdout
 
         other = make_plan(name="second", seed=5)
-        Directory(node.dht, node.identity, other.run_id).publish_manifest(sign_manifest(other, key), 600.0)
+        publish_manifest(Directory(node.dht, node.identity, other.run_id), sign_manifest(other, key), 600.0)
         asked = command("dipaco-status", "--initial-peers", node.address)
         assert asked.returncode == 5
         assert asked.stderr.splitlines()[-1].startswith("error: this DHT holds several runs")

@@ -10,6 +10,7 @@ from dipaco.bootstrap.import_base import ImportedBase
 from dipaco.bootstrap.run_config import RunConfig
 from dipaco.routing.documents.corpus import iterate_documents
 from dipaco.routing.tokens.chat_tokens import ChatEncoder, UnusableChatError
+from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
 _CHATS = 200
@@ -27,7 +28,7 @@ def chat_as_trained(config: RunConfig) -> list[str]:
         return []
     given = config.tokenizer.model_file or ImportedBase(config.base.checkpoint).tokenizer
     assert given is not None  # a base that is imported brings one
-    tokenizer = Tokenizer(given)
+    tokenizer = read_tokenizer(given)
     encoder = ChatEncoder(tokenizer, config.router.prefix_tokens)
     reason = ""
     try:

@@ -23,6 +23,8 @@ from dipaco.routing.documents.corpus import (
     files_in_both,
     holds_chats,
 )
+from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
 from dipaco.routing.tokens.token_corpus import (
     MAX_LABELS,
     LeftOut,
@@ -30,7 +32,6 @@ from dipaco.routing.tokens.token_corpus import (
     TokenCorpusWriter,
     write_token_corpora,
 )
-from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 
 from .pieces import encode
 from .stages import Job, Stage, inputs_hash, read_made
@@ -140,11 +141,11 @@ class TokenizerStage(Stage):
         if path is None:
             tokenizer = self._imported.tokenizer if self._imported else None
             if tokenizer is not None:
-                Tokenizer(tokenizer)  # refuses what is no tokenizer for a run
+                read_tokenizer(tokenizer)  # refuses what is no tokenizer for a run
             return tokenizer
         if not path.is_file():
             raise ConfigurationError(f"[tokenizer] model_file: there is no {path}")
-        pieces = Tokenizer(path).vocabulary_size
+        pieces = read_tokenizer(path).vocabulary_size
         if pieces > self.job.config.model.vocabulary_size:
             raise ConfigurationError(
                 f"{path} has {pieces} pieces; write vocabulary_size = {pieces} under [model]"

@@ -22,6 +22,7 @@ from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import Beginnings
 from dipaco.routing.tokens.chat_tokens import ChatEncoder
+from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.token_corpus import EncodedDocument, encoded
 from dipaco.routing.tokens.tokenizer import Tokenizer
 
@@ -80,7 +81,7 @@ def base_model(folder: Path, config: ModelConfig, base: str, device: str) -> Pat
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(folder: Path, tokenizer: str) -> Tokenizer:
-    return Tokenizer(RunFolder(folder).blobs.read(tokenizer))
+    return read_tokenizer(RunFolder(folder).blobs.read(tokenizer))
 
 
 @functools.lru_cache(maxsize=1)

@@ -18,7 +18,7 @@ from dipaco.inference.sources import StateSource, assemble_path, path_states
 from dipaco.modules.llama import WEIGHTS_FILE
 from dipaco.modules.state import ModuleState
 from dipaco.modules.transformer import PathModel
-from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.kinds import read_tokenizer
 
 from .adapter_gguf import adapter_modelfile, write_adapter_gguf
 from .adapter_peft import write_peft
@@ -122,7 +122,7 @@ class Exporter:
             content = adapter_modelfile(file.name)
         else:
             write_gguf(tensors.items(), model, self.tokenizer, file, stored=stored, name=name)
-            template = Tokenizer(self.tokenizer).chat_template
+            template = read_tokenizer(self.tokenizer).chat_template
             content = modelfile(file.name, model.context, template is not None)
         (folder / "Modelfile").write_text(content, encoding="utf-8")
 

@@ -19,8 +19,8 @@ from dipaco.base.errors import ConfigurationError
 from dipaco.base.files import storage_errors
 from dipaco.modules.transformer import EMBEDDING, HEAD, rotary_frequencies
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN, ModelConfig
-from dipaco.routing.tokens.tokenizer import is_json
-from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.kinds import is_json
+from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 
 from .tokenizer_files import file_rows, json_pieces
 
@@ -269,7 +269,7 @@ def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
     _add_specials(writer, (UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN), begins=True)
 
 
-def _add_byte_level(writer: Any, rows: int, pieces: JsonPieces) -> None:
+def _add_byte_level(writer: Any, rows: int, pieces: JsonTokenizer) -> None:
     content = pieces.tokenizer
     tokens = [f"[PAD{number}]" for number in range(rows)]
     types = [_UNUSED] * rows

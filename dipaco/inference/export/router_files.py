@@ -23,7 +23,7 @@ from dipaco.protocol.plan import BaseSource
 from dipaco.routing.routers.kinds import load_router
 from dipaco.routing.routers.router import FeatureRouter, Prefixes
 from dipaco.routing.routers.simple_routers import LabelRouter
-from dipaco.routing.tokens.tokenizer import Tokenizer
+from dipaco.routing.tokens.kinds import read_tokenizer
 
 from .checkpoint import in_file_order, save_tensors
 from .export_folder import note_of, read_note, whole_folder
@@ -102,10 +102,11 @@ def text_tokens(source: StateSource) -> dict[str, Any]:
     """Return what stands in front of every text, and what an empty text has where that is nothing
     (`Tokenizer.beginning`), by the numbers of the tokenizer with which texts are routed: that of
     the public base, or the one that `write_base` writes."""
-    tokenizer, base = Tokenizer(source.blob(source.plan.blobs.tokenizer)), source.plan.base_source
+    tokenizer = read_tokenizer(source.blob(source.plan.blobs.tokenizer))
+    base = source.plan.base_source
 
     def number(token: int) -> int:
-        return tokenizer.number_of_token(token) if base is None else base_row(base, token)
+        return tokenizer.file_number(token) if base is None else base_row(base, token)
 
     return {"begin_tokens": [*map(number, tokenizer.begin)], "end_token": number(END_TOKEN)}
 

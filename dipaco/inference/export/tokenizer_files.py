@@ -22,8 +22,8 @@ from sentencepiece import sentencepiece_model_pb2
 
 from dipaco.modules.llama import TOKENIZER_FILE, TOKENIZER_JSON, TOKENIZER_SETTINGS
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
-from dipaco.routing.tokens.tokenizer import is_json
-from dipaco.routing.tokens.tokenizer_json import SPLITS_SPECIAL, JsonPieces
+from dipaco.routing.tokens.kinds import is_json
+from dipaco.routing.tokens.tokenizer_json import SPLITS_SPECIAL, JsonTokenizer
 
 _SPACE_MARK = "\u2581"
 # Its classes are made at import, where no type checker sees them.
@@ -109,7 +109,7 @@ def names_are_text(tokenizer: bytes) -> bool:
     return not is_json(tokenizer) or json_pieces(tokenizer).splits_special
 
 
-def _json_settings(pieces: JsonPieces, context: int) -> dict[str, Any]:
+def _json_settings(pieces: JsonTokenizer, context: int) -> dict[str, Any]:
     keys = ("unk_token", "bos_token", "eos_token", "pad_token")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -126,9 +126,9 @@ def _json_settings(pieces: JsonPieces, context: int) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=1)
-def json_pieces(tokenizer: bytes) -> JsonPieces:
+def json_pieces(tokenizer: bytes) -> JsonTokenizer:
     """Return the tokenizer of a blob; one of a real model takes a second to read."""
-    return JsonPieces(tokenizer, "the tokenizer")
+    return JsonTokenizer(tokenizer, "the tokenizer")
 
 
 def tokenizer_json(model: bytes) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
     """Return what a peer holds beside its device, fp32, if all that can happen happens at once.
 
     Of one step of a whole path that is 12 bytes a parameter and the encoded contribution; of 150 M
-    parameters 10.7 bytes each were measured, of 20 M 12.9 (`benchmarks/outer_round.py --phases`).
+    parameters 10.7 bytes each were measured, of 20 M 12.9 (`benchmarks/outer_memory.py`).
     Anchors lie in files, which are mapped.
     """
     path = FP32_BYTES * path_parameters

@@ -219,7 +219,7 @@ def routed_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -
 
 def special_names(tokenizer: Tokenizer) -> dict[str, str]:
     """Return what a chat template is told of special tokens: `bos_token` and so on."""
-    named = zip(SPECIAL_NAMES, tokenizer.special_names(), strict=True)
+    named = zip(SPECIAL_NAMES, tokenizer.special_names, strict=True)
     return {key: name for key, name in named if name is not None}
 
 

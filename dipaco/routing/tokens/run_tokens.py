@@ -18,8 +18,8 @@ from dipaco.base.bounded_process import BoundedProcess, RefusedError, answer_lin
 from dipaco.base.errors import ConfigurationError
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, PAD_TOKEN, UNKNOWN_TOKEN
 from dipaco.routing.tokens.chat_tokens import routed_tokens, special_names
-from dipaco.routing.tokens.tokenizer import Tokenizer, is_json
-from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.kinds import is_json, read_tokenizer
+from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 
 # Routing looks at the first few dozen tokens, and so many characters hold them.
 _ROUTED_LETTERS = 2**14
@@ -92,12 +92,11 @@ def read_first(blob: bytes) -> None:
 
 def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[int]]]:
     """Read a tokenizer; return what `RunTokens` says of it, and what answers its methods."""
-    data = base64.b64decode(blob)
-    tokenizer = Tokenizer(data)
+    tokenizer = read_tokenizer(base64.b64decode(blob))
     size = tokenizer.vocabulary_size
     # What the run added to its base is behind the rows that a file has.
-    rows = JsonPieces(data, "the tokenizer").origin.rows if is_json(data) else size
-    numbered = tokenizer.number_of_token
+    rows = tokenizer.origin.rows if isinstance(tokenizer, JsonTokenizer) else size
+    numbered = tokenizer.file_number
     special = {UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN} - tokenizer.ends
     never = map(numbered, sorted(special))
     about = {
@@ -111,7 +110,7 @@ def _begin(blob: str) -> tuple[dict[str, Any], Callable[[tuple[str, Any]], list[
     ways: dict[str, Callable[[Any], list[int]]] = {
         "of_text": lambda text: [*map(numbered, tokenizer.beginning(text))],
         "routed_by_text": tokenizer.beginning,
-        "routed_by_numbers": lambda given: tokenizer.tokens_of_numbers(given) or [END_TOKEN],
+        "routed_by_numbers": lambda given: tokenizer.run_tokens(given) or [END_TOKEN],
         "routed_by_chat": lambda messages: routed_tokens(tokenizer, messages),
     }
     return about, lambda question: ways[question[0]](question[1])

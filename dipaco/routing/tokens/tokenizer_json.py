@@ -32,6 +32,8 @@ from dipaco.base.errors import ConfigurationError, DipacoError, IntegrityError
 from dipaco.base.files import canonical_json
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, Config
 
+from .tokenizer import Tokenizer, clean
+
 FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"
 _FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
@@ -108,19 +110,21 @@ class Origin(Config):
         return {number for number in (*listed, self.turn_end) if number is not None}
 
 
-class JsonPieces:
-    """The tokenizer of a blob of `pack_tokenizer`; used through `dipaco.routing.tokens.tokenizer`.
+class JsonTokenizer(Tokenizer):
+    """The tokenizer of a blob of `pack_tokenizer`.
 
     Raises IntegrityError if the bytes are no such blob or are larger than any tokenizer,
     ConfigurationError if texts do not come back from their tokens.
     """
 
     def __init__(self, data: bytes, source: str) -> None:
+        super().__init__()
         content = _content(data, source)
         self.tokenizer: dict[str, Any] = content["tokenizer"]
-        self.chat_template: str | None = content["chat_template"]
+        self.chat_template = content["chat_template"]
         self.special: tuple[int, ...] = tuple(content["special"])
         self.origin: Origin = content["origin"]
+        self.special_names = self.origin.names
         self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
         """Names of special tokens are text even in a chat."""
         # Both read names of special tokens as text; `_marked` is for what lies between these.
@@ -154,11 +158,9 @@ class JsonPieces:
         with _panics(source):
             in_front = _put_in_front(self.tokenizer.get("post_processor"))
             self.begin = tuple(self.run_tokens(in_front))
-            """What stands in front of every text: what the checkpoint's tokenizer puts there."""
         # What a text is made of ends nothing: some config.json has the numbers of another model.
         ends = self.origin.ends & {token["id"] for token in self.tokenizer["added_tokens"]}
         self.ends = frozenset((END_TOKEN, *self.run_tokens(sorted(ends))))
-        """What ends an answer."""
         self._unwritable: re.Pattern[str] | None = None
         with _panics(source):
             self._unwritable = _unwritable(self)
@@ -173,31 +175,21 @@ class JsonPieces:
         rest = np.setdiff1d(np.arange(rows), self.special)
         return np.concatenate([np.array(self.special, dtype=np.int64), rest])
 
-    def special_names(self) -> list[str | None]:
-        """Return what the checkpoint calls unknown, begin, end and padding."""
-        return list(self.origin.names)
-
     def control_names(self) -> list[str]:
-        """Return the names of all special tokens."""
         return [t["content"] for t in self.tokenizer["added_tokens"] if t["special"]]
 
     def run_tokens(self, numbers: Sequence[int]) -> list[int]:
-        """Return the run's tokens for the numbers of the file."""
         tokens: list[int] = self._to_run[np.asarray(numbers, dtype=np.int64)].tolist()
         return tokens
 
     def file_number(self, token: int) -> int:
-        """Return the number in the file of one of the run's tokens."""
         return int(self._to_file[token])
 
     def writable(self, text: str) -> str:
-        """Return the text without the characters that the tokenizer lacks."""
         return self._unwritable.sub("", text) if self._unwritable else text
 
-    def encode(self, texts: Sequence[str], threads: int) -> list[list[int]]:
-        """Return the run's tokens of each text; names of special tokens are text, and what the
-        tokenizer lacks is left out."""
-        texts = [self.writable(text) for text in texts]
+    def encode_each(self, texts: Sequence[str], threads: int) -> list[list[int]]:
+        texts = [self.writable(clean(text)) for text in texts]
         with _cutting():
             if threads == 1:
                 found = [self._plain.encode(text, add_special_tokens=False).ids for text in texts]
@@ -207,8 +199,7 @@ class JsonPieces:
         return [self.run_tokens(ids) for ids in found]
 
     def encode_marked(self, text: str, start: int = 0, end: int | None = None) -> list[int]:
-        """Return the run's tokens of a part of a text, by default of all of it. Names of special
-        tokens are these, unless they were `shielded`."""
+        text = clean(text)
         end = len(text) if end is None else end
         numbers, position = [], start
         for found in self._named_control.finditer(text, start, end) if self._named_control else ():
@@ -229,15 +220,13 @@ class JsonPieces:
         return found
 
     def shielded(self, text: str) -> str:
-        """Return a text with a mark in each name of a special token, which `encode_marked` takes
-        out again. So a name stays text where a chat template writes the text among its own."""
         if self._named_control is None:
             return text
+        # `encode_marked` takes the mark out again.
         return self._named_control.sub(lambda name: f"{name[0][0]}{_SHIELD}{name[0][1:]}", text)
 
-    def decode(self, tokens: Sequence[int], *, names: bool = False) -> str:
-        """Return the text of the run's tokens; special ones vanish, unless their `names` are
-        wanted, and a space that the tokenizer has put in front of a text stays."""
+    def _decoded(self, tokens: Sequence[int], *, names: bool) -> str:
+        # A space that the tokenizer has put in front of a text stays.
         known = [token for token in tokens if 0 <= token < self.vocabulary_size]
         numbers = self._to_file[np.asarray(known, dtype=np.int64)].tolist()
         return str(self._going_on.decode(numbers, skip_special_tokens=not names))
@@ -286,8 +275,8 @@ def pack_tokenizer(
 
     A begin that is None, unknown to the file, or the same as the end is a new token of the run, as
     unknown and padding always are. `stated`, `generation` and `turn_end` are for the `Origin`.
-    Called when a base is imported. Raises as `JsonPieces` does, ConfigurationError for tokens that
-    have no row.
+    Called when a base is imported. Raises as `JsonTokenizer` does, and ConfigurationError for
+    tokens that have no row.
     """
     content = {**tokenizer, "truncation": None, "padding": None}
     known: dict[str, int] = _load(content, source).get_vocab(with_added_tokens=True)
@@ -326,7 +315,7 @@ def pack_tokenizer(
             **({SPLITS_SPECIAL: True} if splits_special else {}),
         }
     )
-    JsonPieces(blob, source)
+    JsonTokenizer(blob, source)
     return blob
 
 
@@ -516,7 +505,7 @@ def _named(patterns: Iterable[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(groups)) if groups else None
 
 
-def _unwritable(pieces: JsonPieces) -> re.Pattern[str] | None:
+def _unwritable(pieces: JsonTokenizer) -> re.Pattern[str] | None:
     """Return what finds the dispensable characters that do not come back from their tokens."""
     lacking = [
         f"{chr(first)}-{chr(last)}"
@@ -569,7 +558,7 @@ def _puts_space_at_start_alone(tokenizer: Mapping[str, Any]) -> bool:
     return "first" in schemes
 
 
-def _lost_added_tokens(pieces: JsonPieces) -> set[str]:
+def _lost_added_tokens(pieces: JsonTokenizer) -> set[str]:
     """Return the added tokens that a decoder turns into another text than their names."""
     names = [token["content"] for token in pieces.for_texts["added_tokens"]]
     texts = {name: f"a \n {name} \n b" for name in names}
@@ -588,19 +577,19 @@ def _as_text(tokenizer: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {**tokenizer, "added_tokens": added}
 
 
-def _comes_back(pieces: JsonPieces, text: str) -> bool:
-    back = _without_front(pieces, pieces.decode(pieces.encode([text], 1)[0]))
+def _comes_back(pieces: JsonTokenizer, text: str) -> bool:
+    back = _without_front(pieces, pieces.decode(pieces.encode(text)))
     return unicodedata.normalize("NFKC", back) == unicodedata.normalize("NFKC", text)
 
 
-def _without_front(pieces: JsonPieces, text: str) -> str:
+def _without_front(pieces: JsonTokenizer, text: str) -> str:
     return text.removeprefix(" ") if pieces.puts_space_in_front else text
 
 
-def _check_round_trip(pieces: JsonPieces, source: str) -> None:
+def _check_round_trip(pieces: JsonTokenizer, source: str) -> None:
     """Refuse a tokenizer in which texts cannot be written, or that cannot be streamed."""
     plain = "The city, 1789:\n\n\tlies  there."
-    tokens = pieces.encode([plain], 1)[0]
+    tokens = pieces.encode(plain)
     back = "".join(pieces.decode([token]) for token in tokens)
     if _without_front(pieces, back) != plain:
         raise ConfigurationError(

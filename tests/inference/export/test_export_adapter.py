@@ -25,7 +25,7 @@ from dipaco.routing.routers.discriminative import DiscriminativeRouter
 from dipaco.routing.routers.kmeans import KMeansRouter
 from dipaco.routing.routers.product_kmeans import ProductKMeansRouter
 from dipaco.routing.routers.router import Prefixes
-from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 from support.programs.service import greedy_text, run_with_adapters
 from support.runs.routed_texts import route_texts
 from support.runs.tiny_run import tiny_documents
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
 def check_logits(folder, path, model):
     """Compare the logits after each token of a text with the run's, in the base's order."""
     source = DiskSource(folder / "out")
-    pieces = JsonPieces(source.blob(source.plan.blobs.tokenizer), "it")
+    pieces = JsonTokenizer(source.blob(source.plan.blobs.tokenizer), "it")
     tokens = source.tokenizer().beginning(TEXT)
     order = torch.from_numpy(pieces.file_order(source.plan.model.vocabulary_size))
     logits = assemble_path(source, path)(torch.tensor([tokens]))[0]

@@ -13,8 +13,8 @@ from dipaco.inference import export_command
 from dipaco.inference.export.path_gguf import check_gguf, gguf_name, write_gguf
 from dipaco.modules.transformer import PathModel, initialise
 from dipaco.protocol.config import ModelConfig
-from dipaco.routing.tokens.tokenizer import Tokenizer
-from dipaco.routing.tokens.tokenizer_json import JsonPieces
+from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 from support.runs.foreign_base import make_foreign_base
 from support.runs.tiny_run import make_tiny_run, tiny_tokenizer_bytes
 
@@ -37,7 +37,7 @@ def test_a_base_is_written_as_its_family(family, tmp_path):
     fields, tensors = read(file)
     assert fields["general.architecture"] == base.model.family
     assert fields["tokenizer.ggml.pre"] == CUTS[family]
-    pieces = JsonPieces(base.tokenizer, "it")
+    pieces = JsonTokenizer(base.tokenizer, "it")
     tokens, names = fields["tokenizer.ggml.tokens"], pieces.origin.names
     for name, kind in zip(names, ("unknown", "bos", "eos", "padding"), strict=True):
         number = fields.get(f"tokenizer.ggml.{kind}_token_id")
@@ -71,7 +71,7 @@ def test_how_parameters_are_stored(stored, bound, tmp_path):
     found, expected = (tensors["blk.0.ffn_up.weight"], parameters["model.layers.0.mlp.up_proj.weight"])
     assert float(np.abs(found - expected.detach().numpy()).max()) <= bound
     assert set(tensors["output_norm.weight"]) == {1.0}
-    tokenizer, tokens = Tokenizer(data), fields["tokenizer.ggml.tokens"]
+    tokenizer, tokens = read_tokenizer(data), fields["tokenizer.ggml.tokens"]
     assert len(tokens) == 330
     assert tokens[4 + 1 :][:256] == [f"<0x{byte:02X}>" for byte in range(256)]
     assert fields["tokenizer.ggml.add_space_prefix"] is False

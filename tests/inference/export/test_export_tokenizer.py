@@ -17,7 +17,8 @@ from dipaco.inference.export.tokenizer_files import (
     tokenizer_json,
 )
 from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN
-from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
+from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
 from support.runs.tiny_run import tiny_documents
 
 CORPUS = Path(__file__).parents[3] / "examples" / "tiny" / "data"
@@ -36,7 +37,7 @@ class TokenizerPair:
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(model)), "utf-8")
         (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(model, 64)))
         (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-        self.ours = Tokenizer(model)
+        self.ours = read_tokenizer(model)
         self.theirs = AutoTokenizer.from_pretrained(folder)
 
     def check(self, text):

@@ -40,8 +40,9 @@ from dipaco.routing.routers.document_routing import prefix_features
 from dipaco.routing.routers.kinds import KMeansRouter, Prefixes
 from dipaco.routing.routers.router import standardisation
 from dipaco.routing.run_folder import RunFolder
+from dipaco.routing.tokens.kinds import read_tokenizer
+from dipaco.routing.tokens.sentencepiece_tokenizer import train_tokenizer
 from dipaco.routing.tokens.token_files import scoring_windows, token_dtype
-from dipaco.routing.tokens.tokenizer import Tokenizer, train_tokenizer
 
 TINY_VOCABULARY = 320
 TINY_PREFIX_TOKENS = 8
@@ -102,7 +103,7 @@ def make_tiny_run(
         write_base(imported.folder, imported.rows, adapters.base_format, file)
         base_sha256, source = run.blobs.add_file(file, move=True), imported.source("OWNER/tiny")
         base = run.load_base_model(model_config, base_sha256)
-    tokenizer = Tokenizer(tokenizer_bytes)
+    tokenizer = read_tokenizer(tokenizer_bytes)
     base.eval()
     train_tokens = [tokenizer.document_tokens(text) for text in train]
     held_out_tokens = [tokenizer.document_tokens(text) for text in held_out]

@@ -50,6 +50,16 @@ class TestNode:
         self.identity.release()
 
 
+def publish(directory, kind, item, record, life_s):
+    """Store one record; None withdraws what was said there. Returns whether a node took it."""
+    return directory.store([directory.entry(kind, item, record, life_s)])
+
+
+def publish_manifest(directory, envelope, life_s):
+    """Store a run's manifest."""
+    return directory.store([directory.manifest_entry(envelope, life_s)])
+
+
 def start_node(folder, *initial_peers, client_mode=False, run_id=RUN_ID, operator_key=bytes(32)):
     """Start a node whose key is kept in `folder`."""
     identity = load_or_create_identity(folder / "identity.key")

@@ -1,5 +1,7 @@
 """Where the main memory of a peer goes in an outer round, phase by phase, in bytes a parameter.
 
+    python benchmarks/outer_memory.py [--millions 20] [--levels 1] [--codec int4] [--members 4]
+
 One process does what a peer does between two boundaries, with the real trainer, states, files and
 codec, and no network: the others' contributions lie in a folder. What counts is the memory of the
 process that is no file on the disk (anonymous), above the most that the bare training loop has:
@@ -12,6 +14,7 @@ genesis state; what counts is the last.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from parts.common import Report, build_parser, scratch_folder
+from parts.synthetic_run import make_synthetic_run
 from support.wire.outer_peer import Peer
 
 from dipaco.base.kept_files import KeptFiles
@@ -35,9 +40,6 @@ from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.config import ModelConfig
 from dipaco.protocol.member import actions as a
 from dipaco.training.inner import InnerLoop
-
-from .common import Report, scratch_folder
-from .synthetic_run import make_synthetic_run
 
 SHAPE = {
     "vocabulary_size": 320,
@@ -191,17 +193,31 @@ class OneMember:
         saver.shutdown(wait=True)
 
 
-def measure_phases(
-    report: Report, *, millions: int, levels: int, codec: str, members: int, rounds: int
-) -> None:
-    """Add a row for every phase of `rounds` rounds of each level's module."""
+def main() -> int:
+    """Measure every phase of each level's module; returns the exit code."""
+    parser = build_parser(__doc__)
+    parser.add_argument("--millions", type=int, default=20, help="parameters: 5, 10, ... (20)")
+    parser.add_argument("--levels", type=int, default=1, help="of the grid (1)")
+    parser.add_argument("--codec", default="int4", help="of the manifest (int4)")
+    parser.add_argument("--members", type=int, default=4, help="peers of a module (4)")
+    parser.add_argument("--rounds", type=int, default=3, help="the last one counts (3)")
+    chosen = parser.parse_args()
+    told = ("millions", "levels", "codec", "members", "rounds")
+    report = Report("memory of a round", **{name: vars(chosen)[name] for name in told})
     prepare_process(1)
     with scratch_folder() as folder:
-        member = OneMember(folder, report, millions, levels, codec, members)
+        member = OneMember(
+            folder, report, chosen.millions, chosen.levels, chosen.codec, chosen.members
+        )
         report.add("all", {"parameters": member.parameters})
         with member.phase("first step"):
             member.train()
-        for index in range(rounds):
+        for index in range(chosen.rounds):
             for module in member.modules:
                 member.round_of(module, index)
         member.peer.outer.stop()
+    return report.conclude(chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
