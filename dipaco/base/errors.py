@@ -14,15 +14,12 @@ class DipacoError(Exception):
     """Something a user can fix. The message says what happened, the value seen, what to type."""
 
     exit_code = 1
-    is_final = False
-    """Whether the next start would fail in the same way."""
 
 
 class ConfigurationError(DipacoError):
     """A flag, a RUN.toml or a plan with an unknown or impossible value."""
 
     exit_code = 3
-    is_final = True
 
 
 class UnreachableError(DipacoError):
@@ -47,7 +44,6 @@ class ManifestError(DipacoError):
     """A manifest whose signature or hash is wrong, or which cannot be read."""
 
     exit_code = 6
-    is_final = True
 
 
 class IntegrityError(DipacoError):
@@ -78,7 +74,6 @@ class ProtocolVersionError(DipacoError):
     """The swarm speaks another version of the protocol."""
 
     exit_code = 11
-    is_final = True
 
 
 class NetworkError(DipacoError):
@@ -97,12 +92,6 @@ class MachineError(DipacoError):
     """This machine computes otherwise than the others: its memory, processor or libraries."""
 
     exit_code = 14
-    is_final = True
-
-
-def final_codes() -> list[int]:
-    """Return the codes after which a service does not start a peer again."""
-    return sorted(kind.exit_code for kind in DipacoError.__subclasses__() if kind.is_final)
 
 
 def printable(text: str) -> str:

@@ -23,7 +23,6 @@ NAME = "flags.txt"
 # They speak of one start, or are kept elsewhere.
 ONCE = {
     "check",
-    "install_service",
     "fresh",
     "forget_texts",
     "invitation",

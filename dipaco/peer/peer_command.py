@@ -17,13 +17,11 @@ from dipaco.peer.node.given_address import kept_addresses, known_addresses
 from .kept_flags import as_last_time, keep_flags, kept_flags
 from .pause_command import COMMANDS as CONTROL_COMMANDS
 from .peer_settings import PeerSettings
-from .service_unit import install_service
 from .trainers import run_trainers, trainer_settings
 
 
-def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
-    """Join and train until stopped; with --check only look whether that would work, and with
-    --install-service let systemd start the command of these words."""
+def run(settings: PeerSettings) -> int:
+    """Join and train until stopped; with --check only look whether that would work."""
     if settings.forget_texts:
         from .texts_at_home import forget_texts
 
@@ -37,9 +35,6 @@ def run(settings: PeerSettings, words: Sequence[str] = ()) -> int:
         with contextlib.suppress(*([ConfigurationError] if settings.check else [])):
             found = known_addresses if settings.check else kept_addresses
             settings = replace(settings, initial_peers=found(settings.cache_folder))
-    if settings.install_service:
-        print(install_service(words))
-        return 0
     # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not, and a
     # user who waits is told so.
     joining = f"joining through {settings.initial_peers[0]}" if settings.initial_peers else ""
@@ -74,7 +69,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if words and words[0] in CONTROL_COMMANDS:
         return CONTROL_COMMANDS[words[0]].main(words[1:])
-    return replace(COMMAND, run=lambda settings: run(settings, words)).main(words)
+    return COMMAND.main(words)
 
 
 if __name__ == "__main__":

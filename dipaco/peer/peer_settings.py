@@ -153,9 +153,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
         bool,
         Option("do not join: say whether a peer can run here", common=True),
     ] = False
-    install_service: Annotated[
-        bool, Option("do not join: write a systemd unit that starts this peer")
-    ] = False
     fresh: Annotated[bool, Option("forget the flags of last time, all but the address")] = False
     stay: Annotated[bool, Option("stay in this run when the operator starts its successor")] = False
     path: Annotated[
@@ -282,10 +279,6 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
             Hours.parse(self.hours)
         if self.pause_while is not None:
             programs_of(self.pause_while)
-        if self.check and self.install_service:
-            raise ConfigurationError(
-                "--check looks and --install-service installs; give one of the two"
-            )
         if self.only_my_texts and self.texts is None:
             raise ConfigurationError("--only-my-texts needs texts: give --texts FILE")
         for flag, said in (("--name", self.name), ("--team", self.team)):
