@@ -106,13 +106,13 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
             f"only this machine can call {addresses[0]}, because it has no other address; connect "
             "it to a network, or give the address for others with --announce-maddrs"
         )
-    display.say(
-        f"serving run '{node.plan.name}' ({node.run_id}) from {settings.folder}; "
-        "volunteers paste this:"
-    )
     line = line_for_others(addresses, node.manifest)
     keep_line(node.cache_folder, line)  # for `dipaco-bootstrap invite`
-    display.say(line)
+    display.say(
+        f"serving run '{node.plan.name}' ({node.run_id}) from {settings.folder}; "
+        "volunteers paste this:",
+        line,
+    )
     if node.plan.admission is None:
         display.say(
             f"the run is by invitation: make a TEXT with dipaco-bootstrap invite {settings.folder} "

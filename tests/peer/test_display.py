@@ -206,3 +206,22 @@ def test_no_text_of_others_commands_a_terminal(capsys):
     said = capsys.readouterr().err
     assert f"error: {PLAIN.replace('  ', ' ')}\n" in said
     assert f"a peer says {PLAIN}\n" in said
+
+
+def test_lines_that_belong_together_are_printed_at_once():
+    """Another thread prints meanwhile: it comes before both or behind both."""
+    console = Console(file=io.StringIO(), width=80)
+    display, is_over = Display(console), threading.Event()
+
+    def print_others():
+        while not is_over.is_set():
+            display.say("other")
+
+    others = threading.Thread(target=print_others)
+    others.start()
+    for _ in range(300):
+        display.say("paste this:", "dipaco-peer ADDR")
+    is_over.set()
+    others.join()
+    lines = console.file.getvalue().splitlines()
+    assert [b for a, b in zip(lines, lines[1:], strict=False) if a == "paste this:"] == ["dipaco-peer ADDR"] * 300

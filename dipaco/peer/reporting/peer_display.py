@@ -90,9 +90,9 @@ class Display:
         self._given = Given()
         self._last_inner_s = 0.0
 
-    def say(self, line: str) -> None:
-        """Print one line above the panel."""
-        self.console.print(printable(line), markup=False, soft_wrap=True)
+    def say(self, *lines: str) -> None:
+        """Print lines above the panel, with none of another thread between them."""
+        self.console.print("\n".join(map(printable, lines)), markup=False, soft_wrap=True)
 
     def start(self, node: Node, refresher: Refresher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
