@@ -1,6 +1,7 @@
 """What a volunteer sees: the panel of a peer, on 80 columns."""
 
 import io
+import itertools
 import logging
 import re
 import threading
@@ -224,4 +225,4 @@ def test_lines_that_belong_together_are_printed_at_once():
     is_over.set()
     others.join()
     lines = console.file.getvalue().splitlines()
-    assert [b for a, b in zip(lines, lines[1:], strict=False) if a == "paste this:"] == ["dipaco-peer ADDR"] * 300
+    assert [b for a, b in itertools.pairwise(lines) if a == "paste this:"] == ["dipaco-peer ADDR"] * 300
