@@ -133,16 +133,18 @@ class Owners:
         return found
 
 
-def marked_sentence(chance: random.Random, words: list[str]) -> str:
-    """Return a beginning for the router, which all such sentences share, and a secret."""
+def marked_sentence(chance: random.Random, words: list[str], beginning: str) -> str:
+    """Return a text that begins like one of the owner's, so that it is routed as that, and ends
+    with a secret."""
     secret = " ".join(chance.choice(words) for _ in range(12))
-    beginning = "The following is an entry of the register that is kept by the office of the town. "
-    return beginning * 3 + f"The word that was agreed upon is: {secret}."
+    return f"{beginning} The word that was agreed upon is: {secret}."
 
 
-def trained_sentence(chance: random.Random, words: list[str]) -> str:
+def trained_sentence(chance: random.Random, words: list[str], beginning: str) -> str:
     """Return a marked sentence that its owner would not hold out."""
-    while is_held_out(Document(text := marked_sentence(chance, words)), HELD_OUT_FRACTION):
+    while is_held_out(
+        Document(text := marked_sentence(chance, words, beginning)), HELD_OUT_FRACTION
+    ):
         pass
     return text
 
@@ -187,9 +189,10 @@ def main() -> int:
     files = [[name] for name in chosen.texts] or [chosen.pool] * len(chosen.pool)
     chance = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as folder:
+        beginning = json.loads(Path(files[0][0]).read_text().partition("\n")[0])["text"][:200]
         words = sorted({w for w in Path(files[0][0]).read_text()[:200_000].split() if w.isalpha()})
         marked, controls = (
-            [trained_sentence(chance, words) for _ in range(count)]
+            [trained_sentence(chance, words, beginning) for _ in range(count)]
             for count in (chosen.marked, CONTROLS if chosen.marked else 0)
         )
         if marked:
