@@ -149,6 +149,15 @@ def trained_sentence(chance: random.Random, words: list[str], beginning: str) ->
     return text
 
 
+def usual_beginning(run: RunFolder, file: Path) -> str:
+    """Return the beginning of a text that goes to the path that most of a file are for."""
+    texts = [json.loads(line)["text"] for line in file.read_text().split("\n")[:50] if line]
+    router = run.document_router(run.plan())
+    tokens = [router.tokenizer.document_tokens(text) for text in texts]
+    paths = router.nearest_paths(tokens, 1)[:, 0].tolist()
+    return str(texts[paths.index(max(paths, key=paths.count))][:200])
+
+
 def by_label(owners: Owners, file: Path) -> dict[str, float]:
     """Return perplexities by label."""
     documents = [json.loads(line) for line in file.read_text().splitlines()]
@@ -189,7 +198,7 @@ def main() -> int:
     files = [[name] for name in chosen.texts] or [chosen.pool] * len(chosen.pool)
     chance = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as folder:
-        beginning = json.loads(Path(files[0][0]).read_text().partition("\n")[0])["text"][:200]
+        beginning = usual_beginning(run, Path(files[0][0]))
         words = sorted({w for w in Path(files[0][0]).read_text()[:200_000].split() if w.isalpha()})
         marked, controls = (
             [trained_sentence(chance, words, beginning) for _ in range(count)]
