@@ -181,7 +181,9 @@ def leak(owners: Owners, marked: list[str], controls: list[str]) -> dict[str, An
 
 def main() -> int:
     """Measure; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--texts", nargs="*", default=[], help="a file for each owner")
     parser.add_argument(
