@@ -15,7 +15,6 @@ which place a marked one takes among them by its loss.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -29,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from parts.common import Report, build_parser
 
 from dipaco.modules.compose import load_path
 from dipaco.modules.state import ModuleState
@@ -67,8 +67,9 @@ class Owners:
         self.optimizers: dict[tuple[int, int], dict[str, Any]] = {}
         self.states: dict[str, ModuleState] = {}
 
-    def train(self, rounds: int) -> None:
-        """Train that many rounds; every dwell each owner goes where its texts are."""
+    def train(self, rounds: int) -> list[dict[int, int]]:
+        """Train that many rounds; every dwell each owner goes where its texts are. Returns how many
+        rounds each trained on each path."""
         dwell, done = self.plan.rounds.dwell_rounds, 0
         # Peers that have all texts share them out.
         alike, count = Counter[int](), len(self.texts)
@@ -97,7 +98,7 @@ class Owners:
             self.states = swarm.states
             for n, peer in enumerate(peers):
                 self.optimizers[n, peer.path] = swarm.trainers[peer].inner.state_dict()
-        print(json.dumps({"rounds on paths": [dict(counts) for counts in trained]}), flush=True)
+        return [dict(counts) for counts in trained]
 
     def _begin(self, swarm: ReferenceSwarm, number: int, peer: SimulatedPeer) -> None:
         plan, path = self.plan, peer.path
@@ -173,17 +174,15 @@ def leak(owners: Owners, marked: list[str], controls: list[str]) -> dict[str, An
     """Return what the losses of marked sentences tell."""
     trained, other = (np.divide(*owners.losses(texts).T) for texts in (marked, controls))
     return {
-        "marked": trained.round(3).tolist(),
-        "never trained": [round(float(v), 3) for v in np.percentile(other, [0, 5, 50])],
-        "place of each among the others": [int((other < loss).sum()) + 1 for loss in trained],
+        "nats a token": trained.round(3).tolist(),
+        "nats of others, least and median": np.percentile(other, [0, 50]).round(3).tolist(),
+        "place among the others": [int((other < loss).sum()) + 1 for loss in trained],
     }
 
 
 def main() -> int:
     """Measure; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = build_parser(__doc__)
     parser.add_argument("run", type=Path)
     parser.add_argument("--texts", nargs="*", default=[], help="a file for each owner")
     parser.add_argument(
@@ -211,13 +210,14 @@ def main() -> int:
             file.write_text("".join(json.dumps({"text": text}) + "\n" for text in marked))
             files[0] = [*files[0], str(file)]
         owners = Owners(run, files, Path(folder), bool(chosen.pool), chosen.only)
-        print(json.dumps({"documents": [own.documents for own in owners.texts]}), flush=True)
-        owners.train(chosen.rounds)
+        documents = [own.documents for own in owners.texts]
+        report = Report("own texts", seed=chosen.seed, rounds=chosen.rounds, documents=documents)
+        report.notes.append(f"rounds on paths, of each owner: {owners.train(chosen.rounds)}")
         if chosen.held_out:
-            print(json.dumps(by_label(owners, chosen.held_out)), flush=True)
+            report.add("perplexity", by_label(owners, chosen.held_out))
         if marked:
-            print(json.dumps(leak(owners, marked, controls)), flush=True)
-    return 0
+            report.add("marked sentences", leak(owners, marked, controls))
+    return report.conclude(chosen)
 
 
 if __name__ == "__main__":

@@ -390,11 +390,10 @@ def status(scene, *flags):
 def test_several_runs_and_no_choice(tmp_path, scene, broken):
     address = scene.bootstrap.address()
     wanted = ("several runs", "'broken'", "'sound'", "--run ID")
-    # A node tells of its run a moment after it serves it.
-    wait_until(lambda: status(scene).returncode == 5, LIMIT_S)
-    # One address alone means the run that is there.
-    both = ("dipaco-eval", "--initial-peers", address, "--initial-peers", broken.address(), "--data", __file__)
-    Command(*both).fails(5, *wanted)
+    # One address alone means the run that is there. A node tells of its run a moment after it serves it.
+    both = ("--initial-peers", address, "--initial-peers", broken.address())
+    wait_until(lambda: run_command("dipaco-status", *both, timeout_s=LIMIT_S).returncode == 5, LIMIT_S)
+    Command("dipaco-eval", *both, "--data", __file__).fails(5, *wanted)
     Command(*peer(address, tmp_path / "cache", "--path", "99")).fails(3, "paths 0 to 3")
     assert (tmp_path / "cache" / scene.run.plan().run_id).is_dir()
 
