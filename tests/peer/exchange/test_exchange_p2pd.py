@@ -146,7 +146,9 @@ def test_after_its_p2pd_was_killed_a_node_answers_and_asks_again(make):
     assert one.exchange.hello(other.peer, timeout_s=LIMIT_S)
     address = str(one.dht.get_visible_maddrs()[0])
     os.kill(one.dht.call(id_of_p2pd), signal.SIGKILL)
-    wait_until(lambda: one.dht.starts == 2)
+    # What asks meanwhile hears that there is no network, whatever p2pd's socket says.
+    wait_until(lambda: _connected(one) is None)
+    wait_until(lambda: _connected(one) is not None and one.dht.starts == 2)
     wait_until(lambda: _says_hello(other, one.peer))
     assert str(one.dht.get_visible_maddrs()[0]) == address
     assert one.exchange.hello(other.peer, timeout_s=LIMIT_S)
@@ -157,4 +159,11 @@ def _says_hello(node, peer):
     try:
         return node.exchange.hello(peer, timeout_s=5.0)
     except (NetworkError, ProtocolVersionError):
+        return None
+
+
+def _connected(node):
+    try:
+        return node.exchange.connected_peers()
+    except NetworkError:
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -22,6 +22,7 @@ from dipaco.protocol.allowances import NOWHERE, origin_of
 
 DAEMON_TIMEOUT_S = 10.0
 DETACH_TIMEOUT_S = 0.4
+ResultT = TypeVar("ResultT")
 
 
 class Stream:
@@ -121,7 +122,10 @@ class Transport(Protocol):
         ...
 
     async def connected(self) -> Mapping[str, tuple[str, ...]]:
-        """Return the peers that are connected, with the addresses that they are seen at."""
+        """Return the peers that are connected, with the addresses that they are seen at.
+
+        Raises `NetworkError`.
+        """
         ...
 
     async def disconnect(self, peer: str) -> None:
@@ -189,11 +193,7 @@ class HivemindTransport:
             origin = origin_of(str(info.addr))
             await handler(Stream(info.peer_id.to_base58(), reader, writer, self.uplink, origin))
 
-        adding = self.p2p.add_binary_stream_handler(protocol, handle)
-        try:
-            await asyncio.wait_for(adding, DAEMON_TIMEOUT_S)
-        except Exception as error:
-            raise NetworkError(f"p2pd does not answer: {str(error) or 'it is silent'}") from error
+        await _asked(self.p2p.add_binary_stream_handler(protocol, handle))
         self._protocols.append(protocol)
 
     async def open_stream(self, peer: str, protocol: str) -> Stream:
@@ -203,8 +203,8 @@ class HivemindTransport:
         return Stream(peer, reader, writer, self.uplink)
 
     async def connected(self) -> Mapping[str, tuple[str, ...]]:
-        """Ask p2pd for its connections."""
-        found = await asyncio.wait_for(self.p2p.list_peers(), DAEMON_TIMEOUT_S)
+        """Ask p2pd for its connections. Raises `NetworkError`."""
+        found = await _asked(self.p2p.list_peers())
         seen: dict[str, tuple[str, ...]] = {}
         for info in found:
             peer = info.peer_id.to_base58()
@@ -214,3 +214,11 @@ class HivemindTransport:
     async def disconnect(self, peer: str) -> None:
         """Tell p2pd to drop a connection; Hivemind has no public call for it."""
         await self.p2p._client.disconnect(PeerID.from_base58(peer))
+
+
+async def _asked(answer: Awaitable[ResultT]) -> ResultT:
+    """Return what p2pd answers. Raises `NetworkError` while it is silent or gone."""
+    try:
+        return await asyncio.wait_for(answer, DAEMON_TIMEOUT_S)
+    except Exception as error:
+        raise NetworkError(f"p2pd does not answer: {str(error) or 'it is silent'}") from error
