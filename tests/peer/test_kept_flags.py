@@ -1,38 +1,11 @@
 """What a volunteer typed holds until he types something else."""
 
-import pytest
-
 from dipaco.peer import peer_command
 from dipaco.peer.kept_flags import NAME, keep_flags, kept_flags
-from dipaco.peer.node.given_address import keep_addresses
 
 ADDRESS, OTHER = (
     f"/ip4/203.0.113.{n}/tcp/31337/p2p/12D3KooWLGUApiCpST4ZyZPakytsXQ19eY7ZRGCyyJWXKk4tqiZw" for n in (5, 6)
 )
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch, capsys):
-    """Start a peer with some words, which joins; returns its settings and what it printed."""
-    joined = []
-
-    def join(settings):
-        joined.append(settings)
-        keep_addresses(settings.cache_folder, settings.initial_peers)
-        keep_flags(settings.cache_folder, settings.typed)
-        return 0
-
-    monkeypatch.setattr("dipaco.peer.training_peer.run_peer", join)
-
-    def start(*words):
-        try:
-            code = peer_command.main([*words, "--cache-dir", str(tmp_path)])
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return (joined.pop(), said.out) if code == 0 else (code, said.err)
-
-    return start
 
 
 def test_an_address_is_given_once(start):
@@ -54,7 +27,7 @@ def test_limits_hold_until_others_are_typed(start, tmp_path):
     assert f"as last time: {shown} (forget with --fresh)\n" in said
     # What speaks of one start is not kept, and neither is a secret.
     assert (settings.max_rounds, settings.invitation) == (None, None)
-    assert "secret" not in (tmp_path / NAME).read_text()
+    assert "secret" not in (tmp_path / "cache" / NAME).read_text()
     # What is typed wins, now and the next time, and the rest stays.
     settings, said = start("--hours", "1-2", "--port", "4001")
     assert (settings.hours, settings.name, settings.host_maddrs) == ("1-2", "kitchen laptop", ())
@@ -71,7 +44,7 @@ def test_fresh_forgets_all_but_the_address(start, tmp_path):
     assert "as last time" not in said
     assert start()[0].hours is None
     start("--fresh")
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / "cache" / NAME).exists()
 
 
 def test_a_path_is_of_the_swarm_in_which_it_was_chosen(start):
@@ -82,13 +55,14 @@ def test_a_path_is_of_the_swarm_in_which_it_was_chosen(start):
 
 
 def test_a_device_takes_the_place_of_several(start, tmp_path):
-    keep_flags(tmp_path, kept_typed(devices=("cuda:0", "cuda:1")))
+    (tmp_path / "cache").mkdir()
+    keep_flags(tmp_path / "cache", kept_typed(devices=("cuda:0", "cuda:1")))
     assert (start(ADDRESS, "--device", "cpu")[0].devices, start()[0].device) == ((), "cpu")
 
 
 def test_the_file_can_be_edited_and_what_is_wrong_in_it_is_refused_with_its_name(start, tmp_path):
     start(ADDRESS, "--hours", "22-7")
-    file = tmp_path / NAME
+    file = tmp_path / "cache" / NAME
     file.write_text(file.read_text().replace("22-7", "21-6"))
     assert start()[0].hours == "21-6"
     for kept, code, said in (

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from dipaco.base.errors import ConfigurationError, CorpusError
-from dipaco.peer import peer_command
-from dipaco.peer.kept_flags import NAME, keep_flags
-from dipaco.peer.node.given_address import keep_addresses
+from dipaco.peer.kept_flags import NAME
 from dipaco.peer.peer_settings import PeerSettings
 from dipaco.peer.texts_at_home import texts_at_home
 from dipaco.peer.trainers import trainer_settings
@@ -96,27 +94,6 @@ def test_ctrl_c_ends_the_reading_of_long_texts(begin):
     with pytest.raises(PassInterrupted):
         begin(is_stopped=lambda: True)
     assert begin()[0].documents.keys() == {1}
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch, capsys):
-    """Start a peer with some words, which joins; returns its settings and what it printed."""
-    joined = []
-
-    def join(settings):
-        joined.append(settings)
-        keep_addresses(settings.cache_folder, settings.initial_peers)
-        keep_flags(settings.cache_folder, settings.typed)
-        return 0
-
-    monkeypatch.setattr("dipaco.peer.training_peer.run_peer", join)
-
-    def start(*words):
-        code = peer_command.main([*words, "--cache-dir", str(tmp_path / "cache")])
-        said = capsys.readouterr()
-        return (joined.pop() if joined else code), said.out + said.err
-
-    return start
 
 
 def test_texts_are_for_the_swarm_that_their_owner_named(start, tmp_path):

@@ -88,8 +88,8 @@ def generation_settings(tokenizer: bytes) -> dict[str, Any]:
 
 
 def ends_unsaid_by_base(tokenizer: bytes) -> set[int]:
-    """Return what ends an answer of the run, and its base's files do not say so: what the chat
-    template writes behind an answer. Whoever loads the base has to be told."""
+    """Return the tokens that end an answer of the run although the files of its base do not say so:
+    those that the chat template writes behind an answer."""
     if not is_json(tokenizer):
         return set()
     pieces = json_pieces(tokenizer)
