@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections import Counter
 
 import msgpack
 import pytest
@@ -139,10 +140,10 @@ def test_what_is_asked_of_p2pd_is_bounded_and_who_has_gone_keeps_nobody_waiting(
         node.where = {peer(number): "/ip4/10.0.3.1/tcp/1" for number in range(20, 40)}
         await asyncio.gather(*(node.ask(number) for number in range(20, 60)))
         assert node.listings == 1
-        assert [asker.name for asker in node.handled] == ["10.0.3.0/24"] * 20 + ["nowhere"] * 20
+        assert Counter(asker.name for asker in node.handled) == {"10.0.3.0/24": 20, "nowhere": 20}
         node.where = {peer(70): "/ip4/10.0.4.1/tcp/1"}
         await asyncio.gather(node.ask(70), node.ask(20))
-        assert [asker.name for asker in node.handled[-2:]] == ["10.0.3.0/24", "10.0.4.0/24"]
+        assert {asker.name for asker in node.handled[-2:]} == {"10.0.3.0/24", "10.0.4.0/24"}
         assert node.listings == 2
 
     run(live())
