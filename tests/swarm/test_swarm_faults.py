@@ -267,7 +267,9 @@ def _everybody_gone(world, keeper):
     assert resumed["resumed_optimizer"]
     assert resumed["path_step"] > 0
     # What was being written when the peer was killed may be lost: the version before is there.
-    assert all(kept[module] >= versions[module] - 1 > 0 for module in kept), (kept, versions)
+    # A module all of whose keepers had left in one moment was begun anew, so it may be young.
+    assert all(kept[module] >= versions[module] - 1 for module in kept), (kept, versions)
+    assert kept[SHARED] > 1, (kept, versions)
     other = world.start(bootstrap, "fresh", "--path", str((path + 1) % 3))
     (fresh,) = world.swarm.wait([other], "training")
     assert fresh["modules"][SHARED] >= kept[SHARED], (fresh, kept)
