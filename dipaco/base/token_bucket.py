@@ -119,17 +119,23 @@ class Budget(Generic[ClassT]):
     async def pay(self, user: tuple[ClassT, str], count: float, longest_s: float) -> None:
         """Wait until a user may use so much.
 
-        Raises `TimeoutError` when that takes longer than `longest_s`. What an empty bucket refuses
-        takes nothing: an owner that goes on asking would put off for ever when there is some again.
+        Raises `TimeoutError` when that takes longer than `longest_s`. What is
+        refused is not taken: an owner that goes on asking would put off for ever when there is some
+        again, and would be served after those that it waits behind.
         """
         one, name = user
         own, line = self._each[one], self._together.get(one)
         if own.wait_s(name, count) > longest_s or (line and not line.may_wait_for(count)):
             raise TimeoutError("it asks for too much")
-        async with asyncio.timeout(longest_s):
-            await asyncio.sleep(own.take(name, count))
-            if line is not None:
-                await line.pay(name, count)
+        wait_s = own.take(name, count)
+        try:
+            async with asyncio.timeout(longest_s):
+                await asyncio.sleep(wait_s)
+                if line is not None:
+                    await line.pay(name, count)
+        except TimeoutError:
+            own.take(name, -count)
+            raise
 
     def take(self, user: tuple[ClassT, str], count: float) -> None:
         """Note that a user has used so much, also if it is more than there was."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from dipaco.base.token_bucket import Budget
+from dipaco.base.token_bucket import Budget, Rate, Rates
 from dipaco.peer.exchange.streams.places import Places
 from dipaco.protocol.allowances import (
     ADMITTED,
@@ -82,6 +82,18 @@ def test_all_of_a_standing_may_use_so_much_together(rates, standing, at_once, a_
     assert not may_use(budget, standing, "newer", a_second)
     # Whose work was found good shares with nobody.
     assert may_use(budget, CONTRIBUTOR, "good", a_second)
+
+
+def test_what_is_waited_for_in_vain_is_not_charged():
+    """Otherwise whoever waits behind others is served after them the next time too."""
+    clock = HandClock()
+    budget = Budget(Rates({STRANGER: Rate(10, 1)}, {STRANGER: Rate(10, 10)}), clock)
+    assert may_use(budget, STRANGER, "a", 10)
+    with pytest.raises(TimeoutError):
+        asyncio.run(budget.pay(Asker(STRANGER, "b"), 5, 0.01))
+    assert budget.debt_s(Asker(STRANGER, "b")) == 0.0
+    clock.s += 1.0
+    assert may_use(budget, STRANGER, "b", 10)
 
 
 @pytest.mark.parametrize(
