@@ -8,19 +8,19 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 
 
-async def run_blocking(function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+async def run_blocking(function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
     """Run a blocking function on a daemon thread and await its result.
 
     Not an executor: its threads are joined when the interpreter exits, and a mirror or a disk
     that hangs must not keep a process from ending.
     """
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[ResultT] = loop.create_future()
+    future: asyncio.Future[_ResultT] = loop.create_future()
 
-    def settle(result: ResultT | None, error: BaseException | None) -> None:
+    def settle(result: _ResultT | None, error: BaseException | None) -> None:
         if future.done():
             return
         if error is not None:
@@ -29,7 +29,7 @@ async def run_blocking(function: Callable[..., ResultT], *arguments: Any) -> Res
             future.set_result(result)  # type: ignore[arg-type]
 
     def work() -> None:
-        result: ResultT | None = None
+        result: _ResultT | None = None
         failure: BaseException | None = None
         try:
             result = function(*arguments)

@@ -24,14 +24,14 @@ from .waits import may_wait_for
 TEMPORARY_SUFFIX = ".tmp"
 # A temporary file that nobody has written to for so long, and nobody has locked, was left by a
 # process that is gone; where files cannot be locked, after so much longer.
-STALE_TEMPORARY_S, STALE_UNLOCKED_S = 10.0, 3600.0
+_STALE_TEMPORARY_S, _STALE_UNLOCKED_S = 10.0, 3600.0
 _READ_BYTES = 2**20
 # What stands in the place of a file that was not fetched is shorter.
 _MAX_POINTER_BYTES = 1024
 # A link into a store of files by hash, kept as a text where there are no links.
 _LINK = re.compile(rb"(?:\.\./)+(?:[\w.-]+/)*(?:objects|blobs)/[\w./-]+\n?")
 # Of a disk, what is never filled: other programs and the system need some.
-MAX_RESERVE_BYTES, RESERVE_PART = 2**30, 20
+_MAX_RESERVE_BYTES, _RESERVE_PART = 2**30, 20
 
 
 # Where folders are, if somebody says so.
@@ -196,7 +196,7 @@ def spare_bytes(folder: Path) -> int:
     Less than nothing once others have used the reserve too. Raises OSError.
     """
     disk = shutil.disk_usage(next(p for p in (folder, *folder.absolute().parents) if p.exists()))
-    return disk.free - min(MAX_RESERVE_BYTES, disk.total // RESERVE_PART)
+    return disk.free - min(_MAX_RESERVE_BYTES, disk.total // _RESERVE_PART)
 
 
 def _free_space(folder: Path) -> str:
@@ -323,7 +323,7 @@ def remove_stale_temporaries(folder: Path) -> None:
     for temporary in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         with contextlib.suppress(OSError):
             age_s = time.time() - temporary.stat().st_mtime
-            if age_s > STALE_TEMPORARY_S and not _is_held(temporary, age_s):
+            if age_s > _STALE_TEMPORARY_S and not _is_held(temporary, age_s):
                 temporary.unlink()
 
 
@@ -335,5 +335,5 @@ def _is_held(temporary: Path, age_s: float) -> bool:
         except BlockingIOError:
             return True
         except OSError:
-            return age_s < STALE_UNLOCKED_S
+            return age_s < _STALE_UNLOCKED_S
     return False

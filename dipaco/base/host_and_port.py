@@ -6,7 +6,7 @@ import re
 
 from .errors import ConfigurationError
 
-THIS_MACHINE = "127.0.0.1"
+_THIS_MACHINE = "127.0.0.1"
 
 
 def host_and_port(flag: str, text: str) -> tuple[str, int]:
@@ -20,4 +20,4 @@ def host_and_port(flag: str, text: str) -> tuple[str, int]:
             f"{flag} '{text}' is no port; for example {flag} 8090, or {flag} 0.0.0.0:8090 to let "
             "others in"
         )
-    return (found[1] or THIS_MACHINE).strip("[]"), int(found[2])
+    return (found[1] or _THIS_MACHINE).strip("[]"), int(found[2])

@@ -28,13 +28,13 @@ logger = logging.getLogger("dipaco.base.index")
 
 INDEX_FILE = "index.sqlite"
 # Another process's transaction is waited for so long.
-BUSY_LIMIT_S = 20.0
+_BUSY_LIMIT_S = 20.0
 # A larger index is not read whole at the start to see whether it is damaged.
-MAX_CHECKED_BYTES = 2**28
+_MAX_CHECKED_BYTES = 2**28
 # In the file; it is made anew where it has another one.
 _VERSION, _CONDEMNED = 1, 99
 # With less room on the disk, SQLite cannot even begin.
-FULL_BYTES = 2**17
+_FULL_BYTES = 2**17
 _SCHEMA = """
 CREATE TABLE files(
     sha256 TEXT PRIMARY KEY, kind TEXT NOT NULL, module TEXT NOT NULL, round INTEGER NOT NULL,
@@ -158,7 +158,7 @@ class Index:
             code, folder = getattr(error, "sqlite_errorcode", 0) & 0xFF, self.file.parent
             with storage_errors(folder):
                 number = _ERRNOS.get(code)
-                if code == sqlite3.SQLITE_IOERR and _free_bytes(folder) < FULL_BYTES:
+                if code == sqlite3.SQLITE_IOERR and _free_bytes(folder) < _FULL_BYTES:
                     number = errno.ENOSPC  # It does not say so of the memory that processes share.
                 if number is not None:
                     raise OSError(number, str(error), str(self.file)) from error
@@ -180,7 +180,7 @@ class Index:
 def _connect(file: Path) -> sqlite3.Connection:
     # Transactions are begun and ended by name, and locks of this module keep threads apart.
     connection = sqlite3.connect(
-        file, timeout=BUSY_LIMIT_S, isolation_level=None, check_same_thread=False
+        file, timeout=_BUSY_LIMIT_S, isolation_level=None, check_same_thread=False
     )
     with contextlib.suppress(sqlite3.OperationalError):
         # Readers and the writer do not wait for each other. Where the file system has no memory
@@ -207,7 +207,7 @@ def _opened(file: Path, *, may_be_empty: bool = False) -> sqlite3.Connection:
     # which is impossible on a medium that cannot be written.
     how = "mode=ro" if Path(f"{file}-wal").exists() else "mode=ro&immutable=1"
     connection = sqlite3.connect(
-        f"{file.absolute().as_uri()}?{how}", uri=True, timeout=BUSY_LIMIT_S
+        f"{file.absolute().as_uri()}?{how}", uri=True, timeout=_BUSY_LIMIT_S
     )
     try:
         if _version_of(connection) not in ((0, _VERSION) if may_be_empty else (_VERSION,)):
@@ -224,7 +224,7 @@ def _is_whole(file: Path) -> bool:
         with contextlib.closing(_opened(file, may_be_empty=True)) as connection:
             [[page_bytes]] = connection.execute("PRAGMA page_size")
             size = file.stat().st_size
-            if size % page_bytes or size > MAX_CHECKED_BYTES:
+            if size % page_bytes or size > _MAX_CHECKED_BYTES:
                 return not size % page_bytes
             return connection.execute("PRAGMA quick_check(1)").fetchall() == [("ok",)]
     except sqlite3.DatabaseError:

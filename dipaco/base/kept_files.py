@@ -33,15 +33,15 @@ from .index import INDEX_FILE, Index
 
 KEPT_STATES, KEPT_ROUNDS = 2, 3
 # A peer that read an announcement asks for that state, and rounds can be shorter than that.
-REPLACED_S, SMALL_BYTES = 30.0, 2**25
+_REPLACED_S, SMALL_BYTES = 30.0, 2**25
 # A state that was fetched is looked at, and taken or not, within a round.
-FETCHED_S = 600.0
+_FETCHED_S = 600.0
 MAX_CONTRIBUTIONS_BYTES = 2**33
 # What one peer puts here: a file of each module of its path, for a few rounds; and what all do.
 # All have half of the room at most, and one of them a sixteenth.
 MAIL_FILES_OF_A_PEER, MAIL_FILES = 128, 8192
 # A file that is no older may be about to be written down.
-JUST_WRITTEN_S = 60.0
+_JUST_WRITTEN_S = 60.0
 # Files that were found whole in this life are remembered up to so many.
 _REMEMBERED = 2**16
 
@@ -234,7 +234,7 @@ class KeptFiles(BlobStore):
         gone = writer.execute(
             "SELECT sha256 FROM files WHERE sha256 NOT IN (SELECT digest FROM states) AND"
             " (kind = 'state' AND (bytes > ? OR came_s < ?) OR kind = 'fetched' AND came_s < ?)",
-            (SMALL_BYTES, now_s - REPLACED_S, now_s - FETCHED_S),
+            (SMALL_BYTES, now_s - _REPLACED_S, now_s - _FETCHED_S),
         ).fetchall()
         for (sha256,) in gone:
             self._remove(writer, sha256)
@@ -311,5 +311,5 @@ def _remove_old(file: Path) -> None:
     """Remove a file that is not in the index. A young one may be about to be: another process has
     just written it."""
     with contextlib.suppress(OSError):
-        if time.time() - file.stat().st_mtime > JUST_WRITTEN_S:
+        if time.time() - file.stat().st_mtime > _JUST_WRITTEN_S:
             file.unlink()

@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 # A terminal that is gone, a pipe or a socket that nobody reads.
-GONE = (errno.EIO, errno.EPIPE, errno.ECONNRESET)
+_GONE = (errno.EIO, errno.EPIPE, errno.ECONNRESET)
 
 
 class _Stream(io.FileIO):
@@ -28,14 +28,14 @@ class _Stream(io.FileIO):
             while written < len(data):
                 written += super().write(data[written:]) or 0
         except OSError as error:
-            if error.errno not in GONE:
+            if error.errno not in _GONE:
                 raise
             self.is_lost = True
-            lead_nowhere(self.fileno())
+            _lead_nowhere(self.fileno())
         return len(data)
 
 
-def lead_nowhere(descriptor: int) -> None:
+def _lead_nowhere(descriptor: int) -> None:
     """Let all that is written to a descriptor vanish, also what libraries and children write."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     if nowhere != descriptor:
@@ -54,7 +54,7 @@ def outlast_audience() -> None:
         if stream is not getattr(sys, f"__{name}__"):
             continue
         if stream is None:  # It was closed at the start; the next file would take its number.
-            lead_nowhere(descriptor)
+            _lead_nowhere(descriptor)
         else:
             with contextlib.suppress(OSError):
                 stream.flush()

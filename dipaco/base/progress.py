@@ -19,18 +19,18 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-ItemT = TypeVar("ItemT")
+_ItemT = TypeVar("_ItemT")
 
 # Between two lines where there is no bar; the first comes after as long.
 LINE_EVERY_S = 10.0
 
 
-def shown_count(count: float) -> str:
+def _shown_count(count: float) -> str:
     """Return a count with its thousands separated."""
     return f"{count:,.0f}"
 
 
-def shown_time(seconds: float) -> str:
+def _shown_time(seconds: float) -> str:
     """Return a duration for people, in its largest fitting unit."""
     if seconds < 100:
         return f"{seconds:.0f} s"
@@ -48,7 +48,7 @@ class StageProgress:
         say: Callable[[str], None],
         bar: Progress | None = None,
         *,
-        shown: Callable[[float], str] = shown_count,
+        shown: Callable[[float], str] = _shown_count,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -82,12 +82,12 @@ class StageProgress:
         if self._first is None or not self._first < done < total:
             return ""
         left_s = (self._now() - self._began_at) * (total - done) / (done - self._first)
-        return f", about {shown_time(left_s)} more" if left_s >= 1 else ""
+        return f", about {_shown_time(left_s)} more" if left_s >= 1 else ""
 
 
 @contextmanager
 def bar_or_lines(
-    name: str, console: Console, *, shown: Callable[[float], str] = shown_count
+    name: str, console: Console, *, shown: Callable[[float], str] = _shown_count
 ) -> Iterator[StageProgress]:
     """Show progress on a console while the body runs: a bar if it is a terminal."""
 
@@ -110,12 +110,12 @@ def bar_or_lines(
 
 
 def each(
-    items: Sequence[ItemT],
+    items: Sequence[_ItemT],
     say: Callable[[str], None],
-    what: Callable[[ItemT], str],
+    what: Callable[[_ItemT], str],
     *,
     now: Callable[[], float] = time.monotonic,
-) -> Iterator[ItemT]:
+) -> Iterator[_ItemT]:
     """Yield the items one after the other; say of each what is done with it, which of how many it
     is, and how long it goes on at the speed so far."""
     stage = StageProgress("", say, now=now)

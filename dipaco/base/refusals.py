@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-MAX_REFUSALS, REMEMBERED = 32, 4096
+_MAX_REFUSALS, _REMEMBERED = 32, 4096
 
 
 class Refusals:
@@ -15,10 +15,10 @@ class Refusals:
 
     def refused(self, peer: str) -> bool:
         """Note a refusal; returns whether the peer is to be disconnected."""
-        if len(self._counts) >= REMEMBERED and peer not in self._counts:
+        if len(self._counts) >= _REMEMBERED and peer not in self._counts:
             self._counts.clear()
         self._counts[peer] += 1
-        if self._counts[peer] <= MAX_REFUSALS:
+        if self._counts[peer] <= _MAX_REFUSALS:
             return False
         del self._counts[peer]
         return True

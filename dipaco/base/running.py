@@ -21,9 +21,9 @@ from .settings import Settings
 
 # For the OpenMP that PyTorch brings: so many turns, some microseconds, then a thread that waits
 # sleeps. Far fewer make a small model much slower on a quiet machine (benchmarks).
-SPIN_VARIABLE, SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
+_SPIN_VARIABLE, _SPIN_COUNT = "GOMP_SPINCOUNT", "3000"
 # In the stack wherever Python imports something.
-IMPORTING = "<frozen importlib._bootstrap>"
+_IMPORTING = "<frozen importlib._bootstrap>"
 SettingsT = TypeVar("SettingsT", bound=Settings)
 
 
@@ -45,8 +45,8 @@ def run_with_settings(
         if not found:
             return exit_code
         (settings,) = found
-        quiet_threads()
-        limit_threads(getattr(settings, "threads", None))
+        _quiet_threads()
+        _limit_threads(getattr(settings, "threads", None))
         configure_logging(debug)
         return run_command(lambda: int(run(settings)), debug)
 
@@ -66,7 +66,7 @@ def _interrupted_imports_end() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         here = frame
         while here is not None:
-            if here.f_code.co_filename == IMPORTING:
+            if here.f_code.co_filename == _IMPORTING:
                 os._exit(128 + number)
             here = here.f_back
         signal.default_int_handler(number, frame)
@@ -88,7 +88,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return asked if outlives else (*asked, signal.SIGHUP)
 
 
-def quiet_threads() -> None:
+def _quiet_threads() -> None:
     """Let PyTorch's threads sleep when they wait for each other, before PyTorch is imported.
 
     By themselves they turn in circles for milliseconds. Where another program has one of the cores
@@ -96,10 +96,10 @@ def quiet_threads() -> None:
     times as long. Variables that are set already stay.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(SPIN_VARIABLE, SPIN_COUNT)
+        os.environ.setdefault(_SPIN_VARIABLE, _SPIN_COUNT)
 
 
-def limit_threads(threads: int | None) -> None:
+def _limit_threads(threads: int | None) -> None:
     """Let NumPy's products take no more threads than `--threads` says, before it is imported.
 
     PyTorch has a function for that. The library behind NumPy has this variable only.

@@ -17,8 +17,8 @@ from typing import Generic, TypeVar
 from .turns import OwnerT, Turns
 
 REMEMBERED_OWNERS = 4096
-LONGEST_TURN_S = 0.5
-ClassT = TypeVar("ClassT")
+_LONGEST_TURN_S = 0.5
+_ClassT = TypeVar("_ClassT")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Line(Generic[OwnerT]):
 
     def may_wait_for(self, count: float) -> bool:
         """Tell whether so much holds up others for a moment at most, or is there."""
-        is_short = count <= LONGEST_TURN_S * self._bucket.rate.per_s
+        is_short = count <= _LONGEST_TURN_S * self._bucket.rate.per_s
         return is_short or self._bucket.wait_s("", count) == 0.0
 
     def take(self, count: float) -> None:
@@ -91,16 +91,16 @@ class Line(Generic[OwnerT]):
 
 
 @dataclass(frozen=True)
-class Rates(Generic[ClassT]):
+class Rates(Generic[_ClassT]):
     """What peers of several classes may use of one thing."""
 
-    each: Mapping[ClassT, Rate]
+    each: Mapping[_ClassT, Rate]
     """The rate of one peer."""
-    together: Mapping[ClassT, Rate]
+    together: Mapping[_ClassT, Rate]
     """The rate of all users of a class together; a class that is missing has no such limit."""
 
 
-class Budget(Generic[ClassT]):
+class Budget(Generic[_ClassT]):
     """What peers may still use of one thing: each from its own bucket, and some classes together
     besides, where those go first that have used least lately. Used on one event loop.
 
@@ -108,7 +108,7 @@ class Budget(Generic[ClassT]):
     """
 
     def __init__(
-        self, rates: Rates[ClassT], monotonic: Callable[[], float] = time.monotonic
+        self, rates: Rates[_ClassT], monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self._each = {one: TokenBuckets(rate, monotonic) for one, rate in rates.each.items()}
         self._together = {
@@ -116,7 +116,7 @@ class Budget(Generic[ClassT]):
             for one, rate in rates.together.items()
         }
 
-    async def pay(self, user: tuple[ClassT, str], count: float, longest_s: float) -> None:
+    async def pay(self, user: tuple[_ClassT, str], count: float, longest_s: float) -> None:
         """Wait until a user may use so much.
 
         Raises `TimeoutError` when that takes longer than `longest_s`. What is
@@ -137,14 +137,14 @@ class Budget(Generic[ClassT]):
             own.take(name, -count)
             raise
 
-    def take(self, user: tuple[ClassT, str], count: float) -> None:
+    def take(self, user: tuple[_ClassT, str], count: float) -> None:
         """Note that a user has used so much, also if it is more than there was."""
         one, name = user
         self._each[one].take(name, count)
         if one in self._together:
             self._together[one].take(count)
 
-    def debt_s(self, user: tuple[ClassT, str]) -> float:
+    def debt_s(self, user: tuple[_ClassT, str]) -> float:
         """Return for how long a user would have to use nothing until its bucket is full."""
         one, name = user
         return self._each[one].debt_s(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 OwnerT = TypeVar("OwnerT", bound=Hashable)
-MAX_WAITING = 256
+_MAX_WAITING = 256
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Turns(Generic[OwnerT]):
         max_each: int,
         rank: Callable[[OwnerT], float],
         max_unproven: int | None = None,
-        max_waiting: int = MAX_WAITING,
+        max_waiting: int = _MAX_WAITING,
     ) -> None:
         self._max_total, self._max_each, self._rank = max_total, max_each, rank
         self._max_unproven = max_total if max_unproven is None else max_unproven

@@ -23,10 +23,10 @@ from .bootstrap_settings import (
     ServeSettings,
 )
 
-NO_ADDRESS_YET = "dipaco-peer ADDR --invitation TEXT"
+_NO_ADDRESS_YET = "dipaco-peer ADDR --invitation TEXT"
 
 
-def run_init(settings: InitSettings) -> int:
+def _run_init(settings: InitSettings) -> int:
     """Run `dipaco-bootstrap init`."""
     from .new_run import write_run_toml
 
@@ -35,7 +35,7 @@ def run_init(settings: InitSettings) -> int:
     return 0
 
 
-def run_prepare(settings: PrepareSettings) -> int:
+def _run_prepare(settings: PrepareSettings) -> int:
     """Run `dipaco-bootstrap prepare`."""
     # Importing PyTorch takes seconds; --help and mistakes should not.
     from dipaco.bootstrap.preparing.added_paths import config_with_paths
@@ -84,7 +84,7 @@ def run_prepare(settings: PrepareSettings) -> int:
     return 0
 
 
-def run_plan(settings: PlanSettings) -> int:
+def _run_plan(settings: PlanSettings) -> int:
     """Run `dipaco-bootstrap plan`."""
     from rich.console import Console
 
@@ -121,7 +121,7 @@ def run_plan(settings: PlanSettings) -> int:
     return 0
 
 
-def run_serve(settings: ServeSettings) -> int:
+def _run_serve(settings: ServeSettings) -> int:
     """Run `dipaco-bootstrap serve`."""
     # Importing Hivemind and PyTorch takes seconds; --help and mistakes should not.
     from . import bootstrap_node
@@ -129,7 +129,7 @@ def run_serve(settings: ServeSettings) -> int:
     return bootstrap_node.run(settings)
 
 
-def run_invite(settings: InviteSettings) -> int:
+def _run_invite(settings: InviteSettings) -> int:
     """Run `dipaco-bootstrap invite`."""
     from dipaco.peer.node.given_address import kept_line
 
@@ -143,7 +143,7 @@ def run_invite(settings: InviteSettings) -> int:
         operator_key=settings.operator_key,
     )
     line = kept_line(settings.folder)
-    print((line or NO_ADDRESS_YET).replace("TEXT", text))
+    print((line or _NO_ADDRESS_YET).replace("TEXT", text))
     if not line:
         print(
             f"ADDR is the address that dipaco-bootstrap serve {settings.folder} prints; once that "
@@ -153,7 +153,7 @@ def run_invite(settings: InviteSettings) -> int:
     return 0
 
 
-def run_revoke(settings: RevokeSettings) -> int:
+def _run_revoke(settings: RevokeSettings) -> int:
     """Run `dipaco-bootstrap revoke`."""
     from .invite import revoke
 
@@ -161,57 +161,59 @@ def run_revoke(settings: RevokeSettings) -> int:
     return 0
 
 
-INIT = Command(
+_INIT = Command(
     "init",
     InitSettings,
-    run_init,
+    _run_init,
     summary="write a RUN.toml for some texts or chats",
     description="Look at the first rows of some files, count their documents, and write a RUN.toml "
     "with the right fields and with sizes to begin with.",
 )
-PREPARE = Command(
+_PREPARE = Command(
     "prepare",
     PrepareSettings,
-    run_prepare,
+    _run_prepare,
     summary="make tokenizer, base model, router, shards and the signed manifest of a run",
     description="Make a run folder from a RUN.toml, or from a run and the documents of a path to "
     "add to it. It may be stopped at any time; the same command continues where it stopped.",
 )
-PLAN = Command(
+_PLAN = Command(
     "plan",
     PlanSettings,
-    run_plan,
+    _run_plan,
     summary="check a RUN.toml and show its parameters, traffic, disk and memory",
     description="Check a RUN.toml and show the sizes of its modules, what a peer sends in a "
     "round, and what it has on disk and in memory. Of the data, only the first documents are "
     "read. Nothing is written.",
 )
-SERVE = Command(
+_SERVE = Command(
     "serve",
     ServeSettings,
-    run_serve,
+    _run_serve,
     summary="start a bootstrap node for a run folder",
     description="Start a bootstrap node: the first address of a swarm. It serves what "
     "newcomers need and keeps copies of states. Ctrl+C leaves cleanly.",
 )
-INVITE = Command(
+_INVITE = Command(
     "invite",
     InviteSettings,
-    run_invite,
+    _run_invite,
     summary="make an invitation to a run: one line for a volunteer",
     description="Print the line that a volunteer pastes, with an invitation for some peers, signed "
     "with the operator's key. Anybody who has it can use it, so give each volunteer one of their "
     "own.",
 )
-REVOKE = Command(
+_REVOKE = Command(
     "revoke",
     RevokeSettings,
-    run_revoke,
+    _run_revoke,
     summary="end invitations: rows of peers that came in by them stop counting",
     description="Sign a new list of revoked invitations. Nodes that serve the run folder pass it "
     "on within a quarter of a round, and every peer keeps it.",
 )
-COMMAND = Program("dipaco-bootstrap", str(__doc__), (INIT, PREPARE, PLAN, SERVE, INVITE, REVOKE))
+COMMAND = Program(
+    "dipaco-bootstrap", str(__doc__), (_INIT, _PREPARE, _PLAN, _SERVE, _INVITE, _REVOKE)
+)
 main = COMMAND.main
 
 if __name__ == "__main__":

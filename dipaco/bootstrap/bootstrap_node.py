@@ -41,7 +41,7 @@ from .invite import own_invitation
 logger = logging.getLogger("dipaco.bootstrap.bootstrap_node")
 
 # Between two looks at the swarm, at most; what has changed is shown.
-LOOK_PERIOD_S = 30.0
+_LOOK_PERIOD_S = 30.0
 
 
 def run(settings: ServeSettings) -> int:
@@ -152,7 +152,7 @@ def _look_until_stopped(
     """Show the state of the swarm when it is another; look up a random key so that dead peers leave
     the routing."""
     said = ""
-    while not stopping.wait(min(LOOK_PERIOD_S, refresher.period_s)):
+    while not stopping.wait(min(_LOOK_PERIOD_S, refresher.period_s)):
         try:
             node.directory.look_up_random_key(random.getrandbits(64))
             view = refresher.view

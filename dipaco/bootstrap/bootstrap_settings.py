@@ -11,12 +11,12 @@ from dipaco.base.settings import ComputeSettings, Option, Settings
 from dipaco.dht.addresses import check_given_peer
 from dipaco.peer.peer_settings import NodeSettings
 
-RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
-OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")
+_RUN_FOLDER = Option("a prepared run folder", "DIR", positional=True)
+_OPERATOR_KEY = Option("the key that signed the run (default: DIR/operator.pem)", "FILE")
 CHANGES = Option(
     "use this value instead of the one in RUN.toml: outer.momentum=0.9", "KEY=VALUE", flag="--set"
 )
-RUN_TOML = Option("the file that describes the run", "RUN.toml", positional=True)
+_RUN_TOML = Option("the file that describes the run", "RUN.toml", positional=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class InitSettings(Settings):
 class PrepareSettings(ComputeSettings):
     """How a run is prepared, and where."""
 
-    run_toml: Annotated[Path | None, RUN_TOML] = None
+    run_toml: Annotated[Path | None, _RUN_TOML] = None
     changes: Annotated[tuple[str, ...], CHANGES] = ()
     out: Annotated[Path, Option("the run folder to make", "DIR")]
     start_in_s: Annotated[
@@ -147,7 +147,7 @@ class PrepareSettings(ComputeSettings):
 class PlanSettings(Settings):
     """Which run is calculated, and how it is shown."""
 
-    run_toml: Annotated[Path, RUN_TOML]
+    run_toml: Annotated[Path, _RUN_TOML]
     changes: Annotated[tuple[str, ...], CHANGES] = ()
     corpus_tokens: Annotated[
         float | None,
@@ -173,7 +173,7 @@ class PlanSettings(Settings):
 class InviteSettings(Settings):
     """What `dipaco-bootstrap invite` can be told."""
 
-    folder: Annotated[Path, RUN_FOLDER]
+    folder: Annotated[Path, _RUN_FOLDER]
     peers: Annotated[
         int,
         Option("how many peers it lets in at a time", "N", least=1, most=10_000),
@@ -194,26 +194,26 @@ class InviteSettings(Settings):
             "TEXT",
         ),
     ] = ""
-    operator_key: Annotated[Path | None, OPERATOR_KEY] = None
+    operator_key: Annotated[Path | None, _OPERATOR_KEY] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RevokeSettings(Settings):
     """Which invitations of a run are ended."""
 
-    folder: Annotated[Path, RUN_FOLDER]
+    folder: Annotated[Path, _RUN_FOLDER]
     invitations: Annotated[
         tuple[str, ...],
         Option("ids of invitations to end, from DIR/invitations.jsonl or dipaco-status", "ID"),
     ]
-    operator_key: Annotated[Path | None, OPERATOR_KEY] = None
+    operator_key: Annotated[Path | None, _OPERATOR_KEY] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(NodeSettings):
     """What a bootstrap node serves, and where it is reached."""
 
-    folder: Annotated[Path, RUN_FOLDER]
+    folder: Annotated[Path, _RUN_FOLDER]
     initial_peers: Annotated[
         tuple[str, ...],
         Option(

@@ -51,13 +51,13 @@ from dipaco.routing.tokens.tokenizer_json import (
 )
 
 # Its classes are made at import, where no type checker sees them.
-sentencepiece_format: Any = sentencepiece_model_pb2
-_Piece = sentencepiece_format.ModelProto.SentencePiece
-ADDED_TOKENS, SPECIAL_TOKENS = "added_tokens.json", "special_tokens_map.json"
-GENERATION = "generation_config.json"
+_sentencepiece_format: Any = sentencepiece_model_pb2
+_Piece = _sentencepiece_format.ModelProto.SentencePiece
+_ADDED_TOKENS, _SPECIAL_TOKENS = "added_tokens.json", "special_tokens_map.json"
+_GENERATION = "generation_config.json"
 # Of a base that is made for longer texts, where RUN.toml says nothing: few documents are longer,
 # and the memory that a step takes grows with it.
-USUAL_SEQUENCE_LENGTH = 1024
+_USUAL_SEQUENCE_LENGTH = 1024
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ImportedBase:
         """
         model = self.model
         longest = model.sequence_length
-        length = min(longest, USUAL_SEQUENCE_LENGTH)
+        length = min(longest, _USUAL_SEQUENCE_LENGTH)
         if "sequence_length" in given.model_fields_set:
             length = given.sequence_length
         for key, said, kept in differing_fields(given, model):
@@ -171,17 +171,17 @@ class ImportedBase:
         rows = self._stored_model.vocabulary_size
         file = self.folder / TOKENIZER_FILE
         if not file.is_file():
-            return read_tokenizer_json(self.folder, rows)
+            return _read_tokenizer_json(self.folder, rows)
         with storage_errors(self.folder):
             model = file.read_bytes()
-        if lacking := lacking_tokens(self.folder, model):
+        if lacking := _lacking_tokens(self.folder, model):
             if not (self.folder / TOKENIZER_JSON).is_file():
                 raise ConfigurationError(
                     f"{self.folder} has the tokens {', '.join(lacking[:4])}, which its "
                     f"{TOKENIZER_FILE} lacks; put its {TOKENIZER_JSON} there, which "
                     f"save_pretrained of transformers writes"
                 )
-            return read_tokenizer_json(self.folder, rows)
+            return _read_tokenizer_json(self.folder, rows)
         numbered = number_pieces(model, str(file))
         pieces = sum(old is not None for old in numbered.order)
         if pieces > rows:
@@ -220,7 +220,7 @@ def differing_fields(given: ModelFields, kept: ModelConfig) -> Iterator[tuple[st
             yield key, said, there
 
 
-def lacking_tokens(folder: Path, model: bytes) -> list[str]:
+def _lacking_tokens(folder: Path, model: bytes) -> list[str]:
     """Return the tokens that a checkpoint has beside its SentencePiece model: those added later,
     and another end of a text."""
     proto = _proto(model, str(folder / TOKENIZER_FILE))
@@ -248,10 +248,10 @@ def added_tokens(folder: Path) -> list[dict[str, Any]]:
     try:
         if decoder is not None:
             tokens = [{**token, "id": int(number)} for number, token in decoder.items()]
-        elif (folder / ADDED_TOKENS).is_file():
+        elif (folder / _ADDED_TOKENS).is_file():
             tokens = [
                 {"content": name, "id": int(number), "special": name in special}
-                for name, number in _json_object(folder / ADDED_TOKENS).items()
+                for name, number in _json_object(folder / _ADDED_TOKENS).items()
             ]
         else:
             tokens = []
@@ -274,7 +274,7 @@ def added_tokens(folder: Path) -> list[dict[str, Any]]:
         ) from None
 
 
-def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
+def _read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
     """Return the tokenizer of a checkpoint that has a `tokenizer.json`, for `rows` of an embedding.
 
     Raises ConfigurationError naming what is missing or impossible, IntegrityError if it is broken.
@@ -297,7 +297,7 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
         named = zip(SPECIAL_NAMES, special, strict=True)
         controls = [token["content"] for token in content["added_tokens"] if token["special"]]
         turn_end_name = turn_end(template, {k: n for k, n in named if n is not None}, controls)
-    generation = _json_object(folder / GENERATION) if (folder / GENERATION).is_file() else None
+    generation = _json_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else None
     model = pack_tokenizer(
         content, special, template, str(file),
         rows=rows,
@@ -313,7 +313,7 @@ def read_tokenizer_json(folder: Path, rows: int) -> NumberedTokenizer:
 
 def _special_names(folder: Path) -> list[str | None]:
     """Return what a checkpoint calls unknown, begin, end and padding; None for what it lacks."""
-    settings, file = _settings(folder), folder / SPECIAL_TOKENS
+    settings, file = _settings(folder), folder / _SPECIAL_TOKENS
     if "added_tokens_decoder" not in settings and file.is_file():  # as transformers does
         settings |= {key: value for key, value in _json_object(file).items() if value is not None}
     names: list[str | None] = []
@@ -324,10 +324,10 @@ def _special_names(folder: Path) -> list[str | None]:
     return names
 
 
-StatedT = TypeVar("StatedT", SpecialNumbers, GenerationSettings)
+_StatedT = TypeVar("_StatedT", SpecialNumbers, GenerationSettings)
 
 
-def _stated(kind: type[StatedT], values: Mapping[str, Any]) -> StatedT:
+def _stated(kind: type[_StatedT], values: Mapping[str, Any]) -> _StatedT:
     """Return what a file of a checkpoint says, without what is not known of its kind."""
     found: dict[str, Any] = {}
     for key in kind.model_fields:
@@ -370,7 +370,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 def _proto(model: bytes, source: str) -> Any:
     try:
-        return sentencepiece_format.ModelProto.FromString(model)
+        return _sentencepiece_format.ModelProto.FromString(model)
     except DecodeError:
         raise IntegrityError(f"{source} is not a SentencePiece model") from None
 

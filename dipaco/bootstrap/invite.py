@@ -32,11 +32,11 @@ from dipaco.protocol.record_errors import RecordError
 from dipaco.protocol.revocations import read_revocations, sign_revocations
 
 LIST_FILE = "invitations.jsonl"
-DAY_S = 86_400.0
+_DAY_S = 86_400.0
 # Bootstrap nodes that the operator starts from the run folder, or copies of it.
-OWN_PLACES = 8
+_OWN_PLACES = 8
 # A list needs up to half a round from the folder to every peer, and a refresh may fail.
-KNOWN_ROUNDS, KNOWN_S = 2.0, 60.0
+_KNOWN_ROUNDS, _KNOWN_S = 2.0, 60.0
 # How like an id of the list another must be to be taken for a slip: a digit or two.
 _ALIKE = 0.8
 
@@ -59,7 +59,7 @@ def invite(
             f"run '{manifest.plan.name}' is open, so everybody counts in it; prepare one with "
             "--admission invitation"
         )
-    expires_s = 0 if expires_days is None else int(time.time() + expires_days * DAY_S)
+    expires_s = 0 if expires_days is None else int(time.time() + expires_days * _DAY_S)
     invitation = make_invitation(Terms(gate.run_id, peers, expires_s), key)
     _note(folder, invitation, name or manifest.plan.name)
     return invitation.to_text()
@@ -90,7 +90,7 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
                 f"({whose[slips[0]]})?"
             )
     file, version = folder / REVOCATIONS, 1
-    known_s = max(KNOWN_S, KNOWN_ROUNDS * manifest.plan.rounds.duration_s)
+    known_s = max(_KNOWN_S, _KNOWN_ROUNDS * manifest.plan.rounds.duration_s)
     revoked = dict.fromkeys(invitations, int(time.time() + known_s))
     try:
         if file.exists():
@@ -136,7 +136,7 @@ def note_admission(
     if plan.admission is not None:
         _note(folder, read_invitation(plan.admission), "everybody")
         return
-    invitation = make_invitation(Terms(plan.admission_scope, OWN_PLACES, 0), key)
+    invitation = make_invitation(Terms(plan.admission_scope, _OWN_PLACES, 0), key)
     file = folder / OWN_INVITATION
     atomic_write(file, [invitation.to_text().encode() + b"\n"], mode=0o600)
     _note(folder, invitation, "bootstrap nodes")

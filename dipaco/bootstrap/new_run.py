@@ -28,7 +28,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True)
-class Size:
+class _Size:
     """A model for at least so many tokens of text."""
 
     tokens: int
@@ -40,15 +40,15 @@ class Size:
 
 
 # From one token a parameter, where most parameters are the embedding's, to twenty.
-SIZES = (
-    Size(0, 64, 4, 4, 1024, 128),
-    Size(500_000, 96, 4, 4, 2048, 128),
-    Size(2_000_000, 128, 4, 6, 4096, 256),
-    Size(8_000_000, 192, 6, 6, 4096, 256),
-    Size(30_000_000, 256, 8, 8, 8192, 256),
-    Size(100_000_000, 384, 6, 8, 8192, 512),
-    Size(400_000_000, 512, 8, 10, 16384, 512),
-    Size(2_000_000_000, 768, 12, 12, 32000, 1024),
+_SIZES = (
+    _Size(0, 64, 4, 4, 1024, 128),
+    _Size(500_000, 96, 4, 4, 2048, 128),
+    _Size(2_000_000, 128, 4, 6, 4096, 256),
+    _Size(8_000_000, 192, 6, 6, 4096, 256),
+    _Size(30_000_000, 256, 8, 8, 8192, 256),
+    _Size(100_000_000, 384, 6, 8, 8192, 512),
+    _Size(400_000_000, 512, 8, 10, 16384, 512),
+    _Size(2_000_000_000, 768, 12, 12, 32000, 1024),
 )
 
 
@@ -72,7 +72,7 @@ def write_run_toml(files: Sequence[str], out: Path, base: str | None, peers: int
             f"{files[0]} holds chats, which are trained as adapters over a public model; name one "
             f"with --base, such as HuggingFaceTB/SmolLM2-135M-Instruct"
         )
-    out.write_text(run_toml(found, out, base, peers), encoding="utf-8")
+    out.write_text(_run_toml(found, out, base, peers), encoding="utf-8")
     try:
         config = load_run_config(out)
         look_at_data(config)
@@ -83,12 +83,12 @@ def write_run_toml(files: Sequence[str], out: Path, base: str | None, peers: int
     return "\n".join([*_said(found), *([few] if few else [])])
 
 
-def run_toml(found: FirstLook, out: Path, base: str | None, peers: int) -> str:
+def _run_toml(found: FirstLook, out: Path, base: str | None, peers: int) -> str:
     """Return the text of a RUN.toml at `out`."""
     tokens = found.tokens
     paths = _path_count(found.documents, tokens, peers)
     grid = _grid(paths)
-    size = max((size for size in SIZES if size.tokens <= tokens), key=lambda size: size.tokens)
+    size = max((size for size in _SIZES if size.tokens <= tokens), key=lambda size: size.tokens)
     document_tokens = tokens / max(1, found.documents)
     sequence_length = size.sequence_length if base is None else 512
     while sequence_length > 64 and sequence_length > 2 * document_tokens:

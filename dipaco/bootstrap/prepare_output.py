@@ -67,7 +67,7 @@ class Display:
         table.add_row("all", *_sizes(PathSummary(path=0, **totals), whole), *([""] * labelled))
         self.console.print(table)
         if any(shard.learned_tokens is not None for shard in shards):
-            self.say(learned_line(sum(s.learned_tokens or 0 for s in shards), whole))
+            self.say(_learned_line(sum(s.learned_tokens or 0 for s in shards), whole))
 
     def routing(self, shards: Sequence[PathSummary]) -> None:
         """Show whether the shards follow the labels, and which paths nothing tells of."""
@@ -120,7 +120,7 @@ def _mostly(shard: PathSummary) -> Text:
     return Text(printable(", ".join(f"{n} {c / max(1, shard.tokens):.0%}" for n, c in largest)))
 
 
-def learned_line(learned_tokens: int, tokens: int) -> str:
+def _learned_line(learned_tokens: int, tokens: int) -> str:
     """Say how much of some chats is learned."""
     return (
         f"Of {tokens:,} tokens of chats {learned_tokens:,} are learned "

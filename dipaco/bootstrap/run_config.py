@@ -1,8 +1,8 @@
 """RUN.toml: everything an operator decides about a run, typed and checked before any work.
 
 `RunToml` is what the file says. `RunConfig` is what the run is: some defaults depend on what lies
-elsewhere, on the checkpoint that `base` names or on the run that this one continues, and `resolved`
-puts them in.
+elsewhere, on the checkpoint that `base` names or on the run that this one continues, and
+`_resolved` puts them in.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dipaco.routing.tokens.token_files import window_stride
 
 from .import_base import ImportedBase, differing_fields
 
-ConfigT = TypeVar("ConfigT", bound=Config)
+_ConfigT = TypeVar("_ConfigT", bound=Config)
 
 
 class TokenizerConfig(Config):
@@ -230,7 +230,7 @@ def load_run_config(
     if trained is None and written.base.checkpoint is not None:
         own_tokenizer = written.tokenizer.model_file is None
         base = ImportedBase(written.base.checkpoint, own_tokenizer=own_tokenizer)
-    config = resolved(written, base, trained, source)
+    config = _resolved(written, base, trained, source)
     _check_parts_fit(config, source, goes_on=trained is not None)
     return config
 
@@ -292,7 +292,7 @@ def changed(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]
     return found
 
 
-def resolved(
+def _resolved(
     written: RunToml, base: ImportedBase | None, trained: ModelConfig | None, source: str
 ) -> RunConfig:
     """Return the run that a RUN.toml describes, with the defaults that depend on the checkpoint
@@ -385,7 +385,7 @@ def _check_frozen_base(base: BaseConfig, source: str) -> None:
         )
 
 
-def _built(kind: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
+def _built(kind: type[_ConfigT], values: Mapping[str, Any], source: str) -> _ConfigT:
     """Build a configuration of values that are right each by itself; their checks of each other
     raise ConfigurationError."""
     try:

@@ -12,7 +12,7 @@ from dipaco.base.errors import AddressError
 from dipaco.base.settings import Option
 
 EXAMPLE_PEER = "/ip4/203.0.113.5/tcp/31337/p2p/12D3KooWPeerId"
-EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
+_EXAMPLE_LISTEN = "/ip4/0.0.0.0/tcp/31337"
 OPERATOR_MARK = "/operator/"
 
 
@@ -33,7 +33,7 @@ def check_given_peer(address: str) -> None:
     check_peer_address(split_operator([address])[0][0])
 
 
-def check_proxy_name(name: str) -> None:
+def _check_proxy_name(name: str) -> None:
     """Raise `AddressError` unless this is the name of a host, without scheme and port."""
     if not re.fullmatch(r"[A-Za-z0-9-]+(\.[A-Za-z0-9-]+)*", name):
         raise AddressError(
@@ -46,7 +46,7 @@ PROXY_NAME = Option(
     "host names that a server in front of it passes on",
     "NAME",
     flag="--proxy-name",
-    check=check_proxy_name,
+    check=_check_proxy_name,
 )
 """For the settings of what answers by HTTP."""
 
@@ -96,7 +96,7 @@ def check_listen_address(address: str, flag: str) -> str:
     """Return `address` if one can listen there or announce it. Raises `AddressError`."""
     parsed = parse_listen(address)
     if "tcp" not in {protocol.name for protocol in parsed.protocols()}:
-        raise AddressError(f"{flag} '{address}' names no port; for example {EXAMPLE_LISTEN}")
+        raise AddressError(f"{flag} '{address}' names no port; for example {_EXAMPLE_LISTEN}")
     if flag == "--announce-maddrs" and port_of(parsed) == 0:
         raise AddressError(f"{flag} '{address}' announces port 0; give the port that is forwarded")
     return address
@@ -104,7 +104,7 @@ def check_listen_address(address: str, flag: str) -> str:
 
 def parse_listen(address: str) -> Multiaddr:
     """Read an address to listen on. Raises `AddressError`."""
-    return _parse(address, EXAMPLE_LISTEN)
+    return _parse(address, _EXAMPLE_LISTEN)
 
 
 def _parse(address: str, example: str) -> Multiaddr:

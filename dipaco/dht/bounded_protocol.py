@@ -39,9 +39,9 @@ from .quotas import KEY_BYTES, KEY_RECORDS, HeldRecords, KnownRun
 logger = logging.getLogger("dipaco.dht.bounded_protocol")
 
 # Of one request to store, and of one to find; Hivemind asks for a few dozen keys at most.
-MAX_STORED, MAX_FOUND = 2048, 256
+_MAX_STORED, _MAX_FOUND = 2048, 256
 # Of an answer, and of what is handed to a new node at once. A message may have 4 MiB.
-ANSWER_BYTES = 2 * KEY_BYTES
+_ANSWER_BYTES = 2 * KEY_BYTES
 # What MessagePack adds to a record.
 _FRAME_BYTES = 32
 # Records that are checked before others get their turn.
@@ -49,9 +49,9 @@ _AT_ONCE = 32
 _NEVER = float("-inf")
 # Nodes of the table that are told when there is something new to say, and nodes that somebody names
 # that are asked for their admission.
-MAX_GREETED, MAX_MET = 64, 20
+_MAX_GREETED, _MAX_MET = 64, 20
 # Types of Hivemind's within each other. A node makes one, a dictionary; each level is copied whole.
-MAX_NESTED = 2
+_MAX_NESTED = 2
 _nested = threading.local()
 
 _find_nearest = DHTNode.find_nearest_nodes
@@ -86,8 +86,8 @@ def install(given: Iterable[str] = ()) -> None:
 def decode_shallow(type_code: int, data: bytes) -> Any:
     """Read one of Hivemind's types, not many within each other. Raises ValueError."""
     depth = getattr(_nested, "depth", 0)
-    if depth >= MAX_NESTED:
-        raise ValueError(f"more than {MAX_NESTED} nested types")
+    if depth >= _MAX_NESTED:
+        raise ValueError(f"more than {_MAX_NESTED} nested types")
     _nested.depth = depth + 1
     try:
         return _decode(type_code, data)
@@ -167,7 +167,7 @@ async def _get_acquainted(node: Any) -> None:
     """Ask for the nodes that are near this one, so that both sides know each other."""
     with contextlib.suppress(Exception):
         table = list(node.protocol.routing_table.uid_to_peer_id.values())
-        await asyncio.gather(*(node.protocol.call_ping(peer) for peer in table[:MAX_GREETED]))
+        await asyncio.gather(*(node.protocol.call_ping(peer) for peer in table[:_MAX_GREETED]))
         await node.find_nearest_nodes([node.protocol.node_id])
 
 
@@ -186,9 +186,9 @@ async def rpc_store(
     self: DHTProtocol, request: dht_pb2.StoreRequest, context: P2PContext
 ) -> dht_pb2.StoreResponse:
     """Store the records of a request that are valid and find room."""
-    is_in, left = _greet(self, request, context), MAX_STORED
-    if len(request.keys) > MAX_STORED:
-        raise ValueError(f"at most {MAX_STORED} rows at once")
+    is_in, left = _greet(self, request, context), _MAX_STORED
+    if len(request.keys) > _MAX_STORED:
+        raise ValueError(f"at most {_MAX_STORED} rows at once")
     response = dht_pb2.StoreResponse(store_ok=[], peer=self.node_info)
     fields = (request.keys, request.subkeys, request.values)
     rows = zip(*fields, request.expiration_time, request.in_cache, strict=True)
@@ -229,7 +229,7 @@ def _store_one(
         key_id, tag = DHTID.from_bytes(key), protocol.serializer.dumps(subkey)
         storage = protocol.storage
         return (
-            (is_in or certifies_itself(subkey))
+            (is_in or _certifies_itself(subkey))
             and storage.admits(key_id, subkey, value, expiration_s)
             and protocol._validate_record(key, tag, value, expiration_s)
             and storage.store_subkey(key_id, subkey, value, expiration_s)
@@ -301,7 +301,7 @@ def _portions(values: Sequence[Any]) -> list[list[int]]:
         size = sum(map(_size, _raw(value))) if isinstance(value, DictionaryDHTValue) else len(value)
         if not portions or size > room:
             portions.append([])
-            room = ANSWER_BYTES
+            room = _ANSWER_BYTES
         portions[-1].append(row)
         room -= size
     return portions
@@ -319,20 +319,20 @@ async def rpc_find(
     key. Five nodes store it, which is enough.
     """
     _greet(self, request, context)
-    if len(request.keys) > MAX_FOUND:
-        raise ValueError(f"at most {MAX_FOUND} keys at once")
+    if len(request.keys) > _MAX_FOUND:
+        raise ValueError(f"at most {_MAX_FOUND} keys at once")
     keys = list(dict.fromkeys(map(DHTID.from_bytes, request.keys)))
     if len(keys) < len(request.keys):
         raise ValueError("a key is asked for twice")
-    size = min(ANSWER_BYTES, sum(map(self.storage.size_of, keys)))
+    size = min(_ANSWER_BYTES, sum(map(self.storage.size_of, keys)))
     await self.metering.pay_for_answer(context.asker, size)
     response = dht_pb2.FindResponse(results=[], peer=self.node_info)
-    room = ANSWER_BYTES
+    room = _ANSWER_BYTES
     for number, key in enumerate(keys):
         found = self.storage.get(key)
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
         if found is not None and isinstance(found.value, DictionaryDHTValue):
-            room -= cut(found.value, room // (len(keys) - number))
+            room -= _cut(found.value, room // (len(keys) - number))
             result = dht_pb2.FindResult(
                 type=dht_pb2.FOUND_DICTIONARY,
                 value=self.serializer.dumps(found.value),
@@ -347,7 +347,7 @@ async def rpc_find(
     return response
 
 
-def cut(dictionary: DictionaryDHTValue, room: int) -> int:
+def _cut(dictionary: DictionaryDHTValue, room: int) -> int:
     """Leave the first records of a dictionary that fit; return how many bytes they have."""
     used, kept = 0, dict[Any, ValueWithExpiration[Any]]()
     for subkey, item in _raw(dictionary):
@@ -366,7 +366,7 @@ def drop_refused(protocol: DHTProtocol, key: bytes, dictionary: DictionaryDHTVal
     In place of Hivemind's check, which refuses all of a dictionary for one bad record.
     """
     dictionary.maxsize = float("inf")
-    cut(dictionary, KEY_BYTES + KEY_RECORDS * _FRAME_BYTES)
+    _cut(dictionary, KEY_BYTES + KEY_RECORDS * _FRAME_BYTES)
     for subkey, (value, expiration_s) in list(dictionary.data.items()):
         tag = protocol.serializer.dumps(subkey)
         if not protocol._validate_record(key, tag, value, expiration_s):
@@ -457,7 +457,7 @@ async def _meet(protocol: DHTProtocol, named: Collection[PeerID]) -> None:
         and not company.knows(peer)
         and not company.was_strange(peer)
     ]
-    await asyncio.gather(*(_ask_who(protocol, peer) for peer in unknown[:MAX_MET]))
+    await asyncio.gather(*(_ask_who(protocol, peer) for peer in unknown[:_MAX_MET]))
 
 
 async def _ask_who(protocol: DHTProtocol, peer: PeerID) -> None:
@@ -525,7 +525,7 @@ async def update_routing_table(
     await _update(protocol, node_id, peer_id, responded)
 
 
-def certifies_itself(subkey: Any) -> bool:
+def _certifies_itself(subkey: Any) -> bool:
     """Tell whether a record is signed by an operator, so that anybody may store it."""
     return parse_subkey(subkey).public_key is None
 

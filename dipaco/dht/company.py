@@ -29,10 +29,10 @@ from dipaco.protocol.admission import Gate
 from dipaco.protocol.invitations import ADMISSION_BYTES
 from dipaco.protocol.record_errors import RecordError
 
-NODE_ID_BYTES = DHTID.HASH_NBYTES
+_NODE_ID_BYTES = DHTID.HASH_NBYTES
 # Of those that were asked for their admission and had none, how many are not asked again, and
 # for how long.
-REMEMBERED_STRANGERS, STRANGER_S = 4096, 60.0
+REMEMBERED_STRANGERS, _STRANGER_S = 4096, 60.0
 
 
 def node_id_of(peer_id: PeerID) -> DHTID:
@@ -107,7 +107,7 @@ class Company:
         return bool(self._gates)
 
     def _note_stranger(self, peer: str) -> None:
-        self._strangers[peer] = self._monotonic() + STRANGER_S
+        self._strangers[peer] = self._monotonic() + _STRANGER_S
         self._strangers.move_to_end(peer)
         while len(self._strangers) > REMEMBERED_STRANGERS:
             self._strangers.popitem(last=False)
@@ -122,4 +122,4 @@ class Company:
 
 def wants_to_be_asked(said: bytes) -> bool:
     """Tell whether what a peer says of itself has an id in it."""
-    return len(said) % ADMISSION_BYTES == NODE_ID_BYTES
+    return len(said) % ADMISSION_BYTES == _NODE_ID_BYTES

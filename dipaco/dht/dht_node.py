@@ -38,19 +38,19 @@ from .record_validator import record_validators
 
 logger = logging.getLogger("dipaco.dht.dht_node")
 
-STARTUP_TIMEOUT_S = 60.0
-ADDRESSES_LIMIT_S = 15.0
-DEFAULT_PORT = 31337
-PORTS_TRIED = 100
+_STARTUP_TIMEOUT_S = 60.0
+_ADDRESSES_LIMIT_S = 15.0
+_DEFAULT_PORT = 31337
+_PORTS_TRIED = 100
 # The SHA-256 of p2pd v0.5.0.hivemind1 as it was released, which Hivemind 1.1.12 comes with.
-P2PD_SHA256 = {
+_P2PD_SHA256 = {
     "x86_64": "42f8f48e62583b97cdba3c31439c08029fb2b9fc506b5bdd82c46b7cc1d279d8",
     "aarch64": "046f18480c785a84bdf139d7486086d379397ca106cb2f0191598da32f81447a",
 }
 # For a run to appear.
 MANIFEST_WAIT_S = 20.0
 # Runs in one message; anybody can announce some.
-MAX_LISTED = 8
+_MAX_LISTED = 8
 # Of this process, by the first that was tried: what holds the port's name, and the port.
 _taken: dict[int, tuple[socket.socket, int]] = {}
 
@@ -80,7 +80,7 @@ def check_port_is_free(address: str) -> None:
                 ) from None
 
 
-def take_port(first: int = DEFAULT_PORT, last_time: Path | None = None) -> int:
+def take_port(first: int = _DEFAULT_PORT, last_time: Path | None = None) -> int:
     """Return the first port from `first` on that no other node and no program uses; before those,
     the one that this node had, which stands in the file `last_time`: others know it there.
 
@@ -90,7 +90,7 @@ def take_port(first: int = DEFAULT_PORT, last_time: Path | None = None) -> int:
     """
     if first in _taken:
         return _taken[first][1]
-    for port in (*_noted_port(last_time), *range(first, first + PORTS_TRIED)):
+    for port in (*_noted_port(last_time), *range(first, first + _PORTS_TRIED)):
         name = socket.socket(socket.AF_UNIX)
         try:
             name.bind(f"\0dipaco-port-{port}")
@@ -102,11 +102,11 @@ def take_port(first: int = DEFAULT_PORT, last_time: Path | None = None) -> int:
         _taken[first] = name, port
         return port
     raise AddressError(
-        f"ports {first} to {first + PORTS_TRIED - 1} are all in use; give a free one with --port"
+        f"ports {first} to {first + _PORTS_TRIED - 1} are all in use; give a free one with --port"
     )
 
 
-def note_port(file: Path, first: int = DEFAULT_PORT) -> None:
+def note_port(file: Path, first: int = _DEFAULT_PORT) -> None:
     """Keep the port that `take_port` took, if it took one, for the next time."""
     if first in _taken:
         with contextlib.suppress(StorageError):
@@ -151,13 +151,13 @@ def join_dht(
         # Our lock on the identity file replaces Hivemind's check, which starts a second p2pd.
         check_if_identity_free=False,
         record_validators=record_validators(identity),
-        startup_timeout=STARTUP_TIMEOUT_S,
+        startup_timeout=_STARTUP_TIMEOUT_S,
         # The daemon must not give up while a slow machine still imports.
         idle_timeout=120.0,
         use_relay=False,
     )
     try:
-        dht.start(STARTUP_TIMEOUT_S + 15.0)
+        dht.start(_STARTUP_TIMEOUT_S + 15.0)
     except Exception as error:
         dht.shutdown()
         logger.debug("joining failed", exc_info=True)
@@ -175,7 +175,7 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
     """
     for _ in range(attempts):
         try:
-            found = dht.get_visible_maddrs(limit_s=ADDRESSES_LIMIT_S)
+            found = dht.get_visible_maddrs(limit_s=_ADDRESSES_LIMIT_S)
             addresses = [str(address) for address in found]
         except NetworkError as error:
             if dht.failure is not None:
@@ -191,7 +191,7 @@ def visible_addresses(dht: GuardedDHT, attempts: int = 5) -> tuple[str, ...]:
 def check_p2pd(program: Path | None = None) -> None:
     """Raise `IntegrityError` unless p2pd, which speaks with strangers, is the released one."""
     file = program or Path(p2p_daemon.__file__).parents[1] / "hivemind_cli" / "p2pd"
-    wanted = P2PD_SHA256.get(platform.machine()) if sys.platform == "linux" else None
+    wanted = _P2PD_SHA256.get(platform.machine()) if sys.platform == "linux" else None
     try:
         found = sha256_of_file(file)
     except OSError as error:
@@ -325,6 +325,6 @@ def _signed_by(operator: str, manifests: Sequence[SignedManifest]) -> list[Signe
 
 
 def _listed(manifests: Sequence[SignedManifest]) -> str:
-    shown = [f"{m.plan.run_id} '{m.plan.name}'" for m in manifests[:MAX_LISTED]]
+    shown = [f"{m.plan.run_id} '{m.plan.name}'" for m in manifests[:_MAX_LISTED]]
     more = len(manifests) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")

@@ -36,18 +36,18 @@ from .process_keeper import die_with_parent
 logger = logging.getLogger("dipaco.dht.dht_process")
 
 # What another node may take to answer, as in Hivemind; and where all were silent at joining.
-ANSWER_LIMIT_S, PATIENT_ANSWER_LIMIT_S = 3.0, 20.0
+ANSWER_LIMIT_S, _PATIENT_ANSWER_LIMIT_S = 3.0, 20.0
 # How Hivemind says that nobody answered, and that who answered was not answered in turn.
 _SILENCE = ("none of the initial_peers responded", "can't access this node")
-BEAT_S = 1.0
+_BEAT_S = 1.0
 PING_S = 5.0
 PING_LIMIT_S = 10.0
-SILENT_PINGS = 2
-CLOSE_LIMIT_S = 1.0
+_SILENT_PINGS = 2
+_CLOSE_LIMIT_S = 1.0
 # Keys that this node has read and still remembers.
-CACHED_KEYS = 1024
-P2PD_ENDED = "the DHT process has ended because p2pd did"
-P2PD_HANGS = "the DHT process has ended because p2pd did not answer"
+_CACHED_KEYS = 1024
+_P2PD_ENDED = "the DHT process has ended because p2pd did"
+_P2PD_HANGS = "the DHT process has ended because p2pd did not answer"
 
 # p2pd relays for anybody, past all limits of the node's owner: 4 GiB a connection, and still 128
 # KiB with this flag. So this node itself answers those who ask for `_RELAYING`, and refuses. Nobody
@@ -154,13 +154,13 @@ class _ServedNode:
             self._send(LAST, True, why)
         with contextlib.suppress(Exception):
             # Also removes the sockets, which a p2pd that has ended leaves behind.
-            await asyncio.wait_for(self._node.p2p.shutdown(), CLOSE_LIMIT_S)
+            await asyncio.wait_for(self._node.p2p.shutdown(), _CLOSE_LIMIT_S)
         await self._close()
 
     async def _close(self) -> None:
         with contextlib.suppress(Exception):
             self._writer.close()
-            await asyncio.wait_for(self._writer.wait_closed(), CLOSE_LIMIT_S)
+            await asyncio.wait_for(self._writer.wait_closed(), _CLOSE_LIMIT_S)
 
     def _send(self, number: int, is_answer: bool, value: Any) -> None:
         self._writer.write(framed((number, is_answer, value)))
@@ -178,7 +178,7 @@ class _ServedNode:
             if not was_silent or not any(text in str(error) for text in _SILENCE):
                 raise
             logger.debug("nobody answered within %g s; once more", ANSWER_LIMIT_S)
-        return await self._join(beginning, PATIENT_ANSWER_LIMIT_S)
+        return await self._join(beginning, _PATIENT_ANSWER_LIMIT_S)
 
     async def _join(self, beginning: Beginning, answer_limit_s: float) -> DHTNode:
         """Start p2pd, and make a node whose id follows from the peer id."""
@@ -201,13 +201,13 @@ class _ServedNode:
                 node_id=node_id_of(p2p.peer_id),
                 initial_peers=initial_peers,
                 record_validator=CompositeValidator(self._options.record_validators),
-                cache_size=CACHED_KEYS,
+                cache_size=_CACHED_KEYS,
                 wait_timeout=answer_limit_s,
                 **{name: others[name] for name in others.keys() - of_p2p.keys()},
             )
         except BaseException as error:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(p2p.shutdown(), CLOSE_LIMIT_S)
+                await asyncio.wait_for(p2p.shutdown(), _CLOSE_LIMIT_S)
             if isinstance(error, Exception) and DHTProtocol.refusal is not None:
                 # Nobody else answered, so this says more than that they were silent.
                 raise DHTProtocol.refusal from error
@@ -248,17 +248,17 @@ class _ServedNode:
         """Show that the loop turns."""
         while not self._writer.is_closing():
             self._send(BEAT, True, None)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(_BEAT_S)
 
     async def _watch_p2pd(self) -> None:
         await self._node.p2p._child.wait()
         # A p2pd that was told to stop ends after that.
-        self._stop(P2PD_ENDED)
+        self._stop(_P2PD_ENDED)
 
     async def _ping_p2pd(self) -> None:
         """Stop when p2pd lives but answers nothing."""
         silent = 0
-        while silent < SILENT_PINGS:
+        while silent < _SILENT_PINGS:
             await asyncio.sleep(PING_S)
             try:
                 await asyncio.wait_for(self._node.p2p._client.identify(), PING_LIMIT_S)
@@ -267,4 +267,4 @@ class _ServedNode:
                 silent += 1
             except Exception as error:
                 logger.debug("p2pd did not say who it is: %r", error)
-        self._stop(P2PD_HANGS)
+        self._stop(_P2PD_HANGS)

@@ -60,12 +60,12 @@ from .quotas import KnownRun
 
 logger = logging.getLogger("dipaco.dht.directory")
 
-MAX_COMPLAINTS = 1024
+_MAX_COMPLAINTS = 1024
 # Peers that are asked themselves in one reading.
-MAX_ASKED_DIRECTLY = 16
+_MAX_ASKED_DIRECTLY = 16
 # What calling a peer at its addresses may take.
-CONNECT_LIMIT_S = 15.0
-RecordT = TypeVar("RecordT", bound=Record)
+_CONNECT_LIMIT_S = 15.0
+_RecordT = TypeVar("_RecordT", bound=Record)
 # A key and a subkey, which together name a record.
 RecordName = tuple[str, bytes]
 
@@ -109,7 +109,7 @@ class Directory:
         self._expirations: dict[RecordName, float] = {}
         self._said: dict[RecordName, tuple[dict[str, Any], float]] = {}
         self._waiting: Mapping[int, int] = {}
-        self._complaints = Complaints(math.inf, MAX_COMPLAINTS)
+        self._complaints = Complaints(math.inf, _MAX_COMPLAINTS)
         self._chain: set[str] = set()
         self._verified_manifests: dict[bytes, SignedManifest] = {}
         self.foreign_manifests: tuple[bytes, ...] = ()
@@ -262,7 +262,7 @@ class Directory:
             own = (self._identity.peer_id, self.admission) if self.admission else None
             counted = self.gate.counted_of(seen, own)
 
-        def read(kind: str, item: str, record_class: type[RecordT]) -> tuple[RecordT, ...]:
+        def read(kind: str, item: str, record_class: type[_RecordT]) -> tuple[_RecordT, ...]:
             return tuple(
                 record
                 for record in parsed[kind, item]
@@ -298,7 +298,7 @@ class Directory:
         }
         if not known:
             return {}
-        asked = dict(list(known.items())[:MAX_ASKED_DIRECTLY])
+        asked = dict(list(known.items())[:_MAX_ASKED_DIRECTLY])
         found, answered = self._dht.call(_ask_peers, keys, asked)
         for peer in asked:
             self.on_called(peer, peer in answered)
@@ -498,7 +498,7 @@ async def _connect(node: Any, peer: PeerID, places: tuple[str, ...]) -> None:
     called = [Multiaddr(place.rpartition("/p2p/")[0]) for place in places if "/udp/" not in place]
     if called:
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(node.p2p._client.connect(peer, called), CONNECT_LIMIT_S)
+            await asyncio.wait_for(node.p2p._client.connect(peer, called), _CONNECT_LIMIT_S)
 
 
 async def _call_peers(node: Any, addresses: dict[str, tuple[str, ...]], patience_s: float) -> None:

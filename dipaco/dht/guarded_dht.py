@@ -36,8 +36,8 @@ from .process_keeper import ProcessKeeper
 
 logger = logging.getLogger("dipaco.dht.guarded_dht")
 
-CALL_LIMIT_S = 30.0
-START_LIMIT_S = 75.0
+_CALL_LIMIT_S = 30.0
+_START_LIMIT_S = 75.0
 # The DHT process hangs when nothing is heard of it for so many looks.
 SILENT_LOOKS = 40
 # For so long, and so often, it is tried to start one again. Attempts are counted too, for a machine
@@ -45,9 +45,9 @@ SILENT_LOOKS = 40
 RESTART_LIMIT_S, LEAST_ATTEMPTS = 3600.0, 10
 # The wait after the first attempt that failed; twice as long after each further one.
 RESTART_WAIT_S, LONGEST_RESTART_WAIT_S = 1.0, 60.0
-REPLICA_LIMIT_S = 20.0
+_REPLICA_LIMIT_S = 20.0
 SHUTDOWN_LIMIT_S = 3.0
-ANY_PORT_HERE = "/ip4/127.0.0.1/tcp/0"
+_ANY_PORT_HERE = "/ip4/127.0.0.1/tcp/0"
 
 
 class GuardedDHT:
@@ -61,7 +61,7 @@ class GuardedDHT:
         initial_peers: Sequence[str] = (),
         *,
         given: Sequence[str] = (),
-        host_maddrs: Sequence[str] = (ANY_PORT_HERE,),
+        host_maddrs: Sequence[str] = (_ANY_PORT_HERE,),
         record_validators: Sequence[RecordValidatorBase] = (),
         **others: Any,
     ) -> None:
@@ -89,7 +89,7 @@ class GuardedDHT:
 
     # -- for those who ask
 
-    def start(self, limit_s: float = START_LIMIT_S) -> None:
+    def start(self, limit_s: float = _START_LIMIT_S) -> None:
         """Start the process and wait until it serves.
 
         Raises `RuntimeError` with what kept it from that, `NetworkError` when it has ended
@@ -101,7 +101,7 @@ class GuardedDHT:
         self._started.result()
 
     def call(
-        self, function: Callable[..., Any], *arguments: Any, limit_s: float = CALL_LIMIT_S
+        self, function: Callable[..., Any], *arguments: Any, limit_s: float = _CALL_LIMIT_S
     ) -> Any:
         """Return what `await function(node, *arguments)` returns in the DHT process.
 
@@ -161,7 +161,7 @@ class GuardedDHT:
         """This node's id. Raises `NetworkError`."""
         return self.call(_peer_id)
 
-    def get_visible_maddrs(self, limit_s: float = CALL_LIMIT_S) -> Any:
+    def get_visible_maddrs(self, limit_s: float = _CALL_LIMIT_S) -> Any:
         """Return the addresses of this node, asking p2pd anew. Raises `NetworkError`."""
         found = self.call(_visible_maddrs, limit_s=limit_s)
         # Where p2pd listens now it listens after a restart: others know it there.
@@ -174,8 +174,8 @@ class GuardedDHT:
         hold_tasks(asyncio.get_running_loop())
         asking = self._present_channel().ask(_daemon_address, ())
         try:
-            daemon = await asyncio.wait_for(asyncio.wrap_future(asking), CALL_LIMIT_S)
-            return await asyncio.wait_for(P2P.replicate(daemon), REPLICA_LIMIT_S)
+            daemon = await asyncio.wait_for(asyncio.wrap_future(asking), _CALL_LIMIT_S)
+            return await asyncio.wait_for(P2P.replicate(daemon), _REPLICA_LIMIT_S)
         except Exception as error:
             reason = str(error) or "it is silent"
             raise NetworkError(f"p2pd does not answer: {reason}") from error
@@ -255,7 +255,7 @@ class GuardedDHT:
             try:
                 self._why = why
                 self._drop()
-                self._begin(START_LIMIT_S)
+                self._begin(_START_LIMIT_S)
                 self._restore()
             except Exception as error:
                 reason = str(error) or type(error).__name__

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,20 +32,18 @@ from dipaco.protocol.invitations import ADMISSION_BYTES
 
 from .company import Company
 
-logger = logging.getLogger("dipaco.dht.metering")
-
 # A stranger stores at most a manifest and a list of revocations.
-MAX_STRANGER_REQUEST_BYTES = 2**17 + 2**12
+_MAX_STRANGER_REQUEST_BYTES = 2**17 + 2**12
 # Answers up to this size cost what a request costs; longer ones are paid for apart.
-SMALL_ANSWER_BYTES = 2**14
+_SMALL_ANSWER_BYTES = 2**14
 # Who asks waits for three seconds.
-LONGEST_WAIT_S = 2.0
+_LONGEST_WAIT_S = 2.0
 # p2pd is asked for its connections at most so often.
 LISTING_PERIOD_S = 0.2
-LISTING_LIMIT_S = 5.0
+_LISTING_LIMIT_S = 5.0
 
 
-UNKNOWN = Asker(Standing.STRANGER, NOWHERE)
+_UNKNOWN = Asker(Standing.STRANGER, NOWHERE)
 
 
 class Refused(Exception):
@@ -57,7 +54,7 @@ class Refused(Exception):
 class Context(P2PContext):
     """What a handler knows of a request; `asker` pays for the answer."""
 
-    asker: Asker = UNKNOWN
+    asker: Asker = _UNKNOWN
 
 
 class Origins:
@@ -82,7 +79,7 @@ class Origins:
         await asyncio.sleep(LISTING_PERIOD_S)
         self._listing = None
         with contextlib.suppress(Exception):
-            found = await asyncio.wait_for(self._connections(), LISTING_LIMIT_S)
+            found = await asyncio.wait_for(self._connections(), _LISTING_LIMIT_S)
             self._origins = {peer: origin_of(address) for peer, address in found.items()}
 
 
@@ -110,12 +107,12 @@ class Metering:
             raise
         self._refusals.answered(name)
         answer = await handle(asker)
-        self._small.take(asker, min(len(answer), SMALL_ANSWER_BYTES))
+        self._small.take(asker, min(len(answer), _SMALL_ANSWER_BYTES))
         return answer
 
     async def pay_for_answer(self, asker: Asker, size_bytes: int) -> None:
         """Pay for an answer before it is put together, if it is long. Raises `Refused`."""
-        if size_bytes > SMALL_ANSWER_BYTES:
+        if size_bytes > _SMALL_ANSWER_BYTES:
             await self._pay(self._large, asker, size_bytes)
 
     async def _asker(self, peer: PeerID, data: bytes) -> Asker:
@@ -123,7 +120,7 @@ class Metering:
         the end of what protobuf makes of a request."""
         company = self._company
         if not company.knows(peer) and not company.hears(peer, data[-ADMISSION_BYTES:]):
-            if len(data) > MAX_STRANGER_REQUEST_BYTES:
+            if len(data) > _MAX_STRANGER_REQUEST_BYTES:
                 await self._throw_out(peer)
                 raise Refused(f"{len(data)} bytes are too many without an admission")
             return Asker(Standing.STRANGER, await self._origins.of(peer.to_base58()))
@@ -134,14 +131,14 @@ class Metering:
 
     async def _pay(self, budget: Budget[Standing], asker: Asker, count: int) -> None:
         try:
-            await budget.pay(asker, count, LONGEST_WAIT_S)
+            await budget.pay(asker, count, _LONGEST_WAIT_S)
         except TimeoutError:
             raise Refused("too many requests: ask again later") from None
 
     async def _throw_out(self, peer: PeerID) -> None:
         """Drop a connection: the next one costs its maker a handshake."""
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(self._disconnect(peer), LISTING_LIMIT_S)
+            await asyncio.wait_for(self._disconnect(peer), _LISTING_LIMIT_S)
 
 
 class MeteredHandlers:

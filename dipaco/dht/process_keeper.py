@@ -25,8 +25,8 @@ logger = logging.getLogger("dipaco.dht.process_keeper")
 
 _PR_SET_PDEATHSIG = 1
 # What the keeper may take to end one child and to fork another.
-FORK_LIMIT_S = 20.0
-END_LIMIT_S = 1.0
+_FORK_LIMIT_S = 20.0
+_END_LIMIT_S = 1.0
 _PID_BYTES = 8
 
 
@@ -47,7 +47,7 @@ class ProcessKeeper:
         """Fork it. Each child does `work` with its end of a connection, and exits with what that
         returns."""
         self._control, theirs = socket.socketpair()
-        self._control.settimeout(FORK_LIMIT_S)
+        self._control.settimeout(_FORK_LIMIT_S)
         self._pid = os.fork()
         if self._pid == 0:
             self._control.close()
@@ -76,7 +76,7 @@ class ProcessKeeper:
     def close(self) -> None:
         """End the keeper and its child. Bounded."""
         self._control.close()
-        for look_s in looks(END_LIMIT_S):
+        for look_s in looks(_END_LIMIT_S):
             if self._has_ended():
                 return
             time.sleep(look_s / 10)

@@ -26,13 +26,13 @@ from dipaco.protocol.record_keys import Address, parse_subkey
 KEY_RECORDS, KEY_BYTES = 1024, 2**20
 SERVED_RUNS = 8
 # Of all runs of the operators whose runs a node serves: also of those that succeed these.
-OWN_MANIFESTS = 4 * SERVED_RUNS
+_OWN_MANIFESTS = 4 * SERVED_RUNS
 # Of runs of other operators: so that newcomers find them too.
-OTHER_MANIFESTS, OTHER_MANIFEST_BYTES = 16, 2**18
+OTHER_MANIFESTS, _OTHER_MANIFEST_BYTES = 16, 2**18
 
 
 @dataclass(frozen=True)
-class Quota:
+class _Quota:
     """What a node stores of one kind: records of one owner, records and bytes in all."""
 
     of_owner: int
@@ -43,14 +43,14 @@ class Quota:
 # An owner has a record for each module that it trains or keeps, for each bucket that it was in,
 # and for each blob of the run that it serves, of which a bootstrap node has all.
 QUOTAS = {
-    "modules": Quota(1024, 16_384, 2**24),
-    "peers": Quota(64, 16_384, 2**24),
-    "progress": Quota(256, 16_384, 2**24),
-    "blobs": Quota(2048, 16_384, 2**24),
-    "manifests": Quota(OWN_MANIFESTS, OWN_MANIFESTS, 2**20),
-    "revocations": Quota(2 * SERVED_RUNS, 2 * SERVED_RUNS, 2**20),
+    "modules": _Quota(1024, 16_384, 2**24),
+    "peers": _Quota(64, 16_384, 2**24),
+    "progress": _Quota(256, 16_384, 2**24),
+    "blobs": _Quota(2048, 16_384, 2**24),
+    "manifests": _Quota(_OWN_MANIFESTS, _OWN_MANIFESTS, 2**20),
+    "revocations": _Quota(2 * SERVED_RUNS, 2 * SERVED_RUNS, 2**20),
 }
-_OTHERS = Quota(OTHER_MANIFESTS, OTHER_MANIFESTS, OTHER_MANIFEST_BYTES)
+_OTHERS = _Quota(OTHER_MANIFESTS, OTHER_MANIFESTS, _OTHER_MANIFEST_BYTES)
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from dipaco.protocol.revocations import read_revocations
 logger = logging.getLogger(__name__)
 
 # Clocks differ by a few seconds, and what one node stored another must not refuse to read.
-CLOCK_TOLERANCE_S = 15.0
-COMPLAINT_PERIOD_S = 60.0
+_CLOCK_TOLERANCE_S = 15.0
+_COMPLAINT_PERIOD_S = 60.0
 # Warnings in a period, all keys together: somebody who makes hundreds must not fill the log.
 MAX_COMPLAINTS = 20
 # Records accepted lately, of which a node remembers a hash instead of checking them again.
@@ -51,7 +51,7 @@ class RecordValidator(RecordValidatorBase):
     def __init__(self, private_key: Ed25519PrivateKey | None = None) -> None:
         self._private_key = private_key
         self._public_key = raw_public_key(private_key) if private_key else None
-        self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
+        self._complaints = Complaints(_COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
         self._accepted: OrderedDict[bytes, None] = OrderedDict()
 
     def validate(self, record: DHTRecord) -> bool:
@@ -98,7 +98,7 @@ class RecordValidator(RecordValidatorBase):
             raise RecordError(f"a {kind.name} record has no bytes or no time of expiration")
         life_s = record.expiration_time - get_dht_time()
         # Not `>`: an expiration that is not a number compares with nothing.
-        if not life_s <= kind.max_life_s + CLOCK_TOLERANCE_S:
+        if not life_s <= kind.max_life_s + _CLOCK_TOLERANCE_S:
             raise RecordError(
                 f"a {kind.name} record would live for {life_s:.0f} s, at most "
                 f"{kind.max_life_s:.0f} s are allowed"

@@ -159,10 +159,10 @@ def evaluate(
             assemble_path(source, missing[0])  # raises, saying what to do
         if base:
             progress("scoring the base model")
-            losses["base"] = document_nll(source.base_model(device), windows, chosen)
+            losses["base"] = _document_nll(source.base_model(device), windows, chosen)
         if baseline is not None:
             progress("scoring the baseline")
-            losses["baseline"] = document_nll(baseline.to(device), windows, chosen)
+            losses["baseline"] = _document_nll(baseline.to(device), windows, chosen)
         return EvaluationReport(
             run_id=source.plan.run_id,
             groups=_groups(windows, chosen, losses),
@@ -242,7 +242,7 @@ def _cheapest_columns(nats: np.ndarray, windows: DocumentWindows) -> np.ndarray:
     return np.concatenate(found)
 
 
-def document_nll(model: PathModel, windows: DocumentWindows, chosen: np.ndarray) -> np.ndarray:
+def _document_nll(model: PathModel, windows: DocumentWindows, chosen: np.ndarray) -> np.ndarray:
     """Return the summed negative log-likelihood of each document, fp64 [N]; 0 for those that are
     not in `chosen`, bool [N]."""
     totals = np.zeros(len(windows))

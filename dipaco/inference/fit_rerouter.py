@@ -25,7 +25,7 @@ from .rerouter import Rerouter
 from .sources import StateSource, assemble_path
 from .token_losses import nats_of_paths, row_tensor
 
-FEWEST_DOCUMENTS = 20
+_FEWEST_DOCUMENTS = 20
 # Every so many documents one is held out, by which the best parameters are chosen.
 _HELD_OUT_EVERY = 10
 _EVALUATIONS = 10
@@ -55,7 +55,7 @@ def fit_to_documents(
 ) -> tuple[Rerouter, FitReport]:
     """Score documents with every path, and fit a rerouter to that.
 
-    Raises as `fit_rerouter`, and as `assemble_path` if a path has no state.
+    Raises as `_fit_rerouter`, and as `assemble_path` if a path has no state.
     """
     paths = np.arange(source.grid.path_count)
     for path in paths.tolist():
@@ -75,10 +75,10 @@ def fit_to_documents(
             progress,
         )
         base = source.base_model(device)
-        return fit_rerouter(base, windows, nats, steps=steps, device=device, progress=progress)
+        return _fit_rerouter(base, windows, nats, steps=steps, device=device, progress=progress)
 
 
-def fit_rerouter(
+def _fit_rerouter(
     base: PathModel,
     windows: DocumentWindows,
     nats: np.ndarray,
@@ -92,10 +92,10 @@ def fit_rerouter(
 
     Raises CorpusError for less than 20 documents.
     """
-    if len(windows) < FEWEST_DOCUMENTS:
+    if len(windows) < _FEWEST_DOCUMENTS:
         raise CorpusError(
             f"{len(windows)} documents have a token after the routing prefix; fitting a rerouter "
-            f"takes at least {FEWEST_DOCUMENTS}, give more or longer --data"
+            f"takes at least {_FEWEST_DOCUMENTS}, give more or longer --data"
         )
     rerouter = Rerouter(base.config, len(nats))
     rerouter.load_base(base)

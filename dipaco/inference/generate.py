@@ -18,7 +18,7 @@ from .sources import StateSource, assemble_path
 
 # An unfinished character has at most three bytes, each of which may be decoded as one of these.
 _MAX_BROKEN = 3
-NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
+_NEVER_CHOSEN = (UNKNOWN_TOKEN, BEGIN_TOKEN, PAD_TOKEN)
 _BROKEN_CHARACTER = "\ufffd"
 
 
@@ -39,7 +39,7 @@ def generate_tokens(
     longest = model.config.sequence_length
     context = list(prompt)[-longest:]
     decoder, is_read = Decoder([model, *mixed_with]), False
-    never = [token for token in NEVER_CHOSEN if token not in ends]
+    never = [token for token in _NEVER_CHOSEN if token not in ends]
     for _ in range(sampling.max_tokens):
         if is_read and decoder.length == longest:
             context, is_read = context[-(longest // 2) :], False
@@ -72,7 +72,7 @@ def choose_token(
     logits: torch.Tensor,
     sampling: SamplingSettings,
     generator: torch.Generator,
-    never: Sequence[int] = NEVER_CHOSEN,
+    never: Sequence[int] = _NEVER_CHOSEN,
 ) -> int:
     """Choose the next token by its logits, fp32 [V] on the CPU, which are not changed.
 
@@ -99,7 +99,7 @@ def choose_token(
     return int(chosen if tokens is None else tokens[chosen])
 
 
-class TextOfTokens:
+class _TextOfTokens:
     """Text from tokens as they come in; a character is held back until all its bytes are there."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -132,7 +132,7 @@ class TextOfTokens:
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
     """Yield text as tokens come in, holding back a character until all its bytes are there."""
-    text = TextOfTokens(tokenizer)
+    text = _TextOfTokens(tokenizer)
     for token in tokens:
         if piece := text.add(token):
             yield piece

@@ -22,7 +22,7 @@ from dipaco.training.scoring import sum_losses
 logger = logging.getLogger(__name__)
 
 # Rows and tokens of each: as long as a prompt that a machine without a GPU reads, too.
-ROWS, TOKENS = 4, 128
+ROWS, _TOKENS = 4, 128
 
 
 def ruined_module(
@@ -41,7 +41,7 @@ def ruined_module(
     :param rows: held-out scoring windows of the path, [sequences, length]
     :param skip_tokens: how many tokens of a row are not scored: the routing prefix
     """
-    rows = rows[:ROWS, :TOKENS]
+    rows = rows[:ROWS, :_TOKENS]
 
     def loss(read: Mapping[str, ModuleState]) -> float | None:
         with lent_parameters(model, grid, path, read):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-FORGETTING = 0.9
+_FORGETTING = 0.9
 
 
 def mixed_logprobs(evidence: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
@@ -21,7 +21,7 @@ def mixed_logprobs(evidence: torch.Tensor, logprobs: torch.Tensor) -> torch.Tens
 
 def with_evidence(evidence: torch.Tensor, nats: torch.Tensor) -> torch.Tensor:
     """Return the evidence against each path, [K, ...], after a token that cost it so many nats."""
-    return FORGETTING * evidence + nats
+    return _FORGETTING * evidence + nats
 
 
 def mixed_losses(nats: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dipaco.protocol.plan import RunPlan
 from .document_windows import DocumentWindows
 from .token_losses import length_batches, row_tensor
 
-REROUTER_FORMAT = "dipaco-rerouter/2"
+_REROUTER_FORMAT = "dipaco-rerouter/2"
 # How much likelier than any other path the routed one is at first, as a logit.
 _FIRST_PREFERENCE = 2.0
 
@@ -118,7 +118,7 @@ def rerouter_bytes(rerouter: Rerouter, plan: RunPlan) -> bytes:
         name: parameter.detach().to("cpu", torch.float32).contiguous().numpy()
         for name, parameter in sorted(rerouter.named_parameters())
     }
-    return write_arrays(arrays, "rerouter", {"format": REROUTER_FORMAT, "run": plan.run_id})
+    return write_arrays(arrays, "rerouter", {"format": _REROUTER_FORMAT, "run": plan.run_id})
 
 
 def read_rerouter(file: Path, plan: RunPlan) -> Rerouter:
@@ -133,7 +133,7 @@ def read_rerouter(file: Path, plan: RunPlan) -> Rerouter:
             f"'dipaco-eval --data TEXTS --fit-rerouter {file}'"
         )
     with storage_errors(file.parent):
-        content, arrays = read_arrays(file.read_bytes(), "rerouter", REROUTER_FORMAT, str(file))
+        content, arrays = read_arrays(file.read_bytes(), "rerouter", _REROUTER_FORMAT, str(file))
     if content.get("run") != plan.run_id:
         raise ConfigurationError(
             f"{file} was fitted for run {str(content.get('run'))[:16]}, this is run "

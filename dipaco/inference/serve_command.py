@@ -100,7 +100,7 @@ class ServeSettings(AnswerSettings):
             raise StorageError(f"--chat-template {self.chat_template}: {error}") from None
 
 
-def run(settings: ServeSettings) -> int:
+def _run(settings: ServeSettings) -> int:
     """Run the command. Raises the errors of `dipaco.base.errors`."""
     for package in ("aiohttp", "gguf", "starlette", "uvicorn", "xllamacpp"):
         if importlib.util.find_spec(package) is None:
@@ -180,7 +180,7 @@ def service_of(
 COMMAND = Command(
     "dipaco-serve",
     ServeSettings,
-    run,
+    _run,
     description="Serve a run to everything that speaks OpenAI's interface, with a page for people.",
 )
 main = COMMAND.main

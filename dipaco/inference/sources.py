@@ -82,7 +82,7 @@ class StateSource(ABC):
         self._shards: ShardIndex | None = None
         self._is_tokenizer_checked = False
         self.plan = plan
-        self.model = with_context(plan, settings.context_length)
+        self.model = _with_context(plan, settings.context_length)
         """As paths are put together, which may read more than a training sequence."""
         self.grid = run.grid(plan)
 
@@ -466,7 +466,7 @@ def run_folder_in(folder: Path, run: str | None) -> Path:
     raise RunSelectionError(f"in {folder} {asked} {known}; give one of them with --run NAME")
 
 
-def with_context(plan: RunPlan, context_length: int | None) -> ModelConfig:
+def _with_context(plan: RunPlan, context_length: int | None) -> ModelConfig:
     """Return the model of a run, as it reads so many tokens at a time.
 
     Raises ConfigurationError if neither training nor the run's base is made for so many.

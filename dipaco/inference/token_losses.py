@@ -70,7 +70,7 @@ def row_losses(
     is that of its token t + 1. Raises IntegrityError for one that is no number.
     """
     vocabulary, device = model.config.vocabulary_size, model.device
-    at_once = AtOnce(tokens_at_once(vocabulary, device), device, "scoring", in_tokens=True)
+    at_once = AtOnce(_tokens_at_once(vocabulary, device), device, "scoring", in_tokens=True)
     for batch in length_batches(documents.row_tokens, rows, vocabulary, device):
         tokens = row_tensor(documents, batch)
         losses = batch_losses(model, tokens, at_once).numpy()
@@ -89,7 +89,7 @@ def length_batches(
 
     `width` is how many numbers a token needs at the end of the model.
     """
-    budget = tokens_at_once(width, device)
+    budget = _tokens_at_once(width, device)
     ordered = rows[np.argsort(-row_tokens[rows], kind="stable")]
     start = 0
     while start < len(ordered):
@@ -99,7 +99,7 @@ def length_batches(
         start = stop
 
 
-def tokens_at_once(width: int, device: torch.device) -> int:
+def _tokens_at_once(width: int, device: torch.device) -> int:
     """Return for how many tokens a device holds `width` numbers each, where memory is no matter."""
     return (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ON_GPU) // max(width, 1)
 

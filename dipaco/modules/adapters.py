@@ -12,7 +12,7 @@ from dipaco.protocol.config import ModelConfig
 
 from .layout import parameter_shapes
 
-LORA_A, LORA_B = "lora_A", "lora_B"
+_LORA_A, _LORA_B = "lora_A", "lora_B"
 
 
 def initial_adapters(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ def initial_adapters(model: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     bits and one rounding, so they are the same on every machine.
     """
     return {
-        name: torch.zeros(shape) if LORA_B in name else _drawn(name, shape, seed)
+        name: torch.zeros(shape) if _LORA_B in name else _drawn(name, shape, seed)
         for name, shape in parameter_shapes(model).items()
     }
 

@@ -127,7 +127,7 @@ class Codec(ABC):
         """Return the integers of some blocks, as fp32 in new memory; codes begin at `where`."""
 
 
-class Float32(Codec):
+class _Float32(Codec):
     """The numbers themselves: for tests, and as what others are measured by."""
 
     name: CodecName = "float32"
@@ -172,7 +172,7 @@ class Float32(Codec):
         raise AssertionError("there are no codes")
 
 
-class Int4(Codec):
+class _Int4(Codec):
     """Blocks of 64, the greatest of a block is 7; two codes a byte, each 8 more than its number."""
 
     name: CodecName = "int4"
@@ -189,7 +189,7 @@ class Int4(Codec):
         return _unpacked(data, where, first, last, self.block_values, _TABLES[4])
 
 
-class Int2(Codec):
+class _Int2(Codec):
     """Blocks of 128; a code is -3, -1, 1 or 3 times half the root mean square."""
 
     name: CodecName = "int2"
@@ -223,7 +223,7 @@ class Sign(Codec):
         return _unpacked(data, where, first, last, self.block_values, _TABLES[1])
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Float32(), Int4(), Int2(), Sign())}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (_Float32(), _Int4(), _Int2(), Sign())}
 
 
 def contribution_norm(codec: Codec, data: Data, values: int) -> float:

@@ -19,7 +19,7 @@ LEAST_OWN_VALUES = 2**16
 # Looked at at a time: it fits into a processor's cache.
 LOOKED_AT_VALUES = 2**18
 # Asked once, here: PyTorch 2.11 cannot compile the question, and each product would cut the graph.
-HAVE_AUTOCAST = frozenset(k for k in ("cpu", "cuda") if torch.amp.is_autocast_available(k))
+_HAVE_AUTOCAST = frozenset(k for k in ("cpu", "cuda") if torch.amp.is_autocast_available(k))
 
 
 def prepare_process(threads: int | None) -> None:
@@ -131,7 +131,7 @@ def format_of_products(inputs: torch.Tensor) -> torch.dtype:
     """Return what products of `inputs` are computed in just now: autocast's format, else their
     own."""
     kind = inputs.device.type
-    if kind in HAVE_AUTOCAST and torch.is_autocast_enabled(kind):
+    if kind in _HAVE_AUTOCAST and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return inputs.dtype
 
@@ -210,7 +210,7 @@ def load_bitsandbytes() -> None:
 logger = logging.getLogger(__name__)
 
 # On a CPU, what the owner does at the machine comes first.
-DEFAULT_NICE = 10
+_DEFAULT_NICE = 10
 
 # From <malloc.h>.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
@@ -269,7 +269,7 @@ def be_nice(nice: int | None, device: torch.device) -> int:
 
     By default on the CPU only: a GPU has to be fed. Returns the niceness that holds.
     """
-    wanted = nice if nice is not None else DEFAULT_NICE if device.type == "cpu" else 0
+    wanted = nice if nice is not None else _DEFAULT_NICE if device.type == "cpu" else 0
     held = os.getpriority(os.PRIO_PROCESS, 0)
     if wanted > held:
         os.setpriority(os.PRIO_PROCESS, 0, wanted)

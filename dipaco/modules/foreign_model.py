@@ -41,11 +41,11 @@ _LEFT_OUT: Final = {
 
 def new_path(config: ModelConfig, base: FrozenBase | None = None) -> PathModel:
     """Return a model of this configuration, whoever computes it; as `PathModel`."""
-    kind = PathModel if config.transformers_config is None else ForeignPath
+    kind = PathModel if config.transformers_config is None else _ForeignPath
     return kind(config, base)
 
 
-def described(config: Mapping[str, Any]) -> dict[str, Any]:
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a `config.json` describes a model of `FOREIGN_FAMILIES`."""
     kept = {k: v for k, v in config.items() if not k.startswith("_") and k not in _LEFT_OUT}
     # A base is frozen and adapters have no dropout: training and scoring compute the same.
@@ -58,7 +58,7 @@ def foreign_values(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     Sequences are no longer than a window of attention, or than what its rotary frequencies are
     for without a switch to others. Raises ConfigurationError. Called when a base is imported.
     """
-    kept = described(config)
+    kept = _described(config)
     read = _read_config(kept, source)
     longest = [read.max_position_embeddings]
     window, layers = getattr(read, "sliding_window", None), getattr(read, "layer_types", None)
@@ -125,7 +125,7 @@ def _of_size(values: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     return values | a_block_each | counts
 
 
-class ForeignPath(PathModel):
+class _ForeignPath(PathModel):
     """A path over a base that transformers computes; used as `PathModel`."""
 
     def _build(self, config: ModelConfig) -> None:

@@ -26,12 +26,12 @@ from .layout import parameter_shapes
 from .llama import CONFIG_FILE, iterate_llama_parameters, read_llama_config, stored_formats
 from .transformer import EMBEDDING, HEAD
 
-NEW_ROW: Final = -1
+_NEW_ROW: Final = -1
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 RowRuns = Sequence[tuple[int, int]]
-"""Rows of a checkpoint's embedding, (first, count) one after the other; a first of `NEW_ROW` stands
-for that many new rows, which are the mean of all."""
+"""Rows of a checkpoint's embedding, (first, count) one after the other; a first of -1 stands for
+that many new rows, which are the mean of all."""
 
 
 def row_runs(order: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
@@ -39,11 +39,11 @@ def row_runs(order: Sequence[int | None]) -> tuple[tuple[int, int], ...]:
     runs: list[tuple[int, int]] = []
     for row in order:
         first, count = runs[-1] if runs else (0, 0)
-        follows = first == NEW_ROW if row is None else first != NEW_ROW and row == first + count
+        follows = first == _NEW_ROW if row is None else first != _NEW_ROW and row == first + count
         if runs and follows:
             runs[-1] = (first, count + 1)
         else:
-            runs.append((NEW_ROW if row is None else row, 1))
+            runs.append((_NEW_ROW if row is None else row, 1))
     return tuple(runs)
 
 
@@ -59,12 +59,12 @@ def base_parameter_count(model: ModelConfig) -> int:
 
 def frozen_bytes(model: ModelConfig, base_format: str) -> int:
     """Return what a base takes in memory in a format. Vectors, which are in fp32, are nothing."""
-    in_blocks, outside = split_parameter_count(model)
+    in_blocks, outside = _split_parameter_count(model)
     each = FILE_FORMATS[base_format].itemsize
     return int((NF4_BYTES if base_format == "nf4" else each) * in_blocks + each * outside)
 
 
-def split_parameter_count(model: ModelConfig) -> tuple[int, int]:
+def _split_parameter_count(model: ModelConfig) -> tuple[int, int]:
     """Return how many parameters of the base are in blocks, and in embedding and head."""
     in_blocks = sum(math.prod(s) for n, s in base_shapes(model).items() if ".layers." in n)
     return in_blocks, base_parameter_count(model) - in_blocks
@@ -83,7 +83,7 @@ def write_base(folder: Path, rows: RowRuns, base_format: str, file: Path) -> Non
     are not of this checkpoint, and StorageError.
     """
     stored = parse_config(ModelConfig, read_llama_config(folder), str(folder / CONFIG_FILE))
-    if any(first + count > stored.vocabulary_size for first, count in rows if first != NEW_ROW):
+    if any(first + count > stored.vocabulary_size for first, count in rows if first != _NEW_ROW):
         raise IntegrityError(f"{folder} has {stored.vocabulary_size} tokens, too few for this run")
     size = sum(count for _, count in rows)
     model = stored.model_copy(update={"vocabulary_size": size})
@@ -126,7 +126,7 @@ def renumbered(table: torch.Tensor, rows: RowRuns) -> torch.Tensor:
 
     def parts() -> Iterator[torch.Tensor]:
         for first, count in rows:
-            if first == NEW_ROW:
+            if first == _NEW_ROW:
                 # In fp64 the order of the sum does not show.
                 mean = table.to(torch.float64).mean(dim=0).to(torch.float32)
                 yield mean.to(table.dtype).expand(count, -1)

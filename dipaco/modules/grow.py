@@ -55,8 +55,8 @@ class Growth:
             )
         if new.config.added_paths > old.config.added_paths + len(copied):
             raise ValueError("the source of an added path is missing")
-        self.old = old
-        self.new = new
+        self._old = old
+        self._new = new
         self._of_added = (*range(old.config.combination_count, old.path_count), *copied)
         self._old_level = {
             name: level for level in old.level_names for name in layout_of(old, level).names
@@ -64,7 +64,7 @@ class Growth:
 
     def origin_path(self, path: int) -> int:
         """Return the old path that a new path comes from."""
-        old, new = self.old.config, self.new.config
+        old, new = self._old.config, self._new.config
         if path >= new.combination_count:
             return self._of_added[path - new.combination_count]
         old_counts, new_counts = old.modules_per_level, new.modules_per_level
@@ -72,18 +72,18 @@ class Growth:
             return path * old.combination_count // new.combination_count
         origin = 0
         for digit, old_count, new_count in zip(
-            self.new.digits(path), old_counts, new_counts, strict=True
+            self._new.digits(path), old_counts, new_counts, strict=True
         ):
             origin = origin * old_count + digit * old_count // new_count
         return origin
 
-    def origins(self, module: str) -> dict[str, tuple[str, ...]]:
+    def _origins(self, module: str) -> dict[str, tuple[str, ...]]:
         """Return for each parameter of a new module the old modules that it is the mean of."""
-        paths = self.new.paths_of_module(module)
+        paths = self._new.paths_of_module(module)
         old_paths = sorted({self.origin_path(path) for path in paths})
         return {
             name: self._origins_of_parameter(module, self._old_level[name], old_paths)
-            for name in layout_of(self.new, module).names
+            for name in layout_of(self._new, module).names
         }
 
     def _origins_of_parameter(
@@ -92,23 +92,23 @@ class Growth:
         if old_level == PRIVATE_LEVEL:
             return tuple(f"{PRIVATE_LEVEL}{path}" for path in old_paths)
         level = int(old_level[1:])
-        alternatives = {self.old.digits(path)[level] for path in old_paths}
+        alternatives = {self._old.digits(path)[level] for path in old_paths}
         if len(alternatives) == 1:
             return (f"{old_level}.E{alternatives.pop()}",)
         new_level, _, number = module.partition(".E")
-        new_count = self.new.config.modules_per_level[int(new_level[1:])]
-        old_count = self.old.config.modules_per_level[level]
+        new_count = self._new.config.modules_per_level[int(new_level[1:])]
+        old_count = self._old.config.modules_per_level[level]
         return (f"{old_level}.E{int(number) * old_count // new_count}",)
 
     def state(self, module: str, load: LoadState) -> ModuleState:
         """Return the first state of a new module; `load` gives the old states by their module."""
-        layout = layout_of(self.new, module)
+        layout = layout_of(self._new, module)
         parameters = torch.empty(layout.size, dtype=torch.float32)
         momentum = torch.empty(layout.size, dtype=torch.float32)
         to_parameters, to_momentum = layout.views(parameters), layout.views(momentum)
         # All parameters that come from the same modules at once: few states in memory together.
         by_sources: dict[tuple[str, ...], list[str]] = {}
-        for name, sources in self.origins(module).items():
+        for name, sources in self._origins(module).items():
             by_sources.setdefault(sources, []).append(name)
         for sources, names in by_sources.items():
             sums: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -129,18 +129,18 @@ class Growth:
 
     def states(self, load: LoadState) -> Iterator[ModuleState]:
         """Yield the first state of every new module, in the order of the grid."""
-        for module in self.new.modules():
+        for module in self._new.modules():
             yield self.state(module, load)
 
     def unused(self) -> tuple[str, ...]:
         """Return the old modules that nothing is taken from: what a smaller grid gives up."""
         used = {
             source
-            for module in self.new.modules()
-            for sources in self.origins(module).values()
+            for module in self._new.modules()
+            for sources in self._origins(module).values()
             for source in sources
         }
-        return tuple(module for module in self.old.modules() if module not in used)
+        return tuple(module for module in self._old.modules() if module not in used)
 
 
 def path_parameters(grid: Grid, path: int, load: LoadState) -> dict[str, torch.Tensor]:

@@ -26,15 +26,15 @@ from .foreign_model import FOREIGN_FAMILIES, foreign_values
 from .layout import parameter_shapes
 from .transformer import EMBEDDING, HEAD
 
-FAMILIES = {
+_FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
 # Read as the family of ours whose arithmetic it has, and exported as that.
 _MISTRAL = "mistral"
-_READ_AS = {**{name: name for name in FAMILIES}, _MISTRAL: "llama"}
-_ARCHITECTURES = {**FAMILIES, _MISTRAL: "MistralForCausalLM"}
+_READ_AS = {**{name: name for name in _FAMILIES}, _MISTRAL: "llama"}
+_ARCHITECTURES = {**_FAMILIES, _MISTRAL: "MistralForCausalLM"}
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -112,7 +112,7 @@ def llama_config(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
         values = {theirs: getattr(model.rope_scaling, ours) for ours, theirs in names.items()}
         rope |= {"rope_type": model.rope_scaling.kind, **values}
     config = {
-        "architectures": [FAMILIES[model.family]],
+        "architectures": [_FAMILIES[model.family]],
         "model_type": model.family,
         "vocab_size": model.vocabulary_size,
         "hidden_size": model.hidden_size,

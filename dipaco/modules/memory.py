@@ -20,7 +20,7 @@ from .frozen_file import unfilled_base
 
 logger = logging.getLogger(__name__)
 
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 
 FP32_BYTES = 4
 # First and second moment of a parameter, in fp32 or in 8 bits.
@@ -86,7 +86,7 @@ class AtOnce:
         self._in_tokens = in_tokens
         self._remedy = remedy
 
-    def attempt(self, compute: Callable[[int], ResultT], sequence_length: int) -> ResultT:
+    def attempt(self, compute: Callable[[int], _ResultT], sequence_length: int) -> _ResultT:
         """Return `compute(count)`, begun again with half the count as often as memory runs out.
 
         Raises `ConfigurationError` when not even one sequence of that many tokens fits.

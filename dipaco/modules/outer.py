@@ -38,12 +38,12 @@ from .trimmed_mean import fp32
 # A path grows by at most so many times its usual step, and a replica counts at most so many times
 # that, or the median one. With 4 times the median one, a replica that trained nothing cost 2.2 nats
 # and not 0.8 (docs/results/attacks.md); with once, machines of a tenth of the speed cost 0.18.
-MAX_OF_USUAL = 2
+_MAX_OF_USUAL = 2
 # By how much of itself a module's usual norm moves in a step at most, and what it is at least, as a
 # share of the norm of the parameters.
-MAX_MOVE, LEAST_USUAL_NORM = 1 / 16, 1 / 128
+_MAX_MOVE, _LEAST_USUAL_NORM = 1 / 16, 1 / 128
 # Values that are combined at a time. Changes no bit.
-PIECE_VALUES = 64 * CHUNK_VALUES
+_PIECE_VALUES = 64 * CHUNK_VALUES
 
 T = TypeVar("T", int, float)
 
@@ -91,9 +91,9 @@ def moved_norm(norms: Sequence[float], usual_norm: float, parameters_norm: float
     moves slowly and has a least value, so half that contributes almost nothing has to do so for
     many rounds to lower it, and never lowers it to nothing.
     """
-    least, most = (1 - MAX_MOVE) * usual_norm, (1 + MAX_MOVE) * usual_norm
+    least, most = (1 - _MAX_MOVE) * usual_norm, (1 + _MAX_MOVE) * usual_norm
     moved = min(max(_lower_median(norms), least), most)
-    return max(moved, LEAST_USUAL_NORM * parameters_norm)
+    return max(moved, _LEAST_USUAL_NORM * parameters_norm)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class OuterRule:
     contributions: ContributionsConfig
     outer: OuterConfig
     shard_sequences: Mapping[int, int] | None = None
-    piece_values: int = PIECE_VALUES
+    piece_values: int = _PIECE_VALUES
     """Another number in tests alone; a multiple of `CHUNK_VALUES`."""
 
     @classmethod
@@ -158,7 +158,7 @@ class OuterRule:
         """How contributions are written."""
         return CODECS[self.contributions.codec]
 
-    def outer_of(self, module: str) -> OuterConfig:
+    def _outer_of(self, module: str) -> OuterConfig:
         """Return the outer optimizer of a module. One trainer's gradient is noisier than the
         average of several, so a private module has a rate and a momentum of its own."""
         outer = self.outer
@@ -174,7 +174,7 @@ class OuterRule:
 
         A path's share is its shard's share among the contributing paths (Eq. 2-3, normalised
         within the group), or the same for all paths. Replicas of a path split its share by
-        tokens, of which each counts `MAX_OF_USUAL` times the lower median of the replicas at most,
+        tokens, of which each counts `_MAX_OF_USUAL` times the lower median of the replicas at most,
         or as many times the path's usual tokens if that is more: a lie takes two thirds from one
         honest replica, and half from two. Raises ValueError when a contributing path has no
         sequences.
@@ -182,12 +182,12 @@ class OuterRule:
         usual = {path: entry.usual for path, entry in (progress or {}).items()}
         of_path = _tokens_of_paths(rows)
         most = {
-            path: MAX_OF_USUAL * max(_lower_median(tokens), usual.get(path, 0))
+            path: _MAX_OF_USUAL * max(_lower_median(tokens), usual.get(path, 0))
             for path, tokens in of_path.items()
         }
         counted = [min(row.tokens, most[row.path]) for row in rows]
         tokens_of_path = {
-            path: sum_of_counts(min(row, most[path]) for row in tokens)
+            path: _sum_of_counts(min(row, most[path]) for row in tokens)
             for path, tokens in of_path.items()
         }
         sizes = dict.fromkeys(tokens_of_path, 1)
@@ -196,7 +196,7 @@ class OuterRule:
         empty = [path for path, size in sizes.items() if size <= 0]
         if empty:
             raise ValueError(f"path {empty[0]} contributes but its shard has no sequences")
-        total = sum_of_counts(sizes.values())
+        total = _sum_of_counts(sizes.values())
         return tuple(
             (sizes[row.path] / total) * (tokens / tokens_of_path[row.path])
             for row, tokens in zip(rows, counted, strict=True)
@@ -225,7 +225,7 @@ class OuterRule:
             raise ValueError(f"{state.module} has no paths {sorted(contributing - set(paths))}")
         scales, usual_norm = self._shortening(state, files)
         combine = self._combination(state, files, rows, scales)
-        outer = self.outer_of(state.module)
+        outer = self._outer_of(state.module)
         root = fp32(math.sqrt(len(contributing))) if outer.sqrt_paths_rescaling else None
         mu = fp32(outer.momentum)
         rate = fp32(outer.learning_rate)
@@ -321,14 +321,14 @@ def advanced_progress(
     for path, tokens in _tokens_of_paths(rows).items():
         before = progress.get(path, PathProgress(0, round_index, 0, 0))
         usual = max(before.usual, of_paths)
-        grown = min(_lower_median(tokens), max(1, MAX_OF_USUAL * usual))
+        grown = min(_lower_median(tokens), max(1, _MAX_OF_USUAL * usual))
         last_round = max(before.last_round, round_index)
         # Nobody could read a state with greater counts.
         advanced[path] = PathProgress(
             tokens=min(before.tokens + grown, MAX_COUNT),
             last_round=last_round,
             steps=before.steps + 1,
-            read=(before.read + sum_of_counts(tokens)) % (MAX_COUNT + 1),
+            read=(before.read + _sum_of_counts(tokens)) % (MAX_COUNT + 1),
         )
     return advanced
 
@@ -340,7 +340,7 @@ def _tokens_of_paths(rows: Sequence[OuterRow]) -> dict[int, list[int]]:
     return found
 
 
-def sum_of_counts(counts: Iterable[int]) -> int:
+def _sum_of_counts(counts: Iterable[int]) -> int:
     """Return the sum of integers, which is exact. Sums of floats differ between Pythons: those of
     consensus code are `math.fsum`."""
     return sum(counts)

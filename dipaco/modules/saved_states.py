@@ -21,7 +21,7 @@ from .state import ModuleState, StateSummary, read_state, read_state_summary, wr
 logger = logging.getLogger(__name__)
 
 # Another peer of this machine may remove a state just before this one writes down that it has it.
-MAX_WRITES = 4
+_MAX_WRITES = 4
 
 
 class StateStore:
@@ -73,7 +73,7 @@ class StateStore:
         path = self.kept.path(digest)
         if self.kept.saved_states(module, self._owner)[:1] == [saved] and path.is_file():
             return path
-        for _ in range(MAX_WRITES):
+        for _ in range(_MAX_WRITES):
             if self.kept.save_state(self._owner, module, saved):
                 return path
             write_state(state, path)

@@ -39,11 +39,11 @@ from .contributions import exact_norm
 from .device import all_finite, own_pages
 from .layout import ModuleLayout
 
-STATE_FORMAT = "dipaco-state/4"
+_STATE_FORMAT = "dipaco-state/4"
 # Of tokens and rounds: sums of two still fit into 64 bits.
 MAX_COUNT = 2**62 - 1
 # Before the first step, this share of the norm of the parameters is the usual norm.
-FIRST_USUAL_NORM = 1 / 4
+_FIRST_USUAL_NORM = 1 / 4
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def genesis_state(
 
 def first_usual_norm(parameters: torch.Tensor) -> float:
     """Return the usual norm of a state behind which no step is."""
-    return FIRST_USUAL_NORM * exact_norm(lambda b, e: parameters[b:e], parameters.numel())
+    return _FIRST_USUAL_NORM * exact_norm(lambda b, e: parameters[b:e], parameters.numel())
 
 
 def state_chunks(state: ModuleState) -> Iterator[bytes | memoryview]:
@@ -254,13 +254,13 @@ def _header(summary: StateSummary, layout: ModuleLayout) -> bytes:
     parts = [
         (f"{part}/{name}", shape) for part in ("momentum", "parameters") for name, shape in shapes
     ]
-    return encode_header(STATE_FORMAT, "state", content, parts)
+    return encode_header(_STATE_FORMAT, "state", content, parts)
 
 
 def _parse_header(header: bytes) -> StateSummary:
     """Read module, version and progress out of a header that may be anything."""
     with parsing("a module state"):
-        content = parse_metadata(header, STATE_FORMAT, "state")
+        content = parse_metadata(header, _STATE_FORMAT, "state")
         module, version, table = content["module"], content["version"], content["progress"]
         progress = {
             _count(int(path)): PathProgress(*(_count(number) for number in _four(entry)))

@@ -36,12 +36,12 @@ LOGITS_AT_ONCE = 2**25
 # piece has this many at least, and one for so many bytes of the memory that is
 # for this process.
 LOGITS_AT_ONCE_ON_GPU = 2**27
-GPU_BYTES_A_LOGIT = 256
+_GPU_BYTES_A_LOGIT = 256
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
-class Past:
+class _Past:
     """The keys and values of a text in one block, for the tokens that come behind it."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class RMSNorm(nn.Module):
         return normed.to(format_of_products(hidden))
 
 
-class Attention(nn.Module):
+class _Attention(nn.Module):
     """Causal self-attention with rotary positions; several query heads may share a key head."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         hidden: torch.Tensor,
         rotation: Rotation,
         seen: torch.Tensor | None = None,
-        past: Past | None = None,
+        past: _Past | None = None,
     ) -> torch.Tensor:
         """Map [B, T, H] to [B, T, H]; `seen` and `past` as for `PathModel.hidden_states`."""
         batch, length, _ = hidden.shape
@@ -169,7 +169,7 @@ class Attention(nn.Module):
         values = self._split(self.v_proj(hidden), self.kv_heads)
         if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        queries, keys = rotate(queries, rotation), rotate(keys, rotation)
+        queries, keys = _rotate(queries, rotation), _rotate(keys, rotation)
         if past is not None:
             keys, values = past.with_more(keys, values)
         if self.kv_heads != self.heads:
@@ -188,7 +188,7 @@ class Attention(nn.Module):
         return projected.view(batch, length, heads, self.width).transpose(1, 2)
 
 
-class FeedForward(nn.Module):
+class _FeedForward(nn.Module):
     """SwiGLU."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -203,35 +203,35 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
-class Block(nn.Module):
+class _Block(nn.Module):
     """A transformer block: attention and feed-forward, each on a normalised residual stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.self_attn = Attention(config)
+        self.self_attn = _Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = FeedForward(config)
+        self.mlp = _FeedForward(config)
 
     def forward(
         self,
         hidden: torch.Tensor,
         rotation: Rotation,
         seen: torch.Tensor | None = None,
-        past: Past | None = None,
+        past: _Past | None = None,
     ) -> torch.Tensor:
         """Map [B, T, H] to [B, T, H]; `seen` and `past` as for `PathModel.hidden_states`."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, seen, past)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Backbone(nn.Module):
+class _Backbone(nn.Module):
     """Embedding, blocks and final norm; exists for the `model.` in the parameter names."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocabulary_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.block_count))
+        self.layers = nn.ModuleList(_Block(config) for _ in range(config.block_count))
         self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
 
 
@@ -259,7 +259,7 @@ class PathModel(nn.Module):
             self.stand_on(base)
 
     def _build(self, config: ModelConfig) -> None:
-        self.model = Backbone(config)
+        self.model = _Backbone(config)
         self.lm_head: Projection | None = None
         """None: the head is the embedding."""
         self.recomputes = False
@@ -364,7 +364,7 @@ class PathModel(nn.Module):
 
     def new_past(self) -> Any:
         """Return what `hidden_states` takes as `past` of a text that begins."""
-        return [Past() for _ in self.model.layers]
+        return [_Past() for _ in self.model.layers]
 
     def hidden_states(
         self,
@@ -420,7 +420,7 @@ def rotary_frequencies(config: ModelConfig, device: torch.device) -> torch.Tenso
     return (1 - kept) * slower + kept * frequencies
 
 
-def rotate(vectors: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def _rotate(vectors: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Apply rotary positions to [B, heads, T, D], the two halves of D being the pairs."""
     cosines, sines = (part.to(vectors.dtype) for part in rotation)
     first, second = vectors.chunk(2, dim=-1)
@@ -476,7 +476,7 @@ def logits_at_once(device: torch.device) -> int:
     """Return how many logits, tokens times vocabulary, are held at once on a device."""
     if device.type == "cpu":
         return LOGITS_AT_ONCE
-    return max(LOGITS_AT_ONCE_ON_GPU, _own_bytes(device) // GPU_BYTES_A_LOGIT)
+    return max(LOGITS_AT_ONCE_ON_GPU, _own_bytes(device) // _GPU_BYTES_A_LOGIT)
 
 
 @functools.cache

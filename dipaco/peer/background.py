@@ -13,7 +13,7 @@ from dipaco.base.waits import BriefLock
 
 logger = logging.getLogger("dipaco.peer.background")
 
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 
 
 class BackgroundError(DipacoError):
@@ -47,10 +47,10 @@ class Background:
 
         return threading.Thread(target=run, name=name, daemon=True)
 
-    def watch(self, name: str, future: Future[ResultT]) -> Future[ResultT]:
+    def watch(self, name: str, future: Future[_ResultT]) -> Future[_ResultT]:
         """Keep the failure of work whose result nobody asks for; returns `future`."""
 
-        def look(done: Future[ResultT]) -> None:
+        def look(done: Future[_ResultT]) -> None:
             try:
                 done.result()
             except CancelledError:

@@ -21,7 +21,7 @@ from .peer_settings import PeerSettings, default_cache_folder
 
 NAME = "flags.txt"
 # They speak of one start, or are kept elsewhere.
-ONCE = {
+_ONCE = {
     "check",
     "fresh",
     "forget_texts",
@@ -32,11 +32,11 @@ ONCE = {
 }
 # They are about one swarm, and another address may belong to another swarm: texts are for the one
 # that their owner named.
-OF_TEXTS = ("texts", "text_field", "only_my_texts")
-OF_A_SWARM = ("run", "path", "stay", *OF_TEXTS)
+_OF_TEXTS = ("texts", "text_field", "only_my_texts")
+_OF_A_SWARM = ("run", "path", "stay", *_OF_TEXTS)
 # What is typed takes the place of its opposite.
-OPPOSITES = {"device": "devices", "port": "host_maddrs"}
-HEADER = """\
+_OPPOSITES = {"device": "devices", "port": "host_maddrs"}
+_HEADER = """\
 # The flags of the last start, which dipaco-peer uses again. A flag that is typed wins over them,
 # and dipaco-peer --fresh forgets them.
 """
@@ -56,9 +56,9 @@ def kept_flags(flags: Mapping[str, Any]) -> LastTime:
         raise ConfigurationError(
             f"{file}: {error}; correct it, or forget it with --fresh"
         ) from None
-    replaced = ONCE | ({*OF_A_SWARM} if "initial_peers" in flags else set())
-    replaced |= {*OF_TEXTS} if flags.get("forget_texts") else set()
-    for one, other in OPPOSITES.items():
+    replaced = _ONCE | ({*_OF_A_SWARM} if "initial_peers" in flags else set())
+    replaced |= {*_OF_TEXTS} if flags.get("forget_texts") else set()
+    for one, other in _OPPOSITES.items():
         replaced |= {other} if one in flags else set()
         replaced |= {one} if other in flags else set()
     return LastTime(file, words, replaced)
@@ -71,7 +71,7 @@ def keep_flags(cache_folder: Path, typed: Typed) -> None:
     file = cache_folder / NAME
     with contextlib.suppress(DipacoError, OSError):
         if lines:
-            atomic_write(file, (HEADER + "".join(lines)).encode())
+            atomic_write(file, (_HEADER + "".join(lines)).encode())
         else:
             file.unlink(missing_ok=True)
 
@@ -84,7 +84,7 @@ def as_last_time(typed: Typed) -> str:
 
 def _words(told: Mapping[str, Any]) -> list[list[str]]:
     """Return the words of each flag that is kept."""
-    kept = [a for a in arguments_of(PeerSettings) if a.name in told.keys() - ONCE]
+    kept = [a for a in arguments_of(PeerSettings) if a.name in told.keys() - _ONCE]
     return [words for a in kept for words in _words_of(a, told[a.name])]
 
 

@@ -19,8 +19,8 @@ from .peer_settings import default_cache_folder
 
 # Publishing the last work takes a few seconds, after the inner step under way.
 LIMIT_S = 60.0
-LOOK_S = 0.1
-ENDED = "the peer has ended"
+_LOOK_S = 0.1
+_ENDED = "the peer has ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ def _pause(settings: ControlSettings) -> int:
         print(f"no peer is running with {settings.cache_folder}; the next one starts paused")
         return 0
     activity = _wait(settings, lambda activity: activity.startswith("paused"))
-    if activity == ENDED:
-        print(f"{ENDED}; the next one starts paused")
+    if activity == _ENDED:
+        print(f"{_ENDED}; the next one starts paused")
     else:
         print(f"{activity}; device and memory are free, its states are still served")
     return 0
@@ -96,8 +96,8 @@ def _wait(settings: ControlSettings, is_done: Callable[[str], bool]) -> str:
         if activity and is_done(activity):
             return activity
         if not _is_running(settings):
-            return ENDED
-        time.sleep(LOOK_S)
+            return _ENDED
+        time.sleep(_LOOK_S)
     raise NetworkError(
         f"the peer did not do so within {LIMIT_S:.0f} s; it may still be joining, or be in a "
         "long inner step, and will do it after that"

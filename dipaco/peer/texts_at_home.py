@@ -27,7 +27,7 @@ from .peer_settings import PeerSettings
 
 FOLDER = "own-texts"
 # Between two lines of how far it is.
-SAY_EVERY_S = 15.0
+_SAY_EVERY_S = 15.0
 
 
 def check_texts_are_allowed(plan: RunPlan) -> None:
@@ -66,7 +66,7 @@ def texts_at_home(
         nonlocal said_s
         if is_stopped():
             raise PassInterrupted
-        if time.monotonic() - said_s >= SAY_EVERY_S:
+        if time.monotonic() - said_s >= _SAY_EVERY_S:
             said_s = time.monotonic()
             say(f"your texts: {done:,} {what}")
 

@@ -31,10 +31,10 @@ from dipaco.base.running import (
 from .peer_settings import PeerSettings
 
 # The others begin when the first has joined, so that a mistake is told once.
-JOIN_LIMIT_S = 120.0
-JOINED = "this peer is "
+_JOIN_LIMIT_S = 120.0
+_JOINED = "this peer is "
 # For the last lines of a trainer that has ended.
-DRAIN_LIMIT_S = 5.0
+_DRAIN_LIMIT_S = 5.0
 
 
 def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
@@ -143,7 +143,7 @@ class _Trainer:
         with os.fdopen(os.dup(lines.fileno()), encoding="utf-8", errors="replace") as text:
             for line in text:
                 print(f"{self._label}{line}", end="", flush=True)
-                if line.startswith(JOINED):
+                if line.startswith(_JOINED):
                     self._has_joined.set()
         self._has_joined.set()
 
@@ -155,7 +155,7 @@ class _Trainer:
     def joins_in_time(self) -> bool:
         """Wait until it has joined, for a while; returns False if it has ended instead."""
         assert self.process is not None
-        self._has_joined.wait(JOIN_LIMIT_S)
+        self._has_joined.wait(_JOIN_LIMIT_S)
         return not wait([self.process.sentinel], timeout=0)
 
     def wait(self) -> None:
@@ -163,7 +163,7 @@ class _Trainer:
         assert self.process is not None
         assert self._printer is not None
         self.process.join()
-        self._printer.join(DRAIN_LIMIT_S)
+        self._printer.join(_DRAIN_LIMIT_S)
 
     @property
     def exit_code(self) -> int:

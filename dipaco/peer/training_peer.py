@@ -186,7 +186,7 @@ def _train(
         logger.warning("%s", line)
     device, reason = choose_device(settings.device)
     limit_memory(device, settings.vram_gb)
-    pauses = Pauses(settings.cache_folder, reasons_to_pause(settings, budget, events))
+    pauses = Pauses(settings.cache_folder, _reasons_to_pause(settings, budget, events))
     _warn_of_unused_gpu(settings, device, reason)
     display.say(_device_line(device, reason, gpus_left(device, settings.device)))
     try:
@@ -262,7 +262,7 @@ def _new_trainer(
     )
 
 
-def reasons_to_pause(
+def _reasons_to_pause(
     settings: PeerSettings, budget: UploadBudget | None, events: EventLog
 ) -> list[Reason]:
     """Return what a peer is asked to pause for; the first that holds is told.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from dipaco.base.token_bucket import Rate, Rates
 
-KIB, MIB = 2.0**10, 2.0**20
+_KIB, _MIB = 2.0**10, 2.0**20
 
 
 class Standing(IntEnum):
@@ -40,7 +40,7 @@ class Asker(NamedTuple):
 
 # Where somebody is of whom no address is known.
 NOWHERE = "nowhere"
-PREFIX_BITS = {4: 24, 6: 48}
+_PREFIX_BITS = {4: 24, 6: 48}
 
 
 def origin_of(address: str) -> str:
@@ -51,7 +51,7 @@ def origin_of(address: str) -> str:
     except (IndexError, ValueError):
         return NOWHERE
     host = getattr(host, "ipv4_mapped", None) or host
-    return str(ipaddress.ip_network((host, PREFIX_BITS[host.version]), strict=False))
+    return str(ipaddress.ip_network((host, _PREFIX_BITS[host.version]), strict=False))
 
 
 @dataclass(frozen=True)
@@ -77,40 +77,40 @@ REQUEST_COST_BYTES = 512
 ANSWER_SHARE = 16
 ASKED = Rates(
     each={
-        CONTRIBUTOR: Rate(4 * MIB, 64 * KIB),
-        ADMITTED: Rate(4 * MIB, 64 * KIB),
-        STRANGER: Rate(1 * MIB, 32 * KIB),
+        CONTRIBUTOR: Rate(4 * _MIB, 64 * _KIB),
+        ADMITTED: Rate(4 * _MIB, 64 * _KIB),
+        STRANGER: Rate(1 * _MIB, 32 * _KIB),
     },
-    together={ADMITTED: Rate(64 * MIB, 1 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
+    together={ADMITTED: Rate(64 * _MIB, 1 * _MIB), STRANGER: Rate(4 * _MIB, 128 * _KIB)},
 )
 # The bytes that a peer is sent on streams. A state of 400 MB takes less than a minute.
 SENT = Rates(
     each={
-        CONTRIBUTOR: Rate(512 * MIB, 16 * MIB),
-        ADMITTED: Rate(512 * MIB, 16 * MIB),
-        STRANGER: Rate(512 * MIB, 16 * MIB),
+        CONTRIBUTOR: Rate(512 * _MIB, 16 * _MIB),
+        ADMITTED: Rate(512 * _MIB, 16 * _MIB),
+        STRANGER: Rate(512 * _MIB, 16 * _MIB),
     },
-    together={ADMITTED: Rate(4096 * MIB, 64 * MIB), STRANGER: Rate(512 * MIB, 16 * MIB)},
+    together={ADMITTED: Rate(4096 * _MIB, 64 * _MIB), STRANGER: Rate(512 * _MIB, 16 * _MIB)},
 )
 # The bytes of what a node of the DHT is asked, and of answers up to 16 KiB. It is all that one has
 # to ask before one is admitted.
 DHT_SMALL = Rates(
     each={
-        CONTRIBUTOR: Rate(32 * MIB, 2 * MIB),
-        ADMITTED: Rate(32 * MIB, 2 * MIB),
-        STRANGER: Rate(2 * MIB, 64 * KIB),
+        CONTRIBUTOR: Rate(32 * _MIB, 2 * _MIB),
+        ADMITTED: Rate(32 * _MIB, 2 * _MIB),
+        STRANGER: Rate(2 * _MIB, 64 * _KIB),
     },
-    together={ADMITTED: Rate(64 * MIB, 16 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
+    together={ADMITTED: Rate(64 * _MIB, 16 * _MIB), STRANGER: Rate(4 * _MIB, 128 * _KIB)},
 )
 # The bytes of longer answers, which are given only where there is enough for all of one: one
 # stranger may use a quarter of what there is.
 DHT_LARGE = Rates(
     each={
-        CONTRIBUTOR: Rate(32 * MIB, 2 * MIB),
-        ADMITTED: Rate(32 * MIB, 2 * MIB),
-        STRANGER: Rate(4 * MIB, 32 * KIB),
+        CONTRIBUTOR: Rate(32 * _MIB, 2 * _MIB),
+        ADMITTED: Rate(32 * _MIB, 2 * _MIB),
+        STRANGER: Rate(4 * _MIB, 32 * _KIB),
     },
-    together={ADMITTED: Rate(64 * MIB, 16 * MIB), STRANGER: Rate(4 * MIB, 128 * KIB)},
+    together={ADMITTED: Rate(64 * _MIB, 16 * _MIB), STRANGER: Rate(4 * _MIB, 128 * _KIB)},
 )
 # Streams that others have open here, and files that they are sent, at once.
 STREAMS = Bounds(

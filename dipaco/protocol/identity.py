@@ -26,7 +26,7 @@ logger = logging.getLogger("dipaco.protocol.identity")
 # In a cache folder.
 KEY_FILE = "identity.key"
 # Leaving takes up to ten seconds.
-PREDECESSOR_LEAVES_S = 15.0
+_PREDECESSOR_LEAVES_S = 15.0
 _LOOK_S = 0.1
 PUBLIC_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -36,7 +36,7 @@ _ED25519_PRIVATE = b"\x08\x01\x12\x40"
 _ED25519_PUBLIC = b"\x08\x01\x12\x20"
 # The id of a short key is the key itself, as a multihash of the kind "identity", 36 bytes long.
 PEER_ID_PREFIX = b"\x00\x24" + _ED25519_PUBLIC
-PEER_ID_CHARACTERS = 52
+_PEER_ID_CHARACTERS = 52
 # Under a key of small order one signature holds for every message: the points whose eightfold is
 # zero, in all spellings, without the bit of the sign.
 _SMALL_ORDER = frozenset(
@@ -75,7 +75,7 @@ class Identity:
 def load_or_create_identity(
     path: Path,
     say: Callable[[str], None] = logger.warning,
-    patience_s: float = PREDECESSOR_LEAVES_S,
+    patience_s: float = _PREDECESSOR_LEAVES_S,
 ) -> Identity:
     """Return the identity in `path`, made on first use and never overwritten (mode 400).
 
@@ -112,7 +112,7 @@ def take_lock(
     what: str,
     options: str,
     say: Callable[[str], None] = logger.warning,
-    patience_s: float = PREDECESSOR_LEAVES_S,
+    patience_s: float = _PREDECESSOR_LEAVES_S,
 ) -> int:
     """Lock `path` for this process until `let_go`, and return the lock.
 
@@ -217,7 +217,7 @@ def public_key_of_peer_id(peer_id: str) -> bytes:
 
     Raises ValueError when it is not the id of an Ed25519 key, in the one spelling of that id.
     """
-    if len(peer_id) != PEER_ID_CHARACTERS:
+    if len(peer_id) != _PEER_ID_CHARACTERS:
         raise ValueError("not the peer id of an Ed25519 key")
     data = base58.b58decode(peer_id)
     public_key = data[len(PEER_ID_PREFIX) :]

@@ -72,7 +72,7 @@ class Invitation:
     @property
     def id(self) -> str:
         """What the operator revokes, and status shows."""
-        return invitation_id(self.public_key)
+        return _invitation_id(self.public_key)
 
     def to_text(self) -> str:
         """Return the line that a volunteer pastes."""
@@ -147,10 +147,10 @@ def read_invitation(text: str) -> Invitation:
 
 def invitation_of(admission: bytes) -> str:
     """Return which invitation an admission is of, unchecked."""
-    return invitation_id(admission[TERMS_BYTES : TERMS_BYTES + PUBLIC_KEY_BYTES])
+    return _invitation_id(admission[TERMS_BYTES : TERMS_BYTES + PUBLIC_KEY_BYTES])
 
 
-def invitation_id(public_key: bytes) -> str:
+def _invitation_id(public_key: bytes) -> str:
     """Return the name of an invitation: 16 hexadecimal digits of the hash of its key."""
     return hashlib.sha256(public_key).hexdigest()[:16]
 

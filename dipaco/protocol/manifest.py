@@ -212,7 +212,7 @@ def _check_version(values: Mapping[str, Any], older: bool) -> None:
         )
 
 
-def next_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> SignedManifest | None:
+def _next_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> SignedManifest | None:
     """Return the run that succeeds `manifest`'s directly, if there is one among `others`."""
     following = [other for other in others if _succeeds(other, manifest)]
     return max(following, key=_age, default=None)
@@ -225,7 +225,7 @@ def newest_run(manifest: SignedManifest, others: Iterable[SignedManifest]) -> Si
     an end, because every run in it starts later than the one before.
     """
     others = tuple(others)
-    while (following := next_run(manifest, others)) is not None:
+    while (following := _next_run(manifest, others)) is not None:
         manifest = following
     return manifest
 

@@ -33,14 +33,14 @@ from .config import (
     check_adapters,
 )
 
-PLAN_FORMAT: Final = "dipaco-plan/1"
+_PLAN_FORMAT: Final = "dipaco-plan/1"
 # Raised with whatever other peers can see, unless old peers ignore it by design.
 PROTOCOL_VERSION = 8
 
 
-def protocol_remedy(theirs: int, ours: int = PROTOCOL_VERSION) -> str:
+def protocol_remedy(theirs: int) -> str:
     """Say what to do about others who speak another version of the protocol."""
-    if theirs > ours:
+    if theirs > PROTOCOL_VERSION:
         return (
             "this dipaco is the older one: install the version that the operator names, and start "
             "again with the same cache folder (docs/upgrading.md)"
@@ -60,7 +60,7 @@ def _check_sha256(value: str) -> str:
 Sha256 = Annotated[str, AfterValidator(_check_sha256)]
 
 # Most schemes of fsspec read the disk of the peer that opens them, run programs or unpack archives.
-MIRROR_SCHEMES = ("https", "s3", "gs", "hf")
+_MIRROR_SCHEMES = ("https", "s3", "gs", "hf")
 
 
 def check_mirror(address: str) -> str:
@@ -69,8 +69,8 @@ def check_mirror(address: str) -> str:
     Checked when a plan is read, and again before a mirror is opened.
     """
     scheme, found, place = address.partition("://")
-    if scheme not in MIRROR_SCHEMES or not found or not place:
-        allowed = ", ".join(f"{scheme}://" for scheme in MIRROR_SCHEMES)
+    if scheme not in _MIRROR_SCHEMES or not found or not place:
+        allowed = ", ".join(f"{scheme}://" for scheme in _MIRROR_SCHEMES)
         raise ValueError(
             f"{address[:80]!r} is not a mirror; the address begins with one of {allowed}"
         )
@@ -174,7 +174,7 @@ class RoutingPlan(Config):
 class RunPlan(Config):
     """Everything peers must agree on. A run's id is the hash of this."""
 
-    format: Literal["dipaco-plan/1"] = PLAN_FORMAT
+    format: Literal["dipaco-plan/1"] = _PLAN_FORMAT
     protocol_version: int = Field(PROTOCOL_VERSION, ge=1)
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     about: AboutRun = Field(AboutRun(), description="What the run is for, for people.")

@@ -26,7 +26,7 @@ class Decision:
     reason: str
 
 
-def rendezvous(peer: str, path: int) -> bytes:
+def _rendezvous(peer: str, path: int) -> bytes:
     """Order peers for a path, and paths for a peer, without anybody agreeing on anything."""
     return hashlib.sha256(f"{peer}/{path}".encode()).digest()
 
@@ -55,7 +55,9 @@ def choose_path(
 def _best_fit(view: SwarmView, paths: Collection[int], peer: str) -> int:
     """Return the path that has waited longest; of several the one that rendezvous hashing names."""
     first = min(view.last_round(path) for path in paths)
-    return min((p for p in paths if view.last_round(p) == first), key=lambda p: rendezvous(peer, p))
+    return min(
+        (p for p in paths if view.last_round(p) == first), key=lambda p: _rendezvous(peer, p)
+    )
 
 
 def _others(view: SwarmView, path: int, me: str) -> int:
@@ -108,7 +110,7 @@ def resolve_collision(
     } | {me}
     trainers = {path: view.claim_count(path) for path in view.paths(grid) if path not in exclude}
     trainers[mine.path] = sum(c.peer_id not in joining for c in view.claimants(mine.path))
-    for peer in sorted(joining, key=lambda peer: rendezvous(peer, mine.path)):
+    for peer in sorted(joining, key=lambda peer: _rendezvous(peer, mine.path)):
         least, place = min(trainers.values()), mine.path
         if trainers[place] > least:
             fewest = [path for path, count in trainers.items() if count == least]
@@ -145,7 +147,7 @@ def should_move(
         (path for path in view.paths(grid) if path not in exclude and not view.claimants(path)),
         # Of as many rounds by hash: in the order of their numbers, peers that see different paths
         # would all begin with those of the first modules.
-        key=lambda path: (view.last_round(path), rendezvous("", path)),
+        key=lambda path: (view.last_round(path), _rendezvous("", path)),
     )
     if not waiting:
         return _even_out(view, grid, mine, exclude) if rounds_on_path >= dwell_rounds else None
@@ -194,7 +196,7 @@ def _leads(view: SwarmView, grid: Grid, dwell_rounds: int) -> list[str]:
     waiting = [claim for claim in leads if view.rounds_held(claim) <= patience_rounds]
     stuck = [claim for claim in leads if view.rounds_held(claim) > patience_rounds]
     waiting.sort(key=lambda claim: (claim.since_s, claim.peer_id))
-    stuck.sort(key=lambda claim: rendezvous(claim.peer_id, int(view.rounds_held(claim))))
+    stuck.sort(key=lambda claim: _rendezvous(claim.peer_id, int(view.rounds_held(claim))))
     return [claim.peer_id for claim in (*waiting, *stuck)]
 
 
@@ -207,7 +209,7 @@ def _even_out(
         return None
     counts = {path: len(view.claimants(path)) for path in view.paths(grid) if path not in exclude}
     counts[mine.path] = len(here)
-    target = min(counts, key=lambda path: (counts[path], rendezvous(mine.peer_id, path)))
+    target = min(counts, key=lambda path: (counts[path], _rendezvous(mine.peer_id, path)))
     if counts[target] > len(here) - 2:
         return None
     trainers = f"{counts[target]} trainer" + ("" if counts[target] == 1 else "s")

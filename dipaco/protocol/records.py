@@ -65,8 +65,8 @@ ModuleName = Annotated[str, _check(r"L[0-9]{1,4}\.E[0-9]{1,5}|P[0-9]{1,8}")]
 Sha256 = Annotated[str, _check(r"[0-9a-f]{64}")]
 # Printable, and without brackets, which many a display takes for its own markup.
 Text = Annotated[str, _check(r"[ -Z\\^-~]{0,96}")]
-NAME_PATTERN = r"[ -Z\\^-~]{0,32}"
-Name = Annotated[str, _check(NAME_PATTERN)]
+_NAME_PATTERN = r"[ -Z\\^-~]{0,32}"
+Name = Annotated[str, _check(_NAME_PATTERN)]
 # The longest: an IPv6 relay's address with both peer ids.
 AddressText = Annotated[str, _check(r"/[ -Z\\^-~]{0,191}")]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]

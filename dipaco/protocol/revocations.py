@@ -20,9 +20,9 @@ from .record_errors import RecordError
 from .record_keys import MAX_LIST_BYTES
 
 _LIST_PREFIX = b"dipaco-revocations/1\n"
-LIST_FORMAT = "dipaco-revocations/1"
-MAX_REVOKED = 2000
-MAX_LIST_VERSION = 10**8 - 1
+_LIST_FORMAT = "dipaco-revocations/1"
+_MAX_REVOKED = 2000
+_MAX_LIST_VERSION = 10**8 - 1
 _END_OF_TIME_S = 2**63
 
 
@@ -43,7 +43,7 @@ def sign_revocations(
 ) -> bytes:
     """Return the JSON envelope of a list, with the second at which each invitation ended."""
     said = {
-        "format": LIST_FORMAT,
+        "format": _LIST_FORMAT,
         "run": run_id,
         "version": version,
         "revoked": dict(revoked),
@@ -69,12 +69,12 @@ def read_revocations(envelope: Any) -> Revocations:
         signed = _LIST_PREFIX + canonical_json(said)
         run_id, version, revoked = said["run"], said["version"], said["revoked"]
         is_whole = (
-            said["format"] == LIST_FORMAT
+            said["format"] == _LIST_FORMAT
             and _is_id(run_id)
             and type(version) is int
-            and 0 < version <= MAX_LIST_VERSION
+            and 0 < version <= _MAX_LIST_VERSION
             and type(revoked) is dict
-            and len(revoked) <= MAX_REVOKED
+            and len(revoked) <= _MAX_REVOKED
             and all(map(_is_id, revoked))
             and all(type(end) is int and 0 <= end < _END_OF_TIME_S for end in revoked.values())
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import operator
 import statistics
@@ -25,17 +24,15 @@ from .records import (
     Reachability,
 )
 
-logger = logging.getLogger("dipaco.protocol.view")
-
 # Clocks differ; a record from a little in the future is believed.
-ROUND_SLACK = 1
-CLOCK_SLACK_S = 15.0
+_ROUND_SLACK = 1
+_CLOCK_SLACK_S = 15.0
 # No volunteer's machine trains a path faster; a higher count is invented.
-MAX_TOKENS_PER_S = 5e6
+_MAX_TOKENS_PER_S = 5e6
 # Also a round of few steps takes this long.
-SHORTEST_ROUND_S = 0.01
+_SHORTEST_ROUND_S = 0.01
 # What the key of a group has room for.
-MAX_ROUND = 2**31
+_MAX_ROUND = 2**31
 
 
 @dataclass(frozen=True)
@@ -291,10 +288,10 @@ def build_view(
     what the elapsed time allows. Expired records do not get here.
     """
     counted = plan.rounds.inner_steps > 0
-    latest = plan.rounds.round_at(now_s - plan.start_s) + ROUND_SLACK
+    latest = plan.rounds.round_at(now_s - plan.start_s) + _ROUND_SLACK
     if counted:
         latest = max_rounds(plan, now_s) - 1
-    path_count, latest_s = grid.path_count, now_s + CLOCK_SLACK_S
+    path_count, latest_s = grid.path_count, now_s + _CLOCK_SLACK_S
     believed = {
         claim.peer_id: claim
         for claim in claims
@@ -311,7 +308,7 @@ def build_view(
             for module, held in holdings.items()
             if grid.has_module(module)
         },
-        progress=merged_progress(progress, grid.path_count, latest),
+        progress=_merged_progress(progress, grid.path_count, latest),
         duration_s=plan.rounds.duration_s,
         scope=scope,
     )
@@ -321,18 +318,18 @@ def max_rounds(plan: RunPlan, now_s: float) -> int:
     """Return how many rounds of a run can have begun by `now_s`.
 
     By the clock, those that have, and one more because clocks differ. With fixed steps rounds are
-    counted and only `MAX_TOKENS_PER_S` bounds them: so many tokens an invented count can
+    counted and only `_MAX_TOKENS_PER_S` bounds them: so many tokens an invented count can
     have in both modes.
     """
     elapsed_s = max(0.0, now_s - plan.start_s)
-    return min(math.floor(elapsed_s / least_round_s(plan)) + 1 + ROUND_SLACK, MAX_ROUND)
+    return min(math.floor(elapsed_s / least_round_s(plan)) + 1 + _ROUND_SLACK, _MAX_ROUND)
 
 
 def least_round_s(plan: RunPlan) -> float:
     """Return the seconds that a round takes at least; by the clock all take the same."""
     if not plan.rounds.inner_steps:
         return plan.rounds.duration_s
-    return max(SHORTEST_ROUND_S, _tokens_of_steps(plan) / MAX_TOKENS_PER_S)
+    return max(_SHORTEST_ROUND_S, _tokens_of_steps(plan) / _MAX_TOKENS_PER_S)
 
 
 def _tokens_of_steps(plan: RunPlan) -> int:
@@ -346,8 +343,8 @@ def max_contribution_tokens(plan: RunPlan, now_s: float, round_index: int) -> in
     With fixed steps it follows from `round_index`, which all members of a group share.
     """
     if plan.rounds.inner_steps:
-        return (round_index + 1 + ROUND_SLACK) * _tokens_of_steps(plan)
-    return int(max_rounds(plan, now_s) * plan.rounds.duration_s * MAX_TOKENS_PER_S)
+        return (round_index + 1 + _ROUND_SLACK) * _tokens_of_steps(plan)
+    return int(max_rounds(plan, now_s) * plan.rounds.duration_s * _MAX_TOKENS_PER_S)
 
 
 def claimed_tokens(plan: RunPlan, tokens: int, round_index: int) -> int:
@@ -380,7 +377,7 @@ def is_plausible_head(head: Head, plan: RunPlan, now_s: float) -> bool:
     return head.version <= head.weight <= MAX_ROWS * head.version
 
 
-def merged_progress(
+def _merged_progress(
     records: Iterable[ProgressRecord], path_count: int, latest_round: int
 ) -> dict[int, ProgressEntry]:
     """Keep the newest entry of every path: the latest round, then the most tokens.

@@ -13,7 +13,6 @@ tools have the same form, so each can read the others'.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -49,8 +48,6 @@ from dipaco.routing.routers.kinds import Router, load_router
 from dipaco.routing.tokens.kinds import read_tokenizer
 from dipaco.routing.tokens.token_files import open_tokens
 from dipaco.routing.tokens.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 STORE_FOLDER = "store"
 """In a run folder, where what is made in training is."""

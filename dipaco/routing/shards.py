@@ -28,8 +28,8 @@ from dipaco.routing.tokens.token_files import (
 Part = Literal["train", "validation"]
 _PARTS: tuple[Part, Part] = ("train", "validation")
 # Documents routed together, and the tokens at which a chunk ends earlier: both bound memory.
-CHUNK_DOCUMENTS = 1024
-CHUNK_TOKENS = 2_000_000
+_CHUNK_DOCUMENTS = 1024
+_CHUNK_TOKENS = 2_000_000
 
 
 class PathSummary(Config):
@@ -67,7 +67,7 @@ class Beginnings:
     """How many of its best paths each document is to have."""
 
 
-def chunk_at(corpus: TokenCorpus, first: int, max_documents: int, max_tokens: int) -> range:
+def _chunk_at(corpus: TokenCorpus, first: int, max_documents: int, max_tokens: int) -> range:
     """Return the documents of the chunk at `first`, bounded in number and in tokens, because a
     few long documents would fill the memory."""
     stop = min(first + max_documents, len(corpus))
@@ -107,8 +107,8 @@ class ShardBuilder:
         path_count: int,
         *,
         train_paths: int = 1,
-        chunk_documents: int = CHUNK_DOCUMENTS,
-        chunk_tokens: int = CHUNK_TOKENS,
+        chunk_documents: int = _CHUNK_DOCUMENTS,
+        chunk_tokens: int = _CHUNK_TOKENS,
     ) -> None:
         window_stride(rows.sequence_length, rows.prefix_tokens)
         self._shape = rows
@@ -180,7 +180,7 @@ class ShardBuilder:
     def _chunks(self, corpus: TokenCorpus) -> Iterator[range]:
         first = 0
         while first < len(corpus):
-            chunk = chunk_at(corpus, first, self._chunk_documents, self._chunk_tokens)
+            chunk = _chunk_at(corpus, first, self._chunk_documents, self._chunk_tokens)
             yield chunk
             first = chunk.stop
 

@@ -34,7 +34,7 @@ def run(settings: SimulateSettings) -> int:
     output = link_run(source, settings.out) if settings.out else None
     swarm = ReferenceSwarm(
         source,
-        peers=parse_paths(settings.paths),
+        peers=_parse_paths(settings.paths),
         steps_per_round=settings.steps_per_round,
         settings=SimulatorSettings(
             device=choose_device(settings.device)[0],
@@ -44,7 +44,7 @@ def run(settings: SimulateSettings) -> int:
     )
     if settings.rounds:
         swarm.check_steps()
-    printer = None if settings.json else RoundPrinter(swarm)
+    printer = None if settings.json else _RoundPrinter(swarm)
     if printer and settings.validation_sequences != 0:
         printer.round(swarm.report())
     if printer:
@@ -59,7 +59,7 @@ def _run_rounds(
     settings: SimulateSettings,
     swarm: ReferenceSwarm,
     output: RunFolder | None,
-    printer: RoundPrinter | None,
+    printer: _RoundPrinter | None,
 ) -> None:
     """Run and print the rounds, and save the states after each. On Ctrl+C say what is kept."""
     log = settings.log_json
@@ -98,7 +98,7 @@ def _where(output: RunFolder) -> str:
     )
 
 
-def parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
+def _parse_paths(text: str | None) -> tuple[SimulatedPeer, ...] | None:
     """Read --paths: "0,2,2" is one peer on path 0 and two on path 2. Raises ConfigurationError."""
     if text is None:
         return None
@@ -122,7 +122,7 @@ def _run_dense(
     settings: SimulateSettings,
     source: RunFolder,
     output: RunFolder | None,
-    printer: RoundPrinter | None,
+    printer: _RoundPrinter | None,
 ) -> None:
     try:
         result = train_dense(
@@ -158,7 +158,7 @@ def _dense_dict(result: DenseResult, file: Path | None) -> dict[str, Any]:
     }
 
 
-class RoundPrinter:
+class _RoundPrinter:
     """Prints a simulation as it goes."""
 
     def __init__(self, swarm: ReferenceSwarm) -> None:

@@ -19,13 +19,13 @@ from dipaco.base.errors import StorageError
 from dipaco.base.files import folder_variable, home_folder
 
 # "dpc" and the version of the table: tells the file from those of other programs and versions.
-APPLICATION_ID = 0x64706303
+_APPLICATION_ID = 0x64706303
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
-THIN_EVERY = 64
+_THIN_EVERY = 64
 MAX_POINTS = 500
 # Another process that has the file open may write for so long.
-BUSY_S = 5.0
+_BUSY_S = 5.0
 # Of those who contributed under a name; those that were seen last.
 MAX_NAMES = 20_000
 COLUMNS = ("time_s", "training", "tokens", "tokens_per_s", "loss")
@@ -58,7 +58,7 @@ def default_file() -> Path:
     return Path(base) / "dipaco" / "history.sqlite"
 
 
-def figures_of(status: Mapping[str, Any]) -> dict[str, Any]:
+def _figures_of(status: Mapping[str, Any]) -> dict[str, Any]:
     """Return the figures of a status that are drawn over time, by column."""
     loss = status["validation"]["loss"]
     return {
@@ -85,14 +85,14 @@ class History:
                 file.parent.mkdir(parents=True, exist_ok=True)
             # Each statement is a transaction of its own.
             self._rows = sqlite3.connect(
-                file or ":memory:", timeout=BUSY_S, isolation_level=None, check_same_thread=False
+                file or ":memory:", timeout=_BUSY_S, isolation_level=None, check_same_thread=False
             )
         with self._explained():
             (tables,) = self._rows.execute("SELECT count(*) FROM sqlite_master").fetchone()
             (program,) = self._rows.execute("PRAGMA application_id").fetchone()
-            if tables and program != APPLICATION_ID:
+            if tables and program != _APPLICATION_ID:
                 raise StorageError(f"{file} is of another program or version; move it away")
-            self._rows.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            self._rows.execute(f"PRAGMA application_id={_APPLICATION_ID}")
             self._rows.execute("PRAGMA journal_mode=WAL")
             self._rows.execute("PRAGMA synchronous=NORMAL")
             self._rows.executescript(_TABLES)
@@ -103,12 +103,12 @@ class History:
 
     def write(self, status: Mapping[str, Any]) -> None:
         """Keep the figures of a status. Raises StorageError."""
-        values = {"run": status["run"]["id"], **figures_of(status)}
+        values = {"run": status["run"]["id"], **_figures_of(status)}
         marks = ", ".join(f":{name}" for name in values)
         with self._explained():
             self._rows.execute(f"INSERT OR REPLACE INTO figures VALUES ({marks})", values)
             self._writes += 1
-            if self._writes % THIN_EVERY == 0:
+            if self._writes % _THIN_EVERY == 0:
                 self.thin(status["time_s"])
 
     def thin(self, now_s: float) -> None:

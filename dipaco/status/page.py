@@ -43,13 +43,13 @@ logger = logging.getLogger("dipaco.status.page")
 
 PAGE = Path(__file__).with_name("page.html")
 # The swarm is read as often as its records change, within these bounds.
-INTERVAL_S = (5.0, 60.0)
+_INTERVAL_S = (5.0, 60.0)
 # The ledger, for which all chains are read from the genesis, is counted after each step; but of the
 # time no more than a tenth goes into it.
-LOOK_FOR_STEPS_S = 2.0
-LEDGER_SHARE = 0.1
+_LOOK_FOR_STEPS_S = 2.0
+_LEDGER_SHARE = 0.1
 # Reading a swarm is bounded itself; ending does not wait longer for it.
-JOIN_S = 5.0
+_JOIN_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class SwarmPage:
         except Exception:
             logger.exception("reading the ledger failed")
         ended_s = self._monotonic()
-        self._count_at_s = ended_s + (ended_s - began_s) / LEDGER_SHARE
+        self._count_at_s = ended_s + (ended_s - began_s) / _LEDGER_SHARE
 
     def _complain(self, what: str, error: DipacoError) -> None:
         """Say why something cannot be read: once, however often it is tried in vain."""
@@ -178,7 +178,7 @@ def serve_swarm(
     history = History(file)
     page = SwarmPage(read, history, every_s, lambda: read_ledger(history))
     say(f"run '{plan.name}' ({plan.run_id}) is read every {every_s:g} s; its curves are in {file}")
-    with repeated(page.look, every_s), repeated(page.count, LOOK_FOR_STEPS_S):
+    with repeated(page.look, every_s), repeated(page.count, _LOOK_FOR_STEPS_S):
         say(f"serving at http://{f'[{host}]' if ':' in host else host}:{port}")
         serve_until_told(application(page), listening, names)
     history.close()
@@ -187,7 +187,7 @@ def serve_swarm(
 
 def interval_s(plan: RunPlan) -> float:
     """Return how often a swarm is read."""
-    least_s, most_s = INTERVAL_S
+    least_s, most_s = _INTERVAL_S
     return min(most_s, max(least_s, refresh_period_s(plan.rounds)))
 
 
@@ -208,7 +208,7 @@ def repeated(act: Callable[[], None], every_s: float) -> Iterator[threading.Thre
         yield thread
     finally:
         stopping.set()
-        thread.join(JOIN_S)
+        thread.join(_JOIN_S)
 
 
 # -- what the server answers

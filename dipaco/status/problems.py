@@ -22,17 +22,17 @@ ProblemKind = Literal[
 ]
 
 # Rounds without a step: one or two are ordinary, and the next one carries the work.
-STALLED_ROUNDS = 3
+_STALLED_ROUNDS = 3
 # A peer that missed a step has the state within two rounds.
-BEHIND_ROUNDS = 2
+_BEHIND_ROUNDS = 2
 # Copies of a new state are there within two rounds (promise 7).
-COPYING_ROUNDS = 2
+_COPYING_ROUNDS = 2
 # Records are some seconds on their way; with very short rounds that is several of them.
-NEWS_S = 10.0
+_NEWS_S = 10.0
 # More problems of one kind than this become one.
 MAX_ALIKE = 3
 # Of many modules, paths or peers so many are named.
-NAMED = 3
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class _Swarm:
     @property
     def late_rounds(self) -> int:
         """Rounds by which the records may be late."""
-        return int(NEWS_S // self.plan.rounds.duration_s)
+        return int(_NEWS_S // self.plan.rounds.duration_s)
 
     @cached_property
     def trainer_count(self) -> int:
@@ -127,9 +127,9 @@ def path_name(path: int) -> str:
 
 def _named(names: Sequence[str]) -> str:
     """Name all, or a few of many."""
-    if len(names) <= NAMED + 1:
+    if len(names) <= _NAMED + 1:
         return ", ".join(names)
-    return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
+    return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
 
 
 def _together(
@@ -183,9 +183,9 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
         # it may have waited for most of that time.
         trained = max(map(swarm.view.last_round, swarm.grid.paths_of_module(module)))
         without_step = min(trained, swarm.round_index) - last_round
-        if without_step - swarm.usual_wait_rounds >= STALLED_ROUNDS:
+        if without_step - swarm.usual_wait_rounds >= _STALLED_ROUNDS:
             missed = max(missed, without_step)
-        if missed >= STALLED_ROUNDS + swarm.late_rounds:
+        if missed >= _STALLED_ROUNDS + swarm.late_rounds:
             trainers = _named([short_peer(claim.peer_id) for claim in claims])
             problem = Problem(
                 kind="stalled",
@@ -280,7 +280,7 @@ def _is_behind(swarm: _Swarm, peer: str, head: Head, newest: Head) -> bool:
         return False
     missed = newest.version - head.version - 1 + swarm.complete_rounds_since(newest.round_index)
     missed = min(missed, int(swarm.view.rounds_held(swarm.view.claims[peer])))
-    return missed >= BEHIND_ROUNDS + swarm.late_rounds
+    return missed >= _BEHIND_ROUNDS + swarm.late_rounds
 
 
 def forked_modules(found: Sequence[Problem]) -> frozenset[str]:
@@ -321,7 +321,7 @@ def callable_peers(view: SwarmView) -> frozenset[str]:
 
 def _few_copies(swarm: _Swarm) -> Iterator[tuple[str, int, str, str]]:
     able = callable_peers(swarm.view)
-    patience = COPYING_ROUNDS + swarm.late_rounds
+    patience = _COPYING_ROUNDS + swarm.late_rounds
     for module, held in swarm.view.holdings.items():
         newest = swarm.view.heaviest(module)
         if newest is None or newest.version == 0:
@@ -364,7 +364,7 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
         claims = served.get(path, [])
         if claims:
             waited = min(waited, int(max(view.rounds_held(claim) for claim in claims)))
-            if waited < STALLED_ROUNDS + swarm.late_rounds:
+            if waited < _STALLED_ROUNDS + swarm.late_rounds:
                 continue
             names = _named([short_peer(claim.peer_id) for claim in claims])
             what = f"path {path} is claimed and has made no progress for {waited} rounds,"

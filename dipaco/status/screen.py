@@ -22,16 +22,16 @@ from dipaco.base.output import is_unread
 from .problems import path_name, short_peer
 
 # What records say, for people.
-WORDS = {
+_WORDS = {
     "unserved": "nobody",
     "direct": "yes",
     "outgoing": "no",
     "unknown": "not known yet",
 }
 # A table's title, its column names, the rules around these, and the line that counts what is left.
-LINES_AROUND_ROWS = 6
+_LINES_AROUND_ROWS = 6
 # Losses on own texts that are shown.
-OWN_LOSSES = 8
+_OWN_LOSSES = 8
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,15 @@ class Rows:
 def render(status: dict[str, Any], height: int | None = None) -> Group:
     """Draw the status. With a `height`, in lines for the tables, rows that do not fit are left out:
     those that no problem is about go first, and how many they are is said."""
-    tables = tables_of(status)
+    tables = _tables_of(status)
     if height is not None:
-        max_rows = max(1, height // len(tables) - LINES_AROUND_ROWS)
+        max_rows = max(1, height // len(tables) - _LINES_AROUND_ROWS)
         return Group(*_above_tables(status), *(_draw(rows, max_rows) for rows in tables))
     return Group(*_above_tables(status), *map(_draw, tables))
 
 
 def _above_tables(status: dict[str, Any]) -> list[Text]:
-    return [*problem_lines(status), head_of(status), *notes_of(status)]
+    return [*problem_lines(status), _head_of(status), *notes_of(status)]
 
 
 def watch(
@@ -82,7 +82,7 @@ def watch(
                 error = Text(f"cannot read the swarm, tries again: {failed}", style="red")
 
 
-def head_of(status: dict[str, Any]) -> Text:
+def _head_of(status: dict[str, Any]) -> Text:
     """Return the line that says which run it is, and how far."""
     run, validation = status["run"], status["validation"]
     head = Text(f"run {run['name']} ({run['id']}), round {status['round']}")
@@ -118,8 +118,8 @@ def notes_of(status: dict[str, Any]) -> list[Text]:
         notes.append(Text(f"by invitation{by}; {admission['revoked']} revoked"))
     own = [peer for peer in status["peers"] if peer["own_texts_loss"] is not None]
     if own:
-        losses = [f"{p['own_texts_loss']:.3f} ({_peer_name(p)})" for p in own[:OWN_LOSSES]]
-        more = f" and {len(own) - OWN_LOSSES} more" if len(own) > OWN_LOSSES else ""
+        losses = [f"{p['own_texts_loss']:.3f} ({_peer_name(p)})" for p in own[:_OWN_LOSSES]]
+        more = f" and {len(own) - _OWN_LOSSES} more" if len(own) > _OWN_LOSSES else ""
         said = f"held-out loss on own texts, as their owners say: {', '.join(losses)}{more}"
         notes.append(Text(said))
     return notes
@@ -128,7 +128,7 @@ def notes_of(status: dict[str, Any]) -> list[Text]:
 # -- tables
 
 
-def tables_of(status: dict[str, Any]) -> tuple[Rows, ...]:
+def _tables_of(status: dict[str, Any]) -> tuple[Rows, ...]:
     """Return the tables of paths, modules and peers."""
     troubled = {name for problem in status["problems"] for name in problem["subjects"]}
     return (
@@ -162,7 +162,7 @@ def _path_row(path: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(path["path"]),
         " ".join(path["modules"]),
-        WORDS.get(path["state"], path["state"]),
+        _WORDS.get(path["state"], path["state"]),
         " ".join(short_peer(peer) for peer in path["peers"]) or "-",
         _round(path["last_round"]),
         f"{path['tokens_per_s']:,.0f}",
@@ -190,7 +190,7 @@ def _peer_row(peer: dict[str, Any]) -> tuple[str, ...]:
         f"{peer['tokens_per_s']:,.0f}",
         peer["device"],
         peer["software"],
-        WORDS.get(peer["reachable"], peer["reachable"]),
+        _WORDS.get(peer["reachable"], peer["reachable"]),
     )
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .run_reader import RunReader
 
 # How often --watch draws anew.
-WATCH_PERIOD_S = 5.0
+_WATCH_PERIOD_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +141,7 @@ def _show(reader: RunReader, settings: StatusSettings) -> int:
     if settings.json:
         print(json.dumps(status, indent=None if settings.watch else 2), flush=True)
         while settings.watch and not is_unread():
-            time.sleep(WATCH_PERIOD_S)
+            time.sleep(_WATCH_PERIOD_S)
             print(json.dumps(reader.read()), flush=True)
     else:
         from rich.console import Console
@@ -150,7 +150,7 @@ def _show(reader: RunReader, settings: StatusSettings) -> int:
 
         console = Console(highlight=False)
         if settings.watch:
-            watch(status, reader.read, WATCH_PERIOD_S, console)
+            watch(status, reader.read, _WATCH_PERIOD_S, console)
         console.print(render(status))
     return 0 if status["healthy"] else 1
 

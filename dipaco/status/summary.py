@@ -16,7 +16,7 @@ from dipaco.protocol.view import SwarmView, present_round
 from .problems import callable_peers, forked_modules, problems
 
 # More states of one module are not listed.
-MAX_STATES = 8
+_MAX_STATES = 8
 
 
 def status_of(
@@ -55,12 +55,12 @@ def status_of(
         "paths": paths,
         "modules": modules,
         "peers": [_peer_status(view, peer, plan.own_texts) for peer in view.present],
-        "validation": validation_of(paths),
+        "validation": _validation_of(paths),
         "successor": _successor_status(successor),
         "finished": finished,
         "admission": _admission_status(view, gate, is_open=plan.admission is not None),
         "healthy": not found,
-        "sentence": sentence_of(view, paths, len(found), able=len(callable_peers(view))),
+        "sentence": _sentence_of(view, paths, len(found), able=len(callable_peers(view))),
         "problems": [
             {
                 "kind": problem.kind,
@@ -75,7 +75,7 @@ def status_of(
     }
 
 
-def sentence_of(
+def _sentence_of(
     view: SwarmView, paths: Sequence[dict[str, Any]], problem_count: int, able: int
 ) -> str:
     """Return how the run is, for somebody who has not read any of our words.
@@ -152,7 +152,7 @@ def _announced_states(
             "trainers": sum(peer in trainers for peer in holders[state.digest]),
             "peers": sorted(holders[state.digest]),
         }
-        for state in order[:MAX_STATES]
+        for state in order[:_MAX_STATES]
     ]
 
 
@@ -201,7 +201,7 @@ def _admission_status(view: SwarmView, gate: Gate, *, is_open: bool) -> dict[str
     }
 
 
-def validation_of(paths: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _validation_of(paths: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the loss on held-out text of the paths that have one, weighted by their shards."""
     scored = [path for path in paths if path["validation_loss"] is not None]
     # Peers say how large a shard is; one without documents counts for nothing.
@@ -228,4 +228,4 @@ def with_what_was_known(status: dict[str, Any], before: dict[str, Any]) -> dict[
         if now["validation_loss"] is None:
             kept |= {name: then[name] for name in ("validation_loss", "shard_sequences")}
         paths.append(kept)
-    return {**status, "paths": paths, "validation": validation_of(paths)}
+    return {**status, "paths": paths, "validation": _validation_of(paths)}

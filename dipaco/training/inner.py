@@ -49,9 +49,9 @@ from .muon import Muon, is_for_muon
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZERS = ("adamw", "adamw8bit")
+_OPTIMIZERS = ("adamw", "adamw8bit")
 
-Passes = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
+_Passes = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 
 def learning_rate_at(
@@ -101,8 +101,8 @@ class InnerLoop:
         compile_model: bool = False,
         exact: bool = True,
     ) -> None:
-        if optimizer not in OPTIMIZERS:
-            guess = nearest_name(optimizer, OPTIMIZERS) or " or ".join(OPTIMIZERS)
+        if optimizer not in _OPTIMIZERS:
+            guess = nearest_name(optimizer, _OPTIMIZERS) or " or ".join(_OPTIMIZERS)
             raise ConfigurationError(f"optimizer '{optimizer}' is unknown; did you mean {guess}?")
         self.model = model
         self.config = config
@@ -123,7 +123,7 @@ class InnerLoop:
             "training",
             remedy="--optimizer adamw8bit or --device cpu",
         )
-        self._compiled: Passes | None = None
+        self._compiled: _Passes | None = None
         if compile_model:
             # Not `dynamic=False`, which compiles each size of a piece, and at most eight of them.
             self._compiled = torch.compile(self._blocks), torch.compile(self._head)

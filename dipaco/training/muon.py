@@ -15,7 +15,7 @@ import torch
 from dipaco.modules.device import number_format
 
 # As in the reference implementation of Muon.
-MOMENTUM = 0.95
+_MOMENTUM = 0.95
 # Of a step of the iteration x <- a x + (b s + c s^2) x with s = x x^T, and how many are made.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _ITERATIONS = 5
@@ -56,8 +56,8 @@ class Muon(torch.optim.Optimizer):
                 if not state:
                     state["momentum"] = torch.zeros_like(matrix)
                 gradient = matrix.grad.nan_to_num_()
-                momentum = state["momentum"].lerp_(gradient, (1.0 - MOMENTUM) * live)
-                update = orthogonal(gradient.lerp(momentum, MOMENTUM))
+                momentum = state["momentum"].lerp_(gradient, (1.0 - _MOMENTUM) * live)
+                update = orthogonal(gradient.lerp(momentum, _MOMENTUM))
                 matrix.mul_(1.0 - rate * group["weight_decay"] * live)
                 longer = max(matrix.shape)
                 matrix.add_(update * live, alpha=-rate * _UPDATE_SIZE * math.sqrt(longer))

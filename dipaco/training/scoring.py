@@ -44,12 +44,12 @@ class LossSum:
 
 
 # By default; more at once are hardly faster.
-SEQUENCES_AT_ONCE = 16
+_SEQUENCES_AT_ONCE = 16
 
 Rows = torch.Tensor | np.ndarray
 
 
-def scoring_at_once(device: torch.device, sequences: int = SEQUENCES_AT_ONCE) -> AtOnce:
+def scoring_at_once(device: torch.device, sequences: int = _SEQUENCES_AT_ONCE) -> AtOnce:
     """Return how many sequences a device scores at once; to be kept, because it learns."""
     return AtOnce(sequences, device, "scoring")
 

@@ -13,7 +13,6 @@ its round has ended.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -41,8 +40,6 @@ from dipaco.routing.batches import BatchStream
 from dipaco.training.inner import InnerLoop
 from dipaco.training.interruption import end_passes_when
 from dipaco.training.scoring import LossSum, scoring_at_once, sum_losses
-
-logger = logging.getLogger("dipaco.training.trainer")
 
 
 @dataclass
@@ -302,7 +299,7 @@ class PathTrainer:
 
 
 # Long enough to even out single steps, short enough to show that a machine got slower.
-RATE_WINDOW_S = 30.0
+_RATE_WINDOW_S = 30.0
 
 
 class RateMeter:
@@ -319,7 +316,7 @@ class RateMeter:
         if not self._steps:
             self._steps.append((now - seconds, 0))
         self._steps.append((now, tokens))
-        while len(self._steps) > 2 and now - self._steps[0][0] > RATE_WINDOW_S:
+        while len(self._steps) > 2 and now - self._steps[0][0] > _RATE_WINDOW_S:
             self._steps.popleft()
 
     @property

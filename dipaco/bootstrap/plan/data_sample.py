@@ -12,7 +12,7 @@ from dipaco.bootstrap.run_config import RunConfig, check_chats
 from dipaco.routing.documents.corpus import Part, corpus_files, iterate_documents
 
 # With fewer, a path learns little that its base does not know.
-DOCUMENTS_OF_A_PATH = 10
+_DOCUMENTS_OF_A_PATH = 10
 _ROWS_OF_A_FILE = 100
 
 
@@ -53,7 +53,7 @@ def few_documents(config: RunConfig, paths: int) -> str:
     """
     if _is_elsewhere(config):
         return ""
-    wanted = DOCUMENTS_OF_A_PATH * paths
+    wanted = _DOCUMENTS_OF_A_PATH * paths
     count = sum(1 for _ in itertools.islice(iterate_documents(config.data, "train"), wanted))
     if count >= wanted:
         return ""
@@ -61,7 +61,7 @@ def few_documents(config: RunConfig, paths: int) -> str:
     remedy = "write fewer modules_per_level under [grid], or give more data"
     if count < paths:
         raise CorpusError(f"{said}: each path needs one at least; {remedy}")
-    return f"Few texts: {said}, less than {DOCUMENTS_OF_A_PATH} for each on average; {remedy}"
+    return f"Few texts: {said}, less than {_DOCUMENTS_OF_A_PATH} for each on average; {remedy}"
 
 
 def _is_elsewhere(config: RunConfig) -> bool:

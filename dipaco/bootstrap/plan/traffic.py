@@ -32,9 +32,9 @@ from dipaco.protocol.wire_sizes import (
 )
 
 # A peer that cannot be called asks a mailbox for rows and steps once or twice in a round.
-ASKS_OF_CLOSED = 1.5
+_ASKS_OF_CLOSED = 1.5
 # An answer has the rows of so many rounds, beside the last step.
-ROUNDS_IN_ANSWER, ROWS_IN_ANSWER = 3, 128
+_ROUNDS_IN_ANSWER, _ROWS_IN_ANSWER = 3, 128
 SENT, RECEIVED = 0, 1
 # Contributions; rows and steps told, asked for and answered, and requests for files; the DHT.
 FILES, MESSAGES, DHT = 0, 1, 2
@@ -125,7 +125,7 @@ class _Group:
 
     @property
     def answer_bytes(self) -> float:
-        rows = min(ROUNDS_IN_ANSWER * self.trainers, ROWS_IN_ANSWER)
+        rows = min(_ROUNDS_IN_ANSWER * self.trainers, _ROWS_IN_ANSWER)
         return ROW_BYTES * rows + self.step_bytes
 
 
@@ -216,9 +216,9 @@ def _train_closed(group: _Group) -> Traffic:
     fetched, told = group.trainers - 1, CALL_BYTES + ROW_BYTES
     return _moved(
         group.mailboxes * group.file_bytes,
-        group.listeners * told + (fetched + ASKS_OF_CLOSED) * CALL_BYTES,
+        group.listeners * told + (fetched + _ASKS_OF_CLOSED) * CALL_BYTES,
         fetched * group.file_bytes,
-        ASKS_OF_CLOSED * group.answer_bytes,
+        _ASKS_OF_CLOSED * group.answer_bytes,
     )
 
 
@@ -235,7 +235,7 @@ def _lead(group: _Group) -> Traffic:
     """
     others = group.trainers - 1 + group.kept_for_closed
     files = group.closed * max(0.0, others - group.mailboxes)
-    asked = ASKS_OF_CLOSED * group.closed
+    asked = _ASKS_OF_CLOSED * group.closed
     told = max(0.0, group.listeners - 1) * group.step_bytes + asked * group.answer_bytes
     return _moved(files * group.file_bytes, told, 0.0, (files + asked) * CALL_BYTES)
 

@@ -36,9 +36,9 @@ from dipaco.routing.tokens.token_corpus import (
 from .pieces import encode
 from .stages import Job, Stage, inputs_hash, read_made
 
-PARTS = ("train", "validation")
+_PARTS = ("train", "validation")
 # The keys of [data] by which files of the same kind are read.
-HOW_ROWS_ARE_READ = ("text_field", "label_field", "txt_documents", "held_out_fraction")
+_HOW_ROWS_ARE_READ = ("text_field", "label_field", "txt_documents", "held_out_fraction")
 
 
 @dataclass
@@ -210,7 +210,7 @@ class TokensStage(Stage):
         """Training and held-out documents. Raises CorpusError if there is nothing to train on."""
         self.do()
         size, say = self.job.config.model.vocabulary_size, self.job.display.say
-        train, validation = (TokenCorpus(self.folder / part, size) for part in PARTS)
+        train, validation = (TokenCorpus(self.folder / part, size) for part in _PARTS)
         for corpus in (train, validation):
             for reason, left_out in corpus.left_out.items():
                 say(_said(reason, left_out))
@@ -231,7 +231,7 @@ class TokensStage(Stage):
         size = self.job.config.model.vocabulary_size
         train, validation = (
             TokenCorpusWriter(self.folder / part, size, chat_prefix_tokens=self._chat_prefix_tokens)
-            for part in PARTS
+            for part in _PARTS
         )
         data, say, both = self.corpus.config, self.job.display.say, 0
 
@@ -271,7 +271,7 @@ class TokensStage(Stage):
         return {
             "train": train.tokens,
             "held_out": validation.tokens,
-            "read": data.model_dump(mode="json", include=set(HOW_ROWS_ARE_READ)),
+            "read": data.model_dump(mode="json", include=set(_HOW_ROWS_ARE_READ)),
         }
 
     def _link_to_predecessor(self) -> dict[str, Any] | None:

@@ -36,13 +36,13 @@ from .score_stages import (
 from .stages import Job, Stage
 
 # Of documents: one path gets all of them, and its centre matters only where paths are added later.
-ENOUGH_FOR_ONE_PATH = 256
+_ENOUGH_FOR_ONE_PATH = 256
 # What one path may be given of documents that begin alike, as a multiple of an even share.
 _MANY_ALIKE = 1.5
-FILES = "files"
+_FILES = "files"
 
 
-class FeaturesStage(Stage):
+class _FeaturesStage(Stage):
     """Compute the features of the beginnings of some documents, float32 [N, H]."""
 
     name = "features"
@@ -85,7 +85,7 @@ class RouterStage(Stage):
             self._samples = [self._sample_to_fit(tokens[0])]
         else:
             self._samples = [added_sample(job, job.grown, one) for one in tokens]
-        self._features = [FeaturesStage(job, one, base) for one in self._samples]
+        self._features = [_FeaturesStage(job, one, base) for one in self._samples]
 
     def _sample_to_fit(self, tokens: TokensStage) -> Sample:
         config = self.job.config
@@ -93,7 +93,7 @@ class RouterStage(Stage):
         if self._kind.fitted_on_scores:
             longer_than = config.router.prefix_tokens
         elif config.grid.path_count == 1:
-            most = min(most, ENOUGH_FOR_ONE_PATH)
+            most = min(most, _ENOUGH_FOR_ONE_PATH)
         return Sample(tokens, config.router.prefix_tokens, most, config.seed, longer_than)
 
     @property
@@ -259,7 +259,7 @@ class ShardsStage(Stage):
             marked=tokens.corpus.holds_chats,
         )
         builder = ShardBuilder(
-            self.folder / FILES / str(paths.start), rows, len(paths),
+            self.folder / _FILES / str(paths.start), rows, len(paths),
             train_paths=1 if job.grown else config.router.train_paths,
         )  # fmt: skip
         with job.display.stage(shown) as progress:
@@ -292,7 +292,7 @@ class ShardsStage(Stage):
 
     def tidy(self) -> None:
         # They are in the blob store as well.
-        shutil.rmtree(self.folder / FILES, ignore_errors=True)
+        shutil.rmtree(self.folder / _FILES, ignore_errors=True)
 
     def _say_what_is_cut(self) -> None:
         length = self.job.config.model.sequence_length

@@ -26,8 +26,8 @@ from .predecessor import Predecessor
 from .stages import Job, Stage
 
 # New documents whose beginnings the old paths are compared on, at most.
-COMPARED_DOCUMENTS = 256
-DOCUMENTS_FILE = "documents.npy"
+_COMPARED_DOCUMENTS = 256
+_DOCUMENTS_FILE = "documents.npy"
 
 
 @dataclass
@@ -93,7 +93,7 @@ class ScoresStage(Stage):
 
     def make(self) -> dict[str, Any]:
         """Raises ConfigurationError for a path that gives a row no finite loss."""
-        job, documents = self.job, self.folder / DOCUMENTS_FILE
+        job, documents = self.job, self.folder / _DOCUMENTS_FILE
         write_array(documents, self._rows)
         score = functools.partial(
             score_path, self._before, documents, self._prefix_tokens, str(job.device)
@@ -137,7 +137,7 @@ class NearestPath:
     @cached_property
     def path(self) -> int:
         sample = added_sample(self._job, self._before, self._tokens)
-        rows = document_rows(sample.beginnings()[:COMPARED_DOCUMENTS], sample.prefix_tokens)
+        rows = document_rows(sample.beginnings()[:_COMPARED_DOCUMENTS], sample.prefix_tokens)
         paths = range(self._before.grid.path_count)
         shown = f"the path nearest to {self._tokens.corpus.name}"
         scores = ScoresStage(self._job, self._before, rows, paths, 0, self._tokens.part, shown)

@@ -52,7 +52,7 @@ class Signing:
         if self.signed is None:
             return False
         ignored = {"start_s": 0.0, "admission": None}
-        changed = differing_keys(
+        changed = _differing_keys(
             self.signed.model_copy(update=ignored).model_dump(mode="json"),
             plan.model_copy(update=ignored).model_dump(mode="json"),
         )
@@ -102,13 +102,13 @@ class Signing:
         return before.admission_scope
 
 
-def differing_keys(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> list[str]:
+def _differing_keys(old: Mapping[str, Any], new: Mapping[str, Any], table: str = "") -> list[str]:
     """Return the keys of nested settings whose values differ, as `outer.momentum`."""
     found = []
     for key in {**old, **new}:
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            found += differing_keys(before, after, f"{table}{key}.")
+            found += _differing_keys(before, after, f"{table}{key}.")
         elif before != after:
             found.append(f"{table}{key}")
     return found

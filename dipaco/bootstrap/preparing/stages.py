@@ -130,7 +130,7 @@ class Stage(ABC):
             if not self.folder.is_symlink():
                 atomic_write(self.folder / _MADE, json.dumps(outputs, indent=1).encode())
         self.tidy()
-        remove_others(self.folder)
+        _remove_others(self.folder)
         return outputs
 
     @property
@@ -152,7 +152,7 @@ def read_made(folder: Path) -> dict[str, Any] | None:
     return outputs if isinstance(outputs, dict) else None
 
 
-def remove_others(folder: Path) -> None:
+def _remove_others(folder: Path) -> None:
     """Remove what a stage has made of other inputs."""
     with storage_errors(folder.parent):
         for other in folder.parent.iterdir():

@@ -21,9 +21,9 @@ from .stages import Job
 from .stages_of_run import Stages
 
 # Held-out documents of old paths that are routed anew, over all of them.
-SUMMARY_DOCUMENTS = 256
+_SUMMARY_DOCUMENTS = 256
 # Where the router finds less than this of a new path's documents, its owner is told what to do.
-FEW_FOUND = 0.8
+_FEW_FOUND = 0.8
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Summary:
                 taken = self._share_of(path, others)
                 said += f", and {taken:.1%} of the held-out ones of the old paths"
             self.say(f"The router sends {said}")
-            if found < FEW_FOUND:
+            if found < _FEW_FOUND:
                 self.say(
                     f"The others begin like texts of other paths. Where they are to be read, name "
                     f"the path (dipaco-generate --path {path}, the model path-{path} of "
@@ -111,7 +111,7 @@ class Summary:
         found: list[np.ndarray] = []
         if self.folder.shard_index(self.plan).marked:
             return found
-        each = max(1, SUMMARY_DOCUMENTS // grown.grid.path_count)
+        each = max(1, _SUMMARY_DOCUMENTS // grown.grid.path_count)
         for path in range(grown.grid.path_count):
             windows = self.folder.validation_tokens(self.plan, path)
             # A long document has several windows, and the later ones begin with what the one

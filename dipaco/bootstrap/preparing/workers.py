@@ -24,8 +24,8 @@ import torch
 
 from dipaco.base.errors import ConfigurationError, NetworkError, StorageError
 
-PieceT = TypeVar("PieceT")
-DoneT = TypeVar("DoneT")
+_PieceT = TypeVar("_PieceT")
+_DoneT = TypeVar("_DoneT")
 # Pieces of a few MB that are read ahead of what is being done, at most: one for each worker.
 _MORE_AHEAD = 32
 _DASK_TIMEOUT_S = 30.0
@@ -49,8 +49,8 @@ class Workers:
         self._lost, self._remedy = lost, remedy
 
     def map(
-        self, function: Callable[[PieceT], DoneT], pieces: Iterable[PieceT], /
-    ) -> Iterator[DoneT]:
+        self, function: Callable[[_PieceT], _DoneT], pieces: Iterable[_PieceT], /
+    ) -> Iterator[_DoneT]:
         """Yield what `function` makes of the pieces, in their order; few are read ahead.
 
         Raises what `function` raises, StorageError when a worker is gone.
@@ -58,7 +58,7 @@ class Workers:
         if self._executor is None:
             yield from map(function, pieces)
             return
-        waiting: deque[Future[DoneT]] = deque()
+        waiting: deque[Future[_DoneT]] = deque()
         try:
             for piece in pieces:
                 waiting.append(self._executor.submit(function, piece))

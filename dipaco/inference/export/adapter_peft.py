@@ -16,7 +16,7 @@ import torch
 from .checkpoint import save_tensors
 from .tokenizer_files import json_bytes
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
 # The ranks that vLLM takes; the first one that is not smaller is what is written.
 _RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -62,7 +62,7 @@ def write_peft(tensors: Tensors, alpha: float, base: str, folder: Path, dtype: t
     """
     written = folded(tensors, alpha)
     named = ((_PEFT_PREFIX + name, value) for name, value in written.items())
-    save_tensors(named, folder / ADAPTER_WEIGHTS, dtype)
+    save_tensors(named, folder / _ADAPTER_WEIGHTS, dtype)
     rank = rank_of(written)
     config = {
         "peft_type": "LORA",
@@ -73,7 +73,7 @@ def write_peft(tensors: Tensors, alpha: float, base: str, folder: Path, dtype: t
         "lora_alpha": rank,
         "target_modules": sorted({name.rpartition(".")[2] for name in adapted(written)}),
     }
-    (folder / ADAPTER_CONFIG).write_bytes(json_bytes(config))
+    (folder / _ADAPTER_CONFIG).write_bytes(json_bytes(config))
 
 
 def _factors(tensors: Tensors, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,13 +28,13 @@ from .tokenizer_files import (
     names_are_text,
 )
 
-TEMPLATE = Path(__file__).with_name("model_card.jinja")
+_TEMPLATE = Path(__file__).with_name("model_card.jinja")
 # Widths of heads that vLLM's attention has kernels for by its sources, on GPUs and CPUs alike.
 _HEADS_OF_VLLM = (32, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True)
-class PathFigures:
+class _PathFigures:
     """One row of the card's table."""
 
     path: int
@@ -69,7 +69,7 @@ def model_card(
             pipeline_tag="text-generation",
             tags=["dipaco"],
         ),
-        template_path=str(TEMPLATE),
+        template_path=str(_TEMPLATE),
         plan=plan,
         about=plan.about,
         escaped=escaped,
@@ -131,9 +131,9 @@ def _private_parts(grid: GridConfig) -> list[str]:
     return [name for name, is_private in parts.items() if is_private]
 
 
-def _figures(source: StateSource, path: int) -> PathFigures:
+def _figures(source: StateSource, path: int) -> _PathFigures:
     progress = source.progress(path)
-    return PathFigures(
+    return _PathFigures(
         path=path,
         modules=source.grid.modules_of_path(path),
         tokens=progress.tokens,

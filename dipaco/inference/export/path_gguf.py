@@ -25,8 +25,8 @@ from dipaco.routing.tokens.tokenizer_json import JsonTokenizer
 from .tokenizer_files import file_rows, json_pieces
 
 # Its classes are made at import, where no type checker sees them.
-sentencepiece_format: Any = sentencepiece_model_pb2
-_Trainer = sentencepiece_format.TrainerSpec
+_sentencepiece_format: Any = sentencepiece_model_pb2
+_Trainer = _sentencepiece_format.TrainerSpec
 
 # By the name of --dtype.
 GGUF_TYPES: Final = {"float32": "f32", "float16": "f16", "q8_0": "q8_0"}
@@ -81,7 +81,7 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
     if is_json(tokenizer):
         _cut_name(json_pieces(tokenizer).tokenizer)
         return
-    proto = sentencepiece_format.ModelProto.FromString(tokenizer)
+    proto = _sentencepiece_format.ModelProto.FromString(tokenizer)
     if proto.trainer_spec.model_type != _Trainer.BPE:
         raise ConfigurationError(
             "the SentencePiece tokenizer of the run is not BPE, and GGUF files are written of no "
@@ -254,7 +254,7 @@ def _add_tokenizer(writer: Any, rows: int, tokenizer: bytes | None) -> torch.Ten
 
 
 def _add_sentencepiece(writer: Any, rows: int, tokenizer: bytes) -> None:
-    proto = sentencepiece_format.ModelProto.FromString(tokenizer)
+    proto = _sentencepiece_format.ModelProto.FromString(tokenizer)
     # The kinds of pieces have the same numbers there.
     pieces = [(piece.piece, piece.score, int(piece.type)) for piece in proto.pieces]
     pieces += [(f"[PAD{number}]", -1e4, _UNUSED) for number in range(len(pieces), rows)]

@@ -29,7 +29,7 @@ from .checkpoint import in_file_order, save_tensors
 from .export_folder import note_of, read_note, whole_folder
 from .tokenizer_files import file_rows, json_bytes, tokenizer_files
 
-SCRIPT = Path(__file__).with_name("route.py.txt")
+_SCRIPT = Path(__file__).with_name("route.py.txt")
 _BASE_FOLDER = "base"
 
 
@@ -50,14 +50,14 @@ def write_router(source: StateSource, folder: Path, base: str | None, names: lis
         weight, bias = linear_router(router)
         content = safetensors.numpy.save({"bias": bias, "weight": np.ascontiguousarray(weight)})
         atomic_write(folder / "linear.safetensors", content)
-        atomic_write(folder / "route.py", SCRIPT.read_bytes())
+        atomic_write(folder / "route.py", _SCRIPT.read_bytes())
         settings |= {
             "base": _BASE_FOLDER if plan.base_source is None else base,
-            **text_tokens(source),
+            **_text_tokens(source),
             "prefix_tokens": plan.routing.prefix_tokens,
         }
         if plan.base_source is None:
-            write_base(source, folder / _BASE_FOLDER)
+            _write_base(source, folder / _BASE_FOLDER)
     atomic_write(folder / "router.safetensors", data)
     atomic_write(folder / "route.json", json_bytes(settings))
 
@@ -74,7 +74,7 @@ def linear_router(router: FeatureRouter) -> tuple[np.ndarray, np.ndarray]:
     return -slopes.T, -at_zero[0]
 
 
-def write_base(source: StateSource, folder: Path) -> None:
+def _write_base(source: StateSource, folder: Path) -> None:
     """Write the model whose features the router sees, unless it is there: in fp32, and with a
     tokenizer that gives a document the tokens that it had in the run."""
     plan = source.plan
@@ -98,20 +98,20 @@ def write_base(source: StateSource, folder: Path) -> None:
         save_tensors(ordered, staging / WEIGHTS_FILE, torch.float32)
 
 
-def text_tokens(source: StateSource) -> dict[str, Any]:
+def _text_tokens(source: StateSource) -> dict[str, Any]:
     """Return what stands in front of every text, and what an empty text has where that is nothing
     (`Tokenizer.beginning`), by the numbers of the tokenizer with which texts are routed: that of
-    the public base, or the one that `write_base` writes."""
+    the public base, or the one that `_write_base` writes."""
     tokenizer = read_tokenizer(source.blob(source.plan.blobs.tokenizer))
     base = source.plan.base_source
 
     def number(token: int) -> int:
-        return tokenizer.file_number(token) if base is None else base_row(base, token)
+        return tokenizer.file_number(token) if base is None else _base_row(base, token)
 
     return {"begin_tokens": [*map(number, tokenizer.begin)], "end_token": number(END_TOKEN)}
 
 
-def base_row(base: BaseSource, token: int) -> int:
+def _base_row(base: BaseSource, token: int) -> int:
     """Return the number that one of the run's tokens has in the public base of a run with adapters.
     Raises ConfigurationError if the base does not have it."""
     place = token

@@ -27,9 +27,9 @@ from dipaco.routing.tokens.tokenizer_json import SPLITS_SPECIAL, JsonTokenizer
 
 _SPACE_MARK = "\u2581"
 # Its classes are made at import, where no type checker sees them.
-sentencepiece_format: Any = sentencepiece_model_pb2
-_Piece = sentencepiece_format.ModelProto.SentencePiece
-_Trainer = sentencepiece_format.TrainerSpec
+_sentencepiece_format: Any = sentencepiece_model_pb2
+_Piece = _sentencepiece_format.ModelProto.SentencePiece
+_Trainer = _sentencepiece_format.TrainerSpec
 
 
 def tokenizer_files(tokenizer: bytes, context: int, *, as_in_run: bool = False) -> dict[str, bytes]:
@@ -134,7 +134,7 @@ def json_pieces(tokenizer: bytes) -> JsonTokenizer:
 def tokenizer_json(model: bytes) -> dict[str, Any]:
     """Return the content of `tokenizer.json` for a SentencePiece model, the blob `tokenizer` of a
     run, which must not `lack_of_transformers`."""
-    proto = sentencepiece_format.ModelProto.FromString(model)
+    proto = _sentencepiece_format.ModelProto.FromString(model)
     pieces = [piece.piece.replace(_SPACE_MARK, " ") for piece in proto.pieces]
     begin = {"SpecialToken": {"id": pieces[BEGIN_TOKEN], "type_id": 0}}
     sequences = [{"Sequence": {"id": name, "type_id": index}} for index, name in enumerate("AB")]
@@ -169,7 +169,7 @@ def json_bytes(content: Mapping[str, Any]) -> bytes:
 
 def tokenizer_config(model: bytes, context: int) -> dict[str, Any]:
     """Return the content of `tokenizer_config.json`, which goes with `tokenizer_json`."""
-    proto = sentencepiece_format.ModelProto.FromString(model)
+    proto = _sentencepiece_format.ModelProto.FromString(model)
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
@@ -190,7 +190,7 @@ def lack_of_transformers(tokenizer: bytes) -> str | None:
     a SentencePiece model does and the files written here cannot."""
     if is_json(tokenizer):
         return None
-    proto = sentencepiece_format.ModelProto.FromString(tokenizer)
+    proto = _sentencepiece_format.ModelProto.FromString(tokenizer)
     normalizer, trainer = proto.normalizer_spec, proto.trainer_spec
     reasons = {
         f"its normalisation is '{normalizer.name}', not 'identity'": bool(

@@ -38,20 +38,20 @@ def export_run(exporter: Exporter, out: Path, say: Callable[[str], None]) -> Non
     source, plan = exporter.source, exporter.source.plan
     note = note_of(plan, "all")
     check_replaceable(out, note)
-    check_space(exporter, out, say)
+    _check_space(exporter, out, say)
     with storage_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     atomic_write(out / NOTE_FILE, json_bytes(note))
     paths = range(source.grid.path_count)
     for path in each(paths, say, lambda path: f"writing path {path}"):
-        if not exporter.write_path(path, out / path_folder(path), shares=True):
+        if not exporter.write_path(path, out / _path_folder(path), shares=True):
             say(f"path {path} was there already")
-    write_router(source, out / "router", exporter.form.base, [path_folder(path) for path in paths])
+    write_router(source, out / "router", exporter.form.base, [_path_folder(path) for path in paths])
     atomic_write(out / "plan.json", json_bytes(plan.model_dump(mode="json")))
     atomic_write(out / "README.md", model_card(source, exporter.form).encode())
 
 
-def path_folder(path: int) -> str:
+def _path_folder(path: int) -> str:
     """Return where a path lies in an export of all."""
     return f"paths/{path:05d}"
 
@@ -67,7 +67,7 @@ def export_bytes(exporter: Exporter) -> int:
     return int(_BYTES[form.dtype] * stored + _BYTES["float32"] * counts["path"])
 
 
-def check_space(exporter: Exporter, out: Path, say: Callable[[str], None]) -> None:
+def _check_space(exporter: Exporter, out: Path, say: Callable[[str], None]) -> None:
     """Say how large the export will be. Raises StorageError if the disk is too small for it."""
     there = {file.stat().st_ino: file.stat().st_size for file in out.rglob("*") if file.is_file()}
     needed = max(0, export_bytes(exporter) - sum(there.values()))

@@ -25,7 +25,7 @@ from .gguf_files import GgufFiles, PathFile, PathStates
 from .llama_server import LlamaServer
 
 logger = logging.getLogger(__name__)
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 
 # A path that could not be had is tried again after that.
 _RETRY_S = 30.0
@@ -33,7 +33,7 @@ _RETRY_S = 30.0
 _END_LIMIT_S = 3.0
 
 
-class UnavailableError(ApiError):
+class _UnavailableError(ApiError):
     """A path that cannot be had now."""
 
     def __init__(self, path: int, reason: str) -> None:
@@ -74,7 +74,7 @@ class PathServers:
     ) -> None:
         self._files = files
         self._launch = launch
-        self.capacity = capacity
+        self._capacity = capacity
         self._refresh_s = refresh_s
         self._source = asyncio.Lock()
         self._at_source: asyncio.Future[Any] | None = None
@@ -148,7 +148,7 @@ class PathServers:
 
     async def _first_of(self, paths: Sequence[int]) -> PathServer:
         for path in paths[:-1]:
-            with contextlib.suppress(UnavailableError):
+            with contextlib.suppress(_UnavailableError):
                 return await self._taken(path)
         return await self._taken(paths[-1])
 
@@ -163,7 +163,7 @@ class PathServers:
             current.used_s = time.monotonic()
             return current
         if path in self.unavailable:
-            raise UnavailableError(path, self.unavailable[path])
+            raise _UnavailableError(path, self.unavailable[path])
         if self._is_closed:
             raise ApiError(503, "the service is shutting down")
         future: asyncio.Future[PathServer] = asyncio.get_running_loop().create_future()
@@ -230,7 +230,7 @@ class PathServers:
                     loop.call_later(_RETRY_S, self.unavailable.pop, path, None)
                 for future in self._waiting.pop(path, []):
                     if not future.done():
-                        future.set_exception(UnavailableError(path, reason))
+                        future.set_exception(_UnavailableError(path, reason))
                 continue
             self._all.add(new)
             self._current[path] = new
@@ -246,7 +246,7 @@ class PathServers:
 
     async def _make_room(self) -> None:
         """Wait until there is room for one more server; the least recently used makes it."""
-        while len(self._all) >= self.capacity:
+        while len(self._all) >= self._capacity:
             self._has_room.clear()
             if not any(one.is_leaving for one in self._all):
                 # One that answers nobody at first, and then the one whose last answer began first.
@@ -276,7 +276,7 @@ class PathServers:
             with contextlib.suppress(Exception):  # the next look may be better
                 await self.look_again()
 
-    async def _done(self, act: Callable[..., ResultT], *arguments: Any) -> ResultT:
+    async def _done(self, act: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
         """Have something done with the files, which may take minutes."""
         async with self._source:
             doing = self._at_source = asyncio.ensure_future(run_blocking(act, *arguments))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from dipaco.base.errors import ConfigurationError, DipacoError, printable
 
-SIGNS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
+_SIGNS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Check:
     """The error with which joining would end, if there is a problem."""
 
     def __str__(self) -> str:
-        line = f"{SIGNS[self.verdict]} {self.name}: {self.value}"
+        line = f"{_SIGNS[self.verdict]} {self.name}: {self.value}"
         return printable(f"{line} -> {self.remedy}" if self.remedy else line)
 
 

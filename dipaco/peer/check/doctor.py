@@ -40,10 +40,10 @@ from .fits import machine_checks
 from .this_machine import check_system, check_versions
 
 # A clock that is further off than this is corrected while a peer runs.
-CLOCK_WARNING_S = 1.0
-SET_THE_CLOCK = "set the clock: sudo timedatectl set-ntp true (in WSL: sudo hwclock -s)"
+_CLOCK_WARNING_S = 1.0
+_SET_THE_CLOCK = "set the clock: sudo timedatectl set-ntp true (in WSL: sudo hwclock -s)"
 
-Found = tuple[RunPlan | None, ShardIndex | None]
+_Found = tuple[RunPlan | None, ShardIndex | None]
 
 
 def run_doctor(settings: PeerSettings) -> int:
@@ -115,7 +115,7 @@ def _check_port(settings: PeerSettings, *, is_running: bool) -> Check:
 # -- the swarm
 
 
-def _swarm_checks(settings: PeerSettings, *, port_is_free: bool) -> Generator[Check, None, Found]:
+def _swarm_checks(settings: PeerSettings, *, port_is_free: bool) -> Generator[Check, None, _Found]:
     """Join as a reader, yield what comes of it, and return the run, if there is one."""
     if not settings.initial_peers:
         yield ok("swarm", "no address was given: only this machine is checked")
@@ -151,7 +151,7 @@ def _step_of(error: DipacoError) -> str:
 
 def _run_checks(
     settings: PeerSettings, node: Node, *, port_is_free: bool
-) -> Generator[Check, None, Found]:
+) -> Generator[Check, None, _Found]:
     plan, grid, connected = node.plan, node.grid, node.exchange.connected_peers()
     others = f"{len(connected)} peer{'s' * (len(connected) != 1)}"
     yield ok("neighbours", f"the swarm answers; connected to {others}")
@@ -185,11 +185,11 @@ def _how_reached(node: Node, connected: tuple[str, ...]) -> tuple[tuple[str, ...
 
 def check_clock(offset_s: float) -> Check:
     """Say how far this machine's clock is from the swarm's: `offset_s` is theirs minus ours."""
-    if abs(offset_s) <= CLOCK_WARNING_S:
+    if abs(offset_s) <= _CLOCK_WARNING_S:
         return ok("clock", f"within {max(0.1, abs(offset_s)):.1f} s of the swarm's")
     side = "behind" if offset_s > 0 else "ahead of"
     value = f"{abs(offset_s):.1f} s {side} the swarm's, corrected while a peer runs"
-    return warning("clock", value, SET_THE_CLOCK)
+    return warning("clock", value, _SET_THE_CLOCK)
 
 
 def check_reachability(addresses: tuple[str, ...], reachable: str, port: int) -> Check:

@@ -36,7 +36,7 @@ from .this_machine import (
 
 # Main memory of a peer's programs beside all tensors: about, with two levels.
 PROGRAMS_BYTES = 10**9
-FORMAT_NOTES = {
+_FORMAT_NOTES = {
     "bf16": "",
     "fp16": "it has no bf16: losses are scaled so that small gradients count",
     "fp32": "it computes neither bf16 nor fp16 fast, so it trains at about half the speed",
@@ -198,7 +198,7 @@ def check_device(gpu: Gpu | None, device: str, reason: str) -> Check:
     if gpu is not None:
         free = f"{shown_bytes(gpu.free_bytes)} of {shown_bytes(gpu.total_bytes)} free"
         value = f"{gpu.name}, {free}, {gpu.number_format} ({reason})"
-        return ok("device", value, FORMAT_NOTES[gpu.number_format])
+        return ok("device", value, _FORMAT_NOTES[gpu.number_format])
     if device == "auto" and (maker := look_for_gpu_hardware()):
         value = f"THIS MACHINE HAS AN {maker} GPU THAT IS NOT USED ({reason})"
         return warning("device", value, how_to_use_gpu(maker))

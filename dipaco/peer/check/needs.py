@@ -35,11 +35,11 @@ from dipaco.protocol.grid import PRIVATE_LEVEL, Grid
 from dipaco.training.muon import is_for_muon
 from dipaco.training.optimizer_states import KEPT_OPTIMIZERS, SAVE_EVERY_S
 
-OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
+_OPTIMIZER_NAMES = {"adamw": "AdamW", "muon": "Muon and AdamW"}
 ONE_PASS = "pass of one sequence, about"
-LOGITS = "logits, at most"
-FROZEN_BASE = "frozen base"
-DAY_S = 86_400.0
+_LOGITS = "logits, at most"
+_FROZEN_BASE = "frozen base"
+_DAY_S = 86_400.0
 
 
 class Run(Protocol):
@@ -90,16 +90,16 @@ def device_bytes(
     """
     adapters = run.model.adapters
     return {
-        FROZEN_BASE: frozen_bytes(run.model, adapters.base_format) if adapters else 0,
+        _FROZEN_BASE: frozen_bytes(run.model, adapters.base_format) if adapters else 0,
         "parameters": FP32_BYTES * path_parameters,
         "gradients": FP32_BYTES * path_parameters,
-        OPTIMIZER_NAMES[run.inner.optimizer]: moments_bytes(run, path_parameters, optimizer),
-        LOGITS: head_bytes(run.model, 1, LOGITS_AT_ONCE_ON_GPU),
+        _OPTIMIZER_NAMES[run.inner.optimizer]: _moments_bytes(run, path_parameters, optimizer),
+        _LOGITS: head_bytes(run.model, 1, LOGITS_AT_ONCE_ON_GPU),
         ONE_PASS: pass_bytes(run.model, in_16_bits=in_16_bits),
     }
 
 
-def moments_bytes(run: Run, path_parameters: int, optimizer: str = "adamw") -> int:
+def _moments_bytes(run: Run, path_parameters: int, optimizer: str = "adamw") -> int:
     """Return the size of the inner optimizer's state of a path. Muon has one moment, in fp32."""
     matrices = 0
     if run.inner.optimizer == "muon":
@@ -118,7 +118,7 @@ def main_memory_bytes(run: Run, grid: Grid, path_parameters: int) -> dict[str, i
     path = FP32_BYTES * path_parameters
     return {
         "snapshots": path,
-        "an encoded contribution": max(file_bytes(run, grid, level) for level in grid.level_names),
+        "an encoded contribution": max(_file_bytes(run, grid, level) for level in grid.level_names),
         "new states, until they are on the disk": 2 * path,
     }
 
@@ -133,7 +133,7 @@ def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
         "own states": KEPT_STATES * sum(states.values()),
         "copies of private states": (keepers - 1) * KEPT_STATES * states.get(PRIVATE_LEVEL, 0),
         "contributions": KEPT_ROUNDS * (received + sent_bytes(run, grid)),
-        "optimizer states": KEPT_OPTIMIZERS * moments_bytes(run, path_parameters),
+        "optimizer states": KEPT_OPTIMIZERS * _moments_bytes(run, path_parameters),
         "base model": base_file_bytes(run.model),
         "token files": (1 + keepers) * shard_bytes,
     }
@@ -141,28 +141,28 @@ def disk_bytes(run: Run, grid: Grid, shard_bytes: int) -> dict[str, int]:
 
 def written_bytes(run: Run, grid: Grid) -> dict[str, int]:
     """Return what a peer writes to its disk in a day, if every round takes as long as it may."""
-    rounds = DAY_S / run.rounds.duration_s
+    rounds = _DAY_S / run.rounds.duration_s
     keepers = min(run.rounds.copies, grid.path_count)
     states = {level: state_bytes(grid, level) for level in grid.level_names}
     copies = (keepers - 1) * states.get(PRIVATE_LEVEL, 0)
     received = sum(received_bytes(run, grid, level) for level in grid.level_names)
-    moments = moments_bytes(run, parameter_counts(grid)["path"])
+    moments = _moments_bytes(run, parameter_counts(grid)["path"])
     return {
         "own states": round(rounds * sum(states.values())),
         "copies of private states": round(rounds * copies),
         "contributions": round(rounds * (received + sent_bytes(run, grid))),
-        "optimizer states": round(DAY_S / max(SAVE_EVERY_S, run.rounds.duration_s) * moments),
+        "optimizer states": round(_DAY_S / max(SAVE_EVERY_S, run.rounds.duration_s) * moments),
     }
 
 
-def file_bytes(run: Run, grid: Grid, level: str) -> int:
+def _file_bytes(run: Run, grid: Grid, level: str) -> int:
     """Return the most bytes of one contribution to a level's module."""
     return CODECS[run.contributions.codec].file_bytes(layout_of(grid, level).size)
 
 
 def sent_bytes(run: Run, grid: Grid) -> int:
     """Return the bytes of one peer's contributions of a round, each once."""
-    return sum(file_bytes(run, grid, level) for level in grid.level_names)
+    return sum(_file_bytes(run, grid, level) for level in grid.level_names)
 
 
 def received_bytes(run: Run, grid: Grid, level: str) -> int:
@@ -171,7 +171,7 @@ def received_bytes(run: Run, grid: Grid, level: str) -> int:
     A keeper of a private module receives what its trainer publishes.
     """
     copies = (min(run.rounds.copies, grid.path_count) - 1) if level == PRIVATE_LEVEL else 0
-    return (paths_per_module(grid, level) - 1 + copies) * file_bytes(run, grid, level)
+    return (paths_per_module(grid, level) - 1 + copies) * _file_bytes(run, grid, level)
 
 
 def round_mbit_per_s(run: Run, grid: Grid) -> float:
@@ -190,7 +190,7 @@ def too_slow(run: Run, upload_mbit_per_s: float | None) -> list[str]:
         return []
     grid, time_s, lines = grid_of(run), run.rounds.gather_limit_s, []
     for level in grid.level_names:
-        sent = min(2, paths_per_module(grid, level)) * file_bytes(run, grid, level)
+        sent = min(2, paths_per_module(grid, level)) * _file_bytes(run, grid, level)
         needed = 8e-6 * sent / time_s
         if needed > upload_mbit_per_s:
             lines.append(

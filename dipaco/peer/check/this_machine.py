@@ -18,7 +18,7 @@ from dipaco.base.files import text_of
 
 from .checks import Check, ok, problem
 
-SHOWN_PACKAGES = ("dipaco", "torch", "hivemind", "numpy")
+_SHOWN_PACKAGES = ("dipaco", "torch", "hivemind", "numpy")
 # Files and connections that a peer asks for.
 OPEN_FILES = 16384
 
@@ -59,7 +59,7 @@ def check_system(root: Path = Path("/")) -> Check:
 
 def check_versions() -> Check:
     """Say which versions are installed, for reports of bugs."""
-    shown = (f"{package} {version(package)}" for package in SHOWN_PACKAGES)
+    shown = (f"{package} {version(package)}" for package in _SHOWN_PACKAGES)
     return ok("versions", f"Python {platform.python_version()}, {', '.join(shown)}")
 
 

@@ -7,7 +7,6 @@ memory. Recent rows are served too, from memory alone.
 
 from __future__ import annotations
 
-import logging
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,12 +30,10 @@ from dipaco.protocol.chain.steps import (
 from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.record_errors import RecordError
 
-logger = logging.getLogger("dipaco.peer.exchange.chain_store")
-
 # Of an answer: rows in its steps, of which one step always goes, and rows beside them.
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
 # Steps that are read from the disk at once.
-PAGE_STEPS = 64
+_PAGE_STEPS = 64
 # And names of steps.
 PAGE_NAMES = 1024
 # Admissions beside those of peers in the chains and rows that are told.
@@ -352,7 +349,7 @@ class ChainStore:
     ) -> Iterator[Step]:
         """Yield the steps of a chain behind the first `begin`."""
         while begin < safe:
-            page = self._page(kept, _STEP, begin, min(safe, begin + PAGE_STEPS))
+            page = self._page(kept, _STEP, begin, min(safe, begin + _PAGE_STEPS))
             if not page:
                 return  # Another chain has taken its place meanwhile.
             yield from (self._unpacked(packed) for packed in page)

@@ -66,16 +66,16 @@ from .served_run import ServedRun, peers_of
 
 logger = logging.getLogger("dipaco.peer.exchange.exchange")
 
-CALL_TIMEOUT_S, TELL_TIMEOUT_S, CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
-STOP_TIMEOUT_S = 1.0
+CALL_TIMEOUT_S, _TELL_TIMEOUT_S, _CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
+_STOP_TIMEOUT_S = 1.0
 # Downloads at once: of contributions and what is wanted now, and of everything; and of these from
 # one peer.
-URGENT_AT_ONCE, AT_ONCE = 8, 6
-URGENT_FROM_ONE, FROM_ONE = 2, 4
-TELLS_AT_ONCE = 64
-CHUNK_BYTES = 2**17
+_URGENT_AT_ONCE, _AT_ONCE = 8, 6
+_URGENT_FROM_ONE, _FROM_ONE = 2, 4
+_TELLS_AT_ONCE = 64
+_CHUNK_BYTES = 2**17
 # A contribution that nobody has yet is asked for again so soon, and then less and less often.
-RETRY_S, LONGEST_RETRY_S = 1.0, 30.0
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 
 
 class Exchange:
@@ -89,11 +89,11 @@ class Exchange:
         """Hears, for every peer that is told something, whether it was there. Returns at once."""
         self._responder = Responder(transport)
         self._thread = LoopThread("exchange", transport.check)
-        self._slots = DownloadSlots(AT_ONCE, FROM_ONE)
-        self._urgent_slots = DownloadSlots(URGENT_AT_ONCE, URGENT_FROM_ONE)
+        self._slots = DownloadSlots(_AT_ONCE, _FROM_ONE)
+        self._urgent_slots = DownloadSlots(_URGENT_AT_ONCE, _URGENT_FROM_ONE)
         self._refused = RefusedSources()
         self._pages = Pages()
-        self._tells = asyncio.Semaphore(TELLS_AT_ONCE)
+        self._tells = asyncio.Semaphore(_TELLS_AT_ONCE)
         self._checking = ThreadPoolExecutor(2, thread_name_prefix="checking")
         self._gathering: dict[str, set[str]] = {}
         """By row: files that are on their way, with the peers that may have them."""
@@ -121,7 +121,7 @@ class Exchange:
         """Stop answering, within two seconds."""
         self._checking.shutdown(wait=False, cancel_futures=True)
         with contextlib.suppress(Exception):
-            self._thread.call(self._transport.close(), STOP_TIMEOUT_S)
+            self._thread.call(self._transport.close(), _STOP_TIMEOUT_S)
         self._thread.stop()
 
     def serve_run(self, run: ServedRun) -> None:
@@ -180,8 +180,8 @@ class Exchange:
     def call_back(self, peer: str, addresses: Sequence[str]) -> CallBackReply:
         """Ask a peer to call this one at these addresses. Raises `NetworkError`."""
         request = CallBackRequest(addresses=tuple(addresses)[:4])
-        calling = call(self._transport, peer, request, CallBackReply, CALL_BACK_TIMEOUT_S)
-        return self._thread.call(calling, CALL_BACK_TIMEOUT_S + 1.0)
+        calling = call(self._transport, peer, request, CallBackReply, _CALL_BACK_TIMEOUT_S)
+        return self._thread.call(calling, _CALL_BACK_TIMEOUT_S + 1.0)
 
     # -- tell and ask
 
@@ -219,7 +219,7 @@ class Exchange:
     async def _tell_one(self, peer: str, request: TellRequest) -> None:
         try:
             async with self._tells:
-                await call(self._transport, peer, request, TellReply, TELL_TIMEOUT_S)
+                await call(self._transport, peer, request, TellReply, _TELL_TIMEOUT_S)
             self.on_called(peer, True)
         except (NetworkError, ProtocolVersionError) as error:
             logger.debug("%s was not told of %s: %s", peer, request.module, error)
@@ -271,8 +271,8 @@ class Exchange:
             try:
                 if reply.status != "send":
                     return reply.status == "stored"
-                for start in range(0, len(content), CHUNK_BYTES):
-                    piece = memoryview(content)[start : start + CHUNK_BYTES]
+                for start in range(0, len(content), _CHUNK_BYTES):
+                    piece = memoryview(content)[start : start + _CHUNK_BYTES]
                     await stream.write(piece, timeout_s)
                 frame = await read_frame(stream, PutReply.max_bytes)
                 return decode(PutReply, frame).status == "stored"
@@ -406,7 +406,7 @@ class Exchange:
         files = self._run.contributions
         if files is None:
             raise NetworkError("this process takes no contributions")
-        until_s, wait_s = time.monotonic() + timeout_s, RETRY_S
+        until_s, wait_s = time.monotonic() + timeout_s, _RETRY_S
 
         def named() -> list[Source]:
             return self._sources(spread(row.file, self._named.pop(row.name, ()), self.peer_id))
@@ -443,7 +443,7 @@ class Exchange:
             self._arrivals[row.name] = (row.file, arrival)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(arrival.wait(), wait_s)
-            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+            wait_s = min(2 * wait_s, _LONGEST_RETRY_S)
 
 
 class _PeerSource:

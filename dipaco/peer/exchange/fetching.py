@@ -30,12 +30,12 @@ from .exchange import Exchange
 
 logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
-ReadT = TypeVar("ReadT")
+_ReadT = TypeVar("_ReadT")
 
 # Of blobs that the run does not name.
-MAX_OTHER_BYTES = 2**30
+_MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S, LEAST_FILE_TIMEOUT_S = 600.0, 30.0
-ASK_AGAIN = "start again; then other holders are asked too"
+_ASK_AGAIN = "start again; then other holders are asked too"
 # A program that cannot do without a blob looks for holders again and again, for so long.
 NEEDED_LIMIT_S, NEEDED_AGAIN_S = 30.0, 2.0
 
@@ -98,7 +98,7 @@ class ContentFetcher:
                 sha256,
                 self._blob_sources(sha256),
                 self.blobs,
-                max_bytes=self._max_bytes.get(sha256, MAX_OTHER_BYTES),
+                max_bytes=self._max_bytes.get(sha256, _MAX_OTHER_BYTES),
                 timeout_s=FETCH_TIMEOUT_S,
                 mirrors=self._plan.mirrors,
                 # The base is the largest blob, and volunteers' lines are slow.
@@ -121,7 +121,7 @@ class ContentFetcher:
             self._hub_cache_lacks_it = not found
             return found
 
-    def sound(self, sha256: str, what: str, read: Callable[[], ReadT]) -> ReadT:
+    def sound(self, sha256: str, what: str, read: Callable[[], _ReadT]) -> _ReadT:
         """Return what `read` makes of a blob that is here. One that is damaged is fetched again.
 
         Raises what `read` does of a blob that is whole, and what `needed_blob` does.
@@ -149,7 +149,7 @@ class ContentFetcher:
             except DipacoError as error:
                 left_s = until_s - time.monotonic()
                 if left_s < 0 or not isinstance(error, NetworkError):
-                    raise type(error)(f"{error}; {ASK_AGAIN}") from None
+                    raise type(error)(f"{error}; {_ASK_AGAIN}") from None
                 if not is_said:
                     self.say(f"{error}; tries again for {left_s:.0f} s at most")
                 is_said = True

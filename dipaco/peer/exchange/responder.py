@@ -69,16 +69,16 @@ from .served_run import NO_ANSWER, ServedRun
 
 logger = logging.getLogger("dipaco.peer.exchange.responder")
 
-REQUEST_TIMEOUT_S, WRITE_TIMEOUT_S, CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
-RETRY_AFTER_S = 1.0
-READ_BYTES, CHUNK_BYTES = 2**20, 2**17
+REQUEST_TIMEOUT_S, _WRITE_TIMEOUT_S, _CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
+_RETRY_AFTER_S = 1.0
+_READ_BYTES, _CHUNK_BYTES = 2**20, 2**17
 # What would be sent later than this is not sent.
 LONGEST_WAIT_S = 60.0
 # A file that is put has to come at this rate at least.
 LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
-COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 256
+_COMPLAINT_PERIOD_S, _MAX_COMPLAINTS = 60.0, 256
 # Of files whose bytes are still coming.
-PUT_PREFIX = ".put-"
+_PUT_PREFIX = ".put-"
 
 
 class Responder:
@@ -94,7 +94,7 @@ class Responder:
         self._streams = Places(STREAMS, self._asked.debt_s)
         self._uploads = Places(UPLOADS, self._sent.debt_s)
         self._refusals = Refusals()
-        self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
+        self._complaints = Complaints(_COMPLAINT_PERIOD_S, _MAX_COMPLAINTS)
 
     def serve(self, run: ServedRun) -> None:
         """Answer about this run from now on."""
@@ -131,7 +131,7 @@ class Responder:
             # What this peer tells and asks by itself comes first.
             stream.rank = Standing.CONTRIBUTOR - place.asker.standing
             await self._answer(stream, decode_request(data), received_s, place)
-            await asyncio.wait_for(stream.read(1), CLOSE_TIMEOUT_S)
+            await asyncio.wait_for(stream.read(1), _CLOSE_TIMEOUT_S)
             stream.close()
         except MessageError as error:
             level = self._complaints.level(stream.peer)
@@ -168,7 +168,7 @@ class Responder:
         is_stranger = self._asker(stream).standing is Standing.STRANGER
         if self._refusals.refused(stream.peer) and is_stranger:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._transport.disconnect(stream.peer), CLOSE_TIMEOUT_S)
+                await asyncio.wait_for(self._transport.disconnect(stream.peer), _CLOSE_TIMEOUT_S)
 
     async def _pay(
         self, budget: Budget[Standing], asker: Asker, count: int, longest_s: float
@@ -213,7 +213,7 @@ class Responder:
         """Send a reply, and return its size."""
         data = framed(message)
         await self._pay(self._sent, place.asker, len(data), LONGEST_WAIT_S)
-        await stream.write(data, WRITE_TIMEOUT_S)
+        await stream.write(data, _WRITE_TIMEOUT_S)
         return len(data)
 
     def _hello(self, received_s: float) -> HelloReply:
@@ -232,7 +232,7 @@ class Responder:
         if self._transport.uplink.serves:
             upload = self._uploads.take(place.asker, stream.abort)
         if upload is None:
-            await self._reply(stream, place, GetReply(status="busy", retry_after_s=RETRY_AFTER_S))
+            await self._reply(stream, place, GetReply(status="busy", retry_after_s=_RETRY_AFTER_S))
             return
         try:
             async with opened(self.run, request.sha256.hex()) as content:
@@ -253,16 +253,16 @@ class Responder:
         self, content: OpenContent, offset: int, stream: Stream, places: tuple[Place, Place]
     ) -> None:
         while offset < content.size_bytes:
-            data = await content.read(offset, min(READ_BYTES, content.size_bytes - offset))
+            data = await content.read(offset, min(_READ_BYTES, content.size_bytes - offset))
             if not data:
                 raise EOFError("the file was cut off while it was served")
             view = memoryview(data)
-            for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
+            for start in range(0, len(view), _CHUNK_BYTES):
+                chunk = view[start : start + _CHUNK_BYTES]
                 began_s = time.monotonic()
                 await self._pay(self._sent, places[0].asker, len(chunk), LONGEST_WAIT_S)
                 waited_s = time.monotonic() - began_s
-                waited_s += await stream.write(chunk, WRITE_TIMEOUT_S)
+                waited_s += await stream.write(chunk, _WRITE_TIMEOUT_S)
                 for place in places:
                     place.excuse(waited_s)
                     place.moved(len(chunk))
@@ -305,8 +305,8 @@ class _Refused(Exception):
 
 async def _turn_away(stream: Stream, left_bytes: int) -> None:
     """Say no to a request whose other bytes are not looked at. The caller closes the stream."""
-    await stream.write(TURNED_AWAY, WRITE_TIMEOUT_S)
-    while data := await stream.read(CHUNK_BYTES):
+    await stream.write(TURNED_AWAY, _WRITE_TIMEOUT_S)
+    while data := await stream.read(_CHUNK_BYTES):
         left_bytes -= len(data)
         if left_bytes < 0:
             break
@@ -320,7 +320,7 @@ async def _receive(stream: Stream, files: ContributionFiles, row: Row, place: Pl
     try:
         with os.fdopen(handle, "wb") as file:
             while left:
-                data = await stream.read(min(left, CHUNK_BYTES))
+                data = await stream.read(min(left, _CHUNK_BYTES))
                 if not data:
                     return False
                 left -= len(data)
@@ -342,6 +342,6 @@ async def _receive(stream: Stream, files: ContributionFiles, row: Row, place: Pl
 def _scratch(files: ContributionFiles) -> tuple[int, str]:
     folder = files.kept.folder
     folder.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(TEMPORARY_SUFFIX, PUT_PREFIX, folder)
+    handle, name = tempfile.mkstemp(TEMPORARY_SUFFIX, _PUT_PREFIX, folder)
     hold(handle)
     return handle, name

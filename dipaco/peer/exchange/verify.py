@@ -23,12 +23,12 @@ from dipaco.protocol.view import is_plausible_head, is_plausible_row, max_rounds
 
 logger = logging.getLogger("dipaco.peer.exchange.verify")
 
-REMEMBERED_ROWS = 2**16
+_REMEMBERED_ROWS = 2**16
 # Places are counted by module, round and invitation; of more than so many, those of the earliest
 # rounds are forgotten: nobody has rows of rounds to come.
 REMEMBERED_PLACES = 4096
 # Rows of so many rounds, one or two of them still to come, show that a peer is there.
-NEW_ROUNDS = 5
+_NEW_ROUNDS = 5
 
 
 class RowCheck:
@@ -116,7 +116,7 @@ class RowCheck:
 
     def _is_new(self, row: Row) -> bool:
         """Tell whether the peer of a row can be there: anybody may tell old ones again."""
-        oldest = max_rounds(self._plan, self._now()) - NEW_ROUNDS
+        oldest = max_rounds(self._plan, self._now()) - _NEW_ROUNDS
         return bool(self._plan.rounds.inner_steps) or row.round_index >= oldest
 
     def is_plausible_head(self, head: Head) -> bool:
@@ -141,7 +141,7 @@ class RowCheck:
         verify_row(row, self._grid, max_bytes=self._max_bytes(module))
         with self._lock:
             self._signed[name] = None
-            while len(self._signed) > REMEMBERED_ROWS:
+            while len(self._signed) > _REMEMBERED_ROWS:
                 self._signed.popitem(last=False)
 
     def _check_admission(self, row: Row, admissions: Mapping[str, bytes]) -> Admission:

@@ -27,9 +27,9 @@ logger = logging.getLogger("dipaco.peer.keeping.winning_states")
 
 # Of a module: heads of which a chain is read, heads whose holders are asked until then, holders of
 # each, and pages of one.
-HEADS_READ, HEADS_TRIED, HOLDERS_ASKED, MAX_PAGES = 4, 16, 3, 1000
+_HEADS_READ, _HEADS_TRIED, _HOLDERS_ASKED, _MAX_PAGES = 4, 16, 3, 1000
 # Chains that are tried, the heaviest first, and states of each that cannot be had.
-CHAINS_TRIED, STATES_TRIED = 8, 4
+_CHAINS_TRIED, _STATES_TRIED = 8, 4
 
 
 class WinningStates:
@@ -63,10 +63,10 @@ class WinningStates:
         book = ChainBook(self._node.run_id, [module])
         announced = {holding.head.step: holding.head for holding in view.holdings.get(module, ())}
         ranked = sorted(announced.values(), key=lambda head: head.rank)
-        for head in ranked[:HEADS_TRIED]:
-            if sum(other.step in book for other in ranked) >= HEADS_READ:
+        for head in ranked[:_HEADS_TRIED]:
+            if sum(other.step in book for other in ranked) >= _HEADS_READ:
                 break
-            for peer in spread(head.step, view.holders(module, head.step), "")[:HOLDERS_ASKED]:
+            for peer in spread(head.step, view.holders(module, head.step), "")[:_HOLDERS_ASKED]:
                 if head.step in book:
                     break
                 self._read_chain(book, module, peer)
@@ -76,7 +76,7 @@ class WinningStates:
         """Ask one peer for its chain, page by page. What it tells beside that is not taken in."""
         locator = book.locator(book.tips(module)[0].name)
         before = ""
-        for _ in range(MAX_PAGES):
+        for _ in range(_MAX_PAGES):
             answer = self._node.exchange.ask(peer, module, locator)
             if answer is None:
                 return
@@ -108,8 +108,8 @@ class WinningStates:
         """
         book, in_vain = self.chains(module, view), set[str]()
         self._not_given.clear()
-        for tip in book.tips(module)[:CHAINS_TRIED]:
-            for link in itertools.islice(book.back_from(tip.name), STATES_TRIED):
+        for tip in book.tips(module)[:_CHAINS_TRIED]:
+            for link in itertools.islice(book.back_from(tip.name), _STATES_TRIED):
                 if link.step is None:
                     break
                 if link.name in in_vain or self._is_refused(book, link):

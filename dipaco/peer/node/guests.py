@@ -25,7 +25,7 @@ logger = logging.getLogger("dipaco.peer.node.guests")
 
 # In a run's folder: the operator's newest list, and what its own nodes come in by.
 REVOCATIONS, OWN_INVITATION = "revocations.json", "invitation.txt"
-MAX_INVITATION_BYTES = 4096
+_MAX_INVITATION_BYTES = 4096
 
 
 def open_gate(manifest: SignedManifest, folder: Path) -> Gate:
@@ -52,7 +52,7 @@ def given_invitation(given: str | None, own: Path | None = None) -> str | None:
         return None
     try:
         with file.open("rb") as opened:
-            text = decoded(opened.read(MAX_INVITATION_BYTES)).strip()
+            text = decoded(opened.read(_MAX_INVITATION_BYTES)).strip()
     except UnicodeDecodeError:
         raise AdmissionError(f"--invitation {file} is not a text with an invitation") from None
     except OSError as error:

@@ -30,7 +30,7 @@ from .node import Membership, Node, make_folder, open_run
 logger = logging.getLogger("dipaco.peer.node.join_run")
 
 # Of the addresses given, when there are several runs to choose from.
-MAX_ASKED = 4
+_MAX_ASKED = 4
 
 
 def join_run(
@@ -129,7 +129,7 @@ def _find_manifest(
     def served() -> set[str]:
         """Return the runs of those whose addresses were given, as far as they answer."""
         runs = set()
-        for address in membership.initial_peers[:MAX_ASKED]:
+        for address in membership.initial_peers[:_MAX_ASKED]:
             with contextlib.suppress(DipacoError):
                 runs.add(membership.exchange.hello(peer_of(address)).run or "")
         return runs

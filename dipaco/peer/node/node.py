@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,10 +44,8 @@ from dipaco.routing.run_folder import RunFolder
 from .guests import admit, open_gate
 from .states import States
 
-logger = logging.getLogger("dipaco.peer.node.node")
-
 # Of a chain on the disk, the steps whose peers are known from the start.
-REMEMBERED_STEPS = 3
+_REMEMBERED_STEPS = 3
 
 
 @dataclass
@@ -243,7 +240,7 @@ def open_run(
     given = map(peer_of, membership.initial_peers)
     fetcher = ContentFetcher(directory, membership.exchange, blobs, kept, plan, grid, given)
     chains = ChainStore(plan.run_id, grid.modules(), kept.index, me)
-    max_bytes = functools.cache(functools.partial(max_row_bytes, plan, grid))
+    max_bytes = functools.cache(functools.partial(_max_row_bytes, plan, grid))
     check = RowCheck(plan, grid, gate, max_bytes=max_bytes, now=membership.clock.now)
     contributors = _follow_contributors(directory, chains, membership)
     kept.has_contributed = contributors.has_contributed
@@ -305,7 +302,7 @@ def _follow_contributors(
                     gate.contributed(peer, step.round_index)
 
     for module in chains.modules:
-        for step in chains.steps(module, REMEMBERED_STEPS):
+        for step in chains.steps(module, _REMEMBERED_STEPS):
             served(step)
     chains.on_served, chains.has_contributed = served, contributors.has_contributed
     directory.known_directly = lambda modules: contributors.of_modules(modules) or given
@@ -313,7 +310,7 @@ def _follow_contributors(
     return contributors
 
 
-def max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
+def _max_row_bytes(plan: RunPlan, grid: Grid, module: str) -> int:
     """Return the most bytes that a contribution to a module may have."""
     codec = CODECS[plan.contributions.codec]
     return MARK_BYTES + codec.file_bytes(layout_of(grid, module).size)

@@ -28,7 +28,7 @@ from dipaco.protocol.grid import Grid
 logger = logging.getLogger("dipaco.peer.node.states")
 
 # Of one module: that wait for the member's word, and that wait for the disk.
-MAX_WAITING, MAX_UNSAVED = 4, 2
+_MAX_WAITING, _MAX_UNSAVED = 4, 2
 
 
 def head_of(state: ModuleState, step: str, weight: int, round_index: int) -> Head:
@@ -98,7 +98,7 @@ class States:
             waiting = self._waiting.setdefault(state.module, {})
             waiting.pop(step, None)
             waiting[step] = _Waiting(state, before)
-            for old in list(waiting)[:-MAX_WAITING]:
+            for old in list(waiting)[:-_MAX_WAITING]:
                 del waiting[old]
 
     def forget(self, module: str, step: str) -> None:
@@ -131,7 +131,7 @@ class States:
             if waiting is not None:
                 replaced = [u._replace(before=None) for u in self._unsaved.get(head.module, ())]
                 newest = _Unsaved(held, waiting.before)
-                self._unsaved[head.module] = (*replaced, newest)[-MAX_UNSAVED:]
+                self._unsaved[head.module] = (*replaced, newest)[-_MAX_UNSAVED:]
         return state
 
     def save(self, state: ModuleState) -> None:

@@ -15,10 +15,10 @@ from dipaco.base.errors import ConfigurationError
 
 from .pause_reasons import Aside, Reason
 
-ANSWER_LIMIT_S = 5.0
+_ANSWER_LIMIT_S = 5.0
 # Sessions in which somebody sits at the machine, or could.
-GRAPHICAL = ("x11", "wayland", "mir")
-ASKED = ("Type", "State", "IdleHint", "IdleSinceHintMonotonic")
+_GRAPHICAL = ("x11", "wayland", "mir")
+_ASKED = ("Type", "State", "IdleHint", "IdleSinceHintMonotonic")
 
 
 def in_use(minutes: float) -> Reason:
@@ -51,7 +51,7 @@ def idle_s(found: Sequence[Mapping[str, str]], now_s: float) -> float | None:
     logind counts microseconds. A session that has ended counts for nothing.
     """
     desktops = [
-        one for one in found if one.get("Type") in GRAPHICAL and one.get("State") != "closing"
+        one for one in found if one.get("Type") in _GRAPHICAL and one.get("State") != "closing"
     ]
     if not desktops:
         return None
@@ -73,7 +73,7 @@ def sessions(ask: Callable[[Sequence[str]], str] | None = None) -> list[dict[str
     ]
     if not names:
         return []
-    told = ask(("show-session", *names, *(f"--property={name}" for name in ASKED)))
+    told = ask(("show-session", *names, *(f"--property={name}" for name in _ASKED)))
     return [
         dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
         for block in told.split("\n\n")
@@ -86,7 +86,7 @@ def _loginctl(words: Sequence[str]) -> str:
             ["loginctl", *words],
             capture_output=True,
             text=True,
-            timeout=ANSWER_LIMIT_S,
+            timeout=_ANSWER_LIMIT_S,
             check=False,
         )
         return done.stdout

@@ -12,7 +12,7 @@ logger = logging.getLogger("dipaco.peer.owner.keep_awake")
 
 # `cat` ends with its input, so the lock ends with this process, whatever ends that. What the owner
 # asks for, and a lid that is closed, still put the machine to sleep: they would be under `sleep`.
-INHIBIT = (
+_INHIBIT = (
     "systemd-inhibit",
     "--what=idle",
     "--who=dipaco-peer",
@@ -20,7 +20,7 @@ INHIBIT = (
     "--mode=block",
     "cat",
 )
-END_LIMIT_S = 1.0
+_END_LIMIT_S = 1.0
 
 
 class KeepAwake:
@@ -42,7 +42,7 @@ class KeepAwake:
     def _take(self) -> None:
         try:
             self._holder = subprocess.Popen(
-                INHIBIT,
+                _INHIBIT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -60,8 +60,8 @@ class KeepAwake:
         with contextlib.suppress(OSError):
             holder.stdin.close()
         try:
-            holder.wait(END_LIMIT_S)
+            holder.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
             holder.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                holder.wait(END_LIMIT_S)
+                holder.wait(_END_LIMIT_S)

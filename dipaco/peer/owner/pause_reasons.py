@@ -18,13 +18,13 @@ from dipaco.base.files import spare_bytes, text_of
 
 Reason = Callable[[], str]
 
-DAY_MINUTES = 24 * 60
-POWER_SUPPLIES = Path("/sys/class/power_supply")
-PROCESSES = Path("/proc")
+_DAY_MINUTES = 24 * 60
+_POWER_SUPPLIES = Path("/sys/class/power_supply")
+_PROCESSES = Path("/proc")
 # What has to be free beside the reserve of the disk before a peer goes on.
-GOES_ON_BYTES = 2**28
+_GOES_ON_BYTES = 2**28
 # How long a peer that starts waits for a look that may take long.
-FIRST_LOOK_S = 2.0
+_FIRST_LOOK_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Hours:
         found = re.fullmatch(r"(\d{1,2})(?::(\d\d))?-(\d{1,2})(?::(\d\d))?", text.strip())
         numbers = [int(part or 0) for part in found.groups()] if found else []
         if found and max(numbers[0], numbers[2]) <= 24 and max(numbers[1], numbers[3]) < 60:
-            begin = (60 * numbers[0] + numbers[1]) % DAY_MINUTES
-            end = (60 * numbers[2] + numbers[3]) % DAY_MINUTES
+            begin = (60 * numbers[0] + numbers[1]) % _DAY_MINUTES
+            end = (60 * numbers[2] + numbers[3]) % _DAY_MINUTES
             if begin != end:
                 return cls(text.strip(), begin, end)
         raise ConfigurationError(
@@ -56,7 +56,7 @@ class Hours:
         return minute >= self.begin_minute or minute < self.end_minute
 
 
-def is_on_battery(supplies: Path = POWER_SUPPLIES) -> bool:
+def is_on_battery(supplies: Path = _POWER_SUPPLIES) -> bool:
     """Tell whether this machine runs on its battery: a battery is being emptied, and no line feeds
     it. Batteries of mice and headphones do not count."""
     is_emptied = False
@@ -81,7 +81,7 @@ def outside_of(hours: Hours, now: Callable[[], datetime] = datetime.now) -> Reas
     return reason
 
 
-def on_battery(supplies: Path = POWER_SUPPLIES) -> Reason:
+def on_battery(supplies: Path = _POWER_SUPPLIES) -> Reason:
     """Return the reason that the machine runs on its battery."""
     said = "on battery (--on-battery pause), until it is plugged in"
     return lambda: said if is_on_battery(supplies) else ""
@@ -97,7 +97,7 @@ def programs_of(text: str) -> tuple[str, ...]:
     return names
 
 
-def while_running(names: tuple[str, ...], processes: Path = PROCESSES) -> Reason:
+def while_running(names: tuple[str, ...], processes: Path = _PROCESSES) -> Reason:
     """Return the reason that a program of one of these names runs."""
 
     def reason() -> str:
@@ -108,7 +108,7 @@ def while_running(names: tuple[str, ...], processes: Path = PROCESSES) -> Reason
     return reason
 
 
-def running_programs(processes: Path = PROCESSES) -> frozenset[str]:
+def running_programs(processes: Path = _PROCESSES) -> frozenset[str]:
     """Return the names of the programs that run, in lower case.
 
     Each has the kernel's name, which has at most 15 characters, and that of its file, also of
@@ -136,7 +136,7 @@ class Aside:
     moment.
     """
 
-    def __init__(self, reason: Reason, first_limit_s: float = FIRST_LOOK_S) -> None:
+    def __init__(self, reason: Reason, first_limit_s: float = _FIRST_LOOK_S) -> None:
         self._reason, self._found = reason, ""
         self._looking = threading.Thread()
         self._look()
@@ -175,7 +175,7 @@ class FullDisk:
             spare = self._spare_bytes(self._folder)
         except OSError:
             return ""
-        was_full, self._is_full = self._is_full, spare < (GOES_ON_BYTES if self._is_full else 0)
+        was_full, self._is_full = self._is_full, spare < (_GOES_ON_BYTES if self._is_full else 0)
         said = f"the disk of {self._folder} is nearly full, until space is freed"
         if self._is_full and not was_full:
             self._tell(said)

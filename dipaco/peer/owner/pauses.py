@@ -24,7 +24,7 @@ from .pause_reasons import Reason
 logger = logging.getLogger("dipaco.peer.owner.pauses")
 
 # The reasons are asked so often; the file is looked at in every turn.
-LOOK_EVERY_S = 5.0
+_LOOK_EVERY_S = 5.0
 BY_COMMAND = "by dipaco-peer pause, until dipaco-peer resume"
 
 
@@ -55,7 +55,7 @@ class Pauses:
 
     def reason(self) -> str:
         """Return why nothing is to be trained; empty when something is."""
-        if self._monotonic() - self._looked_s >= LOOK_EVERY_S:
+        if self._monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = self._monotonic()
             # All are asked: some count, or look now at what they say the next time.
             self._reason = next(filter(None, [reason() for reason in self._reasons]), "")

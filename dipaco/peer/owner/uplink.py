@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from dipaco.base.token_bucket import Line, Rate
 
-BITS_IN_MBIT = 1e6
+_BITS_IN_MBIT = 1e6
 # A piece takes about so long, so that no stream holds the line up for the others.
-PIECE_S = 0.25
-LEAST_PIECE_BYTES = 4096
+_PIECE_S = 0.25
+_LEAST_PIECE_BYTES = 4096
 
 
 class Uplink:
@@ -29,13 +29,12 @@ class Uplink:
         self, max_mbit_per_s: float | None = None, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         """`max_mbit_per_s` None: no limit."""
-        self.max_mbit_per_s = max_mbit_per_s
         self._monotonic = monotonic
         self._line: Line[int] | None = None
         self._piece_bytes = 0
         if max_mbit_per_s is not None:
-            bytes_s = max_mbit_per_s * BITS_IN_MBIT / 8
-            self._piece_bytes = max(LEAST_PIECE_BYTES, int(PIECE_S * bytes_s))
+            bytes_s = max_mbit_per_s * _BITS_IN_MBIT / 8
+            self._piece_bytes = max(_LEAST_PIECE_BYTES, int(_PIECE_S * bytes_s))
             self._line = Line(Rate(self._piece_bytes, bytes_s), lambda rank: rank, monotonic)
         self.sent_bytes = 0
         """Since the start."""

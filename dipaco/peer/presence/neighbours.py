@@ -14,13 +14,13 @@ from dipaco.protocol.view import SwarmView
 logger = logging.getLogger("dipaco.peer.presence.neighbours")
 
 # Between two looks at the neighbours' clocks.
-CLOCK_PERIODS = 10
+_CLOCK_PERIODS = 10
 # Peers seen once that are called again when they are missing: after a network split the two sides
 # have forgotten each other, and nothing else would bring them together.
-REMEMBERED_PEERS = 256
-CALLED_AT_ONCE = 4
+_REMEMBERED_PEERS = 256
+_CALLED_AT_ONCE = 4
 # After this node's DHT process was started again: how many are called, and how long it waits.
-CALLED_AGAIN, CALL_PATIENCE_S = 64, 5.0
+_CALLED_AGAIN, _CALL_PATIENCE_S = 64, 5.0
 
 
 class Neighbours:
@@ -29,13 +29,13 @@ class Neighbours:
     def __init__(self, node: Node, background: Background) -> None:
         self._node, self._background = node, background
         self._directory, self._clock = node.directory, node.clock
-        self._clock_countdown = CLOCK_PERIODS
+        self._clock_countdown = _CLOCK_PERIODS
         self._contributors = frozenset[str]()
         self._addresses: dict[str, tuple[str, ...]] = {}
         for address in node.initial_peers:
             peer = peer_of(address)
             self._addresses[peer] = (*self._addresses.get(peer, ()), address)
-        self._known_peers: deque[str] = deque(self._addresses, maxlen=REMEMBERED_PEERS)
+        self._known_peers: deque[str] = deque(self._addresses, maxlen=_REMEMBERED_PEERS)
 
     def look_after(self, view: SwarmView | None) -> None:
         """Call known peers that a view lacks, and every few times look at the clocks."""
@@ -44,7 +44,7 @@ class Neighbours:
                 self._call_missing(view)
             self._clock_countdown -= 1
             if self._clock_countdown <= 0 or self._clock.has_jumped:
-                self._clock_countdown = CLOCK_PERIODS
+                self._clock_countdown = _CLOCK_PERIODS
                 # Neighbours that do not answer take longer than a claim may wait to be renewed.
                 self._background.thread("clock", self.measure_clock).start()
         except DipacoError as error:
@@ -64,8 +64,8 @@ class Neighbours:
         ):
             places[peer] = places.get(peer, ()) or addresses
         places.pop(self._node.me, None)
-        called = dict(list(places.items())[:CALLED_AGAIN])
-        self._directory.call_peers(called, CALL_PATIENCE_S)
+        called = dict(list(places.items())[:_CALLED_AGAIN])
+        self._directory.call_peers(called, _CALL_PATIENCE_S)
 
     def note_contributors(self, view: SwarmView) -> None:
         """Remember where those are who contributed lately, and have room for their records."""
@@ -96,10 +96,10 @@ class Neighbours:
         missing = [peer for peer in self._known_peers if peer not in present]
         contributors = self._node.contributors.all()
         hidden = [peer for peer in contributors if peer not in present and peer not in known]
-        called = missing[:CALLED_AT_ONCE]
+        called = missing[:_CALLED_AT_ONCE]
         places = {
             peer: self._addresses.get(peer, ()) or contributors.get(peer, ())
-            for peer in (*called, *hidden[:CALLED_AT_ONCE])
+            for peer in (*called, *hidden[:_CALLED_AT_ONCE])
         }
         if places:
             self._directory.call_peers(places)

@@ -16,8 +16,8 @@ from .own_status import PeerStatus
 
 logger = logging.getLogger("dipaco.peer.presence.own_records")
 
-MANIFEST_LIFE_S = 3600.0
-BLOB_PERIODS = 8
+_MANIFEST_LIFE_S = 3600.0
+_BLOB_PERIODS = 8
 
 
 class OwnRecords:
@@ -84,9 +84,9 @@ class OwnRecords:
         self._blob_countdown -= 1
         if self._blob_countdown > 0:
             return
-        self._blob_countdown = BLOB_PERIODS
-        node, life_s = self._node, self._life_s * BLOB_PERIODS
-        manifest_life_s = max(MANIFEST_LIFE_S, life_s)
+        self._blob_countdown = _BLOB_PERIODS
+        node, life_s = self._node, self._life_s * _BLOB_PERIODS
+        manifest_life_s = max(_MANIFEST_LIFE_S, life_s)
         # By those of earlier runs a peer that was away finds the newest, and a tool the one that
         # it names.
         for m in (node.manifest, *node.earlier_manifests()):

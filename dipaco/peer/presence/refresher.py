@@ -27,12 +27,12 @@ from .own_status import PeerStatus
 
 logger = logging.getLogger("dipaco.peer.presence.refresher")
 
-STOP_TIMEOUT_S = 3.0
-DHT_LIMIT_S = 30.0
+_STOP_TIMEOUT_S = 3.0
+_DHT_LIMIT_S = 30.0
 # The oldest view that is good enough while a peer waits for others.
-LOOK_OFTEN_S = 2.0
+_LOOK_OFTEN_S = 2.0
 # A refresh that failed is followed by no other for so long.
-AGAIN_S = 1.0
+_AGAIN_S = 1.0
 # Whether a refresh is due is looked at so often: a wait by itself does not count a sleep.
 LOOK_AT_CLOCK_S = 5.0
 
@@ -105,7 +105,7 @@ class Refresher:
 
     def look_often(self) -> None:
         """Read the swarm again if the view is not quite new: something in it is waited for."""
-        if since_start_s() - self._read_at > LOOK_OFTEN_S:
+        if since_start_s() - self._read_at > _LOOK_OFTEN_S:
             with self._refreshed:
                 self._want_to_read()
 
@@ -118,8 +118,8 @@ class Refresher:
         """Publish and read now, and return a view that is newer than this call.
 
         It covers the buckets `further` too, which `view` does not. Raises `NetworkError` when the
-        DHT does not answer for `DHT_LIMIT_S` or this is stopped, what publishing or reading came to
-        nothing with, and what ended the thread when it has ended.
+        DHT does not answer in time or this is stopped, what publishing or reading came to nothing
+        with, and what ended the thread when it has ended.
         """
         with self._refreshed:
             # A refresh under way may have read before the caller's change: wait for the next.
@@ -132,10 +132,10 @@ class Refresher:
                 # A wait that ends just when it is notified says that it was not.
                 if not any(
                     self._refreshed.wait(look_s) or self._refresh_count > seen
-                    for look_s in looks(DHT_LIMIT_S)
+                    for look_s in looks(_DHT_LIMIT_S)
                 ):
                     raise NetworkError(
-                        f"the DHT did not answer for {DHT_LIMIT_S:.0f} s; check the network and "
+                        f"the DHT did not answer for {_DHT_LIMIT_S:.0f} s; check the network and "
                         "start again"
                     )
                 if self._refresh_count < wanted and not self._refreshing:
@@ -158,7 +158,7 @@ class Refresher:
         self._changed.set()
         self._wake_waiting()
         if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT_S)
+            self._thread.join(_STOP_TIMEOUT_S)
         if self._thread.is_alive():
             logger.info("the DHT did not take this peer's goodbye in time; its records expire")
 
@@ -194,7 +194,7 @@ class Refresher:
                 self._read_at = since_start_s()
                 if failure is not None:
                     # Those who wait ask again at once, and a DHT can fail at once.
-                    self._stopping.wait(AGAIN_S)
+                    self._stopping.wait(_AGAIN_S)
                 if not self._stopping.is_set():
                     self._neighbours.look_after(self._view)
             self._wait_until_due()

@@ -28,9 +28,9 @@ from dipaco.peer.presence.refresher import Refresher
 from dipaco.protocol.identity import KEY_FILE
 
 # Plain lines for inner steps appear at most this often.
-PLAIN_INNER_PERIOD_S = 15.0
+_PLAIN_INNER_PERIOD_S = 15.0
 # A wait is told when it has lasted as long; most are over by then.
-LONG_WAIT_S = 5.0
+_LONG_WAIT_S = 5.0
 _END_WAITS = {"inner", "training", "paused", "leaving"}
 _REACHED = {
     "direct": "they can call this machine",
@@ -123,7 +123,7 @@ class Display:
     def _line(self, kind: str, v: Mapping[str, Any]) -> str | None:
         if kind == "inner":
             now = time.monotonic()
-            if self._live is not None or now - self._last_inner_s < PLAIN_INNER_PERIOD_S:
+            if self._live is not None or now - self._last_inner_s < _PLAIN_INNER_PERIOD_S:
                 return None
             self._last_inner_s = now
             return (
@@ -156,7 +156,7 @@ class Display:
         if self._debug:
             return f"waiting for {what}"
         if self._timer is None:
-            self._timer = self._new_timer(LONG_WAIT_S, self._tell_wait)
+            self._timer = self._new_timer(_LONG_WAIT_S, self._tell_wait)
             self._timer.daemon = True
             self._timer.start()
         return None

@@ -31,7 +31,7 @@ from dipaco.peer.presence.refresher import Refresher
 from dipaco.protocol.records import ClaimState, Reachability
 
 
-def level_of(module: str) -> str:
+def _level_of(module: str) -> str:
     """Return the level of a module, "private" for a path's own."""
     return module.partition(".")[0] if "." in module else "private"
 
@@ -78,7 +78,7 @@ class PeerMetrics(Collector):
         """Read gauges from this run's parts from now on."""
         self._run, self._swarm, self._status = run, swarm, status
         # From 0 on: of a series that begins with its first event, `increase` misses that one.
-        for level in {level_of(module) for module in run.grid.modules()}:
+        for level in {_level_of(module) for module in run.grid.modules()}:
             self._outer_steps.labels(level)
             self._steps_missed.labels(level)
             self._step_seconds.labels(level)
@@ -112,14 +112,14 @@ class PeerMetrics(Collector):
             self._inner_seconds.inc(values["seconds"])
             self._loss.set(values["loss"])
         elif kind == "outer_step":
-            level = level_of(values["module"])
+            level = _level_of(values["module"])
             self._outer_steps.labels(level).inc()
             self._step_seconds.labels(level).inc(values["seconds_after_boundary"])
             self._step_peers.labels(level).set(values["rows"])
         elif kind == "carry_on":
-            self._steps_missed.labels(level_of(values["module"])).inc()
+            self._steps_missed.labels(_level_of(values["module"])).inc()
         elif kind == "adopt":
-            self._adoptions.labels(level_of(values["module"])).inc()
+            self._adoptions.labels(_level_of(values["module"])).inc()
         elif kind == "move":
             self._moves.inc()
 

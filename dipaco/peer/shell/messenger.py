@@ -25,9 +25,9 @@ from .running_node import RunningNode
 logger = logging.getLogger("dipaco.peer.shell.messenger")
 
 # Calls that take seconds, and files that are given to others, at the same time.
-CALLS_AT_ONCE, PUTS_AT_ONCE = 16, 16
+_CALLS_AT_ONCE, PUTS_AT_ONCE = 16, 16
 # What others do again and again is said once in this time, and so many things are.
-COMPLAINT_PERIOD_S, MAX_COMPLAINTS = 60.0, 20
+_COMPLAINT_PERIOD_S, _MAX_COMPLAINTS = 60.0, 20
 
 
 class Messenger:
@@ -35,9 +35,9 @@ class Messenger:
 
     def __init__(self, running: RunningNode, report: Callable[[e.Event], None]) -> None:
         self._running, self._node, self._report = running, running.node, report
-        self._complaints = Complaints(COMPLAINT_PERIOD_S, MAX_COMPLAINTS)
+        self._complaints = Complaints(_COMPLAINT_PERIOD_S, _MAX_COMPLAINTS)
         # What must take seconds never waits behind what may take minutes.
-        self._calls = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="calls")
+        self._calls = ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="calls")
         self._puts = ThreadPoolExecutor(PUTS_AT_ONCE, thread_name_prefix="puts")
 
     def stop(self) -> None:

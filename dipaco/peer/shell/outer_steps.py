@@ -60,17 +60,17 @@ from .handlers import Handlers
 logger = logging.getLogger("dipaco.peer.shell.outer_steps")
 
 # Rows that a state is scored with before it is believed.
-CHECKED_ROWS = 8
+_CHECKED_ROWS = 8
 # States that are fetched at the same time, copies for others included.
-FETCHED_AT_ONCE = 4
+_FETCHED_AT_ONCE = 4
 # Nobody is told more often that there is no memory.
-COMPLAIN_AGAIN_S = 600.0
+_COMPLAIN_AGAIN_S = 600.0
 # A contribution is fetched for so long at most; the member does not wait for it.
-GATHER_LIMIT_S = 600.0
+_GATHER_LIMIT_S = 600.0
 # What is being written when the shell stops is waited for so long.
-SAVING_LIMIT_S = 30.0
+_SAVING_LIMIT_S = 30.0
 # What does not get better by trying again: a peer that cannot begin for it ends.
-PERMANENT = (StorageError, CorpusError, ConfigurationError)
+_PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
 class OuterSteps:
@@ -95,7 +95,7 @@ class OuterSteps:
         self._events, self._report, self._announce, self._fail = events, report, announce, fail
         # One after the other, so that one state at a time is made, and in the order of the steps.
         self._computing = ThreadPoolExecutor(1, thread_name_prefix="outer")
-        self._fetching = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="states")
+        self._fetching = ThreadPoolExecutor(_FETCHED_AT_ONCE, thread_name_prefix="states")
         self._saving = ThreadPoolExecutor(1, thread_name_prefix="saving")
         # Short writes, which do not wait for states.
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="telling")
@@ -103,7 +103,7 @@ class OuterSteps:
         """When the round of each module ended that was published last."""
         self._coming: set[Head] = set()
         self._stopping = threading.Event()
-        self._complaints = Complaints(COMPLAIN_AGAIN_S, 1)
+        self._complaints = Complaints(_COMPLAIN_AGAIN_S, 1)
 
     def stop(self) -> None:
         """Begin nothing more; what is under way is reported to nobody."""
@@ -114,7 +114,7 @@ class OuterSteps:
         last = [workers.submit(lambda: None) for workers in (self._saving, self._telling)]
         for workers in (self._saving, self._telling):
             workers.shutdown(wait=False)
-        wait(last, SAVING_LIMIT_S)
+        wait(last, _SAVING_LIMIT_S)
 
     def handlers(self) -> Handlers:
         """Return what carries out which action, while the model may be at work."""
@@ -202,7 +202,7 @@ class OuterSteps:
             action.others,
             check=self._check_file,
             on_done=done,
-            timeout_s=min(GATHER_LIMIT_S, self._node.plan.rounds.duration_s),
+            timeout_s=min(_GATHER_LIMIT_S, self._node.plan.rounds.duration_s),
         )
 
     def _check_file(self, row: Row, file: Path) -> None:
@@ -289,7 +289,7 @@ class OuterSteps:
                     here = node.fetcher.state(wanted, action.holders)
                 state = here
         except DipacoError as error:
-            if self._trainer is not None and isinstance(error, PERMANENT):
+            if self._trainer is not None and isinstance(error, _PERMANENT):
                 self._fail(error)
             raise
         finally:
@@ -306,7 +306,7 @@ class OuterSteps:
         """Score what a path is about to begin with, beside the genesis of each module. Costs about
         an inner step. None if the peer leaves meanwhile."""
         trainer, path = self._trainer, action.path
-        rows = self._files.held_out_of(path)[:CHECKED_ROWS]
+        rows = self._files.held_out_of(path)[:_CHECKED_ROWS]
         found = {head.module: self._node.held.find(head.module, head.step) for head in action.heads}
         states = {module: state for module, state in found.items() if state is not None}
         if trainer is None or not len(rows) or states.keys() != found.keys():
@@ -328,7 +328,7 @@ class OuterSteps:
         """Score a state that waits beside the anchors. None if the peer leaves meanwhile."""
         nothing = e.Checked(action.module, action.step, None, None)
         trainer, state = self._trainer, self._node.held.waiting(action.module, action.step)
-        rows = self._files.validation[:CHECKED_ROWS]
+        rows = self._files.validation[:_CHECKED_ROWS]
         if trainer is None or trainer.path is None or state is None or not len(rows):
             return nothing
         anchors, path = trainer.anchors(), trainer.path

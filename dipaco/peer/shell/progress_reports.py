@@ -25,7 +25,7 @@ logger = logging.getLogger("dipaco.peer.shell.progress_reports")
 # What a diverged inner loop reports instead of a number that no record can hold.
 MAX_LOSS = 1e6
 # Of a peer's time, where rounds follow the clock.
-SCORING_SHARE = 0.1
+_SCORING_SHARE = 0.1
 
 
 class ScoringBudget:
@@ -58,7 +58,7 @@ class ProgressReports:
         self._running, self._node = running, running.node
         self._trainer, self._files = trainer, files
         # With fixed steps the others wait, and what is told must not depend on the machine.
-        share = math.inf if self._node.schedule.fixed_steps else SCORING_SHARE
+        share = math.inf if self._node.schedule.fixed_steps else _SCORING_SHARE
         self._budget = ScoringBudget(share, time.monotonic)
 
     def end_round(self, round_index: int, train_loss: float) -> None:

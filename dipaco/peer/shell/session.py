@@ -6,7 +6,6 @@ two of them whatever concerns the model. Nothing is decided here.
 
 from __future__ import annotations
 
-import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,8 +27,6 @@ from .progress_reports import ProgressReports
 from .running_node import RunningNode
 from .shell import LONGEST_WAIT_S, Shell
 from .successor import SuccessorWatch
-
-logger = logging.getLogger("dipaco.peer.shell.session")
 
 
 def rest_s(worked_s: float, duty_percent: float) -> float:

@@ -41,7 +41,7 @@ Instruction = TakeStep | Wait | Left
 LONGEST_WAIT_S = 0.25
 
 
-def start_member(node: Node, settings: MemberSettings) -> Member:
+def _start_member(node: Node, settings: MemberSettings) -> Member:
     """Return the member of a node, which knows what lies on this disk."""
     held, remembered = node.held.all(), node.chains.remembered
     chains = {head.module: remembered(head.module, REMEMBERED_STEPS) for head in held}
@@ -67,7 +67,7 @@ class Shell:
         next_turn: Callable[[], Turn] = Turn,
     ) -> None:
         node, refresher, background = running.node, running.refresher, running.background
-        self.member = start_member(node, settings)
+        self.member = _start_member(node, settings)
         self._now, self._background, self._stopping = node.clock.now, background, running.stopping
         self._next_turn = next_turn
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()

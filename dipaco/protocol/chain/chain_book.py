@@ -24,10 +24,10 @@ RECENT_STEPS = 3
 # Steps that are computed at most to have a state: the files of older ones are gone anywhere.
 MAX_REPLAY = 3
 # Names in a locator: the newest ten, then at doubled distances, and the genesis.
-DENSE_NAMES = 10
+_DENSE_NAMES = 10
 # Of the branches that a peer tells of so many stay, the heaviest; an honest one tells of one or
 # two. Of a step so many tellers are remembered.
-BRANCHES_OF_A_TELLER, TELLERS = 8, 8
+BRANCHES_OF_A_TELLER, _TELLERS = 8, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class ChainBook:
         if name not in self._links:
             return  # It is so old that nobody has that.
         tellers = self._tellers.setdefault(name, [])
-        if len(tellers) < TELLERS and teller not in tellers:
+        if len(tellers) < _TELLERS and teller not in tellers:
             tellers.append(teller)
 
     def tellers(self, name: str) -> tuple[str, ...]:
@@ -283,8 +283,8 @@ class ChainBook:
     def locator(self, name: str) -> tuple[str, ...]:
         """Return some names of a chain, newest first, from which others see where theirs parts."""
         newest = self.link(name)
-        far = (DENSE_NAMES - 2 + 2**n for n in range(1, newest.version.bit_length() + 1))
-        wanted = {newest.version - back for back in (*range(DENSE_NAMES), *far)}
+        far = (_DENSE_NAMES - 2 + 2**n for n in range(1, newest.version.bit_length() + 1))
+        wanted = {newest.version - back for back in (*range(_DENSE_NAMES), *far)}
         names = [link.name for link in self._above_trunk(name) if link.version in wanted]
         trunk = self._trunks.get(newest.module)
         if trunk is not None:

@@ -15,9 +15,9 @@ from .steps import Row, Step
 # Rounds that are remembered; peers with a row on top of a step; rows of
 # a peer, in all and of a round: one can have a row on top of each of a few heads, while the chains
 # of a split are compared.
-REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
+_REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
 # Rounds whose files are remembered: of a step that nobody told a row of before, too.
-REMEMBERED_FILES_ROUNDS = 64
+_REMEMBERED_FILES_ROUNDS = 64
 
 
 class RoundRows:
@@ -62,18 +62,18 @@ class RoundRows:
         names = self._fetched.setdefault(row.round_index, {}).setdefault(row.peer, set())
         if len(names) < ROWS_OF_A_PEER:
             names.add(row.name)
-        if len(self._fetched) > REMEMBERED_FILES_ROUNDS:
+        if len(self._fetched) > _REMEMBERED_FILES_ROUNDS:
             del self._fetched[min(self._fetched)]
         return row.name in names
 
     def forget_before(self, round_index: int) -> None:
         """Forget the rows of rounds long gone."""
-        for old in [old for old in self._fetched if old <= round_index - REMEMBERED_ROUNDS]:
+        for old in [old for old in self._fetched if old <= round_index - _REMEMBERED_ROUNDS]:
             del self._fetched[old]
-        for key in [key for key in self._rows if key[0] <= round_index - REMEMBERED_ROUNDS]:
+        for key in [key for key in self._rows if key[0] <= round_index - _REMEMBERED_ROUNDS]:
             for peer in list(self._rows[key]):
                 self._forget(key, peer)
-        oldest = round_index - REMEMBERED_FILES_ROUNDS
+        oldest = round_index - _REMEMBERED_FILES_ROUNDS
         for name in [name for name, found in self._round_of.items() if found <= oldest]:
             self._forget_file(name)
 

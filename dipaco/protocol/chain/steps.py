@@ -33,7 +33,7 @@ from dipaco.protocol.record_errors import MAX_COUNT, RecordError
 from .outer_row import OuterRow
 
 MAX_ROWS = 64
-MAX_ROUND = 2**31
+_MAX_ROUND = 2**31
 _ROW_PREFIX = b"dipaco-row/8\n"
 _MARK_PREFIX = b"dipaco-file/8\n"
 _STEP_PREFIX = b"dipaco-step/8\n"
@@ -128,7 +128,7 @@ class Step:
         ordered = tuple(sorted(rows, key=lambda row: (row.path, row.peer)))
         first = ordered[0]
         step = cls(first.module, first.round_index, first.parent, ordered)
-        check_step(step)
+        _check_step(step)
         return step
 
     @cached_property
@@ -189,7 +189,7 @@ def genesis_name(run_id: str, module: str) -> str:
     return hashlib.sha256(_GENESIS_PREFIX + f"{run_id}\n{module}".encode()).hexdigest()
 
 
-def check_step(step: Step) -> None:
+def _check_step(step: Step) -> None:
     """Check that a step is of one spelling and its rows belong to it. Raises ValueError."""
     if not 1 <= len(step.rows) <= MAX_ROWS:
         raise ValueError(f"a step has 1 to {MAX_ROWS} rows, not {len(step.rows)}")
@@ -222,7 +222,7 @@ def verify_row(row: Row, grid: Grid, *, max_bytes: int) -> None:
         raise RecordError(f"the run has no module {row.module[:40]!r}")
     if row.path not in grid.paths_of_module(row.module):
         raise RecordError(f"path {row.path} does not go through {row.module}")
-    if not 0 <= row.round_index < MAX_ROUND:
+    if not 0 <= row.round_index < _MAX_ROUND:
         raise RecordError(f"a row of round {row.round_index}")
     if not 0 < row.tokens <= MAX_COUNT:
         raise RecordError(f"a row of {row.tokens} tokens")
@@ -278,7 +278,7 @@ def unpack_step(values: Any) -> Step:
     first = rows[0]
     step = Step(first.module, first.round_index, first.parent, rows)
     try:
-        check_step(step)
+        _check_step(step)
     except ValueError as error:
         raise RecordError(str(error)) from None
     return step

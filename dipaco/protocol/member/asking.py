@@ -13,11 +13,11 @@ from .group import MAILBOXES, Group
 from .situation import Role, Situation
 
 # A peer that cannot be called asks at this share of `gather_s` after the boundary, then so often.
-FIRST_ASK_OF_CLOSED, ASKS_OF_CLOSED = 0.45, 0.65
+_FIRST_ASK_OF_CLOSED, _ASKS_OF_CLOSED = 0.45, 0.65
 # A parent that is not known is asked for once in so many seconds.
-ASK_AGAIN_S = 2.0
+_ASK_AGAIN_S = 2.0
 # Peers of which it is remembered when they were asked last.
-MAX_ASKED = 1024
+_MAX_ASKED = 1024
 
 
 class Asking:
@@ -30,7 +30,7 @@ class Asking:
         self.unanswered: set[str] = set()
         """Peers that were asked and have not answered yet."""
 
-    def ask(self, peer: str, again_s: float = ASK_AGAIN_S) -> None:
+    def ask(self, peer: str, again_s: float = _ASK_AGAIN_S) -> None:
         """Ask a peer for rows and for steps that are not here, unless it was asked just now."""
         now_s = self._known.now_s
         # Less than nothing, where the clock was set back meanwhile.
@@ -39,7 +39,7 @@ class Asking:
             return
         self._asked_s.pop(peer, None)
         self._asked_s[peer] = now_s
-        if len(self._asked_s) > MAX_ASKED:
+        if len(self._asked_s) > _MAX_ASKED:
             del self._asked_s[next(iter(self._asked_s))]
         self.ask_after(peer, self._at.best().name)
 
@@ -74,7 +74,7 @@ class Asking:
             return
         due_s = known.gather_s + (3 + round_.asks * 4) * known.grace_s
         if not known.can_be_called:
-            due_s = known.gather_s * (FIRST_ASK_OF_CLOSED + ASKS_OF_CLOSED * round_.asks)
+            due_s = known.gather_s * (_FIRST_ASK_OF_CLOSED + _ASKS_OF_CLOSED * round_.asks)
         if known.now_s - round_.boundary_s < due_s:
             return
         others = [box for box in self._group.mailboxes() if box != known.me][: 2 * MAILBOXES]

@@ -20,13 +20,13 @@ from .knowledge import Knowledge
 from .situation import Role
 
 # A peer that was asked and does not announce a copy is passed over for so many refresh periods.
-ASKED_PERIODS = 3
+_ASKED_PERIODS = 3
 # Beyond this many times the copies in rendezvous order a copy is dropped, if others have enough.
-MAX_PLACE = 4
+_MAX_PLACE = 4
 # Of one peer, so many modules at most are kept for others.
-MAX_KEPT = 64
+_MAX_KEPT = 64
 # A copy counts as one as long as it is so many rounds behind.
-ROUNDS_BEHIND = 2
+_ROUNDS_BEHIND = 2
 
 
 class Copies:
@@ -64,7 +64,7 @@ class Copies:
         """Return who announces a state that is hardly older and can be called, or trains; nobody
         who computed another state of the same step."""
         known, trainers = self._known, self._known.trainers(followed.module)
-        oldest = followed.link.round_index - ROUNDS_BEHIND
+        oldest = followed.link.round_index - _ROUNDS_BEHIND
         found = {
             holding.peer_id
             for holding in known.view.holdings.get(followed.module, ())
@@ -89,10 +89,10 @@ class Copies:
         since_s = self._short_since_s.setdefault(followed.module, known.now_s)
         if known.now_s - since_s < place * known.schedule.duration_s:
             return
-        patience_s = ASKED_PERIODS * refresh_period_s(known.plan.rounds)
+        patience_s = _ASKED_PERIODS * refresh_period_s(known.plan.rounds)
         self._asked = {k: s for k, s in self._asked.items() if known.now_s - s < patience_s}
         pending = sum(module == followed.module for module, _ in self._asked)
-        order = known.keepers(followed.module, MAX_PLACE * known.plan.rounds.copies)
+        order = known.keepers(followed.module, _MAX_PLACE * known.plan.rounds.copies)
         no_use = {*has, *self._wrong(followed), known.me}
         peers = [p for p in order if p not in no_use and (followed.module, p) not in self._asked]
         chosen = tuple(peers[: max(0, missing - pending)])
@@ -104,9 +104,9 @@ class Copies:
         """Another peer wants a copy to be kept here."""
         known = self._known
         kept = sum(s.role is Role.KEEPER for s in self._modules.values())
-        most = MAX_PLACE * known.plan.rounds.copies
+        most = _MAX_PLACE * known.plan.rounds.copies
         is_near = known.me in known.keepers(followed.module, most)
-        if is_near and kept < MAX_KEPT and known.can_be_called:
+        if is_near and kept < _MAX_KEPT and known.can_be_called:
             followed.keep()
 
     def _drop_one(self, kept: Collection[FollowedModule]) -> None:
@@ -115,7 +115,7 @@ class Copies:
         for followed in kept:
             if followed.is_wanted or not known.view.covers_module(followed.module):
                 continue
-            if known.me in known.keepers(followed.module, MAX_PLACE * copies):
+            if known.me in known.keepers(followed.module, _MAX_PLACE * copies):
                 continue
             if len(self._copies(followed) - {known.me}) >= copies:
                 known.do(Drop(followed.module))

@@ -43,12 +43,12 @@ from .situation import Role, Situation
 from .taking import Stage, Taking
 
 # A peer whose state is another one than that of most others trains on for so many rounds.
-ALONE_ROUNDS = 3
+_ALONE_ROUNDS = 3
 # A newcomer asks so many holders what their chain is, and waits so long.
-FIRST_ASKED, ANSWER_LIMIT_S = 3, 6.0
+_FIRST_ASKED, _ANSWER_LIMIT_S = 3, 6.0
 # A peer that waits for a state begins after G with the newest one that it can get. Where there is a
 # chain, it begins with the genesis only after this many times G.
-GENESIS_GATHERS = 2.0
+_GENESIS_GATHERS = 2.0
 
 
 class FollowedModule(Situation):
@@ -83,7 +83,7 @@ class FollowedModule(Situation):
         book, refused = self.book, self.taking.contradicted
         if refused not in book:
             return False
-        last = book.link(refused).round_index + ALONE_ROUNDS - 1
+        last = book.link(refused).round_index + _ALONE_ROUNDS - 1
         tips = [tip for tip in book.tips(self.module) if book.stands_on(tip.name, refused)]
         return any(tip.rank < self.link.rank and tip.round_index >= last for tip in tips)
 
@@ -285,7 +285,7 @@ class FollowedModule(Situation):
             key=lambda h: (h.head.rank, not known.is_callable(h.peer_id), h.peer_id),
         )
         others = dict.fromkeys(h.peer_id for h in held if h.peer_id != known.me)
-        for peer in list(others)[:FIRST_ASKED]:
+        for peer in list(others)[:_FIRST_ASKED]:
             self._asking.ask(peer, 0.0)
 
     @property
@@ -295,13 +295,13 @@ class FollowedModule(Situation):
             return False
         waited_s = self.known.now_s - (self._wanted_s or 0.0)
         if self.head.version == 0 and not self.is_of_genesis:
-            return waited_s >= GENESIS_GATHERS * self.known.gather_s
+            return waited_s >= _GENESIS_GATHERS * self.known.gather_s
         return self.taking.stage is Stage.IDLE or waited_s >= self.known.gather_s
 
     @property
     def _is_late(self) -> bool:
         """Whether holders that were asked for the chain had long enough."""
-        return self.known.now_s - (self._wanted_s or 0.0) >= ANSWER_LIMIT_S
+        return self.known.now_s - (self._wanted_s or 0.0) >= _ANSWER_LIMIT_S
 
     def follow(self, role: Role) -> None:
         """Train the module from the state that is held on, or keep it, or only know it."""

@@ -12,12 +12,12 @@ from .knowledge import mailbox_order
 from .situation import Situation
 
 # For so many rounds a claim is young: a peer that has just come is awaited before its first row.
-YOUNG_ROUNDS = 2
+_YOUNG_ROUNDS = 2
 # A round has at least so many mailboxes, where so many peers can be called.
 MAILBOXES = 2
 # Rounds for which a peer is not awaited, and its rows are left out, after a step that nobody could
 # have because of its file.
-WITHHELD_ROUNDS = 3
+_WITHHELD_ROUNDS = 3
 
 
 class Group:
@@ -66,7 +66,7 @@ class Group:
         known, at = self._known, self._at
         trainers = known.trainers(at.module)
         claims, held = known.view.claims, known.view.rounds_held
-        young = {p for p in trainers if p in claims and held(claims[p]) < YOUNG_ROUNDS}
+        young = {p for p in trainers if p in claims and held(claims[p]) < _YOUNG_ROUNDS}
         shown = at.recent() | young | at.rows.peers_here() | {known.me}
         return trainers & shown - self.passed_over()
 
@@ -87,7 +87,7 @@ class Group:
     def withheld(self, peer: str) -> None:
         """Pass over a peer whose file nobody gives, although it is in a step."""
         if peer != self._known.me:
-            self._withheld[peer] = self._at.round.index + WITHHELD_ROUNDS
+            self._withheld[peer] = self._at.round.index + _WITHHELD_ROUNDS
 
     def gave(self, peer: str) -> None:
         """Count a peer again: its file came."""

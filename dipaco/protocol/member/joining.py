@@ -40,18 +40,18 @@ from .path_choice import PathChoice
 from .situation import Role
 from .taking import ruined_by
 
-MAX_LOOKS = 5
+_MAX_LOOKS = 5
 # How long newcomers wait before the second look: not equally long, or they would collide again.
-SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.2, 0.8
+_SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.2, 0.8
 # How long an answer of the swarm is waited for by a peer that has a path; and how long what a path
 # needs, by a newcomer that may take another path, and by a peer that has one.
-LOOK_LIMIT_S, WITH_OTHERS_LIMIT_S, MOVE_LIMIT_S = 300.0, 60.0, 20.0
+_LOOK_LIMIT_S, _WITH_OTHERS_LIMIT_S, _MOVE_LIMIT_S = 300.0, 60.0, 20.0
 # Where giving up would end the peer, it waits so long: machines have bad hours. And what is on its
 # way is waited for so long: a state may take long on a slow line.
-LONGEST_S, LONGEST_MOVE_ROUNDS = 3600.0, 0.5
-RETRY_S = 3.0
+_LONGEST_S, _LONGEST_MOVE_ROUNDS = 3600.0, 0.5
+_RETRY_S = 3.0
 # What can be had is begun with after G, a genesis after twice that: no path is given up earlier.
-LEAST_GATHERS = 3.0
+_LEAST_GATHERS = 3.0
 
 
 class _JoiningPhase(Enum):
@@ -132,11 +132,11 @@ class Joining:
             self._take(choice.first_path())
         elif self._phase is _JoiningPhase.CLAIMING:
             self._phase = _JoiningPhase.SETTLING
-            self._until_s = known.now_s + known.random.uniform(SHORTEST_WAIT_S, LONGEST_WAIT_S)
+            self._until_s = known.now_s + known.random.uniform(_SHORTEST_WAIT_S, _LONGEST_WAIT_S)
         elif self._phase is _JoiningPhase.LOOKING_AGAIN:
             self._looks += 1
             better = None
-            if self._has_choice and self._looks < MAX_LOOKS:
+            if self._has_choice and self._looks < _MAX_LOOKS:
                 over = choice.passed_over()
                 better = resolve_collision(known.view, known.grid, known.me, exclude=over)
             if better is None:
@@ -207,12 +207,12 @@ class Joining:
 
     def _limit_s(self, missing: list[str]) -> float:
         """Return when it is given up: later if all that is missing is on its way."""
-        known, longest_s = self._known, LONGEST_S
-        limit_s = WITH_OTHERS_LIMIT_S if self._has_choice else LONGEST_S
+        known, longest_s = self._known, _LONGEST_S
+        limit_s = _WITH_OTHERS_LIMIT_S if self._has_choice else _LONGEST_S
         if known.path is not None:
-            limit_s = MOVE_LIMIT_S
-            longest_s = max(limit_s, LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
-        limit_s = max(limit_s, LEAST_GATHERS * known.gather_s)
+            limit_s = _MOVE_LIMIT_S
+            longest_s = max(limit_s, _LONGEST_MOVE_ROUNDS * known.schedule.duration_s)
+        limit_s = max(limit_s, _LEAST_GATHERS * known.gather_s)
         is_coming = all(self._module(module).taking.is_fetching for module in missing)
         is_coming = is_coming and not self._reason and self._ask_s == math.inf
         return self._since_s + max(limit_s, longest_s if is_coming else 0.0)
@@ -229,7 +229,7 @@ class Joining:
             return
         self._has_shard = not reason
         if reason:
-            self._ask_s, self._reason = self._known.now_s + RETRY_S, reason
+            self._ask_s, self._reason = self._known.now_s + _RETRY_S, reason
 
     def _start(self, path: int) -> None:
         """Train from what is here."""
@@ -247,14 +247,14 @@ class Joining:
         assert path is not None
         self._stop_wanting()
         self._choice.pass_over(path)
-        is_late = known.now_s - self._began_s >= LONGEST_S
+        is_late = known.now_s - self._began_s >= _LONGEST_S
         if known.path is not None or is_late or not self._has_choice:
             self._phase = _JoiningPhase.IDLE
             self.failure = reason if known.path is not None else f"{reason}; start again later"
             return
         known.do(Warn(f"looks for another path than {path}: {reason}"))
         self._claim()
-        known.do(Wait("the swarm's answer to a claim", LONGEST_S))
+        known.do(Wait("the swarm's answer to a claim", _LONGEST_S))
 
     def _stop_wanting(self) -> None:
         for module in self._modules:
@@ -271,7 +271,7 @@ class Joining:
         if self._phase is _JoiningPhase.SETTLING and known.now_s >= self._until_s:
             self._phase = _JoiningPhase.LOOKING_AGAIN
             self._choice.look()
-        limit_s = LONGEST_S if known.path is None else LOOK_LIMIT_S
+        limit_s = _LONGEST_S if known.path is None else _LOOK_LIMIT_S
         left_s = self._since_s + limit_s - known.now_s
         if left_s > 0:
             known.do(Wait("the swarm's answer to a claim", left_s))

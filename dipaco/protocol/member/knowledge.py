@@ -16,7 +16,7 @@ from .actions import Action
 from .rounds import RoundSchedule
 
 # A peer that has moved is believed for so many rounds that it trained the path that it left.
-CLAIMED_ROUNDS = 2
+_CLAIMED_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Knowledge:
     def view(self, view: SwarmView) -> None:
         self._view = view
         self.edition += 1
-        oldest_s = self.now_s - CLAIMED_ROUNDS * self.schedule.duration_s
+        oldest_s = self.now_s - _CLAIMED_ROUNDS * self.schedule.duration_s
         self._claimed_s = {key: s for key, s in self._claimed_s.items() if s >= oldest_s}
         self._claimed_s.update({(p, c.path): self.now_s for p, c in view.claims.items()})
         self._claimants = {peer for peer, _ in self._claimed_s}

@@ -32,13 +32,13 @@ from .rounds import Rounds
 from .situation import Role
 
 # Of a leave: until when others fetch a last contribution, and until when all is done (promise 10).
-LAST_ROUND_BUDGET_S, LEAVE_BUDGET_S = 3.0, 6.0
+_LAST_ROUND_BUDGET_S, _LEAVE_BUDGET_S = 3.0, 6.0
 # Of a round: a peer that has trained for less contributes nothing when it leaves.
-LEAST_SHARE = 0.1
+_LEAST_SHARE = 0.1
 # A wait for other peers that ends sooner is not worth a line.
-SHORT_WAIT_S = 1.0
+_SHORT_WAIT_S = 1.0
 # Modules that are followed as a mailbox only, and for how many rounds in which nobody tells of one.
-MAX_MAILBOXES, SILENT_ROUNDS = 256, 5
+_MAX_MAILBOXES, _SILENT_ROUNDS = 256, 5
 
 
 class _MemberPhase(Enum):
@@ -154,7 +154,7 @@ class Member:
     def _on_told(self, event: e.Told) -> None:
         if event.module not in self.modules:
             mailboxes = sum(s.role is Role.ONLY_MAILBOX for s in self.modules.values())
-            if mailboxes >= MAX_MAILBOXES or not self.known.grid.has_module(event.module):
+            if mailboxes >= _MAX_MAILBOXES or not self.known.grid.has_module(event.module):
                 return
         followed = self._module(event.module)
         followed.hear_steps(event.steps, event.peer)
@@ -175,7 +175,7 @@ class Member:
         for followed in list(self.modules.values()):
             followed.on_view()
         self._copies.on_view()
-        longest_s = SILENT_ROUNDS * self.known.schedule.duration_s
+        longest_s = _SILENT_ROUNDS * self.known.schedule.duration_s
         for module, followed in list(self.modules.items()):
             is_idle = followed.role is Role.ONLY_MAILBOX
             if is_idle and self.known.now_s - followed.last_told_s > longest_s:
@@ -301,7 +301,7 @@ class Member:
             self._waits_since_s = now_s
         if now_s < start_s:
             known.do(a.Wait("the run to start", start_s - now_s))
-        elif now_s - self._waits_since_s < SHORT_WAIT_S:
+        elif now_s - self._waits_since_s < _SHORT_WAIT_S:
             known.do(a.Wait("", 0.0))
         elif now_s < opens_s:
             have, need = known.view.trained_in_sight(known.grid, known.path or 0)
@@ -359,7 +359,7 @@ class Member:
         self._thinks = False
         if self.known.schedule.is_counted:
             return
-        longest_s = (1.0 - LEAST_SHARE) * self.known.schedule.duration_s
+        longest_s = (1.0 - _LEAST_SHARE) * self.known.schedule.duration_s
         for followed in self._trained():
             boundary = self.rounds.next_boundary(followed.level)
             if not followed.round.is_open and boundary.time_s - self.known.now_s <= longest_s:
@@ -367,8 +367,8 @@ class Member:
                 followed.publishing.begin(boundary.round_index, boundary.time_s)
 
     def _turn_parting(self) -> None:
-        left_s = self._part_s + LAST_ROUND_BUDGET_S - self.known.now_s
-        if 0 < left_s <= LAST_ROUND_BUDGET_S and any(s.round.is_open for s in self._trained()):
+        left_s = self._part_s + _LAST_ROUND_BUDGET_S - self.known.now_s
+        if 0 < left_s <= _LAST_ROUND_BUDGET_S and any(s.round.is_open for s in self._trained()):
             self.known.do(a.Wait("others to fetch what was trained in this round", left_s))
             return
         if self._leave_s is not None:
@@ -424,8 +424,8 @@ class Member:
         self._hands_over = not to_successor and self._copies.hand_over()
 
     def _turn_leaving(self) -> None:
-        left_s = (self._leave_s or 0.0) + LEAVE_BUDGET_S - self.known.now_s
-        if self._hands_over and 0 < left_s <= LEAVE_BUDGET_S:
+        left_s = (self._leave_s or 0.0) + _LEAVE_BUDGET_S - self.known.now_s
+        if self._hands_over and 0 < left_s <= _LEAVE_BUDGET_S:
             self.known.do(a.Wait("others to take over the newest states", left_s))
             return
         self._phase = _MemberPhase.GONE

@@ -34,7 +34,7 @@ from .actions import Look, Watch
 from .knowledge import Knowledge
 
 # A path that could not be begun is passed over for so many dwells.
-PASSED_OVER_DWELLS = 4
+_PASSED_OVER_DWELLS = 4
 
 
 class PathChoice:
@@ -141,7 +141,7 @@ class PathChoice:
     def passed_over(self) -> frozenset[int]:
         """Return the paths that this peer does not choose, as it could not begin them."""
         rounds, now_s = self._known.plan.rounds, self._known.now_s
-        limit_s = PASSED_OVER_DWELLS * rounds.dwell_rounds * rounds.duration_s
+        limit_s = _PASSED_OVER_DWELLS * rounds.dwell_rounds * rounds.duration_s
         return frozenset(p for p, s in self._failed_s.items() if 0.0 <= now_s - s < limit_s)
 
     def settle(self) -> None:

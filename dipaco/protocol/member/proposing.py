@@ -31,9 +31,9 @@ from .quorums import ROUNDS_IN_VAIN, is_majority, may_propose
 from .situation import Role, Situation
 
 # In so many graces before G rows that a proposal left out are proposed.
-OUTBID_GRACES = 1.0
+_OUTBID_GRACES = 1.0
 # So many graces after G anybody proposes where no mailbox is expected to.
-ANYBODY_GRACES = 4.0
+_ANYBODY_GRACES = 4.0
 # So many graces after G a step of that round does not replace another one any more.
 LATE_GRACES = 3.0
 
@@ -47,7 +47,7 @@ class Proposing:
 
     # -- the time
 
-    def due_s(self, round_index: int) -> float:
+    def _due_s(self, round_index: int) -> float:
         """Return G: from when on the step of a round is made, and taken, without all."""
         known, schedule, round_ = self._known, self._known.schedule, self._at.round
         if not schedule.is_counted:
@@ -58,25 +58,25 @@ class Proposing:
 
     def late_s(self) -> float:
         """Return the seconds since G of this round; negative before it."""
-        return self._known.now_s - self.due_s(self._at.round.index)
+        return self._known.now_s - self._due_s(self._at.round.index)
 
-    def is_told(self) -> bool:
+    def _is_told(self) -> bool:
         """Tell whether the best step that is known is of this round and stands on this peer's."""
         best = self._at.best()
         return best.parent == self._at.stand and best.round_index == self._at.round.index
 
-    def is_turn(self) -> bool:
+    def _is_turn(self) -> bool:
         """Tell whether this peer may propose now, by the table above."""
         late_s, grace_s = self.late_s(), self._known.grace_s
         if self._is_outbidding():
             return True
-        if late_s >= 0 and self.is_told():
+        if late_s >= 0 and self._is_told():
             return False
         boxes, me = self._group.mailboxes(), self._known.me
         if me not in boxes:
             # Mailboxes may all stand on a chain that this peer has refused.
             is_left = not boxes or self._at.rounds_in_vain >= ROUNDS_IN_VAIN
-            return is_left and late_s >= ANYBODY_GRACES * grace_s
+            return is_left and late_s >= _ANYBODY_GRACES * grace_s
         if self._known.now_s < self._at.round.boundary_s:
             return boxes == [me]
         if late_s < 0:
@@ -85,7 +85,7 @@ class Proposing:
 
     def _is_outbidding(self) -> bool:
         """Tell whether anybody may propose more rows than a step has that was told."""
-        return -OUTBID_GRACES * self._known.grace_s <= self.late_s() < 0 and self.is_told()
+        return -_OUTBID_GRACES * self._known.grace_s <= self.late_s() < 0 and self._is_told()
 
     def _has_just_claimed(self) -> bool:
         """Tell whether others may not see this peer's claim yet. Counted rounds wait for all."""
@@ -152,7 +152,7 @@ class Proposing:
         # Nearly all calls end here, at each of very many events: the rows come after it.
         if not self._known.has_view or self._at.link.round_index >= self._at.round.index:
             return None
-        if not self.is_turn():
+        if not self._is_turn():
             return None
         rows = self.ready_rows()
         if not self._are_a_step(rows):
@@ -187,7 +187,7 @@ class Proposing:
         known, step, own = self._known, best.step, self._at.link
         if step is None:
             return True
-        due_s = self.due_s(best.round_index)
+        due_s = self._due_s(best.round_index)
         if due_s == math.inf and is_majority(step.peers, self._at.voters(best.parent)):
             return True  # Others have counted to the end of this round, and most are in.
         if known.now_s < due_s:

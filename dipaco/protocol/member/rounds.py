@@ -82,7 +82,7 @@ class Rounds(ABC):
     @staticmethod
     def of(schedule: RoundSchedule) -> Rounds:
         """Return the rounds of a run, of the kind that it has."""
-        return CountedRounds(schedule) if schedule.is_counted else ClockRounds(schedule)
+        return _CountedRounds(schedule) if schedule.is_counted else _ClockRounds(schedule)
 
     @abstractmethod
     def enter(self, now_s: float, round_index: int) -> None:
@@ -130,7 +130,7 @@ class Rounds(ABC):
         self._came[boundary.level] = boundary.round_index
 
 
-class ClockRounds(Rounds):
+class _ClockRounds(Rounds):
     """Rounds that follow the clock."""
 
     def enter(self, now_s: float, round_index: int) -> None:
@@ -163,7 +163,7 @@ class ClockRounds(Rounds):
         self.present_round = min(self._came.values()) + 1
 
 
-class CountedRounds(Rounds):
+class _CountedRounds(Rounds):
     """Rounds of so many inner steps."""
 
     def __init__(self, schedule: RoundSchedule) -> None:

@@ -46,9 +46,9 @@ from .quorums import is_majority
 from .situation import Role, Situation
 
 # A state that makes the held-out loss worse by more nats than this is not believed.
-MUCH_WORSE_NATS = 0.5
+_MUCH_WORSE_NATS = 0.5
 # A step whose state nobody gave is tried again after so many rounds.
-ABSENT_ROUNDS = 1.0
+_ABSENT_ROUNDS = 1.0
 
 
 def is_much_worse(loss: float | None, than: float | None) -> bool:
@@ -56,7 +56,7 @@ def is_much_worse(loss: float | None, than: float | None) -> bool:
     the other is no number: nothing is worse than that."""
     if loss is None or than is None or not math.isfinite(than):
         return False
-    return not loss < than + MUCH_WORSE_NATS
+    return not loss < than + _MUCH_WORSE_NATS
 
 
 def ruined_by(loss: float | None, with_genesis: Mapping[str, float]) -> str:
@@ -321,7 +321,7 @@ class Taking:
         elif plan.way + 1 < len(self._at.book.vouched(target.name)):
             self._enter(self._plan_from_vouched(target, plan.way + 1))
         else:
-            rounds_s = ABSENT_ROUNDS * self._known.schedule.duration_s
+            rounds_s = _ABSENT_ROUNDS * self._known.schedule.duration_s
             self._at.notes.leave(target.name, self._known.now_s + rounds_s)
 
     # -- COMPUTING -> CHECKING

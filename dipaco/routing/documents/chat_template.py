@@ -98,7 +98,7 @@ class ChatTemplate:
         self._process.close()
 
 
-def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """Return what templates are written for: as in transformers, where it is not Jinja's own."""
     found = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
@@ -143,7 +143,7 @@ def _raise(message: str) -> None:
 
 def _begin(first: Mapping[str, str]) -> tuple[None, Callable[[Mapping[str, Any]], str]]:
     """Read a template; return what fills it in with values."""
-    template = environment().from_string(first["template"])
+    template = _environment().from_string(first["template"])
 
     def filled(values: Mapping[str, Any]) -> str:
         text = template.render(values)

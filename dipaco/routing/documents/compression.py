@@ -21,7 +21,7 @@ _READ_BYTES = 2**13
 _MAX_ZSTD_WINDOW = 2**31
 
 
-class Decompressor(Protocol):
+class _Decompressor(Protocol):
     """Decompresses one stream."""
 
     @property
@@ -33,7 +33,7 @@ class Decompressor(Protocol):
     def decompress(self, data: bytes, /) -> bytes: ...
 
 
-class StreamReader(io.RawIOBase):
+class _StreamReader(io.RawIOBase):
     """The content of the streams in a file, one after the other.
 
     With `padded` there may be zeros between and behind them. Reading raises EOFError where a stream
@@ -41,12 +41,12 @@ class StreamReader(io.RawIOBase):
     """
 
     def __init__(
-        self, file: BinaryIO, make: Callable[[], Decompressor], *, padded: bool = False
+        self, file: BinaryIO, make: Callable[[], _Decompressor], *, padded: bool = False
     ) -> None:
         self._file = file
         self._make = make
         self._padded = padded
-        self._stream: Decompressor | None = None
+        self._stream: _Decompressor | None = None
         self._content = memoryview(b"")
 
     def readable(self) -> bool:
@@ -97,7 +97,7 @@ def decompressed(file: BinaryIO, begin: bytes) -> BinaryIO:
 
 
 def _streams(make: Callable[[], Any], *, padded: bool = False) -> Callable[[BinaryIO], Any]:
-    return lambda file: StreamReader(file, make, padded=padded)
+    return lambda file: _StreamReader(file, make, padded=padded)
 
 
 # By the first bytes of a file.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-SHOWN_CHARACTERS = 60
+_SHOWN_CHARACTERS = 60
 _IS_HIDDEN = ContextVar("documents are not quoted", default=False)
 
 
@@ -29,6 +29,6 @@ def is_quoted() -> bool:
     return not _IS_HIDDEN.get()
 
 
-def quoted(text: str, characters: int = SHOWN_CHARACTERS) -> str:
+def quoted(text: str, characters: int = _SHOWN_CHARACTERS) -> str:
     """Return how a complaint shows a part of a document."""
     return text[:characters] if is_quoted() else "(not shown)"

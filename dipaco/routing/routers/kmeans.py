@@ -15,7 +15,7 @@ from .router import FeatureRouter, FitConfig, RouterSample, standardisation
 _MAX_BALANCED_ITERATIONS = 20
 
 
-def balanced_centroids(
+def _balanced_centroids(
     points: np.ndarray, centroids: np.ndarray, loads: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return centroids and biases [clusters] with which the clusters have equal loads: biases that
@@ -76,7 +76,7 @@ class KMeansRouter(FeatureRouter):
         centroids = fit_centroids(points, paths, seed=seed, restarts=config.restarts)
         biases = np.zeros(paths)
         if config.balanced and paths > 1:
-            centroids, biases = balanced_centroids(points, centroids, sample.weights)
+            centroids, biases = _balanced_centroids(points, centroids, sample.weights)
         return cls(mean, scale, centroids, biases)
 
     def with_path(self, features: np.ndarray) -> KMeansRouter:

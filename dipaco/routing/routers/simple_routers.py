@@ -20,7 +20,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
-class SeededRouter(Router):
+class _SeededRouter(Router):
     """What routers without arrays have in common: a number of paths, and a seed to draw by."""
 
     def __init__(self, path_count: int, seed: int) -> None:
@@ -45,14 +45,14 @@ class SeededRouter(Router):
         return {"paths": self._path_count, "seed": self._seed}
 
 
-class LabelRouter(SeededRouter):
+class LabelRouter(_SeededRouter):
     """Routing by a domain, a language or a source.
 
     Every label belongs to one path, and a path has one or several labels.
 
     cost[i, p] is 0 for the path of the document's label and 1 for the others. A document without a
     label, or with one that nobody had when the router was fitted, goes where the hash of its first
-    tokens says (`random_costs`).
+    tokens says (`_random_costs`).
     """
 
     kind = "label"
@@ -96,7 +96,7 @@ class LabelRouter(SeededRouter):
             raise ValueError("a router of kind 'label' needs the labels and tokens of documents")
         own = np.array([self._known_path(label) for label in prefixes.labels], dtype=np.int64)
         for index in np.flatnonzero(own < 0):
-            drawn = random_costs([prefixes.tokens[index]], self._path_count, self._seed)
+            drawn = _random_costs([prefixes.tokens[index]], self._path_count, self._seed)
             own[index] = int(np.argmin(drawn[0]))
         return (np.arange(self._path_count)[None, :] != own[:, None]).astype(np.float64)
 
@@ -117,7 +117,7 @@ class LabelRouter(SeededRouter):
         return cls(settings["paths"], settings["seed"], settings["labels"])
 
 
-class RandomRouter(SeededRouter):
+class RandomRouter(_SeededRouter):
     """Every path gets the same mixture of data, which is the DiLoCo baseline of section 4.
 
     The path is drawn by a hash of the seed and the document's first tokens.
@@ -140,7 +140,7 @@ class RandomRouter(SeededRouter):
         """Return random numbers in [0, 1) that depend on the tokens alone, float64 [N, paths]."""
         if prefixes.tokens is None:
             raise ValueError("a router of kind 'random' needs the tokens of the documents")
-        return random_costs(prefixes.tokens, self._path_count, self._seed)
+        return _random_costs(prefixes.tokens, self._path_count, self._seed)
 
     @classmethod
     def from_file(
@@ -150,7 +150,7 @@ class RandomRouter(SeededRouter):
         return cls(settings["paths"], settings["seed"])
 
 
-def random_costs(
+def _random_costs(
     prefixes: Sequence[Sequence[int] | np.ndarray], path_count: int, seed: int
 ) -> np.ndarray:
     """Return numbers in [0, 1) by seed, tokens and path, float64 [N, path_count]."""

@@ -25,7 +25,7 @@ SPECIAL_NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 
 
-class Filled(Protocol):
+class _Filled(Protocol):
     """Fills in a template: `ChatTemplate.render` without the names of special tokens."""
 
     def __call__(self, chat: Chat, *, answer_follows: bool) -> str: ...
@@ -68,7 +68,7 @@ class ChatEncoder:
         if not any(m.content.strip() for m in chat if m.role == "assistant"):
             raise UnusableChatError("the answer is empty")
         try:
-            text, answers = answer_spans(chat, self._filled, self._special["eos_token"])
+            text, answers = _answer_spans(chat, self._filled, self._special["eos_token"])
         except TemplateError as error:
             raise UnusableChatError(f"the chat template refuses it: {error}") from None
         if not answers:
@@ -78,7 +78,7 @@ class ChatEncoder:
                 )
             raise UnusableChatError("there is no answer that follows a question")
         return ChatTokens(
-            marked_chat(self._tokenizer, text, answers),
+            _marked_chat(self._tokenizer, text, answers),
             np.asarray(routed_tokens(self._tokenizer, [m.plain() for m in chat]))[
                 : self._prefix_tokens
             ],
@@ -113,7 +113,7 @@ class ChatEncoder:
         return self._template.render(messages, self._special, answer_follows=answer_follows)
 
 
-def answer_spans(chat: Chat, filled: Filled, end_name: str) -> tuple[str, list[tuple[int, int]]]:
+def _answer_spans(chat: Chat, filled: _Filled, end_name: str) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of a chat and where in it the answers lie, as (start, end). `end_name` is
     what the end of a text is called.
 
@@ -161,7 +161,7 @@ def _alike(one: str, other: str) -> int:
     )
 
 
-def marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]) -> np.ndarray:
+def _marked_chat(tokenizer: Tokenizer, text: str, answers: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the marked tokens of a chat's text, int64 [N], with the answers to be learned.
 
     An answer is learned up to the token that ends it, not what a template writes behind it. If the

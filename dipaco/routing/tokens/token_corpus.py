@@ -35,18 +35,19 @@ from .tokenizer import Tokenizer
 _NO_LABEL = 2**16 - 1
 # With more of them, as where each document has its own, nobody reads a report by label.
 MAX_LABELS = 1000
+_CHUNK_CHARACTERS = 4_000_000
 _COUNTS_FILE = "corpus.json"
 _COUNTS = {"documents", "tokens", "dropped", "labels", "unlabelled"}
-PieceT = TypeVar("PieceT")
-DoneT = TypeVar("DoneT")
+_PieceT = TypeVar("_PieceT")
+_DoneT = TypeVar("_DoneT")
 
 
 class Mapped(Protocol):
     """How pieces of work are done: like the builtin `map`, here or elsewhere, in their order."""
 
     def __call__(
-        self, function: Callable[[PieceT], DoneT], pieces: Iterable[PieceT], /
-    ) -> Iterable[DoneT]: ...
+        self, function: Callable[[_PieceT], _DoneT], pieces: Iterable[_PieceT], /
+    ) -> Iterable[_DoneT]: ...
 
 
 class EncodedDocument(NamedTuple):
@@ -80,9 +81,8 @@ class TokenCorpus:
         self.vocabulary_size = vocabulary_size
         counts = _counts_of(folder)
         chats: dict[str, Any] | None = counts.get("chats")
-        self.is_marked = chats is not None
-        """Whether it is one of chats, of whose tokens some are only read."""
-        self._dtype = token_dtype(vocabulary_size, marked=self.is_marked)
+        # Of chats, some tokens are only read.
+        self._dtype = token_dtype(vocabulary_size, marked=chats is not None)
         self.label_names: tuple[str, ...] = tuple(counts["labels"])
         self.ends = _mapped(folder / "ends.bin", np.dtype("<u8"), counts["documents"])
         self.labels = _mapped(folder / "labels.bin", np.dtype("<u2"), counts["documents"])
@@ -234,7 +234,6 @@ def write_token_corpora(
     *,
     mapped: Mapped = map,
     chunk_documents: int = 1024,
-    chunk_characters: int = 4_000_000,
 ) -> Iterator[tuple[int, int]]:
     """Tokenise a stream of (document, held out?) into two corpora, in bounded memory.
 
@@ -242,7 +241,7 @@ def write_token_corpora(
     tokens done) after each chunk.
     """
     stream = iter(documents)
-    chunks = iter(lambda: list(_take(stream, chunk_documents, chunk_characters)), [])
+    chunks = iter(lambda: list(_take(stream, chunk_documents, _CHUNK_CHARACTERS)), [])
     for chunk in mapped(encode, chunks):
         for held_out, writer in ((False, train), (True, validation)):
             part = [document for document in chunk if document.held_out == held_out]

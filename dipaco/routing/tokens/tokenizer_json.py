@@ -10,7 +10,7 @@ too: at the beginning of a text, and behind a special token where `tokenizers` p
 goes on in the middle of a text, as an answer does, is encoded without it. A decoded text keeps it.
 
 The blob of such a tokenizer is JSON: the file as it is, the numbers of the four, the chat template
-of its checkpoint, and what an export needs to say again of it (`Origin`).
+of its checkpoint, and what an export needs to say again of it (`_Origin`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dipaco.protocol.config import BEGIN_TOKEN, END_TOKEN, Config
 
 from .tokenizer import Tokenizer, clean
 
-FORMAT = "dipaco-tokenizer/1"
+_FORMAT = "dipaco-tokenizer/1"
 SPLITS_SPECIAL = "split_special_tokens"
 _FIELDS = {"format", "special", "chat_template", "tokenizer", "origin"}
 _MAX_BYTES = 2**27
@@ -89,7 +89,7 @@ class GenerationSettings(SpecialNumbers):
     max_length: int | None = None
 
 
-class Origin(Config):
+class _Origin(Config):
     """What a checkpoint says of itself that a run does not need, and its exports say again."""
 
     names: tuple[str | None, str | None, str | None, str | None] = Field(
@@ -123,7 +123,7 @@ class JsonTokenizer(Tokenizer):
         self.tokenizer: dict[str, Any] = content["tokenizer"]
         self.chat_template = content["chat_template"]
         self.special: tuple[int, ...] = tuple(content["special"])
-        self.origin: Origin = content["origin"]
+        self.origin: _Origin = content["origin"]
         self.special_names = self.origin.names
         self.splits_special: bool = content.get(SPLITS_SPECIAL, False)
         """Names of special tokens are text even in a chat."""
@@ -274,7 +274,7 @@ def pack_tokenizer(
     padding `special` and has so many `rows`.
 
     A begin that is None, unknown to the file, or the same as the end is a new token of the run, as
-    unknown and padding always are. `stated`, `generation` and `turn_end` are for the `Origin`.
+    unknown and padding always are. `stated`, `generation` and `turn_end` are for the `_Origin`.
     Called when a base is imported. Raises as `JsonTokenizer` does, and ConfigurationError for
     tokens that have no row.
     """
@@ -298,7 +298,7 @@ def pack_tokenizer(
     content["post_processor"] = _known_post_processor(tokenizer.get("post_processor"))
     new = itertools.count(rows)
     numbers = [next(new), known[own[0]] if has_begin else next(new), known[end], next(new)]
-    origin = Origin(
+    origin = _Origin(
         names=(special[0], special[1], special[2], special[3]),
         rows=rows,
         numbers=stated or SpecialNumbers(),
@@ -307,7 +307,7 @@ def pack_tokenizer(
     )
     blob = canonical_json(
         {
-            "format": FORMAT,
+            "format": _FORMAT,
             "special": numbers,
             "chat_template": chat_template,
             "tokenizer": content,
@@ -363,8 +363,8 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
         content = json.loads(data)
     except (ValueError, RecursionError):
         raise IntegrityError(f"{source} is not JSON") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise IntegrityError(f"{source} is no tokenizer of format {FORMAT}")
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise IntegrityError(f"{source} is no tokenizer of format {_FORMAT}")
     special, template = content.get("special"), content.get("chat_template")
     if (
         set(content) - {SPLITS_SPECIAL} != _FIELDS
@@ -378,7 +378,7 @@ def _content(data: bytes, source: str) -> dict[str, Any]:
     ):
         raise IntegrityError(f"{source} is a broken tokenizer: wrong special tokens or template")
     try:
-        origin = Origin.model_validate(content["origin"])
+        origin = _Origin.model_validate(content["origin"])
     except (ValidationError, RecursionError):
         raise IntegrityError(f"{source} is a broken tokenizer: no such origin") from None
     return {**content, "origin": origin}

@@ -26,10 +26,10 @@ Machine = Any
 Wait = Callable[[Callable[[Any], None]], None]
 """Something to wait for: it is begun with the function that is to hear the answer."""
 Work = Generator[Wait, Any, None]
-ASK_LIMIT_S, RETRY_S = 3.0, 2.0
+_ASK_LIMIT_S, _RETRY_S = 3.0, 2.0
 # Bytes of a name in a locator on the wire.
-NAME_BYTES = 33
-HOLDERS_OF_SHARD = 4
+_NAME_BYTES = 33
+_HOLDERS_OF_SHARD = 4
 
 
 class Carrying:
@@ -169,9 +169,9 @@ class Carrying:
             self._machine.deliver(events.Told(sender, said.module, rows, steps, keep))
 
     def _ask(self, action: actions.Ask) -> Work:
-        content, size_bytes = (action.module, action.locator), NAME_BYTES * len(action.locator)
+        content, size_bytes = (action.module, action.locator), _NAME_BYTES * len(action.locator)
         answer = yield self._ask_peer(
-            action.peer, "ask", content, size_bytes=size_bytes, limit_s=ASK_LIMIT_S
+            action.peer, "ask", content, size_bytes=size_bytes, limit_s=_ASK_LIMIT_S
         )
         if answer is None:
             self._machine.deliver(events.Failed(action, "it does not answer"))
@@ -207,7 +207,7 @@ class Carrying:
                 self._go(self._get(row, until_s))
 
     def _get(self, row: Row, until_s: float) -> Work:
-        wait_s = RETRY_S
+        wait_s = _RETRY_S
         while row.file not in self._machine.store.files:
             answer = yield from self._first(self._sources[row.name], "get", row.file)
             # Its owner may have put it here meanwhile.
@@ -284,7 +284,7 @@ class Carrying:
         # Peers that can be called come first: a real peer knows who they are.
         links = self._network.links
         holders.sort(key=lambda peer: not links[peer].can_be_called)
-        return holders[:HOLDERS_OF_SHARD]
+        return holders[:_HOLDERS_OF_SHARD]
 
     def _start_path(self, action: actions.StartPath) -> None:
         machine = self._machine

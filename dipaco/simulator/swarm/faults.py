@@ -13,7 +13,7 @@ from .scenario import Scenario
 from .world import START_S, World
 
 # An inner step of a slow machine takes at most this share of a round; a slower one is of no use.
-SLOWEST_SHARE = 0.2
+_SLOWEST_SHARE = 0.2
 
 
 class Faults:
@@ -59,7 +59,7 @@ class Faults:
             link.uplink_bytes_s = engine.between(1e5, 2e6)
             link.downlink_bytes_s = engine.between(5e5, 5e6)
             if machine.trains and engine.chance(0.1):
-                machine.step_s = min(20.0 * machine.step_s, SLOWEST_SHARE * self._round_s)
+                machine.step_s = min(20.0 * machine.step_s, _SLOWEST_SHARE * self._round_s)
         conditions.write_s = (0.1, engine.between(1.0, 15.0))
         conditions.writes_lost = engine.between(0.0, 0.25)
         conditions.records_missed = engine.between(0.0, 0.15)

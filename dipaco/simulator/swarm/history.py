@@ -15,9 +15,9 @@ from .scenario import Scenario, small_plan
 from .world import START_S, World
 
 # Rounds without faults at the end, and how many of them it may take until all has settled.
-CALM_ROUNDS, SETTLED_ROUNDS = 6, 2
+_CALM_ROUNDS, _SETTLED_ROUNDS = 6, 2
 # Even a slow machine takes so many inner steps in a round.
-STEPS_IN_ROUND = 15
+_STEPS_IN_ROUND = 15
 
 MachineOf = Callable[[str], Callable[..., Machine]]
 """Returns what makes the machine of a peer, by its name: `boot0` and `boot1` are bootstrap nodes;
@@ -60,11 +60,11 @@ def run_history(
     faults.begin()
     engine.run(end_s)
     faults.end()
-    since_s = end_s + SETTLED_ROUNDS * round_s
+    since_s = end_s + _SETTLED_ROUNDS * round_s
     for level in world.grid.levels_in_time_order():
-        boundary_s = end_s + (CALM_ROUNDS + world.grid.level_offset(level)) * round_s
+        boundary_s = end_s + (_CALM_ROUNDS + world.grid.level_offset(level)) * round_s
         engine.at(boundary_s - 1.0, watch.check_rest, level, since_s)
-    engine.run(end_s + (CALM_ROUNDS + 1) * round_s)
+    engine.run(end_s + (_CALM_ROUNDS + 1) * round_s)
     watch.end()
     watch.figures["events"] = sum(machine.handled for machine in world.machines.values())
     return Result(drawn, watch.violations, watch.figures, world)
@@ -98,7 +98,7 @@ def _make_trainer(world: World, drawn: Scenario, peer: str, machine_of: MachineO
         downlink_bytes_s=engine.between(5e6, 5e7),
     )
     step_s = engine.random.choice((0.5, 2.0, 8.0)) * engine.between(0.7, 1.4)
-    step_s = min(step_s, drawn.duration_s / STEPS_IN_ROUND)
+    step_s = min(step_s, drawn.duration_s / _STEPS_IN_ROUND)
     if drawn.inner_steps:
         step_s = engine.between(0.2, 0.6) * drawn.duration_s / drawn.inner_steps
     clock_error_s = engine.between(-0.3, 0.3)

@@ -29,9 +29,9 @@ from .trace import shown
 from .world import START_S, World
 
 INVARIANTS = ("agreement", "digest", "files", "contract", "liveness", "copies")
-COPIES, COPY_ROUNDS = 3, 2
+_COPIES, _COPY_ROUNDS = 3, 2
 # So many violations of each kind are written down.
-MAX_NOTED = 5
+_MAX_NOTED = 5
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Invariants:
         world.watch = self
         self.violations: list[Violation] = []
         self.figures: Counter[str] = Counter()
-        self.accounts = Accounts(world)
+        self._accounts = Accounts(world)
         self._round_s = world.plan.rounds.duration_s
         self._versions: dict[tuple[str, int], dict[str, None]] = {}
         """By module and version: the steps that honest peers have adopted."""
@@ -69,7 +69,7 @@ class Invariants:
         """Write down that something did not hold."""
         world = self._world
         world.say("*", "!", f"VIOLATION of {invariant}: {what}")
-        if sum(one.invariant == invariant for one in self.violations) < MAX_NOTED:
+        if sum(one.invariant == invariant for one in self.violations) < _MAX_NOTED:
             self.violations.append(Violation(invariant, world.now_s - START_S, what))
 
     # -- what happens
@@ -77,7 +77,7 @@ class Invariants:
     def started(self, machine: Machine) -> None:
         """Note that a machine begins to train a path."""
         for module in machine.works:
-            if self.accounts.open(machine, module):
+            if self._accounts.open(machine, module):
                 self._training[machine.peer, module] = self._world.now_s
 
     def adopted(self, machine: Machine, action: Adopt) -> None:
@@ -118,7 +118,7 @@ class Invariants:
 
     def ended(self, machine: Machine, module: str, why: str) -> None:
         """Note that a machine has stopped training a module."""
-        self.accounts.close(machine, module, why)
+        self._accounts.close(machine, module, why)
         self._training.pop((machine.peer, module), None)
 
     def wrong(self, machine: Machine, what: str, invariant: str = "contract") -> None:
@@ -150,10 +150,10 @@ class Invariants:
         world = self._world
         machines = world.machines.values()
         reachable = [m for m in machines if m.is_alive and m.link.can_be_called]
-        until_s = world.now_s - COPY_ROUNDS * self._round_s
+        until_s = world.now_s - _COPY_ROUNDS * self._round_s
         links = world.book.back_from(self.final(module))
         old = next((link for link in links if self._taken_s.get(link.name, 1e18) <= until_s), None)
-        is_enough = sum(machine.is_honest for machine in reachable) >= COPIES
+        is_enough = sum(machine.is_honest for machine in reachable) >= _COPIES
         if old is None or old.step is None or not is_enough or world.network.split:
             return None
         holders = [
@@ -163,7 +163,7 @@ class Invariants:
             and world.book.stands_on(head.step, old.name)
             and head.digest == world.head(head.step).digest
         ]
-        if len(holders) >= COPIES:
+        if len(holders) >= _COPIES:
             return None
         return f"version {old.version} of {module} is held by {', '.join(holders) or 'nobody'}"
 
@@ -227,7 +227,7 @@ class Invariants:
         """Add up what the history came to."""
         world, figures = self._world, self.figures
         finals = {module: self.final(module) for module in world.grid.modules()}
-        figures.update(self.accounts.balance(finals))
+        figures.update(self._accounts.balance(finals))
         for path in range(world.grid.path_count):
             self._path_waited(path)
         # Figures are counts, so this one is in hundredths of a round.

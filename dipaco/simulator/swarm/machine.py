@@ -43,11 +43,11 @@ from .publishing import Publishing
 from .world import FILE_BYTES, Content, World
 
 # The longest stretch of inner steps, as a share of a round.
-STRETCH_SHARE = 1 / 4
+_STRETCH_SHARE = 1 / 4
 # Rounding may put a moment that has passed a little into the future.
-LEAST_WAIT_S = 0.25
+_LEAST_WAIT_S = 0.25
 # A peer whose clock is further off does not join (design 4.1, rounds).
-RIGHT_CLOCK_S = 2.0
+_RIGHT_CLOCK_S = 2.0
 
 
 @dataclass
@@ -157,12 +157,12 @@ class Machine:
     def contribute(self, action: Publish, path: int, work: Work) -> Row:
         """Make a contribution of what was trained of a module; returns its row."""
         module, round_index, parent = action.module, action.round_index, action.parent
-        said = self.claimed(work.snapshot - work.base, round_index)
+        said = self._claimed(work.snapshot - work.base, round_index)
         state = action.state
         row = Row(module, round_index, parent, state, path, self.peer, said, "", FILE_BYTES)
         return self.world.make_file(row, work.base, work.snapshot, self.content)
 
-    def claimed(self, tokens: int, round_index: int) -> int:
+    def _claimed(self, tokens: int, round_index: int) -> int:
         """Return how many of the trained tokens its row says."""
         return claimed_tokens(self.world.plan, tokens, round_index)
 
@@ -179,7 +179,7 @@ class Machine:
         self.link.is_up, self.link.hangs = True, False
         self.link.life += 1
         self.link.awake_s = 0.0
-        if abs(self.clock_error_s) >= RIGHT_CLOCK_S:
+        if abs(self.clock_error_s) >= _RIGHT_CLOCK_S:
             self.step_clock(-self.clock_error_s)
         self.store.restart()
         self._forget()
@@ -305,7 +305,7 @@ class Machine:
         schedule, now_s, steps = self.world.schedule, self.believed_s, 1
         if not schedule.fixed_steps:
             longest_s = min(self._moments(now_s)) - now_s
-            longest_s = min(longest_s, STRETCH_SHARE * schedule.duration_s)
+            longest_s = min(longest_s, _STRETCH_SHARE * schedule.duration_s)
             steps = max(1, int(longest_s / self.step_s))
         self._turns += 1
         self._stretch = _Stretch(self.world.now_s, steps, self._turns)
@@ -328,7 +328,7 @@ class Machine:
 
     def _look_meanwhile(self, stretch: _Stretch) -> None:
         """Let the member hear of the next moment if it comes before the stretch ends."""
-        wait_s = max(LEAST_WAIT_S, min(self._moments(self.believed_s)) - self.believed_s)
+        wait_s = max(_LEAST_WAIT_S, min(self._moments(self.believed_s)) - self.believed_s)
         end_s = stretch.begin_s + stretch.steps * self.step_s
         if not self.world.schedule.fixed_steps and self.world.now_s + wait_s < end_s:
             self.later(wait_s, self._meanwhile, stretch.number)

@@ -12,8 +12,8 @@ from dipaco.protocol.chain.steps import Head, Row, Step
 
 from .world import World
 
-STEPS_IN_ANSWER, ROWS_IN_ANSWER = 32, 128
-KEPT_ROUNDS, STATES_ON_DISK = 3, 2
+_STEPS_IN_ANSWER, _ROWS_IN_ANSWER = 32, 128
+_KEPT_ROUNDS, _STATES_ON_DISK = 3, 2
 
 
 class Store:
@@ -59,10 +59,10 @@ class Store:
         for row in rows:
             known = self._rows.setdefault(row.module, {})
             known[row.file] = row
-            if len(known) > ROWS_IN_ANSWER or row.round_index > KEPT_ROUNDS:
-                oldest = max(r.round_index for r in known.values()) - KEPT_ROUNDS
+            if len(known) > _ROWS_IN_ANSWER or row.round_index > _KEPT_ROUNDS:
+                oldest = max(r.round_index for r in known.values()) - _KEPT_ROUNDS
                 kept = {file: r for file, r in known.items() if r.round_index > oldest}
-                self._rows[row.module] = dict(list(kept.items())[-ROWS_IN_ANSWER:])
+                self._rows[row.module] = dict(list(kept.items())[-_ROWS_IN_ANSWER:])
 
     def answer(
         self, module: str, locator: tuple[str, ...]
@@ -70,7 +70,7 @@ class Store:
         """Return steps behind a locator, rows, whether there are more steps, and what is held."""
         book = self._world.book
         name = self.served.get(module, book.genesis(module))
-        steps, has_more = book.after(locator, name, STEPS_IN_ANSWER)
+        steps, has_more = book.after(locator, name, _STEPS_IN_ANSWER)
         return steps, tuple(self._rows.get(module, {}).values()), has_more, self.held.get(module)
 
     # -- files
@@ -83,7 +83,7 @@ class Store:
             for file in self.files
             if file not in made
             or made[file].row.module != module
-            or made[file].row.round_index > round_index - KEPT_ROUNDS
+            or made[file].row.round_index > round_index - _KEPT_ROUNDS
         }
 
     # -- states
@@ -118,7 +118,7 @@ class Store:
     def save(self, head: Head) -> None:
         """Write a state to the disk; the oldest makes room."""
         kept = [one for one in self.disk.get(head.module, ()) if one.step != head.step]
-        self.disk[head.module] = [*kept, head][-STATES_ON_DISK:]
+        self.disk[head.module] = [*kept, head][-_STATES_ON_DISK:]
 
     def drop(self, module: str) -> None:
         """Stop serving a module, and remove its states from the disk."""

@@ -18,7 +18,7 @@ from dipaco.protocol.wire_sizes import CALL_BYTES
 from .engine import Engine
 
 # Messages from this size on take the time that their bytes need.
-BULK_BYTES = 16_384
+_BULK_BYTES = 16_384
 # The "size" of an answer that never comes: the stream is opened, and nothing is sent.
 NO_ANSWER = -1
 # After so long a caller gives up a peer that says nothing.
@@ -122,7 +122,7 @@ class Network:
         else:
             what(*arguments)
 
-    def can_call(self, caller: str, callee: str) -> bool:
+    def _can_call(self, caller: str, callee: str) -> bool:
         """Tell whether a call gets through, to a machine that is awake."""
         a, b = self.links[caller], self.links.get(callee)
         return b is not None and a.is_up and b.is_up and b.can_be_called and a.side == b.side
@@ -143,7 +143,7 @@ class Network:
         now_s = engine.now_s
         arrival_s = now_s + a.latency_s + b.latency_s
         arrival_s += (a.jitter_s + b.jitter_s) * engine.random.random()
-        if size_bytes >= BULK_BYTES:
+        if size_bytes >= _BULK_BYTES:
             begin_s = max(now_s, a.sends_free_s, b.receives_free_s)
             takes_s = size_bytes / min(a.uplink_bytes_s, b.downlink_bytes_s)
             a.sends_free_s = begin_s + size_bytes / a.uplink_bytes_s
@@ -164,7 +164,7 @@ class Network:
     def tell(self, sender: str, receiver: str, content: Any, size_bytes: int) -> None:
         """Send a message that wants no answer, if it gets through."""
         self.links[sender].traffic.requests["tell"] += 1
-        if self.can_call(sender, receiver):
+        if self._can_call(sender, receiver):
             host = self.hosts[receiver]
             self.send(sender, receiver, "tell", size_bytes, host, sender, "tell", content)
 
@@ -183,9 +183,9 @@ class Network:
         source = self.links[caller]
         source.traffic.requests[verb] += 1
         call = _Call(self, caller, callee, verb, source.life, limit_s, on_answer)
-        if self.can_call(caller, callee):
+        if self._can_call(caller, callee):
             self.send(caller, callee, verb, size_bytes, call.serve, content)
-            if size_bytes >= BULK_BYTES:
+            if size_bytes >= _BULK_BYTES:
                 call.limit_s += 4 * size_bytes / source.uplink_bytes_s
         else:
             target = self.links.get(callee)

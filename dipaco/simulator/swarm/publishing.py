@@ -9,7 +9,7 @@ from dipaco.protocol.records import RENEWED_AFTER, PeerRecord, record_life_s
 
 # `machine.Machine`, which stands on this file.
 Machine = Any
-WITHDRAWN_S = 60.0
+_WITHDRAWN_S = 60.0
 
 
 class Publishing:
@@ -57,5 +57,5 @@ class Publishing:
     def _write(self, found: Publication) -> None:
         key = f"{found.kind}/{found.item}"
         self._written[key] = found.record, self._world.now_s
-        life_s = WITHDRAWN_S if found.record is None else found.life_s
+        life_s = _WITHDRAWN_S if found.record is None else found.life_s
         self._world.directory.write(self._machine.peer, key, found.record, life_s)

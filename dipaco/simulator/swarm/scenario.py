@@ -19,7 +19,7 @@ from dipaco.protocol.plan import RoutingPlan, RunBlobs, RunPlan
 from .world import START_S
 
 # The faults of each profile; `mixed` draws its own.
-FAULTS: dict[str, tuple[str, ...]] = {
+_FAULTS: dict[str, tuple[str, ...]] = {
     "calm": (),
     "churn": ("churn",),
     "suspend": ("suspend",),
@@ -37,11 +37,11 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "dying": ("dying",),
     "mixed": ("churn", "suspend", "split", "loss", "latency", "nat", "clock"),
 }
-PROFILES = tuple(FAULTS)
-GRIDS = ((1,), (1,), (2,), (3,), (1, 1), (2, 2), (1, 2))
-GRIDS_OF_MOVERS = ((4,), (2, 2), (2, 4), (8,))
-GRIDS_OF_DYING = ((4,), (2, 2), (2, 3))
-DURATION_OF_DYING_S = 20.0
+PROFILES = tuple(_FAULTS)
+_GRIDS = ((1,), (1,), (2,), (3,), (1, 1), (2, 2), (1, 2))
+_GRIDS_OF_MOVERS = ((4,), (2, 2), (2, 4), (8,))
+_GRIDS_OF_DYING = ((4,), (2, 2), (2, 3))
+_DURATION_OF_DYING_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ def draw_scenario(
     if profile not in PROFILES:
         raise ValueError(f"profile must be one of {', '.join(PROFILES)}, got '{profile}'")
     random = Random(f"scenario {seed} {profile}")
-    faults = FAULTS[profile]
+    faults = _FAULTS[profile]
     if profile == "mixed":
         faults = tuple(fault for fault in faults if random.random() < 0.45)
-    grids = {"moving": GRIDS_OF_MOVERS, "dying": GRIDS_OF_DYING}
-    grid = random.choice(grids.get(profile, GRIDS))
+    grids = {"moving": _GRIDS_OF_MOVERS, "dying": _GRIDS_OF_DYING}
+    grid = random.choice(grids.get(profile, _GRIDS))
     most = math.prod(grid) - 1 if profile in grids else 10
     drawn_members, drawn_rounds = random.randint(2, most), random.randint(8, 20)
     is_fixed = profile == "fixed" or (profile == "mixed" and random.random() < 0.15)
@@ -84,7 +84,7 @@ def draw_scenario(
         members=members or drawn_members,
         rounds=rounds or drawn_rounds,
         duration_s=(
-            random.choice((60.0, 120.0, 300.0)) if profile != "dying" else DURATION_OF_DYING_S
+            random.choice((60.0, 120.0, 300.0)) if profile != "dying" else _DURATION_OF_DYING_S
         ),
         inner_steps=random.choice((6, 8, 10)) if is_fixed else 0,
     )

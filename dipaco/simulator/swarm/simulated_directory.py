@@ -34,10 +34,10 @@ from dipaco.protocol.wire_sizes import (
 from .engine import Engine
 from .network import Link, Network
 
-KEPT_VERSIONS = 3
+_KEPT_VERSIONS = 3
 
 
-def record_bytes(record: Any) -> int:
+def _record_bytes(record: Any) -> int:
     """Return how long a signed record is on the wire."""
     if isinstance(record, ModuleRecord):
         return MODULE_BYTES + (HELD_BYTES if record.held is not None else 0)
@@ -77,7 +77,7 @@ class _Key:
         versions = self.owners.setdefault(owner, [])
         self.size_bytes += version.size_bytes - (versions[-1].size_bytes if versions else 0)
         versions.append(version)
-        del versions[:-KEPT_VERSIONS]
+        del versions[:-_KEPT_VERSIONS]
         self._until_s = -1.0
 
     def seen(self, now_s: float, split: int, side: int) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ class SimulatedDirectory:
     def write(self, owner: str, key: str, record: Any, life_s: float) -> None:
         """Store a record under the owner's name; None withdraws it."""
         engine, network, conditions = self._engine, self._network, self._network.conditions
-        link, size_bytes = network.links[owner], record_bytes(record)
+        link, size_bytes = network.links[owner], _record_bytes(record)
         self._visit(link, key, NODES_STORED * size_bytes)
         link.traffic.records["written"] += 1
         if engine.chance(conditions.writes_lost):

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from .machine import Machine
 from .world import World
 
-Spans = list[tuple[int, int]]
+_Spans = list[tuple[int, int]]
 
 
-def merged(spans: Iterable[tuple[int, int]]) -> Spans:
+def _merged(spans: Iterable[tuple[int, int]]) -> _Spans:
     """Return the same tokens as spans in order that do not overlap."""
-    found: Spans = []
+    found: _Spans = []
     for begin, end in sorted(spans):
         if begin >= end:
             continue
@@ -31,14 +31,14 @@ def merged(spans: Iterable[tuple[int, int]]) -> Spans:
     return found
 
 
-def length(spans: Sequence[tuple[int, int]]) -> int:
+def _length(spans: Sequence[tuple[int, int]]) -> int:
     """Return how many tokens are in spans that do not overlap."""
     return sum(end - begin for begin, end in spans)
 
 
-def without(spans: Spans, others: Spans) -> Spans:
+def _without(spans: _Spans, others: _Spans) -> _Spans:
     """Return what is in some spans and not in others. Both are merged."""
-    found: Spans = []
+    found: _Spans = []
     for begin, end in spans:
         for low, high in others:
             if high <= begin or low >= end:
@@ -52,7 +52,7 @@ def without(spans: Spans, others: Spans) -> Spans:
 
 
 @dataclass
-class Stay:
+class _Stay:
     """A time in which a peer trained a module."""
 
     begin: int
@@ -68,14 +68,14 @@ class Accounts:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._stays: dict[tuple[str, str], list[Stay]] = {}
+        self._stays: dict[tuple[str, str], list[_Stay]] = {}
 
     def open(self, machine: Machine, module: str) -> bool:
         """Begin a stay, unless one is under way; tells whether."""
         stays = self._stays.setdefault((machine.peer, module), [])
         if stays and stays[-1].end is None:
             return False
-        stays.append(Stay(machine.tokens))
+        stays.append(_Stay(machine.tokens))
         return True
 
     def close(self, machine: Machine, module: str, why: str) -> None:
@@ -95,22 +95,22 @@ class Accounts:
             machine, module = self._world.machines[place[0]], place[1]
             if not machine.is_honest:
                 continue
-            trained = merged((s.begin, machine.tokens if s.end is None else s.end) for s in stays)
-            missing = without(trained, inside.get(place, []))
-            found["trained"] += length(trained)
-            found["kept"] += length(trained) - length(missing)
+            trained = _merged((s.begin, machine.tokens if s.end is None else s.end) for s in stays)
+            missing = _without(trained, inside.get(place, []))
+            found["trained"] += _length(trained)
+            found["kept"] += _length(trained) - _length(missing)
             work = machine.works.get(module)
             if work is not None:
-                rest = without(missing, [(work.base, machine.tokens)])
-                found["on_top"] += length(missing) - length(rest)
+                rest = _without(missing, [(work.base, machine.tokens)])
+                found["on_top"] += _length(missing) - _length(rest)
                 missing = rest
             for stay in stays:
                 if stay.end is not None:
-                    rest = without(missing, [(stay.gone_from, stay.end)])
-                    found["gone"] += length(missing) - length(rest)
-                    found[f"gone by {stay.why}"] += length(missing) - length(rest)
+                    rest = _without(missing, [(stay.gone_from, stay.end)])
+                    found["gone"] += _length(missing) - _length(rest)
+                    found[f"gone by {stay.why}"] += _length(missing) - _length(rest)
                     missing = rest
-            found["lost"] += length(missing)
+            found["lost"] += _length(missing)
             for begin, end in missing:
                 self._say_lost(place, begin, end)
         return found
@@ -126,13 +126,13 @@ class Accounts:
         what = f"lost of {place[1]}: {begin} to {end}, in {', '.join(rows) or 'no row'}"
         self._world.say(place[0], "!", what)
 
-    def _contributed(self, finals: dict[str, str]) -> dict[tuple[str, str], Spans]:
+    def _contributed(self, finals: dict[str, str]) -> dict[tuple[str, str], _Spans]:
         """Return which tokens of each peer are in the winning chain of each module."""
-        found: dict[tuple[str, str], Spans] = {}
+        found: dict[tuple[str, str], _Spans] = {}
         for module, final in finals.items():
             for link in self._world.book.back_from(final):
                 rows = link.step.rows if link.step is not None else ()
                 for row in rows:
                     file = self._world.files[row.file]
                     found.setdefault((row.peer, module), []).append((file.begin, file.end))
-        return {place: merged(spans) for place, spans in found.items()}
+        return {place: _merged(spans) for place, spans in found.items()}

@@ -8,7 +8,7 @@ from typing import Any
 from dipaco.protocol.chain.steps import Head, Row, Step
 from dipaco.protocol.view import SwarmView
 
-SHORT = 8
+_SHORT = 8
 # There are too many of these, and they say little.
 QUIET = frozenset({"Turn", "Stepped", "Wait", "TakeStep"})
 
@@ -16,14 +16,14 @@ QUIET = frozenset({"Turn", "Stepped", "Wait", "TakeStep"})
 def shown(what: Any) -> str:
     """Return a value in one short line."""
     if isinstance(what, str):
-        return what[:SHORT] if len(what) == 64 else what
+        return what[:_SHORT] if len(what) == 64 else what
     if isinstance(what, Head):
-        return f"{what.module} v{what.version} w{what.weight} {what.step[:SHORT]}"
+        return f"{what.module} v{what.version} w{what.weight} {what.step[:_SHORT]}"
     if isinstance(what, Row):
-        return f"{what.peer}:{what.tokens}t r{what.round_index} on {what.parent[:SHORT]}"
+        return f"{what.peer}:{what.tokens}t r{what.round_index} on {what.parent[:_SHORT]}"
     if isinstance(what, Step):
         peers = ",".join(row.peer for row in what.rows)
-        return f"<{what.name[:SHORT]} on {what.parent[:SHORT]} r{what.round_index} [{peers}]>"
+        return f"<{what.name[:_SHORT]} on {what.parent[:_SHORT]} r{what.round_index} [{peers}]>"
     if isinstance(what, SwarmView):
         return _view(what)
     if is_dataclass(what) and not isinstance(what, type):

@@ -24,11 +24,11 @@ from .trace import QUIET, shown
 
 # `machine.Machine` and `invariants.Invariants`, which stand on this file.
 Machine = Any
-Invariants = Any
+_Invariants = Any
 START_S = 1000.0
 STATE_BYTES, FILE_BYTES, SHARD_BYTES = 2_000_000, 130_000, 4_000_000
 # Held-out losses. What is subtle is worse by less than a check notices.
-SOUND_LOSS, POISONED_LOSS, FORGED_LOSS, SUBTLE_LOSS = 3.0, 11.0, 7.0, 3.3
+SOUND_LOSS, _POISONED_LOSS, FORGED_LOSS, SUBTLE_LOSS = 3.0, 11.0, 7.0, 3.3
 
 Content = Literal["good", "poison", "subtle", "garbage"]
 LOSSES: dict[Content, float] = {"good": SOUND_LOSS, "subtle": SUBTLE_LOSS}
@@ -70,7 +70,7 @@ class World:
         self._forged: dict[str, float] = {}
         """Losses of forged states, by digest."""
         self._made = 0
-        self.watch: Invariants
+        self.watch: _Invariants
         inner = self.plan.inner
         self.tokens_per_step = inner.batch_sequences * self.plan.model.sequence_length
 
@@ -104,7 +104,7 @@ class World:
         except ValueError:
             return
         contents = [self.files[row.file].content for row in step.rows if row.file in self.files]
-        losses = sorted(LOSSES.get(content, POISONED_LOSS) for content in contents) or [SOUND_LOSS]
+        losses = sorted(LOSSES.get(content, _POISONED_LOSS) for content in contents) or [SOUND_LOSS]
         loss = max(self._losses.get(step.parent, SOUND_LOSS), losses[(len(losses) - 1) // 2])
         if loss > SOUND_LOSS:
             self._losses[step.name] = loss

@@ -31,25 +31,25 @@ from .known_peers import peer_of
 logger = logging.getLogger("dipaco.peer.exchange.contact.clock")
 
 MAX_CLOCK_OFFSET_S = 5.0
-REMEDY = "set this machine's clock: sudo timedatectl set-ntp true"
+_REMEDY = "set this machine's clock: sudo timedatectl set-ntp true"
 MAX_NEIGHBOURS = 15
 # How many of them may be those whose addresses were given.
 MAX_GIVEN = 3
 # Neighbours tell one time when this share of them is so close to their median.
-AGREEING_SHARE = 2 / 3
-AGREEING_S = 0.5
+_AGREEING_SHARE = 2 / 3
+_AGREEING_S = 0.5
 # Without that, and in one measurement of a clock that was set before, it moves no farther.
 MAX_DOUBTFUL_S = 1.0
-MAX_STEP_S = 0.5
-SAMPLES = 4
-MEASURE_TIMEOUT_S = 8.0
+_MAX_STEP_S = 0.5
+_SAMPLES = 4
+_MEASURE_TIMEOUT_S = 8.0
 # Smaller corrections than this are noise of the measurement.
-LEAST_STEP_S = 0.01
+_LEAST_STEP_S = 0.01
 # Between two looks the machine's time and the time since it started part by so much only where
 # somebody has set the clock; of two readings that are further apart nothing is concluded.
-LEAST_JUMP_S = 1.0
-READ_S = 0.1
-READINGS = 5
+_LEAST_JUMP_S = 1.0
+_READ_S = 0.1
+_READINGS = 5
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,14 @@ def agreed_offset_s(neighbours_s: Sequence[float]) -> float:
     return statistics.median([0.0, *neighbours_s])
 
 
-def tell_one_time(neighbours_s: Sequence[float]) -> bool:
+def _tell_one_time(neighbours_s: Sequence[float]) -> bool:
     """Tell whether nearly all of these offsets are the same."""
     middle_s = statistics.median(neighbours_s)
-    close = sum(abs(offset_s - middle_s) <= AGREEING_S for offset_s in neighbours_s)
-    return close >= AGREEING_SHARE * len(neighbours_s)
+    close = sum(abs(offset_s - middle_s) <= _AGREEING_S for offset_s in neighbours_s)
+    return close >= _AGREEING_SHARE * len(neighbours_s)
 
 
-def draw(peers: Iterable[str], count: int) -> list[str]:
+def _draw(peers: Iterable[str], count: int) -> list[str]:
     """Return so many of the peers, at random as nobody can foresee."""
     known = sorted(set(peers))
     return random.SystemRandom().sample(known, min(count, len(known)))
@@ -96,7 +96,7 @@ def check_offset(offset_s: float) -> None:
         where = "behind" if offset_s > 0 else "ahead of"
         raise ClockError(
             f"this machine's clock is {abs(offset_s):.1f} s {where} the other peers, at most "
-            f"{MAX_CLOCK_OFFSET_S:.0f} s are allowed; {REMEDY}"
+            f"{MAX_CLOCK_OFFSET_S:.0f} s are allowed; {_REMEDY}"
         )
 
 
@@ -144,17 +144,17 @@ class Clock:
         if self._steady_time is None:
             return self._system_time()
         with self._lock:
-            for _ in range(READINGS):
+            for _ in range(_READINGS):
                 steady_s = self._steady_time()
                 system_s = self._system_time()
-                if self._steady_time() - steady_s < READ_S:
+                if self._steady_time() - steady_s < _READ_S:
                     break
             else:
                 return system_s
             apart_s = system_s - steady_s
             jump_s = 0.0 if self._apart_s is None else apart_s - self._apart_s
             self._apart_s = apart_s
-            if abs(jump_s) >= LEAST_JUMP_S:
+            if abs(jump_s) >= _LEAST_JUMP_S:
                 self.offset_s -= jump_s
                 self._jumps += 1
                 self.has_jumped = True
@@ -176,14 +176,14 @@ class Clock:
         Returns how many answered; without an answer nothing changes, nor when this machine's clock
         was set meanwhile: what was measured is of the time before. Raises `ClockError`, and
         changes nothing, when the others' clocks are more than `MAX_CLOCK_OFFSET_S` away. Called
-        on joining and every few rounds; takes `MEASURE_TIMEOUT_S` at most.
+        on joining and every few rounds; takes `_MEASURE_TIMEOUT_S` at most.
         """
         self._look()
         jumps = self._jumps
-        first = draw(given, MAX_GIVEN)
+        first = _draw(given, MAX_GIVEN)
         others = {peer for peer in neighbours.connected_peers() if is_in(peer)} - set(given)
-        asked = (*first, *draw(others, MAX_NEIGHBOURS - len(first)))
-        samples = neighbours.clock_samples(asked, SAMPLES, MEASURE_TIMEOUT_S)
+        asked = (*first, *_draw(others, MAX_NEIGHBOURS - len(first)))
+        samples = neighbours.clock_samples(asked, _SAMPLES, _MEASURE_TIMEOUT_S)
         # Of each, the sample with the least delay, which is the least wrong.
         offsets = [min(s, key=lambda one: one.delay_s).offset_s for s in samples.values() if s]
         self._look()
@@ -196,20 +196,20 @@ class Clock:
 
     def _correct(self, offsets: Sequence[float]) -> None:
         target_s = agreed_offset_s(offsets)
-        if tell_one_time(offsets):
+        if _tell_one_time(offsets):
             check_offset(statistics.median(offsets))
         else:
             logger.warning(
                 "the clocks of %d neighbours differ by up to %.1f s: this machine's is moved by "
                 "at most %.0f s; if it is wrong, %s",
-                *(len(offsets), max(offsets) - min(offsets), MAX_DOUBTFUL_S, REMEDY),
+                *(len(offsets), max(offsets) - min(offsets), MAX_DOUBTFUL_S, _REMEDY),
             )
             target_s = min(max(target_s, -MAX_DOUBTFUL_S), MAX_DOUBTFUL_S)
         if self._is_set and not self.has_jumped:
-            least_s, most_s = self.offset_s - MAX_STEP_S, self.offset_s + MAX_STEP_S
+            least_s, most_s = self.offset_s - _MAX_STEP_S, self.offset_s + _MAX_STEP_S
             target_s = min(max(target_s, least_s), most_s)
         self._is_set, self.has_jumped = True, False
-        if abs(target_s - self.offset_s) >= LEAST_STEP_S:
+        if abs(target_s - self.offset_s) >= _LEAST_STEP_S:
             logger.debug("clock offset %+.3f s by %d neighbours", target_s, len(offsets))
             self.offset_s = target_s
 

@@ -27,10 +27,10 @@ from .known_peers import peer_of
 
 logger = logging.getLogger("dipaco.peer.exchange.contact.diagnosis")
 
-DAEMON_TIMEOUT_S = 60.0
+_DAEMON_TIMEOUT_S = 60.0
 # Whether somebody answers under an own identity.
-ANSWER_S, LOOKS, LOOK_S = 5.0, 10, 0.2
-AGAIN, AGAIN_AFTER_S = 2, 3.0
+_ANSWER_S, _LOOKS, _LOOK_S = 5.0, 10, 0.2
+_AGAIN, _AGAIN_AFTER_S = 2, 3.0
 
 
 def diagnose(initial_peers: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ def examine(addresses: Sequence[str], timeout_s: float = 15.0) -> dict[str, Dipa
     thread = LoopThread("diagnosis")
     thread.start()
     try:
-        thread.call(run(), DAEMON_TIMEOUT_S + 3 * len(addresses) * timeout_s + 5.0)
+        thread.call(run(), _DAEMON_TIMEOUT_S + 3 * len(addresses) * timeout_s + 5.0)
     finally:
         thread.stop()
     return found
@@ -94,30 +94,30 @@ def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
         me = PeerID.from_base58(identity.peer_id)
         async with _plain_client() as p2p:
             await asyncio.gather(
-                *(_dial(p2p, *_split(address), ANSWER_S) for address in through),
+                *(_dial(p2p, *_split(address), _ANSWER_S) for address in through),
                 return_exceptions=True,
             )
-            for _ in range(LOOKS):
+            for _ in range(_LOOKS):
                 try:
-                    await _dial(p2p, identity.peer_id, None, ANSWER_S)
+                    await _dial(p2p, identity.peer_id, None, _ANSWER_S)
                     break
                 except ControlFailure as error:
                     # Those that were dialled say what they are a moment later.
                     if "any peer in table" not in str(error):
                         return []
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(_LOOK_S)
             found = [info.addrs for info in await p2p.list_peers() if info.peer_id == me]
             return [str(address) for addresses in found for address in addresses]
 
     thread = LoopThread("identity")
     thread.start()
     try:
-        found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
-        for _ in range(AGAIN):
+        found = thread.call(run(), _DAEMON_TIMEOUT_S + 4 * _ANSWER_S)
+        for _ in range(_AGAIN):
             # What answers may be what is left of an earlier life, for some moments.
             if found:
-                time.sleep(AGAIN_AFTER_S)
-                found = thread.call(run(), DAEMON_TIMEOUT_S + 4 * ANSWER_S)
+                time.sleep(_AGAIN_AFTER_S)
+                found = thread.call(run(), _DAEMON_TIMEOUT_S + 4 * _ANSWER_S)
     except (DipacoError, OSError, TimeoutError) as error:
         logger.debug("whether the identity is free: %r", error)
         return
@@ -140,7 +140,7 @@ async def _plain_client() -> AsyncIterator[P2P]:
             auto_nat=False,
             nat_port_map=False,
             tls=False,  # as in the DHT process
-            startup_timeout=DAEMON_TIMEOUT_S,
+            startup_timeout=_DAEMON_TIMEOUT_S,
         )
     except Exception as error:
         raise UnreachableError(f"the libp2p daemon does not start: {error}") from error

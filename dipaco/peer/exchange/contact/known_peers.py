@@ -17,9 +17,9 @@ from dipaco.protocol.view import SwarmView
 
 # Of the peers that are remembered on disk: of a run, of these taken from one view, runs, and how
 # many are tried at once. A view is looked at again after a while.
-MAX_KNOWN, MAX_NEW, MAX_RUNS, MAX_TRIED = 64, 32, 8, 16
-MAX_FILE_BYTES = 2**20
-REMEMBER_EVERY_S = 60.0
+MAX_KNOWN, _MAX_NEW, MAX_RUNS, MAX_TRIED = 64, 32, 8, 16
+_MAX_FILE_BYTES = 2**20
+_REMEMBER_EVERY_S = 60.0
 
 
 class KnownPeers:
@@ -63,7 +63,7 @@ class KnownPeers:
 
         This writes seldom more often than once a minute.
         """
-        if time.monotonic() < self._written_s + REMEMBER_EVERY_S:
+        if time.monotonic() < self._written_s + _REMEMBER_EVERY_S:
             return
         places = {
             peer: record.addresses
@@ -83,7 +83,7 @@ class KnownPeers:
         if not direct and run_id in known:
             return
         self._written_s = time.monotonic() if direct else -math.inf
-        newest = dict.fromkeys((*direct[:MAX_NEW], *given, *known.pop(run_id, ())))
+        newest = dict.fromkeys((*direct[:_MAX_NEW], *given, *known.pop(run_id, ())))
         runs = {run_id: list(newest)[:MAX_KNOWN], **known}
         text = json.dumps(dict(list(runs.items())[:MAX_RUNS]), indent=0)
         with contextlib.suppress(DipacoError, OSError):
@@ -92,7 +92,7 @@ class KnownPeers:
     def _read(self) -> dict[str, tuple[str, ...]]:
         """Return the addresses by run, those that can be used."""
         try:
-            said = json.loads(self._path.read_bytes()[:MAX_FILE_BYTES])
+            said = json.loads(self._path.read_bytes()[:_MAX_FILE_BYTES])
             return {
                 str(run): tuple(address for address in addresses if _is_usable(address))
                 for run, addresses in said.items()

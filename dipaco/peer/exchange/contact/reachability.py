@@ -31,13 +31,13 @@ Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 # A libp2p node says this first on every TCP connection.
 GREETING = b"\x13/multistream/1.0.0\n"
-DIAL_LIMIT_S = 4.0
+_DIAL_LIMIT_S = 4.0
 # Of those who are asked: calls back at once, and how often to one caller.
 CALLS_AT_ONCE = 4
 CALL_PERIOD_S = 15.0
-REMEMBERED_CALLERS = 1024
+_REMEMBERED_CALLERS = 1024
 # Of who asks: answers that agree, and peers that are asked until there are so many.
-ANSWERS = 2
+_ANSWERS = 2
 QUESTIONS = 6
 # It asks again after this, or sooner: its addresses have changed, or nobody could tell.
 AGAIN_S = 900.0
@@ -80,7 +80,7 @@ async def greets(host: Host, port: int) -> bool:
     """Tell whether a libp2p node answers there. Bounded."""
     writer = None
     try:
-        async with asyncio.timeout(DIAL_LIMIT_S):
+        async with asyncio.timeout(_DIAL_LIMIT_S):
             reader, writer = await asyncio.open_connection(str(host), port)
             return await reader.readexactly(len(GREETING)) == GREETING
     except (OSError, EOFError, TimeoutError):
@@ -114,7 +114,7 @@ class CallingBack:
             return CallBackReply(result="elsewhere", near=is_near)
         self._called[peer] = now
         self._called.move_to_end(peer)
-        while len(self._called) > REMEMBERED_CALLERS:
+        while len(self._called) > _REMEMBERED_CALLERS:
             self._called.popitem(last=False)
         self._under_way += 1
         try:
@@ -132,10 +132,10 @@ AskToCall = Callable[[str, Sequence[str]], CallBackReply]
 without an answer."""
 
 
-def conclude(answers: Sequence[CallBackReply], own: Sequence[str]) -> bool | None:
+def _conclude(answers: Sequence[CallBackReply], own: Sequence[str]) -> bool | None:
     """Return whether the peers that were asked can call a peer that announces `own`.
 
-    None until one answer is `ANSWERS` ahead of the other, or all have answered. Neighbours in the
+    None until one answer is `_ANSWERS` ahead of the other, or all have answered. Neighbours in the
     same private network are ignored if there are others.
     """
     far = [answer for answer in answers if not answer.near]
@@ -162,9 +162,9 @@ def probe(
         except DipacoError as error:
             logger.debug("%s does not call back: %s", peer, error)
         told = [answer for answer in answers if answer.result != "untried"]
-        if len(told) >= ANSWERS and conclude(told, direct) is not None:
+        if len(told) >= _ANSWERS and _conclude(told, direct) is not None:
             break
-    can_be_called = conclude(answers, direct)
+    can_be_called = _conclude(answers, direct)
     if can_be_called is None:
         return "unknown", tuple(answers)
     if can_be_called:

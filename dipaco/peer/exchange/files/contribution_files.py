@@ -19,7 +19,7 @@ from dipaco.modules.contributions import Data
 from dipaco.protocol.chain.steps import MARK_BYTES, Row
 
 # Files that were found to be contributions are remembered up to so many.
-MAX_REMEMBERED = 2**16
+_MAX_REMEMBERED = 2**16
 
 
 def check_is_of(row: Row, path: Path) -> None:
@@ -117,7 +117,7 @@ class ContributionFiles:
     def set_checked(self, sha256: str) -> None:
         """Remember that a file is a contribution."""
         with self._lock:
-            if len(self._checked) >= MAX_REMEMBERED:
+            if len(self._checked) >= _MAX_REMEMBERED:
                 self._checked.clear()
             self._checked.add(sha256)
 

@@ -14,7 +14,7 @@ from dipaco.base.turns import Turns
 
 REMEMBERED_SOURCES = 4096
 # Of the slots, for sources that have not delivered anything lately.
-UNPROVEN_SHARE = 3 / 4
+_UNPROVEN_SHARE = 3 / 4
 _DELIVERED, _UNKNOWN = -1, 0
 
 
@@ -22,7 +22,7 @@ class DownloadSlots(Turns[str]):
     """So many downloads at once, and so many from one source. Used on one event loop."""
 
     def __init__(self, max_total: int, max_per_source: int) -> None:
-        max_unproven = max(1, int(UNPROVEN_SHARE * max_total))
+        max_unproven = max(1, int(_UNPROVEN_SHARE * max_total))
         super().__init__(max_total, max_per_source, self._known_of, max_unproven)
         self._known: OrderedDict[str, int] = OrderedDict()
         """How often a source was slow since it delivered last; those heard of last at the end."""

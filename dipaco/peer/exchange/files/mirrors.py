@@ -16,7 +16,7 @@ from dipaco.protocol.plan import check_mirror
 from .transfer import ContentAbsent, ContentStream, OffsetBeyondEnd
 
 
-def refuse_private(address: str) -> None:
+def _refuse_private(address: str) -> None:
     """Raise OSError for an https mirror at an address that not everybody can call: a manifest must
     not send volunteers to what is in their own networks."""
     place = urlsplit(address)
@@ -54,7 +54,7 @@ class MirrorSource:
     def _open(self, sha256: str, offset: int) -> tuple[ContentStream, int]:
         # Laid out as the folder of blobs of a run is.
         address = f"{check_mirror(self._address)}/{sha256[:2]}/{sha256}"
-        refuse_private(self._address)
+        _refuse_private(self._address)
         # The HTTP client reads the proxy of this machine only when it is told to.
         is_https = address.startswith("https:")
         options = {"client_kwargs": {"trust_env": True}} if is_https else {}

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 FOR_S = 600.0
-REMEMBERED = 4096
+_REMEMBERED = 4096
 
 
 class RefusedSources:
@@ -27,7 +27,7 @@ class RefusedSources:
         """This source sent something that cannot be the content of this hash."""
         self._until_s[source, sha256] = self._monotonic() + FOR_S
         self._until_s.move_to_end((source, sha256))
-        while len(self._until_s) > REMEMBERED:
+        while len(self._until_s) > _REMEMBERED:
             self._until_s.popitem(last=False)
 
     def has(self, source: str, sha256: str) -> bool:

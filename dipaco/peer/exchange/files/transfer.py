@@ -40,19 +40,19 @@ OPEN_TIMEOUT_S = 15.0
 SLOW_GRACE_S = 3.0
 LEAST_RATE_BYTES_S = 2**16
 # How often that is looked at.
-LOOK_S = 0.25
+_LOOK_S = 0.25
 # A holder that has said nothing but "busy" for so long is given up.
 BUSY_LIMIT_S = 300.0
 # Failures of one holder in a row without this much progress in between: then it is given up. A
 # slow one that does send is left for the others, and asked again.
 MAX_FAILURES = 3
-PROGRESS_BYTES = 2**16
+_PROGRESS_BYTES = 2**16
 RETRY_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 10.0
+_LONGEST_PAUSE_S = 10.0
 # How often a download that somebody else has begun is looked at.
-POLL_S = 0.1
+_POLL_S = 0.1
 
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 # Stands for bytes that an earlier process or download left in the partial file.
 _EARLIER = "an earlier download"
 
@@ -66,7 +66,7 @@ class SourceBusy(Exception):
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("it is busy")
-        self.retry_after_s = min(max(retry_after_s, 0.1), LONGEST_PAUSE_S)
+        self.retry_after_s = min(max(retry_after_s, 0.1), _LONGEST_PAUSE_S)
 
 
 class OffsetBeyondEnd(Exception):
@@ -85,7 +85,7 @@ MoreSources = Callable[[], Iterable["Source"]]
 """Returns the sources that were named since it was asked last."""
 
 
-def no_more() -> Iterable[Source]:
+def _no_more() -> Iterable[Source]:
     """Name no source."""
     return ()
 
@@ -139,7 +139,7 @@ async def download(
     slots: DownloadSlots,
     refused: RefusedSources,
     on_progress: OnProgress = no_progress,
-    more: MoreSources = no_more,
+    more: MoreSources = _no_more,
 ) -> Path:
     """Fetch content into `destination` and return its file; at once when it is there.
 
@@ -163,7 +163,7 @@ async def download(
                 return await attempt.run(sources)
             if time.monotonic() > deadline:
                 raise NetworkError(f"{sha256[:12]} is being fetched by another process, slowly")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(_POLL_S)
         return destination.path(sha256)
 
 
@@ -325,7 +325,7 @@ class _Download:
 
     def _note_failure(self, holder: _Holder, error: Exception, received: int) -> None:
         holder.reason = short_reason(error)
-        holder.failures = 1 if received >= PROGRESS_BYTES else holder.failures + 1
+        holder.failures = 1 if received >= _PROGRESS_BYTES else holder.failures + 1
         holder.gone = holder.failures >= MAX_FAILURES
         holder.retry_at = time.monotonic() + RETRY_PAUSE_S * holder.failures
         logger.debug("%s: %s failed: %r", holder.source.name, self._sha256[:12], error)
@@ -377,11 +377,11 @@ class _Download:
 
     async def _unless_slow(
         self,
-        doing: Coroutine[object, object, ResultT],
+        doing: Coroutine[object, object, _ResultT],
         holder: _Holder,
         limit_s: float,
         block: bytearray,
-    ) -> ResultT:
+    ) -> _ResultT:
         """Return what a source gives. Raises `TimeoutError` after `limit_s`, and `_TooSlow` sooner
         when somebody waits whom another source, or this slot, would serve better.
 
@@ -390,7 +390,7 @@ class _Download:
         task, began_s, waited_s = asyncio.ensure_future(doing), time.monotonic(), 0.0
         try:
             while waited_s < limit_s:
-                done, _ = await asyncio.wait({task}, timeout=min(LOOK_S, limit_s - waited_s))
+                done, _ = await asyncio.wait({task}, timeout=min(_LOOK_S, limit_s - waited_s))
                 if done:
                     return task.result()
                 waited_s = time.monotonic() - began_s
@@ -443,7 +443,7 @@ class _Download:
         while not await run_blocking(self._partial.try_open):
             if time.monotonic() > self._deadline:
                 raise self._failure("in time")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(_POLL_S)
 
 
 class _Refused(Exception):

@@ -16,12 +16,12 @@ from .transport import Stream, Transport
 
 # One name for all versions of the protocol: the hello in it is how they tell each other apart.
 PROTOCOL_NAME = "/dipaco/exchange"
-ReplyT = TypeVar("ReplyT", bound=Message)
+_ReplyT = TypeVar("_ReplyT", bound=Message)
 
-RESET_WAIT_S, LONGEST_RESET_WAIT_S = 0.05, 0.4
+_RESET_WAIT_S, _LONGEST_RESET_WAIT_S = 0.05, 0.4
 """How long to wait after the first reset of a stream; twice as long after each further one, up to
 the second."""
-RECONNECT_AFTER_S = 4.0
+_RECONNECT_AFTER_S = 4.0
 """After so many seconds of resets, or half of a call's time, the connection is made anew."""
 
 
@@ -30,8 +30,8 @@ class TurnedAway(NetworkError):
 
 
 async def call(
-    transport: Transport, peer: str, request: Request, reply: type[ReplyT], timeout_s: float
-) -> ReplyT:
+    transport: Transport, peer: str, request: Request, reply: type[_ReplyT], timeout_s: float
+) -> _ReplyT:
     """Ask a peer and return its reply.
 
     Raises `NetworkError` when it does not answer or answers nonsense, `TurnedAway` when it answers
@@ -43,8 +43,8 @@ async def call(
 
 
 async def begin(
-    transport: Transport, peer: str, request: Request, reply: type[ReplyT], timeout_s: float
-) -> tuple[Stream, ReplyT]:
+    transport: Transport, peer: str, request: Request, reply: type[_ReplyT], timeout_s: float
+) -> tuple[Stream, _ReplyT]:
     """Open a stream, send a request and read the reply; the caller closes the stream.
 
     Raises as `call` does.
@@ -66,8 +66,8 @@ async def begin(
 
 
 async def _unless_reset(
-    transport: Transport, peer: str, request: Request, reply: type[ReplyT], timeout_s: float
-) -> tuple[Stream, ReplyT]:
+    transport: Transport, peer: str, request: Request, reply: type[_ReplyT], timeout_s: float
+) -> tuple[Stream, _ReplyT]:
     """Ask again as long as the stream is reset before a reply, for at most `timeout_s`.
 
     Before libp2p has learned a peer's protocols it opens a stream all the same, and a peer that
@@ -76,8 +76,8 @@ async def _unless_reset(
     said before, and is never repeated, but a new connection transmits all of them.
     """
     began_s = time.monotonic()
-    until_s, wait_s = began_s + timeout_s, RESET_WAIT_S
-    reconnect_s = began_s + min(RECONNECT_AFTER_S, timeout_s / 2)
+    until_s, wait_s = began_s + timeout_s, _RESET_WAIT_S
+    reconnect_s = began_s + min(_RECONNECT_AFTER_S, timeout_s / 2)
     while True:
         try:
             async with asyncio.timeout(until_s - time.monotonic()):
@@ -93,12 +93,12 @@ async def _unless_reset(
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(transport.disconnect(peer), until_s - time.monotonic())
         await asyncio.sleep(wait_s)
-        wait_s = min(2 * wait_s, LONGEST_RESET_WAIT_S)
+        wait_s = min(2 * wait_s, _LONGEST_RESET_WAIT_S)
 
 
 async def _once(
-    transport: Transport, peer: str, request: Request, reply: type[ReplyT], until_s: float
-) -> tuple[Stream, ReplyT]:
+    transport: Transport, peer: str, request: Request, reply: type[_ReplyT], until_s: float
+) -> tuple[Stream, _ReplyT]:
     stream = await transport.open_stream(peer, PROTOCOL_NAME)
     try:
         await stream.write(framed(request), until_s - time.monotonic())

@@ -16,13 +16,13 @@ from dipaco.base.errors import NetworkError
 from dipaco.base.waits import may_wait_for, never_waiting
 from dipaco.dht.dht_process import hold_tasks
 
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
 
-CANCEL_TIMEOUT_S = 0.5
-START_TIMEOUT_S = 10.0
-STOP_LIMIT_S = 1.0
+_CANCEL_TIMEOUT_S = 0.5
+_START_TIMEOUT_S = 10.0
+_STOP_LIMIT_S = 1.0
 # How often a call looks whether it can still be answered.
-LOOK_S = 0.5
+_LOOK_S = 0.5
 
 
 class LoopThread:
@@ -57,10 +57,10 @@ class LoopThread:
 
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
-        if not ready.wait(START_TIMEOUT_S):
-            raise NetworkError(f"the {self._name} did not start within {START_TIMEOUT_S:.0f} s")
+        if not ready.wait(_START_TIMEOUT_S):
+            raise NetworkError(f"the {self._name} did not start within {_START_TIMEOUT_S:.0f} s")
 
-    def call(self, coroutine: Coroutine[Any, Any, ResultT], timeout_s: float) -> ResultT:
+    def call(self, coroutine: Coroutine[Any, Any, _ResultT], timeout_s: float) -> _ResultT:
         """Run a coroutine on the loop and wait for its result.
 
         Raises `NetworkError` when the loop is stopped or `timeout_s` has passed, and what `check`
@@ -80,7 +80,7 @@ class LoopThread:
         until = time.monotonic() + timeout_s
         try:
             while not future.done() and (left_s := until - time.monotonic()) > 0:
-                concurrent.futures.wait([future], min(LOOK_S, left_s))
+                concurrent.futures.wait([future], min(_LOOK_S, left_s))
                 if not future.done():
                     self._check()
             return future.result(0)
@@ -110,7 +110,7 @@ class LoopThread:
             return
         with contextlib.suppress(RuntimeError):
             asyncio.run_coroutine_threadsafe(_cancel_others(loop), loop)
-        thread.join(STOP_LIMIT_S)
+        thread.join(_STOP_LIMIT_S)
 
 
 async def _cancel_others(loop: asyncio.AbstractEventLoop) -> None:
@@ -118,6 +118,6 @@ async def _cancel_others(loop: asyncio.AbstractEventLoop) -> None:
     for task in tasks:
         task.cancel()
     if tasks:
-        await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S)
+        await asyncio.wait(tasks, timeout=_CANCEL_TIMEOUT_S)
     # One more turn, so that callers of cancelled tasks learn it before the loop ends.
     loop.call_soon(loop.stop)

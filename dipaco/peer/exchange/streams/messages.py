@@ -23,23 +23,23 @@ from .transport import Stream
 
 # A step and as many rows besides, of 128 peers with their admissions, fit into a tell.
 MAX_REQUEST_BYTES = 2**17
-MAX_REPLY_BYTES = 4096
+_MAX_REPLY_BYTES = 4096
 MAX_ANSWER_BYTES = 2**18
 # Of one message.
 MAX_TOLD_STEPS, MAX_TOLD_ROWS = 1, MAX_ROWS
-MAX_ANSWERED_STEPS, MAX_ANSWERED_ROWS = 256, 4 * MAX_ROWS
-MAX_ADMISSIONS = 512
-MAX_LOCATOR = 64
+_MAX_ANSWERED_STEPS, _MAX_ANSWERED_ROWS = 256, 4 * MAX_ROWS
+_MAX_ADMISSIONS = 512
+_MAX_LOCATOR = 64
 # Addresses at which a peer is called back.
 MAX_CALLED_BACK = 4
-LENGTH_BYTES = 4
+_LENGTH_BYTES = 4
 # Of one array or map; what is nested deeper than fields of rows are cannot be long.
 _MAX_ENTRIES = 1024
 
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 Hash = Annotated[bytes, Field(min_length=32, max_length=32)]
 AdmissionBytes = Annotated[bytes, Field(max_length=2 * ADMISSION_BYTES)]
-Admissions = Annotated[dict[PeerId, AdmissionBytes], Field(max_length=MAX_ADMISSIONS)]
+Admissions = Annotated[dict[PeerId, AdmissionBytes], Field(max_length=_MAX_ADMISSIONS)]
 
 
 class MessageError(ValueError):
@@ -50,10 +50,10 @@ class Message(BaseModel):
     """Base of every message."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
-    max_bytes: ClassVar[int] = MAX_REPLY_BYTES
+    max_bytes: ClassVar[int] = _MAX_REPLY_BYTES
 
 
-class Asking(Message):
+class _Asking(Message):
     """Base of every request.
 
     These two fields come first: they decide whether the others are read, and who pays for that.
@@ -64,7 +64,7 @@ class Asking(Message):
     """The admission of the asker, which need not wait until its records are read."""
 
 
-class HelloRequest(Asking):
+class HelloRequest(_Asking):
     """Asks for a peer's version and its time."""
 
     kind: Literal["hello"] = "hello"
@@ -82,7 +82,7 @@ class HelloReply(Message):
     run: RunId | None = None
 
 
-class CallBackRequest(Asking):
+class CallBackRequest(_Asking):
     """Please try to call me at these addresses."""
 
     kind: Literal["call_back"] = "call_back"
@@ -101,7 +101,7 @@ class CallBackReply(Message):
     """The caller comes from an address that not everybody can call."""
 
 
-class TellRequest(Asking):
+class TellRequest(_Asking):
     """These rows and steps are new. `unpack_row` and `unpack_step` read them."""
 
     kind: Literal["tell"] = "tell"
@@ -117,13 +117,13 @@ class TellReply(Message):
     """The answer to a tell: it has arrived."""
 
 
-class AskRequest(Asking):
+class AskRequest(_Asking):
     """Which steps come after the newest of these that you know, and which rows do you know?"""
 
     kind: Literal["ask"] = "ask"
     run: RunId
     module: ModuleName
-    locator: list[Hash] = Field(max_length=MAX_LOCATOR)
+    locator: list[Hash] = Field(max_length=_MAX_LOCATOR)
 
 
 class AskReply(Message):
@@ -131,8 +131,8 @@ class AskReply(Message):
 
     max_bytes: ClassVar[int] = MAX_ANSWER_BYTES
 
-    steps: list[Any] = Field(max_length=MAX_ANSWERED_STEPS)
-    rows: list[Any] = Field(max_length=MAX_ANSWERED_ROWS)
+    steps: list[Any] = Field(max_length=_MAX_ANSWERED_STEPS)
+    rows: list[Any] = Field(max_length=_MAX_ANSWERED_ROWS)
     has_more: bool
     held: HeldState | None
     trains: bool = False
@@ -140,7 +140,7 @@ class AskReply(Message):
     admissions: Admissions
 
 
-class GetRequest(Asking):
+class GetRequest(_Asking):
     """Send the content with this hash, from `offset` on."""
 
     kind: Literal["get"] = "get"
@@ -160,7 +160,7 @@ class GetReply(Message):
     retry_after_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
 
 
-class PutRequest(Asking):
+class PutRequest(_Asking):
     """Take this file of mine, which the row names; its bytes follow when the answer is "send"."""
 
     kind: Literal["put"] = "put"
@@ -185,11 +185,11 @@ _LONG = ("tell", "ask", "put")
 # What members alone are heard with.
 _OF_MEMBERS = ("tell", "put", "call_back")
 # The kind of a request and the admission stand in its first bytes.
-BEGINNING_BYTES = 128 + ADMISSION_BYTES
+_BEGINNING_BYTES = 128 + ADMISSION_BYTES
 # What is said to others with it instead of a reply.
-TURNED_AWAY = bytes(LENGTH_BYTES)
+TURNED_AWAY = bytes(_LENGTH_BYTES)
 
-MessageT = TypeVar("MessageT", bound=Message)
+_MessageT = TypeVar("_MessageT", bound=Message)
 
 
 def encode(message: Message) -> bytes:
@@ -216,7 +216,7 @@ def _unpack(data: bytes, max_bytes: int) -> dict[Any, Any]:
     return values
 
 
-def _validate(message_class: type[MessageT], values: dict[Any, Any]) -> MessageT:
+def _validate(message_class: type[_MessageT], values: dict[Any, Any]) -> _MessageT:
     try:
         return message_class.model_validate(values)
     except ValidationError as error:
@@ -225,7 +225,7 @@ def _validate(message_class: type[MessageT], values: dict[Any, Any]) -> MessageT
         raise MessageError(f"{where}: {first['msg']}"[:200]) from None
 
 
-def decode(message_class: type[MessageT], data: bytes) -> MessageT:
+def decode(message_class: type[_MessageT], data: bytes) -> _MessageT:
     """Read a message that came from another peer, or raise `MessageError`."""
     return _validate(message_class, _unpack(data, message_class.max_bytes))
 
@@ -254,7 +254,7 @@ async def read_beginning(stream: Stream) -> Beginning:
     `asyncio.IncompleteReadError` when the stream ends.
     """
     size = await _read_length(stream, MAX_REQUEST_BYTES)
-    data = await stream.read_exactly(min(size, BEGINNING_BYTES))
+    data = await stream.read_exactly(min(size, _BEGINNING_BYTES))
     kind, admission = _introduction(data)
     _check_size(kind, size)
     return Beginning(size, data, kind, admission)
@@ -280,20 +280,20 @@ def _introduction(data: bytes) -> tuple[str, bytes | None]:
 
 def decode_request(data: bytes) -> Request:
     """Read a request of any kind, or raise `MessageError`."""
-    kind, _ = _introduction(data[:BEGINNING_BYTES])
+    kind, _ = _introduction(data[:_BEGINNING_BYTES])
     _check_size(kind, len(data))
     return _validate(_REQUESTS[kind], _unpack(data, MAX_REQUEST_BYTES))
 
 
 def _check_size(kind: str, size_bytes: int) -> None:
-    if kind not in _LONG and size_bytes > MAX_REPLY_BYTES:
-        raise MessageError(f"{size_bytes} bytes, at most {MAX_REPLY_BYTES} are allowed")
+    if kind not in _LONG and size_bytes > _MAX_REPLY_BYTES:
+        raise MessageError(f"{size_bytes} bytes, at most {_MAX_REPLY_BYTES} are allowed")
 
 
 def framed(message: Message) -> bytes:
     """Return a message behind its length."""
     data = encode(message)
-    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+    return len(data).to_bytes(_LENGTH_BYTES, "big") + data
 
 
 async def read_frame(stream: Stream, max_bytes: int) -> bytes:
@@ -303,7 +303,7 @@ async def read_frame(stream: Stream, max_bytes: int) -> bytes:
 
 
 async def _read_length(stream: Stream, max_bytes: int) -> int:
-    size = int.from_bytes(await stream.read_exactly(LENGTH_BYTES), "big")
+    size = int.from_bytes(await stream.read_exactly(_LENGTH_BYTES), "big")
     if size > max_bytes:
         raise MessageError(f"{size} bytes, at most {max_bytes} are allowed")
     return size

@@ -20,9 +20,9 @@ from dipaco.dht.guarded_dht import GuardedDHT
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.protocol.allowances import NOWHERE, origin_of
 
-DAEMON_TIMEOUT_S = 10.0
-DETACH_TIMEOUT_S = 0.4
-ResultT = TypeVar("ResultT")
+_DAEMON_TIMEOUT_S = 10.0
+_DETACH_TIMEOUT_S = 0.4
+_ResultT = TypeVar("_ResultT")
 
 
 class Stream:
@@ -169,7 +169,7 @@ class HivemindTransport:
             self._protocols.clear()
             if gone is not None:
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(gone.shutdown(), DETACH_TIMEOUT_S)
+                    await asyncio.wait_for(gone.shutdown(), _DETACH_TIMEOUT_S)
 
     async def close(self) -> None:
         """Take the handlers back, if p2pd still answers."""
@@ -181,7 +181,7 @@ class HivemindTransport:
             return_exceptions=True,
         )
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(removing, DETACH_TIMEOUT_S)
+            await asyncio.wait_for(removing, _DETACH_TIMEOUT_S)
         await p2p.shutdown()
 
     async def serve(self, protocol: str, handler: Handler) -> None:
@@ -216,9 +216,9 @@ class HivemindTransport:
         await self.p2p._client.disconnect(PeerID.from_base58(peer))
 
 
-async def _asked(answer: Awaitable[ResultT]) -> ResultT:
+async def _asked(answer: Awaitable[_ResultT]) -> _ResultT:
     """Return what p2pd answers. Raises `NetworkError` while it is silent or gone."""
     try:
-        return await asyncio.wait_for(answer, DAEMON_TIMEOUT_S)
+        return await asyncio.wait_for(answer, _DAEMON_TIMEOUT_S)
     except Exception as error:
         raise NetworkError(f"p2pd does not answer: {str(error) or 'it is silent'}") from error
