@@ -26,7 +26,7 @@ CodecName = Literal["float32", "int4", "int2", "sign"]
 # Whether peers may train on texts of their owners (design 4.14, texts).
 OwnTexts = Literal["no", "yes"]
 # Of a module's file everybody waits for the last this long at most, and for a proposal this long.
-LONGEST_GATHER_S, LONGEST_GRACE_S = 60.0, 10.0
+_LONGEST_GATHER_S, _LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
 UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
 
@@ -65,10 +65,9 @@ class AdaptersConfig(Config):
     )
     base_format: Literal["bf16", "fp16", "nf4", "float32"] = Field(
         "bf16",
-        description="How all peers hold the base in memory. A checkpoint that is stored otherwise "
-        "is rounded to it, and `prepare` says so. `nf4` takes 4 bits per weight of what "
-        "bf16 holds, with bitsandbytes, and costs quality; it is for GPUs that have too "
-        "little memory for bf16.",
+        description="How all peers hold the base in memory; another checkpoint is rounded to it. "
+        "`nf4` takes 4 bits per weight, with bitsandbytes, and costs quality; it is for GPUs that "
+        "have too little memory for bf16.",
     )
 
     @property
@@ -317,9 +316,8 @@ class InnerConfig(Config):
         0,
         ge=0,
         le=2**40,
-        description="Where in the schedule a path's first step of this run is: the steps "
-        "that its parameters were trained before. So one schedule spans a run "
-        "and its successors.",
+        description="Where in the schedule a path's first step of this run is, so that one "
+        "schedule spans a run and its successors.",
     )
     fresh_state_warmup_steps: int = Field(
         10, ge=0, description="Extra warmup when a peer starts a path with a fresh optimizer state."
@@ -426,12 +424,12 @@ class RoundsConfig(Config):
     @property
     def gather_limit_s(self) -> float:
         """Seconds after a boundary for which contributions are waited for, resolved."""
-        return self.gather_s or min(LONGEST_GATHER_S, self.duration_s / 4)
+        return self.gather_s or min(_LONGEST_GATHER_S, self.duration_s / 4)
 
     @property
     def grace_limit_s(self) -> float:
         """Seconds of silence after which the next peer proposes, resolved."""
-        return self.grace_s or min(LONGEST_GRACE_S, self.gather_limit_s / 4)
+        return self.grace_s or min(_LONGEST_GRACE_S, self.gather_limit_s / 4)
 
     def round_at(self, since_start_s: float) -> int:
         """Return the round so many seconds after the run's start; negative before it."""
@@ -465,14 +463,14 @@ class ContributionsConfig(Config):
     )
 
 
-ConfigT = TypeVar("ConfigT", bound=BaseModel)
+_ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 
 
 # Of many mistakes so many are told at once.
-MAX_TOLD = 8
+_MAX_TOLD = 8
 
 
-def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source: str) -> ConfigT:
+def parse_config(config_class: type[_ConfigT], values: Mapping[str, Any], source: str) -> _ConfigT:
     """Build `config_class` from plain values, or raise `ConfigurationError` with one clear line
     that tells all mistakes.
 
@@ -487,7 +485,7 @@ def parse_config(config_class: type[ConfigT], values: Mapping[str, Any], source:
         # Of what may have one of several types, each type has a complaint: the first is told.
         first = {one["loc"][:2]: one for one in reversed(error.errors())}
         mistakes = [_mistake(config_class, one) for one in reversed(first.values())]
-        raise ConfigurationError(f"{source}: {'; and '.join(mistakes[:MAX_TOLD])}") from None
+        raise ConfigurationError(f"{source}: {'; and '.join(mistakes[:_MAX_TOLD])}") from None
 
 
 def _mistake(config_class: type[BaseModel], error: ErrorDetails) -> str:

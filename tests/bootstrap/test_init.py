@@ -1,7 +1,6 @@
 """`dipaco-bootstrap init`: a RUN.toml that works, from some files."""
 
 import json
-import re
 import tomllib
 from pathlib import Path
 
@@ -11,13 +10,12 @@ from dipaco.base.errors import ConfigurationError, CorpusError
 from dipaco.bootstrap import first_look
 from dipaco.bootstrap.bootstrap_command import main
 from dipaco.bootstrap.first_look import look_at_files
-from dipaco.bootstrap.new_run import SIZES, write_run_toml
+from dipaco.bootstrap.new_run import write_run_toml
 from dipaco.bootstrap.run_config import load_run_config
 from support.runs.chat_runs import chat_rows, write_chats
 from support.runs.chat_templates import CHATML
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny" / "data"
-PAGE = TINY.parents[2] / "docs" / "configuration.md"
 CHATS = TINY.parents[1] / "chats" / "data"
 
 
@@ -78,12 +76,6 @@ def test_a_path_for_each_peer_but_none_with_too_few_texts(tmp_path, documents, w
     found, _ = written(tmp_path, [tmp_path / "a.jsonl"], peers)
     first, second = found["grid"]["modules_per_level"]
     assert first * second == paths
-
-
-def test_the_page_has_the_table_of_sizes():
-    rows = re.findall(r"^\| ([\d,]+) \| [\d.]+ M \| (\d+) \| (\d+) \| ([\d,]+) \|$", PAGE.read_text(), re.M)
-    told = [tuple(int(value.replace(",", "")) for value in row) for row in rows]
-    assert told == [(one.tokens, one.hidden_size, one.block_count, one.vocabulary_size) for one in SIZES]
 
 
 def test_much_text_is_counted_by_its_beginning(tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ from .rows import Row, form_of, rows_of
 Part = Literal["train", "validation"]
 
 # A row may lack a field; if all of so many do, the field is not there.
-ROWS_WITHOUT_A_FIELD = 1000
+_ROWS_WITHOUT_A_FIELD = 1000
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,7 @@ class CorpusConfig(Config):
         gt=0,
         lt=1,
         description="Share of the documents that is held out when there is no validation "
-        "source. A hash of the text without the white space around it decides, "
-        "so equal texts are never on both sides.",
+        "source. A hash of the text decides, so equal texts are never on both sides.",
     )
     train_limit: int | None = Field(
         None, ge=1, description="Greatest number of training documents."
@@ -216,7 +215,7 @@ def iterate_documents(
                 if documents == limit:
                     return
                 names.update(row)
-                if number == ROWS_WITHOUT_A_FIELD:
+                if number == _ROWS_WITHOUT_A_FIELD:
                     _check_fields(names, source.name, config, chats)
                 if chats is None and row and not says_nothing(row, config.text_field):
                     chats = is_chat(row, config.text_field)
@@ -224,7 +223,7 @@ def iterate_documents(
                 if document is not None:
                     documents += 1
                     yield document
-            if 0 < number < ROWS_WITHOUT_A_FIELD:
+            if 0 < number < _ROWS_WITHOUT_A_FIELD:
                 _check_fields(names, source.name, config, chats)
         except DipacoError:
             raise
