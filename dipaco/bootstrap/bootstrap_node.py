@@ -40,7 +40,7 @@ from .invite import own_invitation
 
 logger = logging.getLogger("dipaco.bootstrap.bootstrap_node")
 
-# Between two looks at the swarm, at most; what has changed is shown.
+# Most seconds between two looks at the swarm; what has changed is shown.
 _LOOK_PERIOD_S = 30.0
 
 
@@ -80,7 +80,7 @@ def run(settings: ServeSettings) -> int:
 
 
 def _check_content(run: RunFolder) -> None:
-    """Raise IntegrityError if a blob that all newcomers fetch is damaged. None would take it."""
+    """Raise IntegrityError if a blob that all newcomers fetch is damaged: nobody would take it."""
     plan = run.plan()
     for sha256 in max_core_bytes(plan, run.grid(plan)):
         if run.blobs.has(sha256) and not run.blobs.verify(sha256):
@@ -136,7 +136,7 @@ def _serve(node: Node, settings: ServeSettings, process: NodeProcess) -> None:
 
 
 def _of_predecessor(node: Node) -> str:
-    """Say whether the peers of the run before can see this one."""
+    """Say whether the peers of the run before can find this one."""
     before = node.plan.successor_of
     if not node.initial_peers:
         return (

@@ -1,4 +1,4 @@
-"""What the commands of `dipaco-bootstrap` can be told."""
+"""The options of the commands of `dipaco-bootstrap`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RUN_TOML = Option("the file that describes the run", "RUN.toml", positional=Tru
 
 @dataclass(frozen=True, kw_only=True)
 class InitSettings(Settings):
-    """For which texts a RUN.toml is written, and where."""
+    """The texts for which a RUN.toml is written, and where it is written."""
 
     files: Annotated[
         tuple[str, ...],
@@ -145,7 +145,7 @@ class PrepareSettings(ComputeSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings(Settings):
-    """Which run is calculated, and how it is shown."""
+    """The run whose figures are computed, and how they are shown."""
 
     run_toml: Annotated[Path, _RUN_TOML]
     changes: Annotated[tuple[str, ...], CHANGES] = ()
@@ -171,7 +171,7 @@ class PlanSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class InviteSettings(Settings):
-    """What `dipaco-bootstrap invite` can be told."""
+    """The options of `dipaco-bootstrap invite`."""
 
     folder: Annotated[Path, _RUN_FOLDER]
     peers: Annotated[

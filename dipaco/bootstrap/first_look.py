@@ -15,14 +15,15 @@ from dipaco.routing.documents.chats import is_chat
 from dipaco.routing.documents.corpus_files import matched_files
 from dipaco.routing.documents.rows import READABLE, Row, TextUnit, form_of, rows_of
 
-# So many rows show what the fields are, and so many characters how long the documents are.
+# How many rows are read to find the fields, and how many characters to find the length of
+# documents.
 _ROWS = 1000
 _CHARACTERS = 100_000_000
 # Fewer text files than that hold more than one document each.
 _TEXT_FILES = 40
 # A label names a group of documents: it is short, and most of its values come again and again.
 _LABEL_CHARACTERS, _MOST_LABELS, _ROWS_OF_A_LABEL = 40, 50, 10
-# In most languages and vocabularies, roughly.
+# Rough figure for most languages and vocabularies.
 _CHARACTERS_OF_A_TOKEN = 4
 _HELD_OUT_WORDS = frozenset({"validation", "valid", "val", "dev", "test", "heldout"})
 
@@ -33,7 +34,7 @@ class FirstLook:
 
     train: tuple[Path, ...]
     validation: tuple[Path, ...]
-    """The files whose names say that they are held out."""
+    """The files whose names mark them as held out."""
     chats: bool
     text_field: str
     label_field: str | None
@@ -46,7 +47,7 @@ class FirstLook:
 
     @property
     def tokens(self) -> int:
-        """About as many tokens are to be trained on."""
+        """Roughly the number of tokens to train on."""
         return self.characters // _CHARACTERS_OF_A_TOKEN
 
 

@@ -85,7 +85,7 @@ class ImportedBase:
     @cached_property
     def _stored_model(self) -> ModelConfig:
         """The model as the checkpoint has it."""
-        # What is missing of a tokenizer and its settings would be left out otherwise.
+        # Missing parts of a tokenizer and its settings would be left out otherwise.
         for ending in ("json", "model", "jinja"):
             check_content(*sorted(self.folder.glob(f"*.{ending}")))
         values = read_llama_config(self.folder)
@@ -113,9 +113,9 @@ class ImportedBase:
         )
 
     def agreed_model(self, given: ModelFields, source: str) -> ModelConfig:
-        """Return the model of a run: the checkpoint's. What RUN.toml says of it must agree, but
-        sequences may be shorter than the checkpoint's; by themselves they are so if it is made for
-        very long ones, which few texts fill and few machines can train.
+        """Return the model of a run, which is the checkpoint's. What RUN.toml says of it must
+        agree, but sequences may be shorter than the checkpoint's. By default they are shorter if it
+        is made for very long ones, which few texts fill and few machines can train.
 
         Raises ConfigurationError naming the field and both values.
         """
@@ -147,7 +147,7 @@ class ImportedBase:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all that is imported."""
+        """A hash of everything that is imported."""
         with storage_errors(self.folder):
             digests = [sha256_of_file(self.folder / CONFIG_FILE), *self._weight_digests.values()]
         return hashlib.sha256("".join(digests).encode() + (self.tokenizer or b"")).hexdigest()

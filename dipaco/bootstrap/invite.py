@@ -97,7 +97,7 @@ def revoke(folder: Path, invitations: Iterable[str], *, operator_key: Path | Non
             before = read_revocations(file.read_bytes())
             version, revoked = before.version + 1, {**revoked, **before.revoked}
         envelope = sign_revocations(gate.run_id, version, revoked, key)
-        # Read as others will.
+        # Read it as others will.
         read_revocations(envelope)
     except RecordError as error:
         raise ConfigurationError(
@@ -124,7 +124,7 @@ def keep_revocations(earlier: Path, folder: Path) -> None:
 
 
 def is_open(plan: RunPlan) -> bool:
-    """Tell whether everybody is in a run, by the invitation in its plan."""
+    """Tell whether a run admits everybody, by the invitation in its plan."""
     return plan.admission is not None
 
 

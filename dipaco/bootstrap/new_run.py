@@ -19,7 +19,7 @@ from dipaco.base.errors import ConfigurationError
 from .first_look import FirstLook, look_at_files
 
 # English in a small vocabulary; other scripts have fewer characters in a token.
-# A path needs at least that much of its own to learn something that the others do not.
+# A path needs at least this much text of its own to learn something that the others do not.
 _DOCUMENTS_OF_A_PATH, _TOKENS_OF_A_PATH = 50, 100_000
 _MOST_PATHS = 256
 # Without files of their own, held-out texts are taken away from training.
@@ -29,7 +29,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class _Size:
-    """A model for at least so many tokens of text."""
+    """The size of a model for at least so many tokens of text."""
 
     tokens: int
     hidden_size: int
@@ -119,7 +119,7 @@ def _run_toml(found: FirstLook, out: Path, base: str | None, peers: int) -> str:
         ]
     lines += [f"sequence_length = {sequence_length}"]
     if base is None:
-        # Half a pass of the text: paths learn the rest.
+        # This is half a pass over the text: paths learn the rest.
         steps = min(1000, max(50, round(tokens / 2 / (8 * sequence_length))))
         lines += [
             "tied_embedding = false",
@@ -145,7 +145,7 @@ def _path_count(documents: int, tokens: int, peers: int) -> int:
 
 
 def _grid(paths: int) -> tuple[int, int]:
-    """Return two levels, as square as can be, so that each module is shared by many paths."""
+    """Return two levels, as square as possible, so that each module is shared by many paths."""
     exponent = paths.bit_length() - 1
     return 1 << exponent // 2, 1 << exponent - exponent // 2
 

@@ -17,7 +17,7 @@ from dipaco.base.progress import StageProgress, bar_or_lines
 from dipaco.protocol.plan import RunPlan
 from dipaco.routing.shards import PathSummary
 
-# Of a shard, in the table.
+# Labels of a shard that are shown in the table.
 _SHOWN_LABELS = 2
 
 

@@ -1,4 +1,4 @@
-"""A chat with a model, one message after the other, as `dipaco-generate --chat` has it."""
+"""A chat with a model, one message after the other, for `dipaco-generate --chat`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dipaco.routing.tokens.tokenizer import Tokenizer
 
 
 class Conversation:
-    """What was said so far. Close it.
+    """What was said so far. Close it after use.
 
     Raises ConfigurationError for a model without a usable chat template.
     """

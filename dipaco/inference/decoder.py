@@ -16,7 +16,8 @@ from .mixing import mixed_logprobs, with_evidence
 
 
 class Decoder:
-    """One text, and the paths that continue it. With several paths, each token is a mixture."""
+    """A text and the paths that continue it. With several paths, each token comes from a
+    mixture."""
 
     def __init__(self, models: Sequence[PathModel]) -> None:
         self._paths = [_DecodedPath(model) for model in models]
@@ -24,12 +25,11 @@ class Decoder:
         self._logprobs = torch.empty(0)
         """Each path's log-probabilities of the next token, [K, V]."""
         self.length = 0
-        """Tokens that the text has."""
+        """The number of tokens in the text."""
 
     def read(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Begin a text anew; return the log-probabilities of what comes next, fp32 [V] on the CPU.
-
-        It has at least one token, and at most those of the model's context.
+        """Begin a new text; return the log-probabilities of the next token, fp32 [V] on the CPU.
+        The text has at least one token, and at most as many as the model's context.
         """
         self.length = len(tokens)
         self._logprobs = torch.stack([path.read(tokens) for path in self._paths])
@@ -49,7 +49,7 @@ class Decoder:
 
 
 class _DecodedPath:
-    """A path and what it has read."""
+    """A path and its cache of what it has read."""
 
     def __init__(self, model: PathModel) -> None:
         self._model = model
@@ -68,7 +68,7 @@ class _DecodedPath:
     @property
     @torch.inference_mode()
     def losses(self) -> torch.Tensor:
-        """The nats of each token that was read but for the first, fp32 [T-1] on the CPU."""
+        """The nats of each token that was read, except the first, fp32 [T-1] on the CPU."""
         return losses_of_outputs(self._model, self._outputs, self._text)[0].cpu()
 
     @torch.inference_mode()

@@ -1,4 +1,5 @@
-"""The documents of an evaluation as scoring windows on disk, a few bytes a document in memory.
+"""The documents of an evaluation as scoring windows on disk, with a few bytes per document in
+memory.
 
 Every token after a document's routing prefix is scored exactly once.
 """
@@ -22,13 +23,13 @@ from dipaco.routing.tokens.chat_tokens import ChatEncoder
 from dipaco.routing.tokens.token_corpus import encoded
 from dipaco.routing.tokens.token_files import scoring_windows, token_dtype, window_stride
 
-# Documents that are routed at once.
+# How many documents are routed at once.
 _DOCUMENTS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class DocumentWindows:
-    """Documents that have a token to score, N of them, and their windows, R rows.
+    """N documents that have a token to score, and their windows, R rows.
 
     Row r scores its tokens from `prefix_tokens` on, `row_tokens[r] - prefix_tokens` of them. The
     rows of a document follow each other.

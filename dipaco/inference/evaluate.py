@@ -41,13 +41,13 @@ SCORERS: Final = {
     "base": "the model that the run began with",
     "baseline": "a dense model of the run's shape",
 }
-# Rows whose losses are in memory at once.
+# How many rows have their losses in memory at once.
 _ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Some documents, and the loss of each scorer on them, by its name in `SCORERS`."""
+    """Some documents, and the loss of each scorer on them, by the scorer's name in `SCORERS`."""
 
     documents: int
     losses: Mapping[str, LossSum]
@@ -227,10 +227,10 @@ def _losses_of_paths(
 
 
 def _cheapest_columns(nats: np.ndarray, windows: DocumentWindows) -> np.ndarray:
-    """Return to which of K paths what is read before the first scored token costs least, int64 [N].
+    """Return which of K paths predicts best what is read before the first scored token, int64 [N].
 
-    `nats` [K, R, L - 1] are those of `nats_of_paths`. Of a text that is the routing prefix, of a
-    chat also the question: the beginning alone is the same in all chats of a template.
+    `nats` [K, R, L - 1] are those of `nats_of_paths`. For a text that is the routing prefix; for a
+    chat it includes the question, because all chats of a template begin alike.
     """
     first_rows = np.unique(windows.row_documents, return_index=True)[1]
     found = [np.empty(0, np.int64)]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(CorpusSettings, InferenceSettings):
-    """What `dipaco-eval` can be told."""
+    """The options of `dipaco-eval`."""
 
     group = "what is scored"
 
@@ -93,7 +93,7 @@ class EvaluationSettings(CorpusSettings, InferenceSettings):
             raise ConfigurationError("give --fit-rerouter without --reroute: it scores nothing")
 
     def documents(self) -> Iterator[Document]:
-        """Yield what is read. Raises ConfigurationError and CorpusError."""
+        """Yield the documents. Raises ConfigurationError and CorpusError."""
         from dipaco.routing.documents.corpus import is_held_out, iterate_documents
         from dipaco.routing.own_texts import HELD_OUT_FRACTION
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(SourceOptions):
-    """What `dipaco-export` can be told."""
+    """The options of `dipaco-export`."""
 
     path: Annotated[int | None, Option("export this path", "P")] = None
     all: Annotated[bool, Option("export every path, and what finds the path of a text")] = False

@@ -90,7 +90,7 @@ def _fit_rerouter(
     """Fit a rerouter that begins as `base`. `nats` fp32 [P, R, L - 1] are those of all paths, of
     every target of the rows. Same inputs, same bits, on a CPU with the same number of threads.
 
-    Raises CorpusError for less than 20 documents.
+    Raises CorpusError for fewer than 20 documents.
     """
     if len(windows) < _FEWEST_DOCUMENTS:
         raise CorpusError(
@@ -123,7 +123,7 @@ def _fit_rerouter(
 
 
 def _batches(rows: np.ndarray, steps: int) -> Iterator[np.ndarray]:
-    """Yield the rows of each step: whole epochs, each in an order of its own."""
+    """Yield the rows of each step: whole epochs, each in its own order."""
     size = min(_BATCH_ROWS, len(rows))
     generator = np.random.default_rng(0)
     pending = np.empty(0, dtype=np.int64)

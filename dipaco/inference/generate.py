@@ -56,8 +56,8 @@ def generate_tokens(
 def cheapest_path(
     source: StateSource, paths: Sequence[int], prompt: Sequence[int], device: torch.device
 ) -> int:
-    """Return the path to which the end of `prompt` that fits a sequence costs least nats, the first
-    of equal ones. One path is in memory at a time."""
+    """Return the path that predicts the end of `prompt` (as much as fits a sequence) with the
+    fewest nats, the first of equal ones. One path is in memory at a time."""
     text = torch.tensor([prompt[-source.model.sequence_length :]], device=device)
     model: PathModel | None = None
     costs: list[float] = []
@@ -79,7 +79,7 @@ def choose_token(
     What is never part of a text (unknown, begin, padding) is never chosen.
     """
     if sampling.temperature == 0:
-        # NumPy's calls cost less.
+        # NumPy's calls are cheaper.
         likeliest = int(logits.numpy().argmax())
         if likeliest not in never:
             return likeliest
@@ -87,7 +87,7 @@ def choose_token(
     if sampling.temperature == 0:
         return int(logits.argmax())
     count = min(sampling.top_k or len(logits), len(logits))
-    tokens = None  # all of them; sorting a vocabulary takes longer than a small model
+    tokens = None  # all of them; sorting a vocabulary takes longer than a pass of a small model
     if count < len(logits) or sampling.top_p < 1:
         logits, tokens = logits.topk(count)
     # The likeliest logit is taken off first: a small temperature must not overflow.
@@ -105,7 +105,7 @@ class _TextOfTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._pending: list[int] = []
-        """Tokens that all end within a character."""
+        """Tokens up to the last one, all of which end within a character."""
         self._given = 0
         """Characters of these that were returned."""
 
@@ -116,7 +116,7 @@ class _TextOfTokens:
         whole = len(text.rstrip(_BROKEN_CHARACTER))
         if whole == len(text):
             return self.rest()
-        # Bytes that no further one can complete are broken for good.
+        # Bytes that no further byte can complete are broken for good.
         settled = max(whole, len(text) - _MAX_BROKEN)
         piece = text[self._given : settled]
         self._given = max(self._given, settled)

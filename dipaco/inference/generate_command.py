@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(SamplingSettings, AnswerSettings):
-    """What `dipaco-generate` can be told."""
+    """The options of `dipaco-generate`."""
 
     prompt: Annotated[
         str | None,
@@ -83,7 +83,7 @@ def run(settings: GenerationSettings) -> int:
 def _chat(
     settings: GenerationSettings, source: StateSource, device: torch.device, prompt: str | None
 ) -> None:
-    """Answer one message, or without one a conversation, in which Ctrl+C ends an answer."""
+    """Answer one message; without one, hold a conversation, in which Ctrl+C ends an answer."""
     from .conversation import Conversation, typed_messages
 
     models: list[PathModel] = []

@@ -1,8 +1,9 @@
-"""Whether what a swarm gave is fit to be read with: held-out texts say so (design 4.4, chain).
+"""Whether states that a swarm gave are fit to read with, judged by held-out texts (design 4.4,
+chain).
 
-A reader begins with states that most contributors name, and most can lie. So it reads a few
-held-out texts of the path with them, and with the genesis in place of each module. A state for
-which the genesis is better by more than `MUCH_WORSE_NATS` is refused, the worst one first.
+A reader begins with states that most contributors name, and most contributors can lie. So it reads
+a few held-out texts of the path with them, and with the genesis in place of each module. A state
+for which the genesis is better by more than `MUCH_WORSE_NATS` is refused, the worst one first.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Several paths as one: each token by all of them, weighted by how well they did lately.
+"""Several paths as one: all of them predict each token, weighted by how well they did lately.
 
 A path's log-weight is minus the sum of its nats so far, those of a token `age` tokens ago times
-0.9 to that power. It costs a pass of every path.
+0.9 to that power. A token costs a pass of every path.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ _FORGETTING = 0.9
 
 
 def mixed_logprobs(evidence: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities [...] that K paths give together.
-
-    `logprobs` [K, ...] are theirs; `evidence` [K, ...] is what `with_evidence` made of their nats.
+    """Return the log-probabilities [...] that K paths give together. `logprobs` [K, ...] are those
+    of each path; `evidence` [K, ...] is what `with_evidence` made of their nats.
     """
     return torch.logsumexp(torch.log_softmax(-evidence, dim=0) + logprobs, dim=0)
 

@@ -1,4 +1,4 @@
-"""What the inference tools can be told in common, and what follows from it.
+"""The options that the inference tools share, and what follows from them.
 
 PyTorch is imported where it is needed: `--help` and mistakes should not wait for it.
 """
@@ -100,7 +100,7 @@ class InferenceSettings(SourceOptions, ComputeSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings(InferenceSettings):
-    """What is read of a prompt and its answer."""
+    """How much of a prompt and its answer is read."""
 
     context: Annotated[
         int | None,

@@ -32,13 +32,13 @@ class Rerouter(nn.Module):
     """Tokens [B, T] and the path that each text was routed to [B] in, fp32 logits of the paths
     [B, T, P] at every position out.
 
-    At first the head is zero and the routed path is the likeliest: what is learned is when to
-    leave it.
+    At first the head is zero and the routed path is the likeliest: training learns when to leave
+    it.
     """
 
     def __init__(self, model: ModelConfig, path_count: int) -> None:
         super().__init__()
-        # With a tied embedding there is no output head, which a rerouter has no use for.
+        # With a tied embedding there is no output head; a rerouter needs none.
         whole = model.without_adapters.model_copy(update={"tied_embedding": True})
         self.backbone = PathModel(whole)
         self.head = nn.Linear(2 * model.hidden_size, path_count)
@@ -59,7 +59,7 @@ class Rerouter(nn.Module):
                 parameter.copy_(parameters[name])
 
     def forward(self, tokens: torch.Tensor, routed: torch.Tensor) -> torch.Tensor:
-        """Return the logits. A position sees the tokens up to its own, which it has read."""
+        """Return the logits. A position sees the tokens up to and including its own."""
         device = self.routed.device
         with autocast_for(device):
             states = self.backbone.hidden_states(tokens.to(device))

@@ -37,7 +37,7 @@ _NO_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings(AnswerSettings):
-    """What `dipaco-serve` can be told."""
+    """The options of `dipaco-serve`."""
 
     group = "the service"
 

@@ -53,10 +53,10 @@ _MAX_READS = 3
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """What is taken from a source."""
+    """Which states are taken from a source."""
 
     allow_genesis: bool = False
-    """Where a module has no state, take what the run began with."""
+    """Where a module has no state, its genesis is taken."""
     follow: bool = False
     """The source is looked at again and again: what a swarm gave stays on disk."""
     context_length: int | None = None
@@ -83,7 +83,7 @@ class StateSource(ABC):
         self._is_tokenizer_checked = False
         self.plan = plan
         self.model = _with_context(plan, settings.context_length)
-        """As paths are put together, which may read more than a training sequence."""
+        """The model that paths are put together in; it may read more than a training sequence."""
         self.grid = run.grid(plan)
 
     @abstractmethod
@@ -112,8 +112,8 @@ class StateSource(ABC):
         """Return the newest good state of a module; the genesis if there is none and it is allowed,
         or if it is what a run before this one has learned.
 
-        Asked for once: later calls return the same state, so that all paths of an evaluation use
-        one version of each module.
+        It is looked up once: later calls return the same state, so that all paths of an evaluation
+        use one version of each module.
         """
         if module not in self._states:
             state = self._newest_state(module)
@@ -126,8 +126,8 @@ class StateSource(ABC):
         return self._states[module]
 
     def check(self, path: int, states: Mapping[str, ModuleState], model: PathModel | None) -> bool:
-        """Tell whether the states of a path are fit to be read with. Of those that are not, one is
-        refused: then `state` gives another one. What is on this disk is.
+        """Tell whether the states of a path are fit to read with. If they are not, one is refused,
+        and `state` gives another one. States on this disk always are.
 
         :param model: to be lent for that; None: one is made
         """
@@ -324,10 +324,9 @@ class SwarmSource(StateSource):
         return state
 
     def check(self, path: int, states: Mapping[str, ModuleState], model: PathModel | None) -> bool:
-        """See `ruined_module`. What cannot be checked, as nobody gives the texts for it, is told.
-
-        Nor can a path be that has no row in the newest step of one of its modules: they may fit
-        each other worse than at their genesis.
+        """See `ruined_module`. A path that cannot be checked, because nobody serves texts for it,
+        is reported. A path without a row in the newest step of one of its modules is not checked
+        either: its modules may fit each other worse than at their genesis.
         """
         digests = tuple(state.digest for state in states.values())
         fetched = [m for m, state in states.items() if state.version and m not in self._unserved]
@@ -431,7 +430,7 @@ def open_source(
         )
     if state_folder is not None:
         return DiskSource(run_folder_in(state_folder, run), settings)
-    # Imported here: what is on disk can be used without the network layer, and sooner.
+    # Imported here: a run on disk can be used without the network layer, and sooner.
     from dipaco.peer.reader import SwarmReader
 
     reader = SwarmReader(
@@ -467,7 +466,7 @@ def run_folder_in(folder: Path, run: str | None) -> Path:
 
 
 def _with_context(plan: RunPlan, context_length: int | None) -> ModelConfig:
-    """Return the model of a run, as it reads so many tokens at a time.
+    """Return the model of a run that reads so many tokens at a time.
 
     Raises ConfigurationError if neither training nor the run's base is made for so many.
     """
@@ -511,7 +510,7 @@ def path_states(
     """Return the newest states of the modules of a path that are fit to be read with; `model` is
     lent for that. Raises as `assemble_path` does."""
     while not source.check(path, states := _newest_states(source, path), model):
-        pass  # Each time one state less can be given, of the few that are tried.
+        pass  # Each time there is one state less to try, and there are few.
     return states
 
 

@@ -1,4 +1,4 @@
-"""What every target costs a path: the nats from which all perplexities come."""
+"""What every target costs a path in nats, from which all perplexities are computed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def nats_of_paths(
     [K, R, L - 1], a memory map of `file`; and the paths that have no state.
 
     One path is in memory at a time. What is behind a row's end costs 0. For a path without a state
-    the first one of the row stands, which costs 0 if it has none itself. Raises StorageError when
-    the disk is full.
+    the first one of the row takes its place, and costs 0 if it has no state either. Raises
+    StorageError when the disk is full.
     """
     rows, length = documents.rows.shape
     missing: list[int] = []
@@ -67,7 +67,7 @@ def row_losses(
     """Yield batches of the given rows: their numbers [B] and target losses, fp32 [B, L - 1].
 
     Rows of like length go together, cut to the longest: what is padded costs time. Loss t of a row
-    is that of its token t + 1. Raises IntegrityError for one that is no number.
+    is that of its token t + 1. Raises IntegrityError for a loss that is not a number.
     """
     vocabulary, device = model.config.vocabulary_size, model.device
     at_once = AtOnce(_tokens_at_once(vocabulary, device), device, "scoring", in_tokens=True)
@@ -100,7 +100,7 @@ def length_batches(
 
 
 def _tokens_at_once(width: int, device: torch.device) -> int:
-    """Return for how many tokens a device holds `width` numbers each, where memory is no matter."""
+    """Return for how many tokens a device holds `width` numbers each, where memory is plentiful."""
     return (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ON_GPU) // max(width, 1)
 
 

@@ -69,7 +69,7 @@ class Background:
             raise failure
 
     def fail(self, error: DipacoError) -> None:
-        """Let `check` raise an error that ends the peer. From any thread."""
+        """Make `check` raise an error that ends the peer. Any thread may call it."""
         self._fail("background", error)
 
     def _fail(self, name: str, error: Exception) -> None:

@@ -20,7 +20,7 @@ from dipaco.base.settings import Argument, Typed, arguments_of
 from .peer_settings import PeerSettings, default_cache_folder
 
 NAME = "flags.txt"
-# They speak of one start, or are kept elsewhere.
+# These flags are about one start, or are kept elsewhere.
 _ONCE = {
     "check",
     "fresh",
@@ -30,8 +30,8 @@ _ONCE = {
     "cache_folder",
     "initial_peers",
 }
-# They are about one swarm, and another address may belong to another swarm: texts are for the one
-# that their owner named.
+# These flags are about one swarm, and another address may belong to another swarm: texts are for
+# the one that their owner named.
 _OF_TEXTS = ("texts", "text_field", "only_my_texts")
 _OF_A_SWARM = ("run", "path", "stay", *_OF_TEXTS)
 # What is typed takes the place of its opposite.

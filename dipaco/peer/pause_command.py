@@ -25,7 +25,7 @@ _ENDED = "the peer has ended"
 
 @dataclass(frozen=True, kw_only=True)
 class ControlSettings(Settings):
-    """Which peer is meant: the one with this cache folder."""
+    """Selects the peer with this cache folder."""
 
     cache_folder: Annotated[
         Path, Option("the cache folder of the peer", "DIR", flag="--cache-dir")
@@ -33,7 +33,7 @@ class ControlSettings(Settings):
 
 
 def pause(settings: ControlSettings) -> int:
-    """Let it train nothing, and wait until it does not."""
+    """Make it stop training, and wait until it has stopped."""
     return max(_pause(one) for one in _peers(settings))
 
 
@@ -51,7 +51,7 @@ def _pause(settings: ControlSettings) -> int:
 
 
 def resume(settings: ControlSettings) -> int:
-    """Let it train again, and wait until it has begun to, or says why not."""
+    """Make it train again, and wait until it has begun, or says why not."""
     return max(_resume(one) for one in _peers(settings))
 
 

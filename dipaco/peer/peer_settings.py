@@ -264,7 +264,7 @@ class PeerSettings(NodeSettings, ComputeSettings, RunSettings):
     ] = ()
 
     typed: Typed = field(default_factory=Typed)
-    """What is kept for the next start."""
+    """The flags that are kept for the next start."""
 
     @property
     def port_file(self) -> Path:

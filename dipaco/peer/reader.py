@@ -1,4 +1,4 @@
-"""A reader of a swarm, for evaluation and generation: it only fetches."""
+"""A reader of a swarm, for evaluation and generation, which only fetches."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class SwarmReader:
         self.look_again()
 
     def look_again(self) -> None:
-        """Forget what the swarm looked like: the next question reads it anew."""
+        """Forget the view of the swarm: the next question reads it anew."""
         self._view = None
 
     def _stored(self, wanted: Head) -> ModuleState | None:
@@ -132,7 +132,7 @@ class SwarmReader:
         return self._winning.paths_of_last_step(module)
 
     def refuse(self, state: ModuleState) -> None:
-        """Never give a state again that was fetched last, nor what stands on it."""
+        """Never return the last fetched state again, nor any that stands on it."""
         self._winning.refuse(state.module)
         self._node.states.kept.remove(state.digest)
 

@@ -47,7 +47,7 @@ from .record_errors import RecordError
 from .revocations import read_revocations
 from .view import least_round_s
 
-# A place is free again when its peer was not seen for so long.
+# A place is free again when its peer has not been seen for so long.
 AWAY_S = 900.0
 # Admissions whose signatures were checked, of peers with a place and of peers in old steps.
 MAX_VERIFIED = 2**15
@@ -56,7 +56,8 @@ _NEVER = 2**63
 
 @dataclass(frozen=True)
 class Admission:
-    """Somebody is in: by which invitation, of how many places and until when (0: for good)."""
+    """An admission of a peer: by which invitation, with how many places, and until when (0: for
+    good)."""
 
     invitation: str
     places: int
@@ -69,7 +70,7 @@ class _Place:
 
     admission: Admission
     came: int
-    """Counts those that were seen for the first time."""
+    """Counts the peers that were seen for the first time."""
     seen_s: float
     first_round: int = _NEVER
     """The first round of its rows in the chain."""
@@ -81,11 +82,11 @@ class _Place:
 
 
 def _everybody_of(plan: RunPlan) -> str | None:
-    """Return the invitation by which everybody is in an open run; of other runs there is none."""
+    """Return the invitation by which everybody is in an open run, None for other runs."""
     try:
         return None if plan.admission is None else read_invitation(plan.admission).id
     except AdmissionError:
-        return None  # Nobody can come in by what stands there.
+        return None  # Nobody can be admitted by the text that stands there.
 
 
 class Gate:
@@ -123,7 +124,7 @@ class Gate:
         self._lock = BriefLock()
         self._grants: dict[bytes, Terms] = {}
         self._verified: OrderedDict[str, tuple[bytes, Admission]] = OrderedDict()
-        """The last admission of each peer whose signature was right."""
+        """The last admission with a right signature of each peer."""
         self._places: dict[str, dict[str, _Place]] = {}
         self._came = 0
         self._own_rank: tuple[int, int] | None = None
@@ -226,7 +227,7 @@ class Gate:
     # -- whose rows count, which all who read a chain agree on
 
     def last_round(self, admission: Admission) -> int | None:
-        """Return the last round whose rows count by an admission; None: all do."""
+        """Return the last round whose rows count by an admission; None if all do."""
         ends = [self._revoked.get(admission.invitation), admission.expires_s or None]
         end_s = min((end for end in ends if end is not None), default=None)
         return None if end_s is None else math.floor((end_s - self._start_s) / self._round_s)
@@ -261,8 +262,8 @@ class Gate:
         return admission
 
     def may_be_in(self, peer: str, data: Any) -> bool:
-        """Tell whether `check` may pass. Nobody counts as seen by it: for what is not known to be
-        of the peer. Raises `RecordError`."""
+        """Tell whether `check` may pass. Nobody counts as seen by this call: it is for data that
+        may not come from the peer itself. Raises `RecordError`."""
         admission = self.verify(peer, data)
         self._check_present(admission)
         with self._lock:
@@ -342,7 +343,7 @@ class Gate:
         return known is not None and bool(self._why_ended(known[1]))
 
     def admitted(self) -> dict[str, Admission]:
-        """Return all that are in now and have a place."""
+        """Return all peers that are in now and have a place."""
         with self._lock:
             peers = [peer for places in self._places.values() for peer in places]
         found = {peer: self.admission_of(peer) for peer in peers}
@@ -366,7 +367,7 @@ class Gate:
         with self._lock:
             places = self._places.get(admission.invitation, {})
             if self._own_rank is None:
-                # Those that were here when it came were here before it.
+                # Peers that were here when it came were here before it.
                 self._came += 1
                 self._own_rank = _NEVER, self._came
             mine = places[own[0]].first_round if own[0] in places else _NEVER

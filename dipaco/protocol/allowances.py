@@ -21,7 +21,7 @@ class Standing(IntEnum):
     """What is known of a peer. A higher one has room before a lower one."""
 
     STRANGER = 0
-    """It has shown no admission. Anybody can be as many of these as they like."""
+    """It has shown no admission. Anybody can be any number of these."""
     ADMITTED = 1
     CONTRIBUTOR = 2
     """It has rows in the last steps."""
@@ -38,7 +38,7 @@ class Asker(NamedTuple):
     """A peer's id, or of a stranger its `origin_of`."""
 
 
-# Where somebody is of whom no address is known.
+# The origin of a peer whose address is not known.
 NOWHERE = "nowhere"
 _PREFIX_BITS = {4: 24, 6: 48}
 
@@ -60,13 +60,13 @@ class Bounds:
 
     total: int
     each: Mapping[Standing, int]
-    """The places of one asker."""
+    """The most places of one asker."""
     together: Mapping[Standing, int]
-    """The places of all who have a standing."""
+    """The most places of all peers of one standing."""
     grace_s: float
     """Everybody has this long, and the time for what it has moved at a rate."""
     wanted_rate_bytes_s: float = 2.0**16
-    """The rate that keeps a place while others want it."""
+    """The least rate that keeps a place while others want it."""
 
 
 STRANGER, ADMITTED, CONTRIBUTOR = Standing.STRANGER, Standing.ADMITTED, Standing.CONTRIBUTOR

@@ -25,7 +25,7 @@ from dipaco.base.errors import ConfigurationError, nearest_name
 CodecName = Literal["float32", "int4", "int2", "sign"]
 # Whether peers may train on texts of their owners (design 4.14, texts).
 OwnTexts = Literal["no", "yes"]
-# Of a module's file everybody waits for the last this long at most, and for a proposal this long.
+# Peers wait for the last file of a module at most this long, and at most this long for a proposal.
 _LONGEST_GATHER_S, _LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
 UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
@@ -77,7 +77,7 @@ class AdaptersConfig(Config):
 
 
 class ModelFields(Config):
-    """The fields of a model, each by itself: a RUN.toml may say some of them again of a model that
+    """The fields of a model, each by itself: a RUN.toml may repeat some of them for a model that
     comes from elsewhere."""
 
     vocabulary_size: int = Field(4096, ge=8, le=2**20, description="Pieces in the tokenizer.")
@@ -202,7 +202,7 @@ class ModelConfig(ModelFields):
 
     @property
     def without_adapters(self) -> ModelConfig:
-        """The same model as it is without adapters: of these, the base."""
+        """The same model without adapters, which is their base."""
         return self.model_copy(update={"adapters": None})
 
     @property
@@ -466,7 +466,7 @@ class ContributionsConfig(Config):
 _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 
 
-# Of many mistakes so many are told at once.
+# At most so many mistakes are reported at once.
 _MAX_TOLD = 8
 
 
@@ -482,7 +482,8 @@ def parse_config(config_class: type[_ConfigT], values: Mapping[str, Any], source
         # date, is a text.
         return config_class.model_validate_json(json.dumps(values, default=str), strict=True)
     except ValidationError as error:
-        # Of what may have one of several types, each type has a complaint: the first is told.
+        # A value that may have one of several types has a complaint of each type: the first is
+        # reported.
         first = {one["loc"][:2]: one for one in reversed(error.errors())}
         mistakes = [_mistake(config_class, one) for one in reversed(first.values())]
         raise ConfigurationError(f"{source}: {'; and '.join(mistakes[:_MAX_TOLD])}") from None
@@ -509,7 +510,7 @@ def _mistake(config_class: type[BaseModel], error: ErrorDetails) -> str:
 
 
 def _wanted(config_class: type[BaseModel], location: tuple[int | str, ...]) -> str:
-    """Return what the description of a key says, which is easier to read than its pattern."""
+    """Return what the description of a key asks for, which is easier to read than its pattern."""
     owner = _class_at(config_class, location[:-1])
     field = owner.model_fields.get(str(location[-1])) if owner else None
     return field.description.removesuffix(".") if field and field.description else ""

@@ -1,4 +1,4 @@
-"""Which part of a run a peer reads, so that its cost does not grow with the swarm.
+"""The part of a run that a peer reads, so that its cost does not grow with the swarm.
 
 See design 4.8, DHT. Paths are dealt out to buckets of about `BUCKET_PATHS`. What a peer says of
 itself, and how far paths are, stands under the key of a bucket; who holds and trains a module under
@@ -23,7 +23,7 @@ ENOUGH_PEERS = 8
 
 @dataclass(frozen=True)
 class Scope:
-    """What one view of the swarm reads."""
+    """The part of the swarm that one view reads."""
 
     modules: tuple[str, ...]
     """The modules whose trainers and holders are read."""
@@ -49,18 +49,18 @@ class Scope:
         return path % self.bucket_count in self._bucket_set
 
     def covers_peer(self, peer: str, path: int | None) -> bool:
-        """Tell whether it is read what a peer says of itself that claims `path`."""
+        """Tell whether the record of a peer that claims `path` is read."""
         if path is not None:
             return path % self.bucket_count in self._bucket_set
         return home_bucket(peer, path, self.bucket_count) in self._bucket_set
 
     def paths(self, path_count: int) -> list[int]:
-        """Return the paths that are covered, of so many."""
+        """Return which of so many paths are covered."""
         buckets = (range(bucket, path_count, self.bucket_count) for bucket in self.buckets)
         return sorted(path for bucket in buckets for path in bucket)
 
     def paths_in_sight(self, grid: Grid) -> set[int]:
-        """Return the paths of which it is read who claims them: by their bucket or a module."""
+        """Return the paths whose claims are read, through their bucket or a module."""
         by_bucket = self.paths(grid.path_count)
         return set(by_bucket).union(*map(grid.paths_of_module, self.modules))
 
@@ -76,7 +76,7 @@ def scope_of(modules: Iterable[str], buckets: Iterable[int], grid: Grid) -> Scop
 
 
 def whole_scope(grid: Grid) -> Scope:
-    """Return the scope of all that is published: for tools that show or fetch everything."""
+    """Return the scope of everything that is published, for tools that show or fetch everything."""
     return scope_of(grid.modules(), range(bucket_count(grid.path_count)), grid)
 
 
@@ -98,7 +98,7 @@ def next_buckets(home: int, count: int) -> tuple[int, ...]:
 
 
 def sampled_buckets(peer: str, attempt: int, home: int, count: int) -> tuple[int, ...]:
-    """Return a few buckets other than `home`: others for each peer, and at each attempt."""
+    """Return a few buckets other than `home`, which differ for each peer and at each attempt."""
     others = (bucket for bucket in range(count) if bucket != home)
 
     def place(bucket: int) -> bytes:

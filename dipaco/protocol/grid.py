@@ -50,7 +50,7 @@ class Grid:
         self.level_starts = _level_starts(model, grid)
         self.level_names = self._find_levels()
         self._offsets = _level_offsets(self.level_names, level_offsets)
-        # What was asked for before: a peer asks for a few, again and again.
+        # Answers of earlier calls: a peer asks for the same few, again and again.
         self._modules_by_path: dict[int, tuple[str, ...]] = {}
         self._paths_by_module: dict[str, tuple[int, ...]] = {}
 
@@ -177,7 +177,7 @@ class Grid:
         return self._offsets[level]
 
     def levels_in_time_order(self) -> tuple[str, ...]:
-        """Return the levels as their boundaries follow each other in a round."""
+        """Return the levels in the order of their boundaries within a round."""
         return tuple(sorted(self.level_names, key=self.level_offset))
 
     def steps_before(self, level: str, inner_steps: int) -> int:

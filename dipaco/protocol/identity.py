@@ -164,7 +164,7 @@ def is_in_use(path: Path) -> bool:
 
 
 def _owner(lock: int) -> str:
-    """Return the id of the process that took the lock last, with a space, if it is known."""
+    """Return the id of the process that took the lock last, after a space, if it is known."""
     written = os.pread(lock, 20, 0).decode(errors="replace").strip()
     return f"{written} " if written.isdigit() else ""
 
@@ -238,5 +238,5 @@ def is_signed(message: bytes, signature: bytes, public_key: bytes) -> bool:
 
 
 def is_of_small_order(public_key: bytes) -> bool:
-    """Tell whether a public key of 32 bytes is nobody's: what it signs, everybody can sign."""
+    """Tell whether a public key of 32 bytes belongs to nobody: everybody can sign for it."""
     return public_key[:-1] + bytes([public_key[-1] & 0x7F]) in _SMALL_ORDER if public_key else False

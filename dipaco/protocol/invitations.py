@@ -44,9 +44,9 @@ class Terms:
     """What an invitation says."""
 
     run_id: str
-    """The run that it is for: also for its successors by invitation."""
+    """The run that it is for; it also holds for its successors by invitation."""
     places: int
-    """How many peers count at a time."""
+    """How many peers can count at a time."""
     expires_s: int
     """Unix second after which nobody counts by it; 0 for never."""
 
@@ -71,7 +71,7 @@ class Invitation:
 
     @property
     def id(self) -> str:
-        """What the operator revokes, and status shows."""
+        """The id that the operator revokes, and that status shows."""
         return _invitation_id(self.public_key)
 
     def to_text(self) -> str:
@@ -161,6 +161,6 @@ def pack_terms(terms: Terms) -> bytes:
 
 
 def unpack_terms(data: bytes) -> Terms:
-    """Return what `pack_terms` made bytes of."""
+    """Return the terms that `pack_terms` made bytes of."""
     run_id, places, expires_s = _TERMS.unpack(data)
     return Terms(run_id.hex(), places, expires_s)

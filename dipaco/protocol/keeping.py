@@ -1,4 +1,4 @@
-"""Which peers keep copies of what: rendezvous hashing (design 4.6, copies). Pure."""
+"""Which peers keep which copies, by rendezvous hashing (design 4.6, copies). Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens each peer trained, told by the chains alone (design 4.4, chain). Pure.
+"""How many tokens each peer trained, from the chains alone (design 4.4, chain). Pure.
 
 Every row in a chain is signed by the peer whose work it is, and at most one row of a peer counts in
 a round, so the rows are the ledger. What a peer trains on a path goes into every module of the
@@ -19,14 +19,14 @@ EXPORT_FORMAT = "dipaco-ledger/4"
 
 @dataclass(frozen=True)
 class Credit:
-    """What the chains say of one peer."""
+    """What the chains say about one peer."""
 
     peer: str
     tokens: int
     paths: Mapping[int, int] = field(default_factory=dict)
-    """Tokens by path, of the newest run."""
+    """Tokens by path, in the newest run."""
     rows: int = 0
-    """Over all modules."""
+    """Rows in all modules."""
     last_round: int = 0
     """The last round of the newest run; -1 for a peer that is in earlier runs only."""
 

@@ -30,7 +30,7 @@ from .config import parse_config
 from .identity import PUBLIC_KEY_BYTES, is_signed, raw_public_key
 from .plan import PROTOCOL_VERSION, RunPlan, protocol_remedy
 
-# Where it lies in the folder of a run.
+# Its name in the folder of a run.
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**16
 _SIGNED_PREFIX = b"dipaco-manifest/1\n"

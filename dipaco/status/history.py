@@ -26,7 +26,7 @@ _THIN_EVERY = 64
 MAX_POINTS = 500
 # Another process that has the file open may write for so long.
 _BUSY_S = 5.0
-# Of those who contributed under a name; those that were seen last.
+# The names of so many contributors are kept, of those that were seen last.
 MAX_NAMES = 20_000
 COLUMNS = ("time_s", "training", "tokens", "tokens_per_s", "loss")
 _TABLES = """
@@ -38,14 +38,14 @@ CREATE TABLE IF NOT EXISTS names (
   peer TEXT PRIMARY KEY, name TEXT, team TEXT, seen_s REAL
 ) WITHOUT ROWID
 """
-# Of an hour the first row stays, so the same rows stay the next time.
+# The first row of an hour stays, so the same rows stay the next time.
 _THIN = """
 DELETE FROM figures WHERE time_s < :young AND (run, time_s) NOT IN (
   SELECT run, min(time_s) FROM figures WHERE time_s < :young
   GROUP BY run, CAST(time_s / 3600 AS INTEGER)
 )
 """
-# Of each step of time the last row.
+# The last row of each step of time.
 _SERIES = """
 SELECT max(time_s), training, tokens, tokens_per_s, loss FROM figures WHERE run = :run
 GROUP BY CAST((time_s - :first) / :step AS INTEGER) ORDER BY 1
@@ -72,10 +72,10 @@ def _figures_of(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class History:
-    """Figures of runs over time, and names. Thread-safe; several processes may have one file."""
+    """Figures of runs over time, and names. Thread-safe; several processes may use one file."""
 
     def __init__(self, file: Path | None) -> None:
-        """Open the file, or make it; None is one in memory.
+        """Open the file, or make it; None keeps everything in memory.
 
         Raises StorageError for a file of another program and for a damaged one.
         """
@@ -116,8 +116,8 @@ class History:
         self._rows.execute(_THIN, {"young": (now_s - DAY_S) // HOUR_S * HOUR_S})
 
     def series(self, run: str) -> dict[str, list[Any]]:
-        """Return the figures of a run, oldest first, by column: of at most MAX_POINTS moments, that
-        are evenly apart, the last among them. Raises StorageError."""
+        """Return the figures of a run, oldest first, by column: at most MAX_POINTS moments, evenly
+        spaced, and the last one among them. Raises StorageError."""
         with self._explained():
             count, first, last = self._rows.execute(
                 "SELECT count(*), min(time_s), max(time_s) FROM figures WHERE run = ?", (run,)
@@ -131,7 +131,7 @@ class History:
         """Keep the name and the team that each peer says now. Raises StorageError."""
         now_s = time.time()
         rows = [(peer, *words, now_s) for peer, words in said.items() if any(words)]
-        with self._explained(), self._rows:  # All or nothing of it.
+        with self._explained(), self._rows:  # All of it is written, or nothing.
             self._rows.execute("BEGIN")
             self._rows.executemany("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?)", rows)
             # A name that its owner has taken back is forgotten.
@@ -151,7 +151,7 @@ class History:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Let in one thread at a time, and say in one line what is wrong with the file."""
+        """Let one thread in at a time, and say in one line what is wrong with the file."""
         try:
             with self._lock:
                 yield

@@ -1,4 +1,4 @@
-"""`dipaco-status --ledger`: who trained how many tokens, told by the signed rows in the chains."""
+"""`dipaco-status --ledger`: who trained how many tokens, by the signed rows in the chains."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_ledger(reader: RunReader, history: History, earlier: Sequence[str] = ()
     before = _earlier_credits(plan, [Path(folder).expanduser() for folder in earlier])
     credits = summed(credits_of(chains), before.values())
     with contextlib.suppress(StorageError):  # A full disk hides nobody's tokens.
-        # Not of all that are here: no crowd of strangers displaces those who contributed.
+        # Only contributors are kept, so no crowd of strangers displaces them.
         here = {peer: peers[peer] for peer in credits.keys() & peers.keys()}
         history.keep_names({peer: (record.name, record.team) for peer, record in here.items()})
     not_counted = plan.successor_of if plan.successor_of not in before else None

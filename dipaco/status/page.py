@@ -89,7 +89,7 @@ class SwarmPage:
         self._monotonic, self._count_at_s = monotonic, -math.inf
         self._counted: tuple[str, int] | None = None
         self._said: dict[str, str] = {}
-        """By what is read: why it could not be, the last time."""
+        """Why each thing that is read could not be read the last time."""
         self._interval_s = interval_s
         self.status: dict[str, Any] | None = None
         """The newest status."""
@@ -100,7 +100,7 @@ class SwarmPage:
         self.series = Answer.of(dict.fromkeys(COLUMNS, ()))
 
     def look(self) -> None:
-        """Read the swarm once. What fails is said on the page, and is tried again the next time."""
+        """Read the swarm once. A failure is shown on the page, and the next look tries again."""
         try:
             status = self._read()
             if self.status is not None and self.status["run"] == status["run"]:
@@ -141,7 +141,7 @@ class SwarmPage:
         self._count_at_s = ended_s + (ended_s - began_s) / _LEDGER_SHARE
 
     def _complain(self, what: str, error: DipacoError) -> None:
-        """Say why something cannot be read: once, however often it is tried in vain."""
+        """Log why something cannot be read, once, however often it fails."""
         if self._said.get(what) != str(error):
             self._said[what] = str(error)
             logger.warning("%s cannot be read; it is tried again: %s", what, error)

@@ -31,7 +31,7 @@ _COPYING_ROUNDS = 2
 _NEWS_S = 10.0
 # More problems of one kind than this become one.
 MAX_ALIKE = 3
-# Of many modules, paths or peers so many are named.
+# At most so many modules, paths or peers are named.
 _NAMED = 3
 
 
@@ -46,7 +46,7 @@ class Problem:
     since_round: int | None = None
     """Since when, -1 for the beginning of the run; None when that is not known."""
     subjects: tuple[str, ...] = ()
-    """All modules, paths ("path 3") or peers that it is about; `what` names a few of many."""
+    """All modules, paths ("path 3") or peers that it is about; `what` names only a few."""
 
     @property
     def text(self) -> str:
@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Swarm:
-    """A view with what several of the checks need of it."""
+    """A view, with what several checks derive from it."""
 
     view: SwarmView
     plan: RunPlan
@@ -135,7 +135,7 @@ def _named(names: Sequence[str]) -> str:
 def _together(
     found: Sequence[Problem], what: str, remedy: str, names: Sequence[str] = ()
 ) -> tuple[Problem, ...]:
-    """Make one problem of many that are alike; `found` begins with the worst.
+    """Make one problem out of many that are alike; `found` begins with the worst.
 
     In `what`, "{count}" and "{names}" stand for how many `names` there are (by default the
     subjects), and for a few of them.
@@ -176,11 +176,11 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
         claims = swarm.claims.get(module, ())
         newest = swarm.view.heaviest(module)
         last_round = newest.round_index if newest else -1
-        # Told by those who have trained it for so long.
+        # Those who have trained it for so long show it.
         held = int(max((swarm.view.rounds_held(claim) for claim in claims), default=0))
         missed = min(swarm.complete_rounds_since(last_round), held)
-        # And by what was said of its paths, also by others before. With fewer peers than paths
-        # it may have waited for most of that time.
+        # So does what was said of its paths, also by others before them. With fewer peers than
+        # paths it may have waited for most of that time.
         trained = max(map(swarm.view.last_round, swarm.grid.paths_of_module(module)))
         without_step = min(trained, swarm.round_index) - last_round
         if without_step - swarm.usual_wait_rounds >= _STALLED_ROUNDS:
@@ -207,8 +207,8 @@ def _stalled(swarm: _Swarm) -> tuple[Problem, ...]:
 
 
 def _parted(swarm: _Swarm) -> tuple[Problem, ...]:
-    """Find trainers that hold different states of a module: on two chains, for rounds an old one,
-    or a wrong one. What is wrong with a machine shows in all of its modules, and is told once."""
+    """Find trainers that hold different states of a module: on two chains, an old one for rounds,
+    or a wrong one. A fault of a machine shows in all of its modules, and is reported once."""
     forked: list[Problem] = []
     wrong: dict[str, list[Head]] = {}
     late: dict[str, list[Head]] = {}

@@ -16,7 +16,8 @@ from .summary import status_of
 
 
 class RunReader:
-    """Reads one run after the other: the successor once nobody is left in a run. A context manager.
+    """Reads one run after the other: it goes on to the successor once nobody is left in a run. A
+    context manager.
 
     One thread reads statuses; another one may read the chains meanwhile.
     """
@@ -48,7 +49,7 @@ class RunReader:
         return self._view
 
     def read(self) -> dict[str, Any]:
-        """Read everything once and return the status. Raises `NetworkError`."""
+        """Read everything once, and return the status. Raises `NetworkError`."""
         reader = self._reader
         if self._next is not None:
             reader.follow(self._next)

@@ -46,8 +46,8 @@ class Rows:
 
 
 def render(status: dict[str, Any], height: int | None = None) -> Group:
-    """Draw the status. With a `height`, in lines for the tables, rows that do not fit are left out:
-    those that no problem is about go first, and how many they are is said."""
+    """Draw the status. With a `height`, the lines that the tables may take, rows that do not fit
+    are left out and counted: those that no problem is about go first."""
     tables = _tables_of(status)
     if height is not None:
         max_rows = max(1, height // len(tables) - _LINES_AROUND_ROWS)
@@ -64,7 +64,7 @@ def watch(
 ) -> None:
     """Show a status, and what `read` gives every `period_s` seconds, while somebody reads it.
 
-    On a terminal each takes the place of the one before. One that cannot be read is said.
+    On a terminal each takes the place of the one before. A status that cannot be read is reported.
     """
     error = Text()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
@@ -106,7 +106,7 @@ def problem_lines(status: dict[str, Any]) -> list[Text]:
 
 
 def notes_of(status: dict[str, Any]) -> list[Text]:
-    """Return what is no problem and in no table."""
+    """Return lines on what is neither a problem nor in a table."""
     notes = [Text(status["run"]["about"])] if status["run"]["about"] else []
     successor = status["successor"]
     if successor is not None and not status["finished"]:

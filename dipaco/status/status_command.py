@@ -32,7 +32,7 @@ _WATCH_PERIOD_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class StatusSettings(RunSettings):
-    """What `dipaco-status` can be told."""
+    """The options of `dipaco-status`."""
 
     initial_peers: Annotated[
         tuple[str, ...],
@@ -77,10 +77,9 @@ class StatusSettings(RunSettings):
             raise ConfigurationError("--earlier is for --ledger; give --ledger too")
 
     def open_port(self) -> socket.socket | None:
-        """Return the socket of the page, None when there is none to be served.
-
-        Raises ConfigurationError when what serves is not installed, AddressError for a port that
-        cannot be had.
+        """Return the socket of the page, None when no page is to be served. Raises
+        ConfigurationError when the server is not installed, AddressError for a port that is not
+        free.
         """
         if self.serve is None:
             return None
@@ -102,7 +101,7 @@ def run(settings: StatusSettings) -> int:
     if not settings.initial_peers:
         settings = replace(settings, initial_peers=known_addresses())
     if sys.stderr.isatty():
-        # Importing what reads it takes seconds, and reading it some more.
+        # Importing the reader takes seconds, and reading takes some more.
         say(f"reading the swarm through {settings.initial_peers[0]} ...")
     from .ledger_report import read_ledger
     from .run_reader import RunReader

@@ -1,4 +1,4 @@
-"""The state of the whole swarm, made of a view. Pure; printed by `screen.py`."""
+"""The state of the whole swarm, computed from a view. Pure; `screen.py` prints it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def status_of(
 ) -> dict[str, Any]:
     """Return the status as plain values; its keys are part of the command's contract.
 
-    `successor` is the newest run that succeeds this one, `gate` who is in.
+    `successor` is the newest run that succeeds this one, and `gate` says who is admitted.
     """
     plan = manifest.plan
     round_index = present_round(plan, view)
@@ -78,9 +78,8 @@ def status_of(
 def _sentence_of(
     view: SwarmView, paths: Sequence[dict[str, Any]], problem_count: int, able: int
 ) -> str:
-    """Return how the run is, for somebody who has not read any of our words.
-
-    `able` is how many peers can keep copies for others.
+    """Return how the run is, for somebody who knows none of the project's words. `able` is how many
+    peers can keep copies for others.
     """
     trainers = sum(claim.state == "training" for claim in view.claims.values())
     trained = sum(path["state"] != "unserved" for path in paths)
@@ -137,7 +136,7 @@ def _module_status(view: SwarmView, grid: Grid, module: str, is_forked: bool) ->
 def _announced_states(
     view: SwarmView, module: str, trainers: frozenset[str]
 ) -> list[dict[str, Any]]:
-    """Return the states of a module that peers announce, the newest first, and who has them."""
+    """Return the states of a module that peers announce, the newest first, and who holds them."""
     holders: dict[str, list[str]] = {}
     states = {}
     for holding in view.holdings.get(module, ()):
@@ -218,8 +217,8 @@ def _validation_of(paths: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_what_was_known(status: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Return a status in which the paths have what was known of them before and no peer says now:
-    the peer that said it may have gone."""
+    """Return a status whose paths also have what was known of them before and no peer reports now:
+    the peer that reported it may have gone."""
     paths = []
     for now, then in zip(status["paths"], before["paths"], strict=True):
         kept = dict(now)

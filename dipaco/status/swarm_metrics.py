@@ -41,7 +41,7 @@ def swarm_metrics(status: Mapping[str, Any]) -> CollectorRegistry:
     ) -> None:
         made = Gauge(f"dipaco_swarm_{name}", help, [label], registry=registry)
         found = Counter(entry[key] for entry in entries)
-        # Those that there might be are there too: no alert is about a series that is missing.
+        # Series without a value yet are there too, so no alert is about a series that is missing.
         for value in {*POSSIBLE[name], *found}:
             made.labels(value).set(found[value])
 
@@ -92,6 +92,7 @@ def swarm_metrics(status: Mapping[str, Any]) -> CollectorRegistry:
 
 
 def _most_behind(entries: Iterable[Mapping[str, Any]], now: int) -> float:
-    """Return for how many rounds the one that has waited longest has; all, if it never was."""
+    """Return for how many rounds the longest-waiting one has waited; all rounds, if it never had a
+    step."""
     lasts = (-1 if entry["last_round"] is None else entry["last_round"] for entry in entries)
     return float(max((max(0, now - last) for last in lasts), default=0))

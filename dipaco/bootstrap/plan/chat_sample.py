@@ -1,4 +1,4 @@
-"""One chat as it will be trained, for the operator to read before hours of work."""
+"""One chat as it will be trained on, for the operator to read before hours of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the first documents tell before a run is prepared: whether they can be read, and whether
+"""What the first documents show before a run is prepared: whether they can be read, and whether
 there are enough."""
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dipaco.bootstrap.first_look import rough_tokens
 from dipaco.bootstrap.run_config import RunConfig, check_chats
 from dipaco.routing.documents.corpus import Part, corpus_files, iterate_documents
 
-# With fewer, a path learns little that its base does not know.
+# With fewer documents, a path learns little that its base does not know.
 _DOCUMENTS_OF_A_PATH = 10
 _ROWS_OF_A_FILE = 100
 
 
 def look_at_data(config: RunConfig) -> bool:
-    """Read the first rows of each file, so that what is wrong is told before hours of work. Tell
+    """Read the first rows of each file, so that faults are reported before hours of work. Return
     whether they are chats.
 
     A data set of the Hub is not fetched. Raises CorpusError, ConfigurationError as `check_chats`.

@@ -1,7 +1,7 @@
 """What a RUN.toml means in parameters, bytes and memory, computed before anything is made.
 
-What a peer needs is computed where peers compute it (`dipaco.peer.check.needs`). Of the data the
-first document is read.
+What a peer needs is computed where peers compute it (`dipaco.peer.check.needs`). Only the first
+document of the data is read.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class CodecFigures:
     line_share: float
     """The part of the slowest line that it takes."""
     publish_s: float
-    """Until the largest contribution has gone out once on that line."""
+    """Seconds until the largest contribution has gone out once on that line."""
     in_time: bool
-    """The slowest line carries a round in a round, and a contribution before the step is made."""
+    """Whether the slowest line carries a round's bytes within a round, and a contribution before
+    the step is made."""
 
 
 @dataclass(frozen=True)
@@ -102,19 +103,19 @@ class PlanFigures:
     total_parameters: int
     shared_parameters: int
     private_parameters: int
-    """How many one path has."""
+    """The parameters of one path."""
     levels: tuple[LevelFigures, ...]
     tokens_per_step: int
     tokens_per_round: int | None
     """The tokens of one path in a round; None when a round has as many steps as fit."""
     line_mbit_per_s: float
     gather_s: float
-    """After a boundary a step is made with what is there by then."""
+    """Seconds after a boundary at which a step is made with what is there."""
     codec: str
     """The codec of the run."""
     codecs: dict[str, CodecFigures]
     moved_bytes: int
-    """In a round with the run's codec: sent, and as much received."""
+    """Bytes in a round with the run's codec: sent, and as much received."""
     round_mbit_per_s: float
     requests: int
     """The requests of a peer to others in a round: rows told, files and steps fetched."""
@@ -150,7 +151,7 @@ class PlanFigures:
 
     @property
     def main_memory_a_parameter(self) -> float:
-        """The same in bytes for each parameter of a path."""
+        """The same, in bytes per parameter of a path."""
         return self.main_memory_total_bytes / self.path_parameters
 
     def as_json(self) -> dict[str, Any]:

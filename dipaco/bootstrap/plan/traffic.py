@@ -50,7 +50,7 @@ class Crowd:
     peers: int
     """The peers that train."""
     closed_share: float = 0.2
-    """The part of them that cannot be called."""
+    """The share of them that cannot be called."""
     bootstrap_nodes: int = 1
 
 
@@ -74,9 +74,9 @@ class SwarmTraffic:
     trains_closed: Traffic
     """A peer that trains and cannot be called."""
     keeps: Traffic
-    """Besides: one copy of a module that is not trained here."""
+    """In addition: one copy of a module that is not trained here."""
     leads: Traffic
-    """Besides: a turn as the first mailbox of a module."""
+    """In addition: a turn as the first mailbox of a module."""
     serves: Traffic
     """A bootstrap node."""
     copies: float
@@ -241,7 +241,7 @@ def _lead(group: _Group) -> Traffic:
 
 
 class _Dht:
-    """What is read there, which counts as received, and stored there, which counts as sent."""
+    """Traffic with the DHT: what is read counts as received, and what is stored counts as sent."""
 
     def __init__(self, path_count: int, rounds: RoundsConfig, crowd: Crowd) -> None:
         period_s = refresh_period_s(rounds)

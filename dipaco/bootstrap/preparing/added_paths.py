@@ -1,4 +1,4 @@
-"""Paths more in a finished run: `prepare --from RUN --add-path NEW.jsonl`.
+"""More paths for a finished run: `prepare --from RUN --add-path NEW.jsonl`.
 
 See design 4.9, successor. The new run has the old one's tokenizer, base model, paths and shards,
 each with the same bytes. A new path has modules of its own in every level. They begin as those of

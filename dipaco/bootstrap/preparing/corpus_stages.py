@@ -198,7 +198,7 @@ class TokensStage(Stage):
 
     @property
     def _chat_prefix_tokens(self) -> int | None:
-        """How many tokens routing sees, of chats."""
+        """How many tokens of a chat routing sees."""
         return self.job.config.router.prefix_tokens if self.corpus.holds_chats else None
 
     def inputs(self) -> Sequence[Any]:

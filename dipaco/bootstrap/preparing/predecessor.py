@@ -61,7 +61,7 @@ class Predecessor:
 
     @property
     def work(self) -> Path:
-        """What its preparation has left, if it was prepared there."""
+        """The folder of its preparation's work, if it was prepared there."""
         return self.path / WORK_FOLDER
 
     @property
@@ -113,7 +113,7 @@ class Predecessor:
         fetched: RunFolder,
         say: Callable[[str], None],
     ) -> None:
-        # The network is loaded only here.
+        # The network layer is imported only here.
         from dipaco.peer.reader import SwarmReader
 
         run, modules, taken = self.plan.run_id, self.grid.modules(), 0

@@ -37,7 +37,7 @@ def prepare(job: Job) -> RunPlan:
         stages, signing = stages_of(job), Signing(job)
         check(job, stages)
         if signing.signed is not None:
-            # What the blobs do not decide is refused before hours of work.
+            # Mistakes that the blobs do not decide are refused before hours of work.
             signing.is_signed(signing.plan(signing.signed.blobs, stages.base_source))
         plan, is_new = signing.sign(signing.plan(stages.blobs(), stages.base_source))
         Summary(job, stages, plan).show(is_new=is_new)

@@ -37,7 +37,7 @@ from .stages import Job, Stage
 
 # Of documents: one path gets all of them, and its centre matters only where paths are added later.
 _ENOUGH_FOR_ONE_PATH = 256
-# What one path may be given of documents that begin alike, as a multiple of an even share.
+# How many of the documents that begin alike one path may get, as a multiple of an even share.
 _MANY_ALIKE = 1.5
 _FILES = "files"
 
@@ -105,7 +105,7 @@ class RouterStage(Stage):
         samples = [sample.inputs() for sample in self._samples]
         if grown is not None:
             return [grown.plan.blobs.router, self._base.sha256, samples]
-        # How many shards a document goes to is not for the router.
+        # The router does not decide how many shards a document goes to.
         router = config.router.model_dump(mode="json", exclude={"train_paths"})
         scores = [] if self._nll is None else [hashlib.sha256(self._nll.tobytes()).hexdigest()]
         grid = [config.grid.modules_per_level, config.seed]
@@ -198,7 +198,7 @@ class ShardsStage(Stage):
 
     @property
     def summaries(self) -> tuple[PathSummary, ...]:
-        """What was written for each path now."""
+        """What was written for each path in this preparation."""
         return tuple(PathSummary.model_validate(one) for one in self.outputs["summaries"])
 
     def inputs(self) -> Sequence[Any]:

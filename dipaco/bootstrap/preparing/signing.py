@@ -81,13 +81,13 @@ class Signing:
         if self._before and not self._is_open:
             keep_revocations(self._before.path, self._out)
         note_admission(self._out, plan, key, self._job.display.say)
-        # Last: with it everything is there.
+        # It is written last: once it is there, everything is.
         atomic_write(self._folder.manifest_path, sign_manifest(plan, key))
         return plan, True
 
     @property
     def _is_open(self) -> bool:
-        """Whether everybody is in: as is asked for, or as before."""
+        """Whether everybody is admitted: as the operator asks, or as before."""
         before = self.signed or (self._before.plan if self._before else None)
         if self._job.admission is not None or before is None:
             return self._job.admission != "invitation"

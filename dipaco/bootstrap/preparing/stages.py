@@ -41,12 +41,12 @@ class Job:
     display: Display
     before: Predecessor | None = None
     workers: Workers = field(default_factory=Workers)
-    """The processes that tokenise, route and score."""
+    """What tokenises, routes and scores."""
     operator_key: Path | None = None
     """The file of the operator's key. By default it is `operator.pem` in the run folder, which is
     made if it is missing, or in the folder of the run before."""
     start_in_s: float | None = None
-    """Round 0 begins so many seconds from now; by default at once."""
+    """Seconds from now until round 0 begins; by default it begins at once."""
     admission: Literal["open", "invitation"] | None = None
     """Whether everybody may join, or peers with an invitation. By default a successor has what the
     run before it has, and a new run is open."""
@@ -93,15 +93,15 @@ class Stage(ABC):
 
     @abstractmethod
     def inputs(self) -> Sequence[Any]:
-        """Return all that it depends on: plain values and configurations."""
+        """Return everything that it depends on: plain values and configurations."""
 
     @abstractmethod
     def make(self) -> dict[str, Any]:
-        """Do it, and return the outputs, plain values. May be called after a kill at any instant.
-        What `sha256` in the name of an output says is a blob."""
+        """Make the outputs and return them as plain values. May be called after a kill at any
+        instant. What `sha256` in the name of an output says is a blob."""
 
     def is_whole(self, outputs: dict[str, Any]) -> bool:
-        """Tell whether what it has left is still there."""
+        """Tell whether everything that it made is still there."""
         blobs = [value for name, value in outputs.items() if name.endswith("sha256")]
         return all(self.job.blobs.has(sha256) for sha256 in blobs)
 

@@ -1,4 +1,4 @@
-"""The stages of a run: which there are, what each depends on, and what is refused before them."""
+"""The stages of a run: what they are, what each depends on, and what is refused before them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _base_source(job: Job, imported: ImportedBase | None) -> BaseSource | None:
 
 
 def check(job: Job, stages: Stages) -> None:
-    """Refuse before any work what cannot be. Raises ConfigurationError, CorpusError."""
+    """Refuse impossible runs before any work. Raises ConfigurationError, CorpusError."""
     config, before, grown = job.config, job.before, job.grown
     kind = config.router.kind
     if grown is not None:

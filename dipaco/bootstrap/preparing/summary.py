@@ -39,7 +39,7 @@ class Summary:
         self.say = self.job.display.say
 
     def show(self, *, is_new: bool) -> None:
-        """Show it; `is_new` says whether the plan was signed now."""
+        """Show the summary; `is_new` says whether the plan was signed just now."""
         before, grown = self.job.before, self.job.grown
         summaries = self.stages.shards.summaries
         self.job.display.shards(summaries)

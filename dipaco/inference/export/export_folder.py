@@ -24,7 +24,7 @@ _IDENTITY = ("format", "run", "part")
 
 
 def note_of(plan: RunPlan, part: int | str, **content: Any) -> dict[str, Any]:
-    """Return what the folder of a `part` of a run (a path, "all", "base") is made of."""
+    """Return a note of what the folder of a `part` of a run (a path, "all", "base") is made of."""
     return {"format": _FORMAT, "run": plan.run_id, "name": plan.name, "part": part, **content}
 
 
@@ -60,7 +60,7 @@ def check_replaceable(folder: Path, note: Mapping[str, Any]) -> None:
 
 @contextmanager
 def whole_folder(folder: Path, note: Mapping[str, Any]) -> Iterator[Path]:
-    """Give a folder to fill that becomes `folder` when the body ends well, and vanishes if not.
+    """Yield a folder to fill; it becomes `folder` when the body ends well, and vanishes otherwise.
 
     An older export of the same part is replaced. Raises ConfigurationError if there is anything
     else in the folder, or if it is the present one.

@@ -1,8 +1,8 @@
 """Writing paths of a run for other tools, in one form (`ExportForm`).
 
 The steps are the same for a whole path and for adapters, whatever the form: the states of the
-path's modules are loaded, made into tensors with the names of a checkpoint, written, and beside
-them stand the files that the tool needs, a model card, and a note of what all was made of.
+path's modules are loaded, made into tensors with the names of a checkpoint, and written. Beside
+them stand the files that the tool needs, a model card, and a note of what everything was made of.
 """
 
 from __future__ import annotations

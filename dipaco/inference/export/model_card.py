@@ -1,6 +1,6 @@
 """What an export says about itself: huggingface_hub's model card, for a run and for one path.
 
-The words are in `model_card.jinja`. Figures are those that the states and the swarm show.
+The words are in `model_card.jinja`. The figures come from the states and the swarm.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _exported_parameters(model: ModelConfig, tokenizer: bytes) -> int:
 
 
 def _private_parts(grid: GridConfig) -> list[str]:
-    """Return what of the model every path has for itself alone."""
+    """Return which parts of the model are private to each path."""
     blocks = ", ".join(map(str, grid.private_blocks))
     parts = {
         f"blocks {blocks}": bool(blocks),

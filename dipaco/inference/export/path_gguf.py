@@ -33,7 +33,7 @@ GGUF_TYPES: Final = {"float32": "f32", "float16": "f16", "q8_0": "q8_0"}
 _UNUSED = 5
 _ROWS_OF_Q8 = 32
 _OLLAMA_CONTEXT = 4096
-# Settings of the parts that cut a text before BPE, as they are where a file does not say.
+# Defaults of the settings of the parts that cut a text before BPE.
 _CUT_DEFAULTS: Final[dict[str, dict[str, Any]]] = {
     "Split": {"pattern": None, "behavior": None, "invert": False},
     "Digits": {"individual_digits": False},
@@ -64,7 +64,7 @@ _CUTS: Final[dict[str, _Cut]] = {
     "gpt-2": [_BYTES],
 }
 _IGNORES_MERGES: Final = "llama-bpe"
-# What a user of dipaco-serve or dipaco-export can do where llama.cpp cannot.
+# What a user of dipaco-serve or dipaco-export can do instead where llama.cpp cannot.
 _ELSEWHERE: Final = "vLLM and transformers open what dipaco-export --format transformers writes"
 
 
@@ -90,7 +90,7 @@ def check_gguf(model: ModelConfig, tokenizer: bytes | None) -> None:
 
 
 def lack_of_llama_cpp(model: ModelConfig) -> str | None:
-    """Return what llama.cpp lacks to compute a model, None if it can."""
+    """Return what llama.cpp lacks to compute a model, or None if it lacks nothing."""
     if model.transformers_config is not None:
         return (
             "for a base of this family llama.cpp's own scripts make GGUF files of what "
@@ -169,7 +169,7 @@ def modelfile(gguf_name: str, context: int, chat_template: bool) -> str:
         "top_k": 50,
         "top_p": 1.0,
         "repeat_penalty": 1.0,
-        # As many as Ollama has by itself, if the model has them: memory grows with the number.
+        # Ollama's own default, if the model has as many: memory grows with the number.
         "num_ctx": min(context, _OLLAMA_CONTEXT),
     }
     lines = [f"FROM ./{gguf_name}"]

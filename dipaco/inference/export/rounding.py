@@ -1,4 +1,4 @@
-"""What is lost where adapters are merged into their base, and the sum is stored in few bits."""
+"""What is lost when adapters are merged into their base and the sum is stored in few bits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rounding:
     """What is lost where merged weights are rounded to the format of the base."""
 
     unchanged: float
-    """Share of the weights of blocks that are what they were in the base."""
+    """Share of the weights of blocks that are unchanged from the base."""
     error: float
     """Norm of what rounding adds, as a share of the norm of what the adapters add."""
 
@@ -32,7 +32,7 @@ class RoundingMeter:
         self._added = self._lost = 0.0
 
     def passing(self, merged: Iterable[_Named]) -> Iterator[_Named]:
-        """Yield the sums, fp32 with their names, and look at them meanwhile."""
+        """Yield the sums, fp32 with their names, and measure them on the way."""
         for name, whole in merged:
             if whole.ndim > 1 and ".layers." in name:
                 self._look(self._base[name].to(torch.float32), whole)
@@ -46,6 +46,6 @@ class RoundingMeter:
         self._lost += float((stored - whole).square().sum(dtype=torch.float64))
 
     def rounding(self) -> Rounding:
-        """Return what was lost in all that passed."""
+        """Return what was lost in everything that passed."""
         error = math.sqrt(self._lost / self._added) if self._added else 0.0
         return Rounding(self._unchanged / max(1, self._weights), error)

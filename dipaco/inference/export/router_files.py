@@ -1,4 +1,4 @@
-"""What finds the path for a text where dipaco is not installed.
+"""The files that find the path of a text where dipaco is not installed.
 
 Every router that sees features is an affine map of them, up to what all paths have in common: the
 path with the greatest `weight @ features + bias`. So one file of two arrays, the run's base and a
@@ -87,7 +87,7 @@ def _write_base(source: StateSource, folder: Path) -> None:
     config = llama_config(model, torch.float32)
     if rows is not None:
         config["vocab_size"] = len(rows)
-    # It ends no text and pads none, so its special tokens have no numbers.
+    # It neither ends nor pads texts, so its special tokens have no numbers.
     config |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     files[CONFIG_FILE] = json_bytes(config)
     parameters = source.base_model(torch.device("cpu")).iterate_whole()

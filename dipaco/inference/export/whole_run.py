@@ -23,7 +23,7 @@ from .model_card import model_card
 from .router_files import write_router
 from .tokenizer_files import json_bytes
 
-# What a number takes; in q8_0, 32 of them have a scale of two bytes.
+# Bytes of a number; in q8_0, 32 of them share a scale of two bytes.
 _BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "q8_0": 34 / 32}
 
 
@@ -52,7 +52,7 @@ def export_run(exporter: Exporter, out: Path, say: Callable[[str], None]) -> Non
 
 
 def _path_folder(path: int) -> str:
-    """Return where a path lies in an export of all."""
+    """Return where a path lies in an export of all paths."""
     return f"paths/{path:05d}"
 
 

@@ -18,15 +18,15 @@ from dipaco.inference.sources import StateSource, path_states
 from dipaco.modules.state import ModuleState
 from dipaco.protocol.config import ModelConfig
 
-# Bytes of a number in each form; q8_0 has a scale for 32 of them.
+# Bytes of a number in each form; in q8_0, 32 of them share a scale.
 _BYTES: Final = {"f32": 4.0, "f16": 2.0, "q8_0": 34 / 32}
-# A process of llama.cpp, and what it computes in.
+# Memory of a process of llama.cpp, and of what it computes in.
 _SERVER_BYTES: Final = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class PathStates:
-    """Which states a path was put together from: what a client is shown of it."""
+    """Which states a path was put together from, as a client is shown them."""
 
     digests: tuple[str, ...]
     """The digests of its modules' states."""
@@ -77,7 +77,7 @@ class GgufFiles:
         self._stored = GGUF_TYPES[dtype]
         self._folder = folder
         self._tokenizer = source.blob(source.plan.blobs.tokenizer)
-        # A server gives a text as many tokens as its file says, and no more.
+        # A server allows a text as many tokens as its file says, and no more.
         self._model = source.model.model_copy(update={"context_length": None})
         self._base: Path | None = None
         self._written = 0

@@ -27,13 +27,13 @@ _READY = b"ready\n"
 # Until then a large file has been read from a slow disk.
 _START_LIMIT_S = 600.0
 _END_LIMIT_S = 2.0
-# Of what llama.cpp says, so much is kept to explain why it ended.
+# So much of llama.cpp's output is kept to explain why it ended.
 _LINES_KEPT = 20
 # How it writes an error.
 _ERROR = re.compile(r"[\d.]+ E (.*)")
 # Tokens of prompts that are computed together.
 _READ_AT_ONCE = 512
-# What dipaco-generate does where a request says nothing.
+# The sampling of dipaco-generate, for requests that say nothing.
 _TEMPERATURE, _TOP_K = 0.8, 50
 
 
@@ -56,7 +56,7 @@ class LlamaParameters:
     context: int
     """Tokens that a prompt and its answer may have together."""
     slots: int
-    """Answers that are computed together."""
+    """How many answers are computed together."""
     threads: int | None
     """None: as many as there are cores."""
     is_exact: bool
@@ -124,14 +124,15 @@ class LlamaServer:
         """Return why the process ended, as far as it said so."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_LIMIT_S)
-            # What it said last may be on its way.
+            # Its last lines may still be on their way.
             self._listening.join(_END_LIMIT_S)
         code = self._process.returncode
         how = "it was stopped" if code is None else f"exit code {code}"
         if code is not None and code < 0:
             how = f"signal {-code}"
         said = [line for line in self._said if line.strip()]
-        # At the start the first error is the cause of the others; later it is of some request.
+        # At the start, the first error is the cause of the others; later, it belongs to some
+        # request.
         errors = [match[1] for line in said if (match := _ERROR.match(line))]
         return ": ".join([how, *(said[-1:] if self._is_ready else errors[:1] or said[-1:])])
 
@@ -158,7 +159,7 @@ class LlamaServer:
 
 
 def _serve(parameters: LlamaParameters) -> None:
-    """Be a server until the input is closed."""
+    """Run the server until the input is closed."""
     import xllamacpp
 
     given = xllamacpp.CommonParams()

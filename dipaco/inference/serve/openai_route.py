@@ -48,7 +48,7 @@ _ENDING_S = 1.0
 _JSON = {"content-type": "application/json"}
 _MOST_ERROR_BYTES = 2**16
 _CLIENT_LEFT = 499
-# llama.cpp sends it where it has nothing to tell yet of several prompts, and no client knows it.
+# llama.cpp sends it while it has no answer yet to several prompts; no client knows it.
 _NO_EVENT = b"data: null\n\n"
 # llama.cpp sends its page packed to those who can read that, and to others not at all.
 _PAGE_HEADERS = {"accept-encoding": "gzip"}
@@ -72,7 +72,7 @@ class RouteLimits:
     queue: int
     """Requests that may wait."""
     timeout_s: float = 300.0
-    """Until an answer is complete, with all that is waited for before."""
+    """The limit until an answer is complete, with all the waits before it."""
 
 
 class OpenAiRoute:
@@ -211,7 +211,7 @@ class OpenAiRoute:
         return Response(content, headers=headers)
 
     async def _fetched(self, address: str) -> tuple[bytes, dict[str, str]]:
-        """Return what any of the servers has at an address. Raises ApiError."""
+        """Return what any one of the servers has at an address. Raises ApiError."""
         served = list(self._servers.served)
         paths = [*served, *(p for p in range(self._reader.paths) if p not in served)]
         async with (
@@ -252,7 +252,7 @@ class OpenAiRoute:
         deadline_s: float,
         reply: _Reply,
     ) -> None:
-        """Have a request answered by the first of these paths that can be had."""
+        """Have a request answered by the first of these paths that can be fetched."""
         try:
             async with (
                 asyncio.timeout_at(deadline_s),
@@ -461,7 +461,7 @@ def _too_late() -> ApiError:
 
 
 async def _nothing(request: Request) -> Response:
-    """Tell llama.cpp's page that there is none of what it asks for."""
+    """Tell llama.cpp's page that what it asks for does not exist."""
     return JSONResponse([])
 
 

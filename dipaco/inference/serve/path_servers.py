@@ -1,4 +1,4 @@
-"""Which paths have a server of llama.cpp: one for each path that is asked for, as memory allows.
+"""Which paths have a server of llama.cpp: each path that is asked for, as far as memory allows.
 
 A path that is asked for gets a server. Where there is no room, the server that was used least
 recently ends first, once its answers have. Newer states get a new server while the old one answers
@@ -27,14 +27,14 @@ from .llama_server import LlamaServer
 logger = logging.getLogger(__name__)
 _ResultT = TypeVar("_ResultT")
 
-# A path that could not be had is tried again after that.
+# A path that could not be fetched is tried again after this time.
 _RETRY_S = 30.0
 # A fetch under way is waited for no longer when the service ends.
 _END_LIMIT_S = 3.0
 
 
 class _UnavailableError(ApiError):
-    """A path that cannot be had now."""
+    """A path cannot be fetched now."""
 
     def __init__(self, path: int, reason: str) -> None:
         super().__init__(503, f"path {path}: {reason}", parameter="model", code="path_unavailable")
@@ -51,7 +51,7 @@ class PathServer:
     """Answers under way."""
     used_s: float = field(default_factory=time.monotonic)
     is_leaving: bool = False
-    """Whether it ends when its last answer does."""
+    """Whether it ends with its last answer."""
 
 
 class PathServers:
@@ -78,7 +78,7 @@ class PathServers:
         self._refresh_s = refresh_s
         self._source = asyncio.Lock()
         self._at_source: asyncio.Future[Any] | None = None
-        """What was done last with the files, which belong to one thread at a time."""
+        """The last thing done with the files, which belong to one thread at a time."""
         self._current: dict[int, PathServer] = {}
         self._all: set[PathServer] = set()
         self._waiting: dict[int, list[asyncio.Future[PathServer]]] = {}
@@ -93,7 +93,7 @@ class PathServers:
         self.unavailable: dict[int, str] = {}
         """Paths that could not be had when they were last asked for, and why."""
         self.troubles: tuple[str, ...] = ()
-        """Why what is served may be old."""
+        """Why the states that are served may be old."""
 
     def start(self) -> None:
         """Begin; called in the event loop."""
@@ -121,12 +121,12 @@ class PathServers:
 
     @property
     def served(self) -> Mapping[int, PathStates]:
-        """The paths that have a server, and their states."""
+        """The paths that have a server, with their states."""
         return {path: one.states for path, one in self._current.items()}
 
     @asynccontextmanager
     async def use(self, paths: Sequence[int]) -> AsyncIterator[PathServer]:
-        """Give the server of the first of these paths that can be had, which does not end
+        """Yield the server of the first of these paths that can be fetched; it does not end
         meanwhile. Raises ApiError."""
         server = await self._first_of(paths)
         try:
@@ -172,7 +172,7 @@ class PathServers:
         try:
             return await future
         except asyncio.CancelledError:
-            # It may have come just then.
+            # It may have come in the meantime.
             if future.done() and not future.cancelled() and not future.exception():
                 self._give_back(future.result())
             raise
@@ -277,7 +277,7 @@ class PathServers:
                 await self.look_again()
 
     async def _done(self, act: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
-        """Have something done with the files, which may take minutes."""
+        """Do something with the files on their thread, which may take minutes."""
         async with self._source:
             doing = self._at_source = asyncio.ensure_future(run_blocking(act, *arguments))
             return await asyncio.shield(doing)

@@ -1,4 +1,4 @@
-"""What of a request is passed on to llama.cpp, and within which bounds.
+"""Which parts of a request are passed on to llama.cpp, and within which bounds.
 
 llama.cpp checks values. Here is what it does not bound: fields that only its own parts set, or that
 choose another adapter, are left out, and so is every field that is not named below. What could cost
@@ -33,7 +33,7 @@ _MOST_MESSAGES = 1024
 _MOST_GRAMMAR = 2**14
 _MOST_SCHEMA = 2**16
 _MOST_LETTERS_OF_A_FIELD = 512
-# Of a number: more than any that has 64 bits.
+# Digits of a number: more than any number of 64 bits has.
 _MOST_DIGITS = 20
 # So short a text costs nothing, however small the model's context is.
 _SHORT_LETTERS = 4096
@@ -71,7 +71,7 @@ class PathRequest:
     routed_by: list[list[int]]
     """The run's tokens that each prompt is routed by."""
     answers: int
-    """How many are computed together."""
+    """How many of its answers are computed together."""
     is_whole: bool = False
     """The client wants a text that is streamed here in one piece."""
 
@@ -172,7 +172,7 @@ class RequestReader:
         except SlowTemplateError as error:
             _refuse("messages", f"the chat template refuses them: {error}")
         except TemplateError:
-            return  # llama.cpp says why, or its template engine can do what ours cannot
+            return  # llama.cpp says why, or its template engine can do more than ours
         self._check_letters(len(text), "messages")
 
     def _told(self, message: dict[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +228,7 @@ class RequestReader:
         return PathRequest(body, path, routed_by, answers * each, is_whole)
 
     def _passed(self, given: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-        """Return what both kinds of text have in common, but for the text."""
+        """Return the fields that both kinds of text have in common, except the text."""
         for name, neutral in _NOT_DONE.items():
             if given.get(name) not in neutral:
                 raise ApiError(
@@ -356,7 +356,7 @@ def _scalars(given: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
 
 
 def _plain(message: Any, number: int) -> dict[str, Any]:
-    """Return what routing and the bounds need of a message: its role and its text."""
+    """Return what routing and the bounds need from a message: its role and its text."""
     where = f"messages[{number}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         _refuse("messages", f'{where}: give {{"role": ..., "content": ...}}')

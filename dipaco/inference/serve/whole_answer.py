@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from .api_error import ApiError
 
-# Of these each event has the next part.
+# Each event has the next part of these.
 _JOINED: Final = frozenset({"text", "content", "reasoning_content", "arguments"})
 
 
@@ -21,7 +21,7 @@ class WholeAnswer:
 
     def __init__(self) -> None:
         self._rest = b""
-        """Of an event that is not complete."""
+        """The beginning of an event that is not complete."""
         self._answer: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
 
@@ -53,7 +53,7 @@ class WholeAnswer:
 
 
 def _join(whole: dict[str, Any], part: dict[str, Any]) -> None:
-    """Add what an event has of a choice, or of something in it."""
+    """Add what an event says about a choice, or about something in it."""
     for key, value in part.items():
         own = whole.get(key)
         if own is None:

@@ -44,6 +44,6 @@ def problem(
 
 
 def failed(name: str, error: DipacoError) -> Check:
-    """What joining does was tried, and ended with this error, which names its remedy itself."""
+    """A step of joining was tried, and ended with this error, which names its own remedy."""
     said, _, remedy = str(error).partition("; ")
     return Check(name, "problem", said, remedy or "start again with --debug", error)

@@ -74,7 +74,8 @@ def closing_line(found: list[Check]) -> str:
 
 
 def examine_all(settings: PeerSettings) -> Iterator[Check]:
-    """Yield every check as soon as it is made. What needs CUDA comes last: it must not fork."""
+    """Yield every check as soon as it is made. Checks that need CUDA come last: after them nothing
+    may be forked."""
     yield check_system()
     yield check_versions()
     is_running = is_in_use(settings.cache_folder / KEY_FILE)
@@ -116,7 +117,7 @@ def _check_port(settings: PeerSettings, *, is_running: bool) -> Check:
 
 
 def _swarm_checks(settings: PeerSettings, *, port_is_free: bool) -> Generator[Check, None, _Found]:
-    """Join as a reader, yield what comes of it, and return the run, if there is one."""
+    """Join as a reader, yield the checks of each step, and return the run, if there is one."""
     if not settings.initial_peers:
         yield ok("swarm", "no address was given: only this machine is checked")
         return None, None
@@ -143,7 +144,7 @@ def _swarm_checks(settings: PeerSettings, *, port_is_free: bool) -> Generator[Ch
 
 
 def _step_of(error: DipacoError) -> str:
-    """Return what failed in joining, in a word."""
+    """Name the step of joining that failed, in a word."""
     if isinstance(error, UnreachableError):
         return "neighbours"
     return "clock" if isinstance(error, ClockError) else "run"

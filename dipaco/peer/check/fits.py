@@ -34,7 +34,7 @@ from .this_machine import (
     look_for_gpu_hardware,
 )
 
-# Main memory of a peer's programs beside all tensors: about, with two levels.
+# Main memory of a peer's programs besides all tensors, roughly, with two levels.
 PROGRAMS_BYTES = 10**9
 _FORMAT_NOTES = {
     "bf16": "",
@@ -49,9 +49,9 @@ class MemoryNeed:
 
     path_parameters: int
     fixed_bytes: int
-    """On the device: parameters, gradients, AdamW."""
+    """Bytes on the device: parameters, gradients, AdamW."""
     pass_bytes: int
-    """On the device, for each sequence at once."""
+    """Bytes on the device for each sequence of a batch."""
     least_pass_bytes: int
     """The same for one sequence, where blocks are computed twice."""
     main_bytes: int
@@ -59,7 +59,8 @@ class MemoryNeed:
     batch: int
 
     def fitting(self, free_bytes: float) -> int:
-        """Return how many sequences at once fit into so much device memory; 0: not one."""
+        """Return how many sequences fit into so much device memory at once; 0 if not even one
+        does."""
         return max(0, min(self.batch, int((free_bytes - self.fixed_bytes) // self.pass_bytes)))
 
 
@@ -134,8 +135,7 @@ def check_disk(
     run_folder: Path | None = None,
     root: Path = Path("/"),
 ) -> Check:
-    """Say whether everything that a run keeps fits where the cache folder is, or would be; by
-    itself its `run_folder` is there."""
+    """Say whether everything that a run keeps fits where the cache folder is, or would be."""
     folder = settings.cache_folder
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
@@ -169,7 +169,7 @@ def check_disk(
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return how much lies in a folder already; files may come and go meanwhile."""
+    """Return how many bytes are in a folder already; files may come and go meanwhile."""
     found = 0
     for file in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):

@@ -43,7 +43,7 @@ _DAY_S = 86_400.0
 
 
 class Run(Protocol):
-    """What the figures follow from; a `RunConfig` and a `RunPlan` have it."""
+    """What the figures follow from; both a `RunConfig` and a `RunPlan` provide it."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -161,7 +161,7 @@ def _file_bytes(run: Run, grid: Grid, level: str) -> int:
 
 
 def sent_bytes(run: Run, grid: Grid) -> int:
-    """Return the bytes of one peer's contributions of a round, each once."""
+    """Return the bytes of one peer's contributions in a round, each counted once."""
     return sum(_file_bytes(run, grid, level) for level in grid.level_names)
 
 

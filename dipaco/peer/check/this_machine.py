@@ -106,7 +106,8 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def look_for_gpu_hardware(root: Path = Path("/")) -> str:
-    """Return whose GPU is here, NVIDIA or AMD, whatever PyTorch thinks of it; "" for none."""
+    """Return the maker of the GPU in this machine, NVIDIA or AMD, whether or not PyTorch can use
+    it; "" if there is none."""
     signs = (
         ("NVIDIA", "dev/nvidia0"),
         ("NVIDIA", "usr/lib/wsl/lib/libcuda.so.1"),

@@ -30,15 +30,15 @@ from dipaco.protocol.chain.steps import (
 from dipaco.protocol.chain.trunk import Trunk
 from dipaco.protocol.record_errors import RecordError
 
-# Of an answer: rows in its steps, of which one step always goes, and rows beside them.
+# Most rows in the steps of an answer, which has at least one step, and most rows beside them.
 ANSWERED_STEP_ROWS, ANSWERED_ROWS, ANSWERED_STEPS = 320, 96, 256
 # Steps that are read from the disk at once.
 _PAGE_STEPS = 64
-# And names of steps.
+# Names of steps that are read from the disk at once.
 PAGE_NAMES = 1024
 # Admissions beside those of peers in the chains and rows that are told.
 MAX_KEPT_ADMISSIONS = 50_000
-# Steps of a module that are kept though no chain that is told has them any more.
+# Steps of a module that are kept although no served chain has them any more.
 KEPT_SIDE_STEPS = 64
 
 
@@ -54,8 +54,8 @@ class Answer:
 
 @dataclass
 class _Module:
-    """What is in memory of one module. The chain is the first `safe` steps that the index tells,
-    and behind them the `unsafe` ones."""
+    """The part of one module's chain that is in memory. The chain is the first `safe` steps that
+    the index tells, and behind them the `unsafe` ones."""
 
     name: str
     told: str
@@ -79,12 +79,12 @@ class ChainStore:
     """
 
     def __init__(self, run_id: str, modules: Iterable[str], index: Index, owner: str = "") -> None:
-        """Look up what an earlier life told. Raises `StorageError`."""
+        """Look up what an earlier process served. Raises `StorageError`."""
         self._index, self._owner = index, owner
         self._lock = BriefLock()
-        """For what is in memory. It is never held while the disk is waited for."""
+        """Guards what is in memory. It is never held during a wait for the disk."""
         self._serving = threading.Lock()
-        """Held while a chain is written: one after the other is."""
+        """Held while a chain is written, so that chains are written one at a time."""
         self._genesis = {name: genesis_name(run_id, name) for name in modules}
         self._modules = {name: _Module(name, told) for name, told in self._genesis.items()}
         kept = index.read("SELECT peer, admission FROM admissions")
@@ -92,11 +92,11 @@ class ChainStore:
         self._in_chains = set(self._admissions)
         """Peers whose admissions are in the index."""
         self._enough_admissions = MAX_KEPT_ADMISSIONS
-        """With more of them some are forgotten."""
+        """When there are more, some are forgotten."""
         self.on_served: Callable[[Step], None] = lambda step: None
-        """Hears which step stands at the end of a told chain, each time that another does."""
+        """Called with the last step of the served chain, each time that it changes."""
         self.has_contributed: Callable[[str], bool] = lambda peer: False
-        """Tells whose rows have room before those of others."""
+        """Tells which peers' rows have room before those of others."""
         for module in self._modules.values():
             self._take_up(module)
 
@@ -132,8 +132,8 @@ class ChainStore:
                 self._forget_admissions()
 
     def _forget_admissions(self) -> None:
-        """Forget the older half of those of which nothing is told here: what others invent leaves
-        the chain its own."""
+        """Forget the older half of the admissions whose peers have nothing served here, so
+        inventions of others do not displace those of the chain."""
         told = set(self._in_chains)
         for kept in self._modules.values():
             told.update(row.peer for row in kept.rows.all())
@@ -151,8 +151,8 @@ class ChainStore:
     # -- what is told
 
     def served(self, module: str) -> tuple[str, Head | None]:
-        """Return what `serve` said last, the step also in an earlier life; the genesis before
-        that."""
+        """Return what `serve` was given last, the step even if an earlier process was given it; the
+        genesis if there was none."""
         with self._lock:
             kept = self._modules[module]
             return kept.told, kept.held
@@ -207,10 +207,10 @@ class ChainStore:
         return place, tuple(reversed(path))
 
     def _place(self, kept: _Module, names: Sequence[str]) -> int | None:
-        """Return which place on the safe part of a chain the latest of these steps has; 0 for the
+        """Return the place of the latest of these steps on the safe part of a chain; 0 for the
         genesis, None if none is there."""
         if kept.told in names and not kept.unsafe:
-            return kept.safe  # Mostly so; the disk need not be asked.
+            return kept.safe  # This is the usual case, in which the disk need not be read.
         marks = ", ".join("?" * len(names))
         [[place]] = self._index.read(
             f"SELECT MAX(steps.version) FROM steps JOIN told ON told.step = steps.id"
@@ -247,7 +247,7 @@ class ChainStore:
         return StorageError(f"the chain of {module} is damaged on this disk; start again")
 
     def _write(self, kept: _Module) -> None:
-        """Let the index tell what is told. Raises `StorageError`."""
+        """Write to the index what is served. Raises `StorageError`."""
         unsafe, version = kept.unsafe, kept.safe
         peers = set[str]().union(*(step.peers for step in unsafe)) - self._in_chains
         admissions = self.admissions_of(peers)
@@ -314,7 +314,7 @@ class ChainStore:
         return self._steps(kept, begin, safe, unsafe)
 
     def remembered(self, module: str, newest: int) -> tuple[Trunk, tuple[Step, ...]]:
-        """Return the told chain: its `newest` steps, and the names of those before them. Raises
+        """Return the served chain: its `newest` steps, and the names of those before them. Raises
         `StorageError`."""
         kept, trunk, last = self._modules[module], Trunk(), self._genesis[module]
         with self._lock:
@@ -364,7 +364,7 @@ def tellers(index: Index) -> tuple[str, ...]:
 
 def _insert(writer: sqlite3.Connection, step: Step, version: int, weight: int) -> None:
     """Write a step, unless it is there."""
-    # Without module, round, parent and state, which are those of the step.
+    # The row is without module, round, parent and state, which are those of the step.
     rows = [pack_row(row)[4:] for row in step.rows]
     writer.execute(
         "INSERT OR IGNORE INTO steps(name, module, parent, state, version, weight, round, rows)"

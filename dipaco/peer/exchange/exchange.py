@@ -68,8 +68,7 @@ logger = logging.getLogger("dipaco.peer.exchange.exchange")
 
 CALL_TIMEOUT_S, _TELL_TIMEOUT_S, _CALL_BACK_TIMEOUT_S = 5.0, 10.0, 10.0
 _STOP_TIMEOUT_S = 1.0
-# Downloads at once: of contributions and what is wanted now, and of everything; and of these from
-# one peer.
+# Downloads at once: of contributions and what is wanted now, of everything, and from one peer.
 _URGENT_AT_ONCE, _AT_ONCE = 8, 6
 _URGENT_FROM_ONE, _FROM_ONE = 2, 4
 _TELLS_AT_ONCE = 64
@@ -131,7 +130,7 @@ class Exchange:
             run.contributions.listen(self._has_come)
 
     def _has_come(self, sha256: str) -> None:
-        """A file is here, perhaps because its owner has put it: look at once."""
+        """Look at once: a file is here, perhaps because its owner has put it."""
 
         async def wake() -> None:
             for wanted, arrival in self._arrivals.values():

@@ -32,7 +32,7 @@ logger = logging.getLogger("dipaco.peer.exchange.fetching")
 
 _ReadT = TypeVar("_ReadT")
 
-# Of blobs that the run does not name.
+# The most bytes of a blob that the run does not name.
 _MAX_OTHER_BYTES = 2**30
 FETCH_TIMEOUT_S, LEAST_FILE_TIMEOUT_S = 600.0, 30.0
 _ASK_AGAIN = "start again; then other holders are asked too"
@@ -59,7 +59,7 @@ class ContentFetcher:
         self._plan, self._grid = plan, grid
         self._given_peers = tuple(given_peers)
         self.say: Callable[[str], None] = logger.info
-        """Hears how far downloads are that take longer than some seconds."""
+        """Called with the progress of downloads that take longer than some seconds."""
         self._max_bytes = max_core_bytes(plan, grid)
         """The most bytes of each blob of the run, by hash; replaced as a whole."""
         # A path's first states are fetched at the same time, and each of them needs the base.
@@ -122,7 +122,7 @@ class ContentFetcher:
             return found
 
     def sound(self, sha256: str, what: str, read: Callable[[], _ReadT]) -> _ReadT:
-        """Return what `read` makes of a blob that is here. One that is damaged is fetched again.
+        """Return what `read` makes of a blob that is here. A damaged blob is fetched again.
 
         Raises what `read` does of a blob that is whole, and what `needed_blob` does.
         """

@@ -72,12 +72,12 @@ logger = logging.getLogger("dipaco.peer.exchange.responder")
 REQUEST_TIMEOUT_S, _WRITE_TIMEOUT_S, _CLOSE_TIMEOUT_S = 10.0, 60.0, 30.0
 _RETRY_AFTER_S = 1.0
 _READ_BYTES, _CHUNK_BYTES = 2**20, 2**17
-# What would be sent later than this is not sent.
+# What would have to wait longer than this is not sent.
 LONGEST_WAIT_S = 60.0
 # A file that is put has to come at this rate at least.
 LEAST_PUT_BYTES_S, PUT_GRACE_S = 2.0**14, 30.0
 _COMPLAINT_PERIOD_S, _MAX_COMPLAINTS = 60.0, 256
-# Of files whose bytes are still coming.
+# For files whose bytes are still coming.
 _PUT_PREFIX = ".put-"
 
 
@@ -88,7 +88,7 @@ class Responder:
         self._transport = transport
         self.run: ServedRun | None = None
         self.on_told: Callable[[Told], None] = lambda told: None
-        """Hears what good rows and steps another peer tells. Returns at once."""
+        """Called with the good rows and steps that another peer tells. Returns at once."""
         self._calling = CallingBack()
         self._asked, self._sent = Budget(ASKED), Budget(SENT)
         self._streams = Places(STREAMS, self._asked.debt_s)
@@ -143,7 +143,7 @@ class Responder:
             logger.debug("a stream of %s ended: %r", stream.peer, error)
             stream.abort()
         except BaseException:
-            stream.abort()  # Or the other side waits for as long as it may.
+            stream.abort()  # Otherwise the other side waits until its limit.
             raise
         finally:
             self._streams.give_back(place)
@@ -173,7 +173,8 @@ class Responder:
     async def _pay(
         self, budget: Budget[Standing], asker: Asker, count: int, longest_s: float
     ) -> None:
-        """Wait until somebody may have so much. Raises `_Refused` when that takes too long."""
+        """Wait until the payer may use so many bytes. Raises `_Refused` when that takes too
+        long."""
         try:
             await budget.pay(asker, count, longest_s)
         except TimeoutError:
@@ -304,7 +305,7 @@ class _Refused(Exception):
 
 
 async def _turn_away(stream: Stream, left_bytes: int) -> None:
-    """Say no to a request whose other bytes are not looked at. The caller closes the stream."""
+    """Refuse a request without reading the rest of it. The caller closes the stream."""
     await stream.write(TURNED_AWAY, _WRITE_TIMEOUT_S)
     while data := await stream.read(_CHUNK_BYTES):
         left_bytes -= len(data)

@@ -1,4 +1,4 @@
-"""A run as others see it here: what they are answered, and what is accepted of what they say.
+"""A run as others see it here: what they are answered, and what is accepted from them.
 
 All that a peer says of rows and steps, unasked or in an answer, passes through `_take_in` once. The
 good part becomes one event for the member, which decides what is served of it.
@@ -73,9 +73,8 @@ class ServedRun:
     # -- what others say
 
     def told(self, peer: str, request: TellRequest) -> Told | None:
-        """Take in what a peer tells unasked; returns what is good of it. A stranger is not heard.
-
-        None: nothing is.
+        """Take in what a peer tells unasked, and return the good part of it. A stranger is not
+        heard. None if nothing is good.
         """
         if request.run != self.run_id:
             return None
@@ -89,7 +88,7 @@ class ServedRun:
         return Told(peer, request.module, rows, steps, keep)
 
     def answered(self, peer: str, module: str, reply: AskReply) -> Answered:
-        """Take in what a peer answers; returns what is good of it."""
+        """Take in what a peer answers, and return the good part of it."""
         rows, steps = self._take_in(module, reply)
         held = reply.held.head(module) if reply.held is not None else None
         if held is not None and not self.check.is_plausible_head(held):
@@ -98,7 +97,8 @@ class ServedRun:
         return Answered(peer, module, steps, rows, has_more, held, reply.trains)
 
     def row_to_store(self, peer: str, request: PutRequest) -> Row | None:
-        """Return the row of a put if its file may be stored: it is of who puts it, and admitted."""
+        """Return the row of a put if its file may be stored: the peer that puts it owns the row and
+        is admitted."""
         if request.run != self.run_id:
             return None
         try:
@@ -137,7 +137,7 @@ def peers_of(rows: Iterable[Row], steps: Iterable[Step]) -> set[str]:
 
 
 def _unpack_rows(values: list[object]) -> tuple[Row, ...]:
-    """Read rows that came from elsewhere, leaving out what are none."""
+    """Read rows that came from elsewhere, leaving out what is no row."""
     found = []
     for value in values:
         with contextlib.suppress(RecordError):

@@ -52,8 +52,8 @@ class RowCheck:
         self.modules = frozenset(grid.modules())
         """All modules of the run."""
         self.empty_paths = frozenset[int]()
-        """Paths whose shards have no sequences, once that is known: a step with a row of one could
-        not be computed."""
+        """Paths whose shards have no sequences, once that is known: a step with a row of such a
+        path could not be computed."""
         self._lock = BriefLock()
         self._signed: OrderedDict[bytes, None] = OrderedDict()
         self._places: dict[tuple[int, str, str], set[str]] = {}

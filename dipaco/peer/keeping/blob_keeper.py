@@ -19,7 +19,7 @@ from dipaco.protocol.keeping import keepers
 
 logger = logging.getLogger("dipaco.peer.keeping.blob_keeper")
 
-# What could not be fetched is not asked for again for so long.
+# A blob that could not be fetched is not asked for again for so long.
 RETRY_AFTER_S = 20.0
 
 

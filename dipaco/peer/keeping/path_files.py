@@ -54,14 +54,14 @@ class PathFiles:
         self._node = node
         self.own_texts = own_texts
         self._with_shards = with_shards
-        # Modules are asked for at once, and what they begin with is as large as a path: it is read
-        # once for all of them, and forgotten when the last has its state.
+        # All modules are asked for at the same time, and their first parameters are as large as a
+        # path: these are read once for all of them, and forgotten when the last one has its state.
         self._first_lock = threading.Lock()
         self._first: dict[str, torch.Tensor] | None = None
-        """What every path begins with."""
+        """The parameters that every path begins with."""
         self._counting = threading.Lock()
         self._asking = 0
-        """How many are asking for the genesis state of a module."""
+        """How many threads are asking for the genesis state of a module."""
         self._fetched_lock = threading.Lock()
         self._wanted: int | None = None
         """The path that is about to begin."""
@@ -159,7 +159,7 @@ class PathFiles:
         node = self._node
 
         def checked() -> np.ndarray:
-            # What a disk made of it would be trained on, and nobody would notice.
+            # A file that the disk has damaged would be trained on, and nobody would notice.
             if not node.run_folder.blobs.verify(sha256):
                 raise IntegrityError(f"{what} does not have its hash")
             tokens = opened()
@@ -260,13 +260,13 @@ class OptimizerFiles:
         self._background.watch("saving", self._saving)
 
     def keep(self) -> None:
-        """Write the present one now: the peer moves, pauses or leaves."""
+        """Write the present state now, because the peer moves, pauses or leaves."""
         if not self._saving.cancel():
             wait([self._saving])
         self._finish(self._write())
 
     def _write(self) -> Callable[[], None]:
-        """Write the present one; what is returned makes it safe."""
+        """Write the present state; the function returned makes it safe on the disk."""
         path, trainer = self._trainer.path, self._trainer
         if path is not None:
             try:

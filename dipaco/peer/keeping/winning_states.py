@@ -1,4 +1,4 @@
-"""The states that win, for all who train nothing: readers, archives, operators of a successor.
+"""The winning states, for all who do not train: readers, archives, operators of a successor.
 
 See design 4.4, chain. Nobody is believed who announces a state. The heaviest chain is read from
 several peers; a state is fetched by the digest that the rows of a step in it name, and the last
@@ -43,7 +43,7 @@ class WinningStates:
         """By module: after which step the state is that was given last, and which paths have rows
         in that step."""
         self._refused: set[str] = set()
-        """Steps whose states were given and are not wanted."""
+        """Steps whose states were given and refused."""
 
     def paths_of_last_step(self, module: str) -> frozenset[int]:
         """Return the paths that have rows in the step to the state that was given last."""

@@ -79,7 +79,7 @@ def admit(
     except OSError as error:
         raise StorageError(f"{file}: {error.strerror}") from None
     if invitation is None and (kept is None or not _is_of(kept, identity, gate)):
-        # Of an open run, whose invitation everybody has, another one is made.
+        # In an open run, whose invitation everybody has, another admission is made.
         invitation = manifest.plan.admission
     if invitation is not None:
         given = read_invitation(invitation)

@@ -44,7 +44,7 @@ from dipaco.routing.run_folder import RunFolder
 from .guests import admit, open_gate
 from .states import States
 
-# Of a chain on the disk, the steps whose peers are known from the start.
+# How many steps of a chain on the disk have their peers known from the start.
 _REMEMBERED_STEPS = 3
 
 
@@ -93,7 +93,7 @@ class Node(Membership):
     earlier: Node | None = None
     """The run that this process worked on before, whose content it still serves."""
     trained_modules: frozenset[str] = frozenset()
-    """What this process trains at present; others may ask."""
+    """What this process trains at present, for others who ask."""
     shard_index: ShardIndex | None = None
     _rule: OuterRule | None = None
 
@@ -104,7 +104,8 @@ class Node(Membership):
         return self.directory.gate
 
     def admit(self, invitation: str | None = None) -> None:
-        """Be in: with an invitation, or in an open run with its own; see `guests.admit`."""
+        """Get this peer admitted: with an invitation, or in an open run with the run's own; see
+        `guests.admit`."""
         now_s = self.clock.now()
         admission = admit(self.gate, self.identity, self.manifest, now_s, invitation)
         self.directory.be_admitted(admission)
@@ -168,7 +169,8 @@ class Node(Membership):
         return node
 
     def _hand_revocations_on(self, successor: Node) -> None:
-        """A peer that is out stays out of a successor with the same invitations."""
+        """Pass the revocations on: a peer that is out stays out of a successor with the same
+        invitations."""
         mine, next_one = self.gate, successor.gate
         if mine.envelope is not None and mine.run_id == next_one.run_id:
             successor.directory.revoke(mine.envelope)

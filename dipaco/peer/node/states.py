@@ -27,7 +27,7 @@ from dipaco.protocol.grid import Grid
 
 logger = logging.getLogger("dipaco.peer.node.states")
 
-# Of one module: that wait for the member's word, and that wait for the disk.
+# States of one module that may wait for the member's decision, and for the disk.
 _MAX_WAITING, _MAX_UNSAVED = 4, 2
 
 
@@ -48,7 +48,7 @@ class Named(NamedTuple):
 class _Waiting(NamedTuple):
     state: ModuleState
     before: Named | None
-    """What it was computed from; None of one that was fetched."""
+    """The state that it was computed from; None for one that was fetched."""
 
 
 class _Unsaved(NamedTuple):
@@ -65,8 +65,8 @@ class States:
         self._held: dict[str, Named] = {}
         """By module."""
         self._unsaved: dict[str, tuple[_Unsaved, ...]] = {}
-        """What is held and is in memory alone, and what was held just before, by module, the latest
-        last."""
+        """The states that are held in memory alone, and those held just before, by module, the
+        latest last."""
         self._waiting: dict[str, dict[str, _Waiting]] = {}
         """By module and step, the latest last."""
         self.earlier: States | None = None
@@ -107,7 +107,7 @@ class States:
             self._waiting.get(module, {}).pop(step, None)
 
     def forget_all(self) -> None:
-        """Let go of all that wait: the path has changed."""
+        """Let go of all states that wait, because the path has changed."""
         with self._lock:
             self._waiting.clear()
 
@@ -150,7 +150,7 @@ class States:
         except StorageError as error:
             logger.warning("state of %s kept in memory only: %s", state.module, error)
             with self._lock:
-                # Of what was held before, nothing is kept for a disk that does not take it.
+                # No state that was held before is kept for a disk that does not take it.
                 self._unsaved[state.module] = self._unsaved.get(state.module, ())[-1:]
             return
         saved = self._read(state.module, state.digest)

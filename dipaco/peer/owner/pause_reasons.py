@@ -21,7 +21,7 @@ Reason = Callable[[], str]
 _DAY_MINUTES = 24 * 60
 _POWER_SUPPLIES = Path("/sys/class/power_supply")
 _PROCESSES = Path("/proc")
-# What has to be free beside the reserve of the disk before a peer goes on.
+# Bytes that have to be free beside the reserve of the disk before a peer goes on.
 _GOES_ON_BYTES = 2**28
 # How long a peer that starts waits for a look that may take long.
 _FIRST_LOOK_S = 2.0
@@ -70,7 +70,7 @@ def is_on_battery(supplies: Path = _POWER_SUPPLIES) -> bool:
 
 
 def outside_of(hours: Hours, now: Callable[[], datetime] = datetime.now) -> Reason:
-    """Return the reason that it is another hour of the day."""
+    """Return the reason to pause outside of these hours."""
     begin = f"{hours.begin_minute // 60}:{hours.begin_minute % 60:02}"
 
     def reason() -> str:
@@ -82,7 +82,7 @@ def outside_of(hours: Hours, now: Callable[[], datetime] = datetime.now) -> Reas
 
 
 def on_battery(supplies: Path = _POWER_SUPPLIES) -> Reason:
-    """Return the reason that the machine runs on its battery."""
+    """Return the reason to pause while the machine runs on its battery."""
     said = "on battery (--on-battery pause), until it is plugged in"
     return lambda: said if is_on_battery(supplies) else ""
 
@@ -98,7 +98,7 @@ def programs_of(text: str) -> tuple[str, ...]:
 
 
 def while_running(names: tuple[str, ...], processes: Path = _PROCESSES) -> Reason:
-    """Return the reason that a program of one of these names runs."""
+    """Return the reason to pause while a program of one of these names runs."""
 
     def reason() -> str:
         running = running_programs(processes)

@@ -23,7 +23,7 @@ from .pause_reasons import Reason
 
 logger = logging.getLogger("dipaco.peer.owner.pauses")
 
-# The reasons are asked so often; the file is looked at in every turn.
+# Seconds between two looks at the reasons; the file is looked at in every turn.
 _LOOK_EVERY_S = 5.0
 BY_COMMAND = "by dipaco-peer pause, until dipaco-peer resume"
 
@@ -46,7 +46,7 @@ class Pauses:
         self._wanted = self._told = ""
 
     def change(self) -> str | None:
-        """Return the reason if it is another one than before; None when nothing has changed."""
+        """Return the reason if it differs from the one before; None when nothing has changed."""
         reason = self.reason()
         if reason == self._wanted:
             return None
@@ -57,7 +57,8 @@ class Pauses:
         """Return why nothing is to be trained; empty when something is."""
         if self._monotonic() - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = self._monotonic()
-            # All are asked: some count, or look now at what they say the next time.
+            # All reasons are asked, because some count the calls, and some begin a look whose
+            # result the next call gives.
             self._reason = next(filter(None, [reason() for reason in self._reasons]), "")
         return BY_COMMAND if pause_file(self._folder).exists() else self._reason
 

@@ -39,11 +39,11 @@ class Uplink:
         self.sent_bytes = 0
         """Since the start."""
         self.counted_bytes = 0
-        """Those that were sent and are in an upload budget."""
+        """Bytes that were sent and count in an upload budget."""
         self.received_bytes = 0
         """Since the start."""
         self.serves = True
-        """Whether content is sent at all; an upload budget decides."""
+        """Whether content is sent at all, which an upload budget decides."""
 
     def piece_bytes(self, most: int) -> int:
         """Return how much may be sent in one go, at most `most`."""

@@ -50,7 +50,7 @@ class UploadBudget:
             atomic_write(self._file, f"{json.dumps(self._sent)}\n".encode())
 
     def close(self) -> None:
-        """Write down what was sent to the end."""
+        """Write down what was sent until the end."""
         self._count()
         self.save()
 

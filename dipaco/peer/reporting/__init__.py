@@ -1,1 +1,1 @@
-"""What a peer tells of itself: lines and a panel for people, events for files, metrics."""
+"""What a peer reports about itself: lines and a panel for people, events for files, metrics."""

@@ -1,4 +1,4 @@
-"""What a peer tells about itself: one typed stream of events, to the log file and the display."""
+"""What a peer reports about itself: one typed stream of events, to the log file and the display."""
 
 from __future__ import annotations
 

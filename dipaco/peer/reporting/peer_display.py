@@ -29,7 +29,7 @@ from dipaco.protocol.identity import KEY_FILE
 
 # Plain lines for inner steps appear at most this often.
 _PLAIN_INNER_PERIOD_S = 15.0
-# A wait is told when it has lasted as long; most are over by then.
+# A wait is shown when it has lasted this long; most are over by then.
 _LONG_WAIT_S = 5.0
 _END_WAITS = {"inner", "training", "paused", "leaving"}
 _REACHED = {
@@ -45,7 +45,7 @@ class Given:
     def __init__(self) -> None:
         self.came = time.strftime("%H:%M")
         self.before: int | None = None
-        """Tokens in the chains when it came; None until they are read."""
+        """Tokens that were in the chains when the peer came; None until they are read."""
         self.tokens = 0
         self.loss = math.nan
         self._run, self._path = "", -1
@@ -80,7 +80,7 @@ class Display:
         debug: bool = False,
         timer: Callable[[float, Callable[[], None]], threading.Timer] = threading.Timer,
     ) -> None:
-        """With `debug` it tells of every wait and module, and what is done for others' sake."""
+        """With `debug` it shows every wait and module, and what is done for others."""
         self.console, self._debug = console or Console(highlight=False), debug
         self._new_timer = timer
         self._timer: threading.Timer | None = None
@@ -142,16 +142,17 @@ class Display:
         return formatter(v) if formatter else None
 
     def _is_noise(self, kind: str, v: Mapping[str, Any]) -> bool:
-        """Return whether the owner knows it already, or need not."""
+        """Tell whether the owner knows it already, or need not know it."""
         if kind == "outer_step":
-            # What is private to a path has no other trainers, and its loss is told.
+            # A module that is private to a path has no other trainers, and the path's loss is
+            # shown.
             return str(v["module"]).startswith("P")
         if kind == "claimed":
             return (v["path"], v["reason"]) == self._moved
         return kind == "kept"
 
     def _waiting_line(self, what: str) -> str | None:
-        """Return the line with `debug`; else what is then waited for is told later."""
+        """Return the line with `debug`; without it, a long wait is shown later."""
         self._waiting = what
         if self._debug:
             return f"waiting for {what}"
@@ -182,7 +183,7 @@ def _successor_line(v: Mapping[str, Any]) -> str | None:
 
 def _outer_step_line(v: Mapping[str, Any]) -> str:
     rows, awaited = v["rows"], v["expected"]
-    # Work of peers that nobody awaited may be in it too.
+    # It may also contain work of peers that were not awaited.
     work = f"{rows} of {_peers(awaited)}" if rows < awaited else _peers(rows)
     return (
         f"round {v['round']}: {v['module']} is now version {v['version']}, with the work of {work}"

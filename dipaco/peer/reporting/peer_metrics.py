@@ -1,4 +1,4 @@
-"""What a peer or a bootstrap node tells Prometheus: `--metrics`.
+"""What a peer or a bootstrap node reports to Prometheus: `--metrics`.
 
 Counters follow from the events; gauges are read when they are asked for. There is one server for
 the life of the process, whichever run it is in. Other programs rely on names and labels. No label

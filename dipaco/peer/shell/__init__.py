@@ -1,1 +1,1 @@
-"""What carries out the decisions of a member?"""
+"""How are the decisions of a member carried out?"""

@@ -26,7 +26,8 @@ logger = logging.getLogger("dipaco.peer.shell.messenger")
 
 # Calls that take seconds, and files that are given to others, at the same time.
 _CALLS_AT_ONCE, PUTS_AT_ONCE = 16, 16
-# What others do again and again is said once in this time, and so many things are.
+# A complaint that others cause again and again is logged once in this time, and so many different
+# ones are.
 _COMPLAINT_PERIOD_S, _MAX_COMPLAINTS = 60.0, 20
 
 
@@ -36,7 +37,7 @@ class Messenger:
     def __init__(self, running: RunningNode, report: Callable[[e.Event], None]) -> None:
         self._running, self._node, self._report = running, running.node, report
         self._complaints = Complaints(_COMPLAINT_PERIOD_S, _MAX_COMPLAINTS)
-        # What must take seconds never waits behind what may take minutes.
+        # Work that must end within seconds never waits behind work that may take minutes.
         self._calls = ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="calls")
         self._puts = ThreadPoolExecutor(PUTS_AT_ONCE, thread_name_prefix="puts")
 

@@ -63,13 +63,13 @@ logger = logging.getLogger("dipaco.peer.shell.outer_steps")
 _CHECKED_ROWS = 8
 # States that are fetched at the same time, copies for others included.
 _FETCHED_AT_ONCE = 4
-# Nobody is told more often that there is no memory.
+# Seconds between two complaints that there is no memory.
 _COMPLAIN_AGAIN_S = 600.0
-# A contribution is fetched for so long at most; the member does not wait for it.
+# The limit for fetching a contribution; the member does not wait for it.
 _GATHER_LIMIT_S = 600.0
-# What is being written when the shell stops is waited for so long.
+# How long the shell waits for what is being written when it stops.
 _SAVING_LIMIT_S = 30.0
-# What does not get better by trying again: a peer that cannot begin for it ends.
+# Errors that another try does not help: a peer that cannot begin because of one ends.
 _PERMANENT = (StorageError, CorpusError, ConfigurationError)
 
 
@@ -100,7 +100,7 @@ class OuterSteps:
         # Short writes, which do not wait for states.
         self._telling = ThreadPoolExecutor(1, thread_name_prefix="telling")
         self._boundary_s: dict[str, float] = {}
-        """When the round of each module ended that was published last."""
+        """When the last published round of each module ended."""
         self._coming: set[Head] = set()
         self._stopping = threading.Event()
         self._complaints = Complaints(_COMPLAIN_AGAIN_S, 1)
@@ -144,7 +144,7 @@ class OuterSteps:
         snapshot = self._trainer.snapshot(action.module)
         self._boundary_s[action.module] = action.boundary_s
         if snapshot.anchor.digest != action.state:
-            # Its gradient would be of another state than its row says. The next step ends this.
+            # Its gradient would belong to another state than its row says. The next step ends this.
             reason = f"the anchor is not the state after {action.parent[:12]}"
             logger.warning("%s: %s; nothing is published", action.module, reason)
             return e.Failed(action, reason)
@@ -416,7 +416,7 @@ class OuterSteps:
         self._submit(self._saving, lambda: self._node.held.remove_dropped(action.module))
 
     def hold(self, heads: tuple[Head, ...]) -> dict[str, ModuleState]:
-        """Return what a path begins with, by module. Raises KeyError."""
+        """Return the states that a path begins with, by module. Raises KeyError."""
         return {head.module: self._node.held.hold(head) for head in heads}
 
     # -- workers

@@ -1,4 +1,4 @@
-"""What a trainer tells of its path at the end of a round: how far it is, and how good.
+"""What a trainer reports about its path at the end of a round: how far it is, and how good.
 
 It scores the anchors on held-out rows and publishes a progress entry. From that, others
 decide which path has waited longest (design 4.6, moves).
@@ -24,7 +24,7 @@ logger = logging.getLogger("dipaco.peer.shell.progress_reports")
 
 # What a diverged inner loop reports instead of a number that no record can hold.
 MAX_LOSS = 1e6
-# Of a peer's time, where rounds follow the clock.
+# The share of a peer's time for scoring, where rounds follow the clock.
 _SCORING_SHARE = 0.1
 
 
@@ -52,7 +52,7 @@ class ScoringBudget:
 
 
 class ProgressReports:
-    """Validates and reports the path being trained. For the session's thread."""
+    """Scores and reports the path in training. Only the session's thread calls it."""
 
     def __init__(self, running: RunningNode, trainer: PathTrainer, files: PathFiles) -> None:
         self._running, self._node = running, running.node
@@ -85,7 +85,7 @@ class ProgressReports:
         own = self._running.status.progress
         known = own.get(path)
         if not validation.tokens and known is not None:
-            # What this peer scored last goes on to stand for the path.
+            # The peer's last score continues to stand for the path.
             validation = LossSum(known.validation_nll, known.validation_tokens)
         counted = [state.progress.get(path) for state in trainer.anchors().values()]
         plain = math.isfinite(train_loss) and abs(train_loss) < MAX_LOSS

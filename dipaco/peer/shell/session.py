@@ -75,7 +75,7 @@ class Session:
                 pinned=settings.path,
                 max_rounds=settings.max_rounds,
                 follows=not settings.stay,
-                # A path that is asked for is the only one.
+                # If a path was asked for, it is the only one.
                 own_texts=sequences if settings.path is None else {},
             ),
             files=self._files,
@@ -230,7 +230,7 @@ class Session:
     def _begun(self, action: a.Begun) -> None:
         self._set_waiting("")
         self._files.release()
-        return_freed_memory()  # What it took to begin is several times what stays.
+        return_freed_memory()  # Beginning took several times the memory that stays in use.
         self.status.round_index = action.round_index
         self.events.emit(
             "training",

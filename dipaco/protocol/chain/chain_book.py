@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from .steps import Head, Row, Step, genesis_name, rank
 from .trunk import Trunk
 
-# Steps whose contributors say who matters now.
+# How many of the last steps show who contributes now.
 RECENT_STEPS = 3
-# Steps that are computed at most to have a state: the files of older ones are gone anywhere.
+# Most steps that are computed to get a state: the files of older ones are gone everywhere.
 MAX_REPLAY = 3
 # Names in a locator: the newest ten, then at doubled distances, and the genesis.
 _DENSE_NAMES = 10
@@ -32,8 +32,8 @@ BRANCHES_OF_A_TELLER, _TELLERS = 8, 8
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A step with what the steps before it make of it; `step` is None of a genesis, and of a step
-    so old that its rows are not here any more."""
+    """A step, with what follows from the steps before it; `step` is None for a genesis, and for a
+    step so old that its rows are not here any more."""
 
     module: str
     name: str
@@ -43,7 +43,7 @@ class Link:
     weight: int
     round_index: int
     peers: frozenset[str] = frozenset()
-    """Whose rows are in it."""
+    """The peers whose rows are in it."""
 
     @property
     def rank(self) -> tuple[int, str]:
@@ -82,10 +82,10 @@ class ChainBook:
             name: Link(module, name, None, "", 0, 0, -1) for module, name in self._genesis.items()
         }
         self._trunks: dict[str, Trunk] = {}
-        """By module; none where nothing was pruned."""
+        """By module; there is none where nothing was pruned."""
         self._tips = {module: {name} for module, name in self._genesis.items()}
         self._children: dict[str, set[str]] = {}
-        """Of links, and of the last step of a trunk."""
+        """For links, and for the last step of a trunk."""
         self._tellers: dict[str, list[str]] = {}
         """Others who told of a step."""
         self.edition = 0
@@ -176,7 +176,7 @@ class ChainBook:
     def note_teller(self, name: str, teller: str) -> None:
         """Note that a peer told of a step that is here, and so may have what belongs to it."""
         if name not in self._links:
-            return  # It is so old that nobody has that.
+            return  # It is so old that nobody has its files.
         tellers = self._tellers.setdefault(name, [])
         if len(tellers) < _TELLERS and teller not in tellers:
             tellers.append(teller)
@@ -200,7 +200,7 @@ class ChainBook:
                 self._forget(lightest.name)
 
     def _forget(self, name: str) -> None:
-        """Forget a step on which none stands any more."""
+        """Forget a step on which no other stands any more."""
         link = self._links.pop(name)
         parent, tips = link.parent, self._tips[link.module]
         self._tellers.pop(name, None)
@@ -220,7 +220,7 @@ class ChainBook:
         return [self.link(child) for child in sorted(self._children.get(name, ()))]
 
     def with_row(self, row: Row) -> list[Link]:
-        """Return the steps that a row is in."""
+        """Return the steps that contain a row."""
         links = [link for link in self._links.values() if link.round_index == row.round_index]
         return [link for link in links if link.step and row in link.step.rows]
 
@@ -307,7 +307,7 @@ class ChainBook:
         return tuple(found[:limit]), len(found) > limit
 
     def contributors(self, name: str, steps: int = RECENT_STEPS) -> frozenset[str]:
-        """Return whose rows are in the last `steps` steps of a chain."""
+        """Return the peers whose rows are in the last `steps` steps of a chain."""
         links = itertools.islice(self.back_from(name), steps)
         return frozenset(peer for link in links for peer in link.peers)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class OuterRow:
-    """How much a peer contributes to a module."""
+    """A peer's contribution to a module, as the outer step weighs it."""
 
     path: int
     peer: str

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from .steps import Row, Step
 
-# Rounds that are remembered; peers with a row on top of a step; rows of
-# a peer, in all and of a round: one can have a row on top of each of a few heads, while the chains
-# of a split are compared.
+# Rounds that are remembered; peers with a row on top of a step; rows of a peer, in all and in a
+# round: a peer can have a row on top of each of a few heads while the chains of a split are
+# compared.
 _REMEMBERED_ROUNDS, REMEMBERED_PEERS, ROWS_OF_A_PEER = 3, 512, 4
-# Rounds whose files are remembered: of a step that nobody told a row of before, too.
+# Rounds whose files are remembered, even for a step whose rows nobody told before.
 _REMEMBERED_FILES_ROUNDS = 64
 
 
@@ -26,17 +26,17 @@ class RoundRows:
     def __init__(self) -> None:
         self._rows: dict[tuple[int, str], dict[str, Row]] = {}
         self._fetched: dict[int, dict[str, set[str]]] = {}
-        """Rows whose files were wanted, by round and peer: a file costs its bytes."""
+        """Rows whose files were fetched, by round and peer: a file costs its bytes."""
         self.here: set[str] = set()
         """Rows whose files are here, and contributions to the module."""
         self.refused: set[str] = set()
-        """Rows whose files are none."""
+        """Rows whose files are no contributions."""
         self._asked_s: dict[str, float] = {}
         self._round_of: dict[str, int] = {}
-        """The round of each row that the last three name."""
+        """The round of each row in the three fields above."""
 
     def note(self, row: Row, has_room_first: Callable[[str], bool]) -> bool:
-        """Take a row in; returns whether it counts. `has_room_first` tells which peers have room
+        """Take in a row; returns whether it counts. `has_room_first` tells which peers have room
         before others."""
         key, peer = (row.round_index, row.parent), row.peer
         own = [key for key, others in self._rows.items() if peer in others]
@@ -94,7 +94,7 @@ class RoundRows:
         return self._rows.get((round_index, parent), {})
 
     def standing(self, round_index: int, parent: str, state: str) -> dict[str, Row]:
-        """Return those on top of a step that name a state and whose files are not refused.
+        """Return the rows on top of a step that name a state and whose files are not refused.
 
         `state` is empty where this peer has none: then those of the state that most rows name.
         """
@@ -106,16 +106,16 @@ class RoundRows:
         return {peer: row for peer, row in found.items() if row.state == state}
 
     def of_round(self, round_index: int) -> dict[str, Row]:
-        """Return a row of each peer that has one of a round, whatever it stands on."""
+        """Return a row of each peer that has one in a round, whatever it stands on."""
         keys = [key for key in self._rows if key[0] == round_index]
         return {peer: row for key in keys for peer, row in self._rows[key].items()}
 
     def all(self) -> tuple[Row, ...]:
-        """Return all rows, those of the latest rounds last."""
+        """Return all rows, the latest rounds last."""
         return tuple(row for key in sorted(self._rows) for row in self._rows[key].values())
 
     def newest(self, count: int) -> tuple[Row, ...]:
-        """Return so many rows at most, those of the latest rounds last."""
+        """Return at most so many rows, the latest rounds last."""
         return self.all()[-count:]
 
     def rounds_on_top_of(self, parent: str) -> list[int]:
@@ -123,7 +123,8 @@ class RoundRows:
         return sorted(round_index for round_index, of in self._rows if of == parent)
 
     def peers_here(self) -> set[str]:
-        """Return whose files of the last rounds came, in time or not: the slow get in again."""
+        """Return the peers whose files of the last rounds came, in time or not, so slow peers get
+        in again."""
         here = self.here
         return {p for rows in self._rows.values() for p, row in rows.items() if row.name in here}
 

@@ -39,7 +39,7 @@ _MARK_PREFIX = b"dipaco-file/8\n"
 _STEP_PREFIX = b"dipaco-step/8\n"
 _GENESIS_PREFIX = b"dipaco-genesis/8\n"
 NAME_BYTES = 32
-# Of the mark at the beginning of a file.
+# Bytes of the mark at the beginning of a file.
 MARK_BYTES = 32
 # Rows have a field named `bytes`.
 Packed = bytes
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def outer_row(self) -> OuterRow:
-        """What the outer step needs to know of it."""
+        """What the outer step needs to know about it."""
         return OuterRow(self.path, self.peer, self.tokens)
 
     @property
@@ -97,7 +97,7 @@ class Row:
 
     @cached_property
     def name(self) -> str:
-        """SHA-256 of the statement: what tells rows apart, also two that name one file."""
+        """SHA-256 of the statement, which tells rows apart, even two that name the same file."""
         return hashlib.sha256(self.statement).hexdigest()
 
     @cached_property
@@ -141,7 +141,7 @@ class Step:
 
     @property
     def state(self) -> str:
-        """Digest of the state that it stands on: all its rows name it."""
+        """Digest of the state that it stands on, which all its rows name."""
         return self.rows[0].state
 
     @cached_property
@@ -151,7 +151,7 @@ class Step:
 
     @property
     def outer_rows(self) -> tuple[OuterRow, ...]:
-        """What the outer step needs to know of the rows, in their order."""
+        """What the outer step needs to know about the rows, in their order."""
         return tuple(row.outer_row for row in self.rows)
 
 
@@ -185,12 +185,13 @@ def rank(weight: int, name: str) -> tuple[int, str]:
 
 
 def genesis_name(run_id: str, module: str) -> str:
-    """Return what the first step of a module has as its parent."""
+    """Return the name that the first step of a module has as its parent."""
     return hashlib.sha256(_GENESIS_PREFIX + f"{run_id}\n{module}".encode()).hexdigest()
 
 
 def _check_step(step: Step) -> None:
-    """Check that a step is of one spelling and its rows belong to it. Raises ValueError."""
+    """Check that a step has its one spelling and that its rows belong together. Raises
+    ValueError."""
     if not 1 <= len(step.rows) <= MAX_ROWS:
         raise ValueError(f"a step has 1 to {MAX_ROWS} rows, not {len(step.rows)}")
     for row in step.rows:
@@ -245,7 +246,7 @@ def pack_row(row: Row) -> list[Any]:
 
 
 def unpack_row(values: Any) -> Row:
-    """Read a row that came from elsewhere; nothing of it is checked but its form.
+    """Read a row that came from elsewhere; only its form is checked.
 
     Raises `RecordError`.
     """

@@ -21,7 +21,7 @@ class Trunk:
         self._weights = array("q", [0])
         """Rows up to a step, after that many steps: they say whose contributors are where, too."""
         self._contributors = array("i")
-        """Numbers of peers, row by row."""
+        """The number of the peer of each row."""
         self._peers: list[str] = []
         self._number: dict[str, int] = {}
 
@@ -45,7 +45,7 @@ class Trunk:
         del self._weights[version + 1 :], self._contributors[self._weights[version] :]
 
     def version(self, name: str) -> int | None:
-        """Return which step has a name; None if none has."""
+        """Return the number of the step with a name; None if no step has it."""
         wanted, place = bytes.fromhex(name), -1
         while (place := self._names.find(wanted, place + 1)) >= 0:
             if place % NAME_BYTES == 0:
@@ -65,6 +65,6 @@ class Trunk:
         return self._weights[version]
 
     def peers(self, version: int) -> frozenset[str]:
-        """Return whose rows are in a step."""
+        """Return the peers whose rows are in a step."""
         numbers = self._contributors[self._weights[version - 1] : self._weights[version]]
         return frozenset(self._peers[number] for number in numbers)

@@ -1,1 +1,1 @@
-"""What a peer decides: one pure state machine (design 4.11, pure machine)."""
+"""What a peer decides, as one pure state machine (design 4.11, pure machine)."""

@@ -1,4 +1,4 @@
-"""What a member can want done: all of it is carried out by a shell, which reports the outcome.
+"""What a member can want done; a shell carries out all of it, and reports the outcome.
 
 An action that is answered by an event says so; a shell answers each once, sooner or later, by that
 event or by `Failed`, unless the path was changed or the member has left in between. The others are
@@ -15,7 +15,7 @@ from dipaco.protocol.records import ClaimState
 
 
 class Action:
-    """Something to be done."""
+    """Something that the shell has to do."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Say(Action):
     state: ClaimState
     path: int | None
     since_s: float
-    """Since when, in swarm time. Changed by a claim of another path only."""
+    """Since when the path is claimed, in swarm time. Only a claim of another path changes it."""
     reason: str
     """Why this path, for the person at the machine."""
     pinned: bool
@@ -65,7 +65,7 @@ class Ask(Action):
     peer: str
     module: str
     locator: tuple[str, ...]
-    """Names of steps of this peer's chain, newest first (`ChainBook.locator`)."""
+    """Names of steps in this peer's chain, newest first (`ChainBook.locator`)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Put(Action):
     peers: tuple[str, ...]
     row: Row
     copies: int
-    """So many take it."""
+    """How many of them should take it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Gather(Action):
     module: str
     rows: tuple[Row, ...]
     others: tuple[str, ...] = ()
-    """Peers that may have them beside their owners, who are asked first."""
+    """Peers that may have the files, besides their owners, who are asked first."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,8 @@ class Serve(Action):
     module: str
     step: str
     steps: tuple[Step, ...] = ()
-    """Those of it that were not served yet, oldest first; some may have been in an earlier life."""
+    """The steps of it that were not served yet, oldest first; an earlier process may have served
+    some."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class Begun(Action):
 
 @dataclass(frozen=True)
 class Move(Action):
-    """The member goes to another path: keep what a return needs."""
+    """Keep what a return needs, because the member goes to another path."""
 
     path: int
     reason: str
@@ -146,7 +147,7 @@ class Move(Action):
 
 @dataclass(frozen=True)
 class Pause(Action):
-    """Nothing is trained until further notice: keep what a return needs, and free the device."""
+    """Train nothing until further notice: keep what a return needs, and free the device."""
 
     reason: str
 
@@ -162,7 +163,7 @@ class Publish(Action):
     module: str
     round_index: int
     parent: str
-    """Name of the step that the anchor is of."""
+    """Name of the step whose state the anchor is."""
     state: str
     """Digest of the anchor, which the row vouches for."""
     boundary_s: float
@@ -221,18 +222,18 @@ class Adopt(Action):
     head: Head
     """The head, with the digest of the state here."""
     step: Step | None
-    """What made it; None of a genesis."""
+    """The step that made it; None for a genesis."""
     is_round: bool
     """Whether it ends the outer round that is under way."""
     expected: int
-    """How many rows were waited for, for the person who reads the log."""
+    """How many rows were awaited, for the person who reads the log."""
     is_own_in: bool
-    """Whether this peer's contribution is in it, for the same."""
+    """Whether this peer's contribution is in it, also for the log."""
 
 
 @dataclass(frozen=True)
 class Forget(Action):
-    """A state that was computed or fetched is not wanted."""
+    """Drop a state that was computed or fetched: it is not wanted."""
 
     module: str
     step: str
@@ -240,7 +241,7 @@ class Forget(Action):
 
 @dataclass(frozen=True)
 class CarryOn(Action):
-    """A round of a module ended without a step here: say so."""
+    """Say that a round of a module ended without a step here."""
 
     module: str
     round_index: int
@@ -264,7 +265,7 @@ class Drop(Action):
 
 @dataclass(frozen=True)
 class EndRound(Action):
-    """A round has ended here: score, report, save what is due."""
+    """Score, report and save what is due, because a round has ended here."""
 
     round_index: int
     next_round: int
@@ -272,7 +273,7 @@ class EndRound(Action):
 
 @dataclass(frozen=True)
 class Warn(Action):
-    """Tell the person at the machine, in one line."""
+    """Warn the person at the machine, in one line."""
 
     text: str
 
@@ -303,10 +304,10 @@ class SaveAll(Action):
 
 @dataclass(frozen=True)
 class Left(Action):
-    """The member has left the run: stop."""
+    """Stop, because the member has left the run."""
 
     to_successor: bool
     error: str = ""
-    """Why it could not begin, or go on, if that is why it left."""
+    """Why it could not begin or go on, if it left for that reason."""
     is_machine: bool = False
     """The error is one of this machine."""

@@ -12,11 +12,12 @@ from .actions import Ask
 from .group import MAILBOXES, Group
 from .situation import Role, Situation
 
-# A peer that cannot be called asks at this share of `gather_s` after the boundary, then so often.
+# A peer that cannot be called asks first at this share of `gather_s` after the boundary, and then
+# again each time that the second share has passed.
 _FIRST_ASK_OF_CLOSED, _ASKS_OF_CLOSED = 0.45, 0.65
 # A parent that is not known is asked for once in so many seconds.
 _ASK_AGAIN_S = 2.0
-# Peers of which it is remembered when they were asked last.
+# How many peers are remembered with the time of their last request.
 _MAX_ASKED = 1024
 
 
@@ -33,7 +34,7 @@ class Asking:
     def ask(self, peer: str, again_s: float = _ASK_AGAIN_S) -> None:
         """Ask a peer for rows and for steps that are not here, unless it was asked just now."""
         now_s = self._known.now_s
-        # Less than nothing, where the clock was set back meanwhile.
+        # The time is negative if the clock was set back meanwhile.
         is_just_asked = 0 <= now_s - self._asked_s.get(peer, -math.inf) < again_s
         if peer == self._known.me or is_just_asked:
             return

@@ -17,7 +17,7 @@ class Contributors:
     def __init__(self, known: Knowledge, module: str) -> None:
         self._known, self._module = known, module
         self._gone: set[str] = set()
-        """Out of sight, and a call has failed or was answered with no."""
+        """Peers out of sight, to which a call has failed or was answered with no."""
 
     def look(self, recent: frozenset[str]) -> list[str]:
         """Compare those who contributed lately with a new view; returns those to be called."""
@@ -30,14 +30,14 @@ class Contributors:
         return sorted(unseen - self._gone)
 
     def is_gone(self, peer: str) -> None:
-        """A peer that was called has not answered, or trains the module no more."""
+        """Note that a peer that was called has not answered, or no longer trains the module."""
         unseen = self._known.unseen(self._module)
         if peer in unseen:
             self._gone.add(peer)
             self._known.note_unseen(self._module, unseen - {peer})
 
     def heard(self, peer: str) -> None:
-        """A row of a peer has come: it is there."""
+        """Note that a row of a peer has come, so the peer is there."""
         if peer in self._gone:
             self._gone.discard(peer)
             self._known.note_unseen(self._module, self._known.unseen(self._module) | {peer})

@@ -23,20 +23,20 @@ from .situation import Role
 _ASKED_PERIODS = 3
 # Beyond this many times the copies in rendezvous order a copy is dropped, if others have enough.
 _MAX_PLACE = 4
-# Of one peer, so many modules at most are kept for others.
+# At most so many modules are kept for others by one peer.
 _MAX_KEPT = 64
-# A copy counts as one as long as it is so many rounds behind.
+# A copy counts as long as it is no more rounds behind than this.
 _ROUNDS_BEHIND = 2
 
 
 class Copies:
-    """Has copies made, and drops those that are needed no more."""
+    """Has copies made, and drops those that are no longer needed."""
 
     def __init__(self, known: Knowledge, modules: dict[str, FollowedModule]) -> None:
         self._known, self._modules = known, modules
         self._asked: dict[tuple[str, str], float] = {}
         self._short_since_s: dict[str, float] = {}
-        """By module: since when copies are missing."""
+        """Since when copies of each module are missing."""
 
     def on_view(self) -> None:
         """See whether enough copies are announced."""
@@ -74,7 +74,7 @@ class Copies:
         return {peer for peer in found | {known.me} if known.is_callable(peer)}
 
     def _wrong(self, followed: FollowedModule) -> set[str]:
-        """Return who announces another state of the same step than was computed here."""
+        """Return the peers that announce another state of the same step than was computed here."""
         own, held = followed.head, self._known.view.holdings.get(followed.module, ())
         others = [(h.peer_id, h.head) for h in held if own is not None and h.head.step == own.step]
         return {peer for peer, head in others if own is not None and head.digest != own.digest}
@@ -101,7 +101,7 @@ class Copies:
             known.do(Tell(chosen, followed.module, steps=followed.last_step, keep=True))
 
     def asked_to_keep(self, followed: FollowedModule) -> None:
-        """Another peer wants a copy to be kept here."""
+        """Keep a copy that another peer asks for, if it is this peer's to keep."""
         known = self._known
         kept = sum(s.role is Role.KEEPER for s in self._modules.values())
         most = _MAX_PLACE * known.plan.rounds.copies
@@ -123,7 +123,7 @@ class Copies:
                 return
 
     def hand_over(self) -> bool:
-        """Have what nobody else announces kept by others; returns whether there is something."""
+        """Have others keep the states that nobody else announces; returns whether there are any."""
         known, is_wanted = self._known, False
         for module, followed in sorted(self._modules.items()):
             others = set(known.view.holders(module, followed.stand)) - {known.me}

@@ -17,12 +17,12 @@ from .actions import Action
 
 
 class Event:
-    """Something that happened."""
+    """Something that happened to the member or around it."""
 
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """An action came to nothing that another event would have answered."""
+    """An action has failed that another event would have answered."""
 
     action: Action
     reason: str
@@ -50,7 +50,7 @@ class Told(Event):
     steps: tuple[Step, ...] = ()
     """Oldest first, each on top of the one before."""
     keep: bool = False
-    """This peer is asked to keep a copy of the state of the last step."""
+    """Whether this peer is asked to keep a copy of the state of the last step."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Answered(Event):
     """Of the chain that the peer serves, behind the newest of the locator's names that is on it;
     oldest first."""
     rows: tuple[Row, ...] = ()
-    """The rows of the last rounds, as many as it knows."""
+    """The rows of the last rounds, as far as the peer knows them."""
     has_more: bool = False
     """Whether more steps follow: ask again from the last. A peer that says so without end is not
     believed (`exchange.pages`)."""
@@ -87,7 +87,7 @@ class Turn(Event):
     answer has exactly one of `TakeStep`, `Wait` and `Left` in it."""
 
     step_s: float = 0.0
-    """What an inner step takes, waiting not included; 0 before the first."""
+    """Seconds of an inner step, without waiting; 0 before the first one."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class StateHere(Event):
 
     module: str
     head: Head
-    """The head with its digest, also if it is a genesis."""
+    """The head with its digest, even if it is a genesis."""
 
 
 @dataclass(frozen=True)

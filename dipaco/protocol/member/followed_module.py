@@ -42,7 +42,7 @@ from .publishing import Publishing
 from .situation import Role, Situation
 from .taking import Stage, Taking
 
-# A peer whose state is another one than that of most others trains on for so many rounds.
+# A peer whose state differs from that of most others trains on for so many rounds.
 _ALONE_ROUNDS = 3
 # A newcomer asks so many holders what their chain is, and waits so long.
 _FIRST_ASKED, _ANSWER_LIMIT_S = 3, 6.0
@@ -52,7 +52,7 @@ _GENESIS_GATHERS = 2.0
 
 
 class FollowedModule(Situation):
-    """All that a member knows and does of one module."""
+    """Everything that a member knows about one module, and does for it."""
 
     def __init__(self, known: Knowledge, module: str) -> None:
         super().__init__(known, module)
@@ -67,7 +67,7 @@ class FollowedModule(Situation):
             self, self._group, self._asking, self._gathering, on_taken=self._on_taken
         )
         self._wanted_s: float | None = None
-        """Since when a state to begin with is wanted; None: it is not."""
+        """Since when a state to begin with is wanted; None if none is."""
 
     # -- what others read of it
 
@@ -93,7 +93,7 @@ class FollowedModule(Situation):
         return (self.link.step,) if self.link.step else ()
 
     def waits_for(self) -> str:
-        """Return what an open round waits for, for the person at the machine."""
+        """Return what an open round is waiting for, for the person at the machine."""
         awaited, rows = self._group.awaited(), self._proposing.ready_rows()
         return f"the step of {self.module}: have {len(awaited & rows.keys())} of {len(awaited)}"
 
@@ -147,7 +147,7 @@ class FollowedModule(Situation):
     # -- gather
 
     def hear_rows(self, rows: Collection[Row], teller: str) -> None:
-        """Rows of others are here, unasked or as an answer: get their files."""
+        """Take in rows of others, told unasked or as an answer, and get their files."""
         for row in rows:
             self._contributors.heard(row.peer)
         self.last_told_s = self.known.now_s
@@ -201,7 +201,7 @@ class FollowedModule(Situation):
             except ValueError:
                 break  # No honest peer says so.
             if step.name not in book:
-                break  # It was forgotten at once: its teller has told of too many branches.
+                break  # It was forgotten at once, because its teller has told of too many branches.
             self.last_told_s = self.known.now_s
             # A newcomer hears of the first steps of the run too: their files are gone anywhere.
             if is_new and step.round_index + MAX_REPLAY > steps[-1].round_index:
@@ -247,7 +247,7 @@ class FollowedModule(Situation):
         self._gathering.see_what_lacks_files()
 
     def _on_taken(self, head: Head, state_before: Head | None) -> None:
-        """Make a state the one that this peer stands on."""
+        """Make a state the one on which this peer stands."""
         known, book, before, round_ = self.known, self.book, self.stand, self.round
         is_next = book.stands_on(head.step, before)
         steps = book.steps_between(before, head.step) if is_next else ()
@@ -320,7 +320,7 @@ class FollowedModule(Situation):
         self.consider()
 
     def stop_wanting(self) -> None:
-        """No path begins with it: what is held stays, as a copy for others."""
+        """Note that no path begins with it: what is held stays, as a copy for others."""
         self._wanted_s = None
         if self.head is None:
             self.follow(Role.ONLY_MAILBOX)
@@ -332,7 +332,7 @@ class FollowedModule(Situation):
             self.taking.begin(self.best())
 
     def restore(self, head: Head, trunk: Trunk, steps: Sequence[Step]) -> None:
-        """Begin with what is on this disk: the state is held, as a copy."""
+        """Begin with the state on this disk, which is held as a copy."""
         self.book.begin_with(self.module, trunk)
         for step in steps:
             self.book.add(step)

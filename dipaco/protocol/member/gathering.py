@@ -33,7 +33,7 @@ class Gathering:
         self._gather(wanted, (teller,) if teller else ())
 
     def _room_first(self) -> Callable[[str], bool]:
-        """Return what tells whose rows have room before those of others."""
+        """Return a function that tells whose rows have room before those of others."""
         recent, trainers = self._at.recent(), self._known.trainers(self._at.module)
         return lambda peer: peer in recent or peer in trainers
 

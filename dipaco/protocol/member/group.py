@@ -11,9 +11,9 @@ from collections.abc import Collection
 from .knowledge import mailbox_order
 from .situation import Situation
 
-# For so many rounds a claim is young: a peer that has just come is awaited before its first row.
+# A claim is young for so many rounds: a peer that has just come is awaited before its first row.
 _YOUNG_ROUNDS = 2
-# A round has at least so many mailboxes, where so many peers can be called.
+# Least number of mailboxes of a round, where so many peers can be called.
 MAILBOXES = 2
 # Rounds for which a peer is not awaited, and its rows are left out, after a step that nobody could
 # have because of its file.
@@ -26,13 +26,13 @@ class Group:
     def __init__(self, situation: Situation) -> None:
         self._at, self._known = situation, situation.known
         self._withheld: dict[str, int] = {}
-        """Peers whose files nobody could have, and until which round they are passed over."""
+        """Peers whose files nobody could get, and until which round they are passed over."""
         self._boxes: list[str] = []
         self._boxes_of: tuple[object, ...] = ()
-        """What `_boxes` follow from."""
+        """The inputs that `_boxes` follow from."""
 
     def mailboxes(self) -> list[str]:
-        """Return who takes rows and files of this round and proposes, the first in front.
+        """Return the peers that take rows and files of this round and propose, the first one first.
 
         Those whose rows are in the last steps, who still train the module and can be called; before
         the first step all its trainers. Fewer than two are filled up with other trainers, then
@@ -90,5 +90,5 @@ class Group:
             self._withheld[peer] = self._at.round.index + _WITHHELD_ROUNDS
 
     def gave(self, peer: str) -> None:
-        """Count a peer again: its file came."""
+        """Count a peer again, because its file came."""
         self._withheld.pop(peer, None)

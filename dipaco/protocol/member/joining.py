@@ -50,7 +50,8 @@ _LOOK_LIMIT_S, _WITH_OTHERS_LIMIT_S, _MOVE_LIMIT_S = 300.0, 60.0, 20.0
 # way is waited for so long: a state may take long on a slow line.
 _LONGEST_S, _LONGEST_MOVE_ROUNDS = 3600.0, 0.5
 _RETRY_S = 3.0
-# What can be had is begun with after G, a genesis after twice that: no path is given up earlier.
+# After G a peer begins with the states that it has, after twice that with a genesis: no path is
+# given up earlier.
 _LEAST_GATHERS = 3.0
 
 
@@ -78,16 +79,16 @@ class Joining:
         self._chosen: Decision | None = None
         self._has_shard = False
         self._ask_s = math.inf
-        """When the shard is asked for; infinite once it was."""
+        """When the shard is to be asked for; infinite once it was asked for."""
         self._reason = ""
         self._scoring: tuple[Head, ...] = ()
-        """What is being scored, to begin with."""
+        """The states that are being scored, to begin with."""
         self._sound: tuple[Head, ...] = ()
-        """What was scored last, and may be begun with."""
+        """The states that were scored last, and may be begun with."""
         self.has_begun = False
         """Whether a path can be trained now."""
         self.failure = ""
-        """Why none can."""
+        """Why no path can be trained."""
 
     @property
     def is_claiming(self) -> bool:
@@ -126,7 +127,7 @@ class Joining:
         self._known.do(Say(state, self.path, self._claim_s, reason, pinned))
 
     def on_view(self) -> None:
-        """A view that was asked for is here."""
+        """Go on with a view that was asked for."""
         known, choice = self._known, self._choice
         if self._phase is _JoiningPhase.CHOOSING:
             self._take(choice.first_path())
@@ -148,7 +149,7 @@ class Joining:
     # -- getting what the path needs
 
     def _fetch(self) -> None:
-        """The claim stands: get the shard, and a state of every module."""
+        """Get the shard and a state of every module, because the claim stands."""
         assert self._chosen is not None
         self._phase = _JoiningPhase.FETCHING
         self._since_s = self._known.now_s
@@ -176,7 +177,7 @@ class Joining:
         elif known.now_s > self._limit_s(missing):
             self._leave_alone(self._reason or f"waited in vain for {self._waits_for(missing)}")
         else:
-            what = ""  # What was fetched is being scored.
+            what = ""  # The fetched states are being scored.
             if missing or not self._has_shard:
                 what = self._waits_for(missing) + (f" ({self._reason})" if self._reason else "")
             known.do(Wait(what, max(0.0, self._limit_s(missing) - known.now_s)))
@@ -193,7 +194,7 @@ class Joining:
         return heads == self._sound
 
     def on_scored(self, event: Scored) -> None:
-        """Held-out texts say what the states are worth that were fetched."""
+        """Take in what held-out texts say about the fetched states."""
         if self._phase is not _JoiningPhase.FETCHING or event.heads != self._scoring:
             return
         self._scoring = ()
@@ -224,7 +225,7 @@ class Joining:
         return f"the state of {', '.join(missing)}: have {have} of {len(self._modules)}"
 
     def on_path(self, path: int, reason: str = "") -> None:
-        """The shard is here, or there is a reason why nobody gave it."""
+        """Go on with the shard, or with the reason why nobody gave it."""
         if self._phase is not _JoiningPhase.FETCHING or path != self.path:
             return
         self._has_shard = not reason
@@ -232,7 +233,7 @@ class Joining:
             self._ask_s, self._reason = self._known.now_s + _RETRY_S, reason
 
     def _start(self, path: int) -> None:
-        """Train from what is here."""
+        """Train from the states that are here."""
         modules = [self._module(module) for module in self._modules]
         heads = tuple(followed.head for followed in modules if followed.head is not None)
         self._known.path = path
@@ -294,7 +295,7 @@ class Joining:
         self._choice.settle()
 
     def stop(self) -> None:
-        """Choose and want nothing any more; what was said last stands."""
+        """Choose and want nothing any more; the last published claim stands."""
         if self._phase is _JoiningPhase.FETCHING:
             self._stop_wanting()
         self._phase = _JoiningPhase.IDLE

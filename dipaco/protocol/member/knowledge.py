@@ -60,18 +60,18 @@ class Knowledge:
         self.edition = 0
         """Counts up with what is known of others: what was worked out of it before is old then."""
         self._claimed_s: dict[tuple[str, int], float] = {}
-        """By peer and path: when a view showed such a claim last."""
+        """When a view last showed such a claim, by peer and path."""
         self._claimants: set[str] = set()
         self.random = Random(int.from_bytes(hashlib.sha256(self.me.encode()).digest()[:8], "big"))
         self.actions: list[Action] = []
 
     def do(self, action: Action) -> None:
-        """Want something done, after what was wanted before."""
+        """Add an action to those that are wanted."""
         self.actions.append(action)
 
     @property
     def view(self) -> SwarmView:
-        """The swarm, as it was read last."""
+        """The swarm as it was last read."""
         return self._view
 
     @view.setter

@@ -31,9 +31,10 @@ from .path_choice import PathChoice
 from .rounds import Rounds
 from .situation import Role
 
-# Of a leave: until when others fetch a last contribution, and until when all is done (promise 10).
+# Seconds of a leave in which others fetch a last contribution, and in which all is done (promise
+# 10).
 _LAST_ROUND_BUDGET_S, _LEAVE_BUDGET_S = 3.0, 6.0
-# Of a round: a peer that has trained for less contributes nothing when it leaves.
+# Share of a round: a peer that has trained for less contributes nothing when it leaves.
 _LEAST_SHARE = 0.1
 # A wait for other peers that ends sooner is not worth a line.
 _SHORT_WAIT_S = 1.0
@@ -82,7 +83,8 @@ class Member:
         self._waits_since_s = -1.0
         self._rounds_on_path = 0
         self._thinks = False
-        """Waits for a new view of the swarm, to see whether another path needs this peer more."""
+        """Whether it waits for a new view of the swarm, to see whether another path needs this peer
+        more."""
         self._is_told_slow = False
         self._has_successor = self._to_successor = self._hands_over = False
         self._error, self._is_machine = "", False
@@ -188,7 +190,7 @@ class Member:
     # -- one turn
 
     def _on_turn(self, turn: e.Turn) -> None:
-        """Say what the shell does now: an inner step, or wait, or leave."""
+        """Say what the shell does now: take an inner step, wait, or leave."""
         self._on_time()
         if self._phase is _MemberPhase.PAUSED and not self._pause_reason:
             self._phase = _MemberPhase.JOINING
@@ -265,7 +267,8 @@ class Member:
             self._waits_since_s = -1.0
             rank = None
             if rounds.steps_in_round == 0:
-                # Once a round, when claims have settled: replicas of a path draw other batches.
+                # This is done once a round, when claims have settled: replicas of a path draw
+                # different batches.
                 rank = lead_rank(known.view, known.me, known.path or 0)
             known.do(a.TakeStep(rank))
         else:
@@ -285,7 +288,8 @@ class Member:
         )
 
     def _close_rounds(self) -> None:
-        """Levels whose step is here are over, and with fixed steps those whose limit has passed."""
+        """Close the levels whose step is here, and with fixed steps those whose limit has
+        passed."""
         now_s, schedule = self.known.now_s, self.known.schedule
         for followed in self._trained():
             if schedule.is_counted and now_s > followed.round.boundary_s + schedule.duration_s:

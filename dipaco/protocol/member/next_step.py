@@ -37,11 +37,11 @@ class Notes:
     refused: set[str] = field(default_factory=set)
     doubted: set[str] = field(default_factory=set)
     absent: dict[str, float] = field(default_factory=dict)
-    """Until when; infinite: until its files come."""
+    """Until when each step is passed over; infinite: until its files come."""
     own: set[str] = field(default_factory=set)
-    """Made here: they count at once, also by a peer that leaves before the boundary."""
+    """Steps made here: they count at once, even if the peer leaves before the boundary."""
     edition: int = 0
-    """Counts up when something is noted."""
+    """Counts up with every note."""
 
     def refuse(self, step: str) -> None:
         """Never take a step, nor what stands on it."""
@@ -54,7 +54,7 @@ class Notes:
         self.edition += 1
 
     def believe(self, steps: Iterable[str]) -> None:
-        """Doubt steps no more."""
+        """Stop doubting all steps."""
         self.doubted.difference_update(steps)
         self.edition += 1
 
@@ -83,11 +83,12 @@ class Notes:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Heads that may be taken, the heaviest first; at least one, which may be the genesis."""
+    """The heads that may be taken, the heaviest first; there is at least one, which may be the
+    genesis."""
 
     heads: tuple[Link, ...]
     until_s: float
-    """When time alone changes the answer."""
+    """When the passing of time alone changes the answer."""
 
 
 def candidates(

@@ -47,10 +47,10 @@ class PathChoice:
         self._needs: tuple[Collection[object], ...] = ()
         self._has_few_neighbours = False
         self._failed_s: dict[int, float] = {}
-        """When a path could not be begun."""
+        """When each path could not be begun."""
         self._sampled: tuple[int, ...] = ()
         self._own_rounds = Counter[int]()
-        """Rounds on each path, of a peer that trains on texts of its owner."""
+        """Rounds on each path, for a peer that trains on texts of its owner."""
 
     @property
     def is_whole(self) -> bool:
@@ -135,7 +135,7 @@ class PathChoice:
         return decision
 
     def pass_over(self, path: int) -> None:
-        """A path could not be begun: leave it to others for a while."""
+        """Leave a path that could not be begun to others for a while."""
         self._failed_s[path] = self._known.now_s
 
     def passed_over(self) -> frozenset[int]:
@@ -145,7 +145,7 @@ class PathChoice:
         return frozenset(p for p, s in self._failed_s.items() if 0.0 <= now_s - s < limit_s)
 
     def settle(self) -> None:
-        """A path is chosen: what was sampled is looked at no more."""
+        """Stop looking at the sampled buckets, because a path is chosen."""
         self._sampled = ()
 
     def learn(self, view: SwarmView) -> None:

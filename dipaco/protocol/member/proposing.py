@@ -30,11 +30,11 @@ from .knowledge import mailbox_order
 from .quorums import ROUNDS_IN_VAIN, is_majority, may_propose
 from .situation import Role, Situation
 
-# In so many graces before G rows that a proposal left out are proposed.
+# So many `grace_s` before G, rows that a proposal left out are proposed.
 _OUTBID_GRACES = 1.0
-# So many graces after G anybody proposes where no mailbox is expected to.
+# So many `grace_s` after G, anybody proposes where no mailbox is expected to.
 _ANYBODY_GRACES = 4.0
-# So many graces after G a step of that round does not replace another one any more.
+# So many `grace_s` after G, a step of that round no longer replaces another one.
 LATE_GRACES = 3.0
 
 
@@ -48,7 +48,8 @@ class Proposing:
     # -- the time
 
     def _due_s(self, round_index: int) -> float:
-        """Return G: from when on the step of a round is made, and taken, without all."""
+        """Return G: the time from which the step of a round is made, and taken, without all
+        rows."""
         known, schedule, round_ = self._known, self._known.schedule, self._at.round
         if not schedule.is_counted:
             return schedule.boundary(round_index, self._at.level).time_s + known.gather_s
@@ -123,7 +124,7 @@ class Proposing:
         )
 
     def ready_rows(self) -> dict[str, Row]:
-        """Return those of them whose files are here."""
+        """Return the standing rows whose files are here."""
         here = self._rows.here
         return {peer: row for peer, row in self._standing().items() if row.name in here}
 
@@ -134,8 +135,8 @@ class Proposing:
         return at.voters(at.stand) | trainers & self._standing().keys()
 
     def _heard(self) -> set[str]:
-        """Return whose rows of this round are known and will get no better: the files of the others
-        are on their way."""
+        """Return the peers whose rows of this round are final: the files of the others are still on
+        their way."""
         ready, round_index = self.ready_rows(), self._at.round.index
         refused, here = self._rows.refused, self._rows.here
         on_way = {
@@ -158,7 +159,7 @@ class Proposing:
         if not self._are_a_step(rows):
             return None
         step = Step.of(self._chosen(list(rows.values())))
-        # One that cannot be taken here would be told again at every event.
+        # A step that cannot be taken here would be told again at every event.
         return None if step.name in self._at.book else step
 
     def _are_a_step(self, rows: dict[str, Row]) -> bool:

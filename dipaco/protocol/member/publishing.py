@@ -13,7 +13,7 @@ from .situation import Role, Round, Situation
 
 
 class Publishing:
-    """Of one module. It makes, opens and closes rounds.
+    """The contributions to one module. It makes, opens and closes rounds.
 
     `propose` makes a step of the rows here, if it is time, and returns whether it did.
     """
@@ -23,7 +23,7 @@ class Publishing:
         self._known, self._rows = situation.known, situation.rows
 
     def begin(self, round_index: int, boundary_s: float) -> None:
-        """The boundary of a trainer came: contribute."""
+        """Contribute, because the boundary of a trainer came."""
         known, at = self._known, self._at
         is_counted = known.schedule.is_counted
         if is_counted:
@@ -73,7 +73,7 @@ class Publishing:
         self._rows.forget_before(index)
 
     def published(self, row: Row) -> None:
-        """This peer's file is here, and the row that names it."""
+        """Tell others of this peer's row, whose file is here."""
         if self._at.role is Role.TRAINER:
             self._rows.note(row, lambda peer: peer == row.peer)
             self._rows.came(row)
@@ -92,7 +92,7 @@ class Publishing:
             self._known.do(Put(tuple(boxes[: 2 * MAILBOXES]), row, MAILBOXES))
 
     def failed(self, event: Failed) -> None:
-        """Nothing of this peer is in the round; others' step is taken all the same."""
+        """Note that nothing of this peer is in the round; others' step is taken all the same."""
         if event.is_final:
             self._known.do(Discard(self._at.module))
         trainers = self._known.trainers(self._at.module)

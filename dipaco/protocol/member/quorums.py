@@ -1,4 +1,4 @@
-"""How many peers are enough: all counting of heads that a member does.
+"""How many peers are enough: all the counting of peers that a member does.
 
 See design 4.3, gather, and design 4.4, chain. Pure.
 
@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Set
 
-# Rounds without a step after which a proposal needs no quorum: else a swarm whose members left
+# Rounds without a step after which a proposal needs no quorum: otherwise a swarm whose members left
 # without a word would stand still.
 ROUNDS_IN_VAIN = 2
 
 
 def is_majority(part: Set[str], voters: Set[str]) -> bool:
-    """Tell whether more than half of some voters, at least one, are among others."""
+    """Tell whether more than half of the voters, and at least one, are among others."""
     return 2 * len(part & voters) > len(voters)
 
 

@@ -20,21 +20,22 @@ class Boundary:
     """The end of one round of one level."""
 
     time_s: float
-    """By the clock, the time at which it comes; with fixed steps, at which it came here."""
+    """By the clock, the time at which it comes; with fixed steps, the time at which it came
+    here."""
     round_index: int
-    """With fixed steps the round of this peer; that of a module follows its anchor."""
+    """With fixed steps, the round of this peer; the round of a module follows its anchor."""
     level: str
 
 
 class RoundSchedule:
-    """Boundaries of a run."""
+    """The boundaries of a run."""
 
     def __init__(self, rounds: RoundsConfig, grid: Grid, start_s: float) -> None:
         self.rounds, self.grid, self.start_s = rounds, grid, start_s
         self.duration_s = rounds.duration_s
-        """Seconds of a round; with fixed steps its limit."""
+        """Seconds of a round; with fixed steps, its limit."""
         self.fixed_steps = rounds.inner_steps
-        """Inner steps of a counted round; 0 by the clock."""
+        """Inner steps of a counted round; 0 if rounds follow the clock."""
 
     @property
     def is_counted(self) -> bool:

@@ -101,7 +101,7 @@ def check_offset(offset_s: float) -> None:
 
 
 class Neighbours(Protocol):
-    """What measuring needs of the exchange."""
+    """What a measurement needs from the exchange."""
 
     def connected_peers(self) -> tuple[str, ...]:
         """Return the ids of the peers that this node is connected to."""
@@ -133,7 +133,7 @@ class Clock:
         self._apart_s: float | None = None
         self._jumps = 0
         self.has_jumped = False
-        """Whether this machine's clock was set, and no neighbour has said yet how right it is."""
+        """Whether this machine's clock was set and no neighbour has confirmed it yet."""
 
     def now(self) -> float:
         """Return swarm time as Unix seconds."""
@@ -184,7 +184,7 @@ class Clock:
         others = {peer for peer in neighbours.connected_peers() if is_in(peer)} - set(given)
         asked = (*first, *_draw(others, MAX_NEIGHBOURS - len(first)))
         samples = neighbours.clock_samples(asked, _SAMPLES, _MEASURE_TIMEOUT_S)
-        # Of each, the sample with the least delay, which is the least wrong.
+        # The sample of each peer with the least delay is the least wrong.
         offsets = [min(s, key=lambda one: one.delay_s).offset_s for s in samples.values() if s]
         self._look()
         with self._lock:

@@ -28,7 +28,7 @@ from .known_peers import peer_of
 logger = logging.getLogger("dipaco.peer.exchange.contact.diagnosis")
 
 _DAEMON_TIMEOUT_S = 60.0
-# Whether somebody answers under an own identity.
+# How long this waits for an answer under this peer's own identity.
 _ANSWER_S, _LOOKS, _LOOK_S = 5.0, 10, 0.2
 _AGAIN, _AGAIN_AFTER_S = 2, 3.0
 
@@ -114,7 +114,7 @@ def check_identity_is_free(identity: Identity, through: Sequence[str]) -> None:
     try:
         found = thread.call(run(), _DAEMON_TIMEOUT_S + 4 * _ANSWER_S)
         for _ in range(_AGAIN):
-            # What answers may be what is left of an earlier life, for some moments.
+            # For some moments, an earlier process of this peer may still answer.
             if found:
                 time.sleep(_AGAIN_AFTER_S)
                 found = thread.call(run(), _DAEMON_TIMEOUT_S + 4 * _ANSWER_S)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dipaco.base.waits import BriefLock
 from dipaco.protocol.chain.steps import Step
 
-# Of a module, those that contributed last; and addresses of so many peers in all.
+# How many of the last contributors of a module are kept, and addresses of how many peers in all.
 MAX_PEERS_OF_MODULE, MAX_PEERS = 128, 2048
 # Calls fail in bunches: those that fail within this time of each other are one failure.
 FAILURES, APART_S = 3, 5.0

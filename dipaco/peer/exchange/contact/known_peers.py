@@ -1,4 +1,4 @@
-"""Addresses that a peer comes back by when all that it was given are gone."""
+"""Addresses by which a peer comes back when all that it was given are gone."""
 
 from __future__ import annotations
 

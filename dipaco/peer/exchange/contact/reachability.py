@@ -32,11 +32,11 @@ Host = ipaddress.IPv4Address | ipaddress.IPv6Address
 # A libp2p node says this first on every TCP connection.
 GREETING = b"\x13/multistream/1.0.0\n"
 _DIAL_LIMIT_S = 4.0
-# Of those who are asked: calls back at once, and how often to one caller.
+# For a peer that is asked: how many calls it makes back at once, and how often to one caller.
 CALLS_AT_ONCE = 4
 CALL_PERIOD_S = 15.0
 _REMEMBERED_CALLERS = 1024
-# Of who asks: answers that agree, and peers that are asked until there are so many.
+# For a peer that asks: how many answers must agree, and how many peers are asked until they do.
 _ANSWERS = 2
 QUESTIONS = 6
 # It asks again after this, or sooner: its addresses have changed, or nobody could tell.
@@ -145,7 +145,7 @@ def _conclude(answers: Sequence[CallBackReply], own: Sequence[str]) -> bool | No
         if answer.result == "reached":
             balance += 1
         elif answer.result == "silent" or (answer.result == "elsewhere" and not is_public):
-            # Seen where it announces no address: others have none at which they could call it.
+            # It is seen where it announces no address, so others have none at which to call it.
             balance -= 1
     return balance > 0 if balance else None
 
@@ -199,7 +199,7 @@ class ReachabilityWatch:
         self._looked_s = float("-inf")
 
     def on_view(self, view: SwarmView) -> None:
-        """Begin to probe if it is time for it. Returns at once."""
+        """Begin to probe if it is due. Returns at once."""
         if self._under_way or self._monotonic() < self._looked_s + SOON_S:
             return
         others = [
@@ -228,7 +228,7 @@ class ReachabilityWatch:
         found, answers = probe(self._ask, peers, own)
         logger.debug("reachability: %s, after %s", found, [answer.result for answer in answers])
         if found == "unknown":
-            # What was known before stands, unless it was said of other addresses.
+            # The earlier result stands, unless it was about other addresses.
             found = self._found if own == self._tried else "unknown"
             self._again_s = self._monotonic() + SOON_S
         else:

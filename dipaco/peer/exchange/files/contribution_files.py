@@ -53,10 +53,10 @@ class ContributionFiles:
 
     def __init__(self, kept: KeptFiles) -> None:
         self.kept = kept
-        """Downloads come here too, and are installed then."""
+        """Downloads come here too, and are then installed."""
         self._lock = BriefLock()
         self._checked: set[str] = set()
-        """Files that decode; found out once in a life."""
+        """Files that decode, as this process has found out once."""
         self._coming: dict[str, Coming] = {}
         """What others put, by the row's name: another's row may name the same file, and takes
         nothing from it."""

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from dipaco.base.turns import Turns
 
 REMEMBERED_SOURCES = 4096
-# Of the slots, for sources that have not delivered anything lately.
+# The share of the slots for sources that have not delivered anything lately.
 _UNPROVEN_SHARE = 3 / 4
 _DELIVERED, _UNKNOWN = -1, 0
 
@@ -28,7 +28,7 @@ class DownloadSlots(Turns[str]):
         """How often a source was slow since it delivered last; those heard of last at the end."""
 
     def delivered(self, source: str) -> None:
-        """Note that a source has sent all of what it was asked for."""
+        """Note that a source has sent everything that it was asked for."""
         self._note(source, _DELIVERED)
 
     def was_slow(self, source: str) -> None:

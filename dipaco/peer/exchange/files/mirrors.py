@@ -67,7 +67,8 @@ class MirrorSource:
                 raise OffsetBeyondEnd
             file = system.open(path, "rb")
         except FileNotFoundError as error:
-            # So is every failure called at https; a mirror that cannot be reached lacks nothing.
+            # Every failure at https has this name; a mirror that cannot be reached is not one that
+            # lacks the file.
             cause = error.__cause__
             if is_https and cause is not None and getattr(cause, "status", 0) not in (404, 410):
                 raise OSError(f"{self.name} cannot be read: {cause}") from None

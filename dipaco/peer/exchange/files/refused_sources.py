@@ -24,7 +24,7 @@ class RefusedSources:
         """The one that was noted last is at the end."""
 
     def note(self, source: str, sha256: str) -> None:
-        """This source sent something that cannot be the content of this hash."""
+        """Note that this source sent something that cannot be the content of this hash."""
         self._until_s[source, sha256] = self._monotonic() + FOR_S
         self._until_s.move_to_end((source, sha256))
         while len(self._until_s) > _REMEMBERED:

@@ -41,7 +41,7 @@ SLOW_GRACE_S = 3.0
 LEAST_RATE_BYTES_S = 2**16
 # How often that is looked at.
 _LOOK_S = 0.25
-# A holder that has said nothing but "busy" for so long is given up.
+# A holder that has answered only "busy" for so long is given up.
 BUSY_LIMIT_S = 300.0
 # Failures of one holder in a row without this much progress in between: then it is given up. A
 # slow one that does send is left for the others, and asked again.
@@ -74,7 +74,7 @@ class OffsetBeyondEnd(Exception):
 
 
 OnProgress = Callable[[int, int], None]
-"""Hears how many bytes of how many are here."""
+"""Called with how many bytes are here, and of how many."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -82,7 +82,7 @@ def no_progress(done: int, total: int) -> None:
 
 
 MoreSources = Callable[[], Iterable["Source"]]
-"""Returns the sources that were named since it was asked last."""
+"""Returns the sources that were named since the last call."""
 
 
 def _no_more() -> Iterable[Source]:
@@ -176,7 +176,7 @@ class _Holder:
     failures: int = 0
     gone: bool = False
     absent: bool = False
-    """Whether it lacked the content when it was asked last."""
+    """Whether it lacked the content at the last request."""
     refused: bool = False
     """Whether it sent something other than the content asked for."""
     retry_at: float = 0.0
@@ -206,7 +206,7 @@ class _Download:
         self._on_progress, self._more = on_progress, more
         self._holders: list[_Holder] = []
         self._whole = False
-        """Each holder has to send everything, because a mixed file was wrong."""
+        """Whether each holder has to send everything, because a mixed file was wrong."""
         self._senders = {_EARLIER} if partial.size_bytes else set[str]()
 
     async def run(self, sources: Sequence[Source]) -> Path:
@@ -369,7 +369,8 @@ class _Download:
             try:
                 await self._unless_slow(filling, holder, limit_s, block)
             finally:
-                # Also what arrived before the stream broke: the next holder goes on from there.
+                # This includes what arrived before the stream broke: the next holder goes on from
+                # there.
                 if block:
                     self._senders.add(holder.source.name)
                     holder.busy_since = None

@@ -25,7 +25,7 @@ from .transport import Stream
 MAX_REQUEST_BYTES = 2**17
 _MAX_REPLY_BYTES = 4096
 MAX_ANSWER_BYTES = 2**18
-# Of one message.
+# The most bytes of one message.
 MAX_TOLD_STEPS, MAX_TOLD_ROWS = 1, MAX_ROWS
 _MAX_ANSWERED_STEPS, _MAX_ANSWERED_ROWS = 256, 4 * MAX_ROWS
 _MAX_ADMISSIONS = 512
@@ -33,7 +33,8 @@ _MAX_LOCATOR = 64
 # Addresses at which a peer is called back.
 MAX_CALLED_BACK = 4
 _LENGTH_BYTES = 4
-# Of one array or map; what is nested deeper than fields of rows are cannot be long.
+# The most entries of one array or map; what is nested deeper than the fields of rows cannot be
+# long.
 _MAX_ENTRIES = 1024
 
 RunId = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -182,7 +183,7 @@ _REQUESTS: dict[str, type[Request]] = {
 }
 # These carry rows; the others are short.
 _LONG = ("tell", "ask", "put")
-# What members alone are heard with.
+# The requests that only members may make.
 _OF_MEMBERS = ("tell", "put", "call_back")
 # The kind of a request and the admission stand in its first bytes.
 _BEGINNING_BYTES = 128 + ADMISSION_BYTES
@@ -237,7 +238,7 @@ class Beginning:
     size_bytes: int
     """The size of the whole request."""
     data: bytes
-    """The first of them."""
+    """The first bytes of it."""
     kind: str
     admission: bytes | None
 

@@ -25,7 +25,7 @@ class Place:
     asker: Asker
     began_s: float
     stop: Callable[[], None]
-    """Breaks off what it is for, also while that waits for the other side."""
+    """Breaks off what the place is for, even while that waits for the other side."""
     moved_bytes: int = 0
 
     def moved(self, count: int) -> None:
@@ -77,7 +77,7 @@ class Places:
             self._taken.remove(place)
 
     def _make_room(self, asker: Asker, crowd: list[Place]) -> bool:
-        """Take the place of whom it serves least of those in a crowd who have to give way."""
+        """Free the place that serves its holder least, among those who have to give way."""
         now_s, bounds, standing = self._monotonic(), self._bounds, asker.standing
         counts = Counter(place.asker for place in self._taken)
         lower = [place for place in crowd if place.asker.standing < standing]
