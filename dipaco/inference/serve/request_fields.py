@@ -239,6 +239,10 @@ class RequestReader:
         for name in ("logprobs", "top_logprobs", "n_probs"):
             if name in body and not 0 <= _number(body[name], name) <= _MOST_LIKELY:
                 _refuse(name, f"at most {_MOST_LIKELY} tokens are shown beside each")
+        for name in ("repeat_last_n", "dry_penalty_last_n"):
+            # llama.cpp takes memory for as many tokens as it is told to look back at.
+            if name in body and _number(body[name], name) > self.context:
+                body[name] = self.context
         if not body.get("logprobs") and not body.get("top_logprobs"):
             # Clients say in both ways that they want none.
             body.pop("logprobs", None)

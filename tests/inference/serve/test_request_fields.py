@@ -54,6 +54,7 @@ def chat(reader, **body):
         ({"n": "two"}, 400, "n: a request may be for"),
         ({"logprobs": 21}, 400, "logprobs: at most 20"),
         ({"n_probs": 10**6}, 400, "n_probs: at most 20"),
+        ({"repeat_last_n": "2147483647"}, 400, "repeat_last_n: give a number"),
         ({"stop": ["a"] * 33}, 400, "stop: give at most 32 texts"),
         ({"stop": [""]}, 400, "none of them empty"),
         ({"samplers": ["top_k"] * 17}, 400, "samplers: give at most 16"),
@@ -205,6 +206,13 @@ def test_pieces_that_are_no_text_are_never_chosen(reader):
     assert completion(reader).body["logit_bias"] == [[0, False], [1, False], [3, False]]
     for given in ({"7": -100}, [[7, -100]]):
         assert completion(reader, logit_bias=given).body["logit_bias"][3:] == [[7, -100.0]]
+
+
+def test_no_memory_is_taken_to_look_back_further_than_the_context(reader):
+    """llama.cpp takes 4 to 12 bytes for each token that it is told to look back at."""
+    for name in ("repeat_last_n", "dry_penalty_last_n"):
+        for given, passed in ((2**31 - 1, CONTEXT), (1e18, CONTEXT), (CONTEXT - 1, CONTEXT - 1), (-1, -1)):
+            assert completion(reader, **{name: given}).body[name] == passed
 
 
 def test_what_changes_nothing_is_taken(reader):
