@@ -41,7 +41,7 @@ def chat_as_trained(config: RunConfig) -> list[str]:
                 continue
             text = "".join(_marked(tokenizer, tokens.tolist()))
             return [
-                f"The chat {document.place} as it is trained; learned is what stands in » «:",
+                f"The chat {document.place} as it is trained; » and « enclose what is learned:",
                 text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ...",
                 *_said_otherwise(encoder.asked_otherwise(document.chat)),
             ]

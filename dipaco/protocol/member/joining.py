@@ -253,7 +253,7 @@ class Joining:
             self._phase = _JoiningPhase.IDLE
             self.failure = reason if known.path is not None else f"{reason}; start again later"
             return
-        known.do(Warn(f"looks for another path than {path}: {reason}"))
+        known.do(Warn(f"looks for a path other than {path}: {reason}"))
         self._claim()
         known.do(Wait("the swarm's answer to a claim", _LONGEST_S))
 
