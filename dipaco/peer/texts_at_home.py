@@ -26,12 +26,12 @@ from dipaco.training.interruption import PassInterrupted
 from .peer_settings import PeerSettings
 
 FOLDER = "own-texts"
-# Between two lines of how far it is.
+# Seconds between two lines of progress.
 _SAY_EVERY_S = 15.0
 
 
 def check_texts_are_allowed(plan: RunPlan) -> None:
-    """Raise ConfigurationError if nobody may train on texts of volunteers in a run, or can."""
+    """Raise ConfigurationError if volunteers may not, or cannot, train on their texts in a run."""
     if plan.own_texts == "no":
         raise ConfigurationError(
             f"--texts: run '{plan.name}' does not allow texts of volunteers (own_texts = \"no\"); "
@@ -85,7 +85,7 @@ def texts_at_home(
         found = open_own_texts(plan, _corpus_of(settings), folder, router, progress=progress)
     except (CorpusError, ConfigurationError) as error:
         remedy = " (here --text-field)" if "under [data]" in str(error) else ""
-        # What a library says of a document would stand in the traceback of --debug.
+        # A library's words about a document would appear in the traceback of --debug.
         raise type(error)(f"--texts {settings.texts}: {error}{remedy}") from None
     release_memory(device)
     say(_routed_line(found))
@@ -119,7 +119,7 @@ def _routed_line(found: OwnTexts) -> str:
 
 
 def forget_texts(cache_folder: Path) -> str:
-    """Remove what was made of an owner's documents, of all runs; returns what to tell.
+    """Remove what was made of an owner's documents in all runs; returns a line for the owner.
 
     Raises AddressError while a peer is running with the folder.
     """

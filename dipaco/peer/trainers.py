@@ -30,7 +30,7 @@ from dipaco.base.running import (
 
 from .peer_settings import PeerSettings
 
-# The others begin when the first has joined, so that a mistake is told once.
+# The others begin when the first has joined, so that a mistake is reported once.
 _JOIN_LIMIT_S = 120.0
 _JOINED = "this peer is "
 # For the last lines of a trainer that has ended.
@@ -38,9 +38,8 @@ _DRAIN_LIMIT_S = 5.0
 
 
 def trainer_settings(settings: PeerSettings) -> tuple[PeerSettings, ...]:
-    """Return what each trainer is told. What is limited for the machine is divided among them.
-
-    Raises ConfigurationError for flags that speak of one peer.
+    """Return the settings of each trainer. Limits of the machine are divided among them. Raises
+    ConfigurationError for flags that are about one peer.
     """
     count = len(settings.devices)
     for flag, given in (
@@ -115,7 +114,7 @@ def run_trainers(settings: PeerSettings) -> int:
 
 
 class _Trainer:
-    """A trainer's process, and the thread that prints what it says."""
+    """A trainer's process, and the thread that prints its output."""
 
     def __init__(
         self, number: int, settings: PeerSettings, runs_folder: Path, sharers: int
@@ -127,7 +126,7 @@ class _Trainer:
         self._printer: threading.Thread | None = None
 
     def start(self) -> None:
-        # Nothing of this process goes along, no lock and no thread.
+        # The process inherits nothing of this one, neither locks nor threads.
         context = multiprocessing.get_context("spawn")
         lines, output = context.Pipe(duplex=False)
         self.process = context.Process(
@@ -159,7 +158,7 @@ class _Trainer:
         return not wait([self.process.sentinel], timeout=0)
 
     def wait(self) -> None:
-        """Wait until it has ended, and what it said is printed."""
+        """Wait until it has ended and its output is printed."""
         assert self.process is not None
         assert self._printer is not None
         self.process.join()
@@ -167,7 +166,7 @@ class _Trainer:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the process, as a shell would say it."""
+        """The exit code of the process, as a shell would report it."""
         code = self.process.exitcode if self.process is not None else None
         return 0 if code is None else 128 - code if code < 0 else code
 
@@ -175,7 +174,7 @@ class _Trainer:
 def _train(
     settings: PeerSettings, runs_folder: Path, sharers: int, output: Connection, debug: bool
 ) -> None:
-    """Be one trainer: a process of its own session, so that signals come from the first alone."""
+    """Run one trainer, in a session of its own, so that only the first process sends it signals."""
     os.setsid()
     # As in a peer that was started by itself: Hivemind's processes are forked.
     multiprocessing.set_start_method("fork", force=True)
@@ -195,7 +194,7 @@ def _train(
 
 
 def _pass_signals_on(trainers: Sequence[_Trainer], stopping: threading.Event) -> None:
-    """Let Ctrl+C and SIGTERM, and those that pause and resume, act on all trainers.
+    """Pass Ctrl+C, SIGTERM, and the signals that pause and resume, on to all trainers.
 
     `stopping` is set by the first two: what has not started by then does not.
     """

@@ -176,7 +176,7 @@ def _train(
     display, events = process.display, process.events
     shards = node.load_shard_index()
     micro_batch_size = fitting_batch(settings, node.plan, shards, node.folder)
-    # What each may have for itself they have together.
+    # Limits for one peer are shared by all of them.
     node.states.kept.max_bytes = sharers * contributions_limit(settings, node.plan, shards)
     budget = None
     if settings.max_upload_gb_month is not None:
@@ -201,7 +201,8 @@ def _train(
     display.start(node, running.refresher, status)
     trainer = _new_trainer(settings, node, device, micro_batch_size, process.stopping)
     session = Session(settings, running, trainer, pauses, texts)
-    # Later than the other processes and what answers others: these have to be quick.
+    # This is done later than the other processes and what answers others, because these have to be
+    # quick.
     be_nice(settings.nice, device)
     write_address_file(settings, visible_addresses(node.dht))
     try:
@@ -231,7 +232,7 @@ def _device_line(device: torch.device, reason: str, idle_gpus: int) -> str:
 
 
 def _warn_of_unused_gpu(settings: PeerSettings, device: torch.device, reason: str) -> None:
-    """Say so where the CPU trains and the machine has a GPU that PyTorch cannot use."""
+    """Warn if the CPU trains although the machine has a GPU, which PyTorch cannot use."""
     maker = look_for_gpu_hardware() if settings.device == "auto" else ""
     if device.type == "cpu" and maker:
         said = "THIS MACHINE HAS AN %s GPU THAT IS NOT USED: %s; %s"
@@ -265,7 +266,7 @@ def _new_trainer(
 def _reasons_to_pause(
     settings: PeerSettings, budget: UploadBudget | None, events: EventLog
 ) -> list[Reason]:
-    """Return what a peer is asked to pause for; the first that holds is told.
+    """Return the reasons for which a peer is asked to pause; the first one that holds is shown.
 
     Raises ConfigurationError for what this machine cannot tell.
     """
@@ -285,7 +286,8 @@ def _reasons_to_pause(
 def _settings_in_successor(
     settings: PeerSettings, successor: Node, rounds_done: int, display: Display
 ) -> PeerSettings:
-    """Return the settings for the next run: what is left of --max-rounds, and --path if it is."""
+    """Return the settings for the next run: what is left of --max-rounds, and --path if the run has
+    it."""
     if settings.max_rounds is not None:
         settings = replace(settings, max_rounds=settings.max_rounds - rounds_done)
     if settings.path is not None and settings.path >= successor.grid.path_count:
@@ -301,7 +303,8 @@ def start_background(
 ) -> tuple[RunningNode, BlobKeeper]:
     """Start publishing, reading and keeping copies. Also used by the bootstrap node."""
     events = process.events
-    # Which run the events that follow are of, and who tells them: so a log alone is enough.
+    # Say to which run the following events belong, and which peer tells them, so that a log is
+    # enough by itself.
     events.emit(
         "run",
         run=node.run_id,
@@ -339,7 +342,7 @@ def start_background(
 
 
 def _watch_reachability(running: RunningNode, twin: TwinWatch) -> None:
-    """Find out how others call this node, and tell them."""
+    """Find out how others can call this node, and publish it."""
     node, status, refresher = running.node, running.status, running.refresher
 
     def tell(addresses: tuple[str, ...], reachable: Reachability) -> None:
@@ -353,7 +356,7 @@ def _watch_reachability(running: RunningNode, twin: TwinWatch) -> None:
         refresher.announce()
         refresher.look_often()
         if has_changed:
-            # Where it fails now, the next DHT process hears it.
+            # If it fails now, the next DHT process is told.
             be_client(node.dht, reachable == "outgoing")
 
     watch = ReachabilityWatch(

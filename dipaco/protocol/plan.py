@@ -172,7 +172,7 @@ class RoutingPlan(Config):
 
 
 class RunPlan(Config):
-    """Everything peers must agree on. A run's id is the hash of this."""
+    """Everything that peers must agree on. A run's id is the hash of this."""
 
     format: Literal["dipaco-plan/1"] = _PLAN_FORMAT
     protocol_version: int = Field(PROTOCOL_VERSION, ge=1)

@@ -69,7 +69,7 @@ def _others(view: SwarmView, path: int, me: str) -> int:
 def _reason(view: SwarmView, path: int, others: int) -> str:
     last = view.last_round(path)
     if others == 0:
-        # Nothing is known of a path whose last trainer has been gone for long.
+        # Nothing is known about a path whose last trainer has been gone for long.
         return f"nobody has trained it since round {last}" if last >= 0 else "nobody trains it"
     return f"least service: {others} other{'s' if others > 1 else ''} on it"
 
@@ -145,8 +145,8 @@ def should_move(
         return None
     waiting = sorted(
         (path for path in view.paths(grid) if path not in exclude and not view.claimants(path)),
-        # Of as many rounds by hash: in the order of their numbers, peers that see different paths
-        # would all begin with those of the first modules.
+        # Paths with equally many rounds are ordered by hash: in the order of their numbers, peers
+        # that see different paths would all begin with those of the first modules.
         key=lambda path: (view.last_round(path), _rendezvous("", path)),
     )
     if not waiting:
@@ -203,7 +203,7 @@ def _leads(view: SwarmView, grid: Grid, dwell_rounds: int) -> list[str]:
 def _even_out(
     view: SwarmView, grid: Grid, mine: Claim, exclude: Collection[int]
 ) -> Decision | None:
-    """Give the newest trainer of a path to one that has two fewer."""
+    """Move the newest trainer of a path to a path that has two fewer."""
     here = view.claimants(mine.path)
     if len(here) < 3 or here[-1].peer_id != mine.peer_id:
         return None

@@ -1,4 +1,4 @@
-"""What a peer publishes of itself, and how it takes back what is true no more. Pure.
+"""What a peer publishes about itself, and how it takes back what is no longer true. Pure.
 
 Its own record stands in its bucket. There is another one under each of its modules, and how far its
 paths are stands in the buckets of the paths. A real peer writes these records into the DHT, a
@@ -33,7 +33,7 @@ class Publication:
     item: str
     """A bucket, or a module."""
     record: PeerRecord | ModuleRecord | ProgressRecord | None
-    """None: what stands there is withdrawn."""
+    """None if what stands there is withdrawn."""
     life_s: float
 
 
@@ -47,7 +47,8 @@ class PublishedRecords:
         self._grid, self._life_s = grid, life_s
         self._buckets = bucket_count(grid.path_count)
         self._said: dict[tuple[str, str], PeerRecord | ModuleRecord] = {}
-        """The records of this peer that stand, by kind and item, without those of progress."""
+        """The records of this peer that stand in the DHT, by kind and item, without those of
+        progress."""
 
     def publish(
         self, record: PeerRecord, held: Iterable[Head], progress: Iterable[ProgressEntry]
@@ -66,7 +67,7 @@ class PublishedRecords:
         yield from self._progress(record.peer_id, progress)
 
     def goodbyes(self) -> Iterator[Publication]:
-        """Yield what stands of a peer after it has left. How far its paths are stays as it is."""
+        """Yield the records of a peer after it has left. Its progress records stay as they are."""
         for (kind, item), record in self._said.items():
             yield Publication(kind, item, record.goodbye(), self._life_s)
 
@@ -88,7 +89,7 @@ class PublishedRecords:
             yield ("modules", module), found
 
     def _taken_back(self, kind: str, item: str) -> Publication:
-        """Return what takes the place of a record that is true no more.
+        """Return what takes the place of a record that is no longer true.
 
         A goodbye tells readers that this peer was not lost. A copy that it held is withdrawn.
         """

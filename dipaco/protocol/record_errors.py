@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dipaco.base.errors import DipacoError
 
-# No count that a peer says is greater.
+# The greatest count that a peer may say.
 MAX_COUNT = 2**53
 
 

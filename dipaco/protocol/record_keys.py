@@ -22,7 +22,7 @@ from .record_errors import OtherProtocolError, RecordError
 from .records import DAY_S, BlobRecord, ModuleRecord, PeerRecord, ProgressRecord, Record
 
 NAMESPACE = f"dipaco/{PROTOCOL_VERSION}"
-# In every protocol: a newcomer is to learn which one a run speaks.
+# The same in every protocol, so that a newcomer learns which one a run speaks.
 MANIFESTS_KEY = "dipaco/1/manifests"
 MAX_SUBKEY_BYTES = 160
 # A list of revoked invitations, see `admission.py`.
@@ -38,7 +38,7 @@ class Kind:
     max_bytes: int
     max_life_s: float
     item: str = ""
-    """What the items look like that it has several of; empty if it has none."""
+    """The pattern of its items; empty if it has none."""
     field: str = ""
     """The field that repeats the item."""
     is_of_present: bool = False
@@ -133,7 +133,7 @@ def parse_subkey(subkey: Any) -> Address:
 
 @functools.lru_cache(maxsize=8192)
 def _parse_subkey(subkey: bytes) -> Address:
-    """Every node sees each peer's few subkeys again and again."""
+    """Cached, because every node sees each peer's few subkeys again and again."""
     manifest = _MANIFEST_SUBKEY.fullmatch(subkey)
     if manifest:
         run, operator = manifest["run"].decode(), manifest["operator"].decode()

@@ -24,12 +24,12 @@ from .config import RoundsConfig
 from .record_errors import MAX_COUNT
 
 MAX_ENTRIES = 64
-# Of the held-out documents of a path together.
+# The greatest loss of all held-out documents of a path together, in nats.
 MAX_NLL = 1e15
 DAY_S = 86_400.0
 # A record lives for this many refresh periods: one or two lost refreshes don't drop a claim.
 LIFE_PERIODS = 3.5
-# One that says what it said before is written again after this share of its life.
+# A record with unchanged content is written again after this share of its life.
 RENEWED_AFTER = 1 / 6
 PROGRESS_LIFE_S = DAY_S
 
@@ -130,13 +130,13 @@ class _Standing(Record):
     state: ClaimState
     path: PathNumber | None
     since_s: TimeS = 0.0
-    """Since when it is on this path."""
+    """Since when the peer is on this path."""
     round: Count
     pinned: bool = False
     reachable: Reachability
 
     emptied: ClassVar[Mapping[str, Any]] = {}
-    """What a goodbye does not say any more, beside the standing."""
+    """The fields that a goodbye leaves out, besides the standing."""
 
     def goodbye(self) -> Self:
         """Return what stands here until it expires, once its peer has left.
@@ -163,7 +163,7 @@ class _Standing(Record):
 
     @functools.cached_property
     def age(self) -> tuple[float, int, int]:
-        """What orders the records of one peer: the greatest is the newest."""
+        """The key that orders the records of one peer: the greatest is the newest."""
         return self.since_s, self.round, _AGES[self.state]
 
 
@@ -176,7 +176,7 @@ class HeldState(BaseModel):
     version: Count
     weight: Count
     round: Count
-    """The last round that is in it; 0 for a genesis too."""
+    """The last round in it; 0 for a genesis too."""
     digest: Sha256
     bytes: Count
 
@@ -193,7 +193,7 @@ class HeldState(BaseModel):
         )
 
     def head(self, module: str) -> Head:
-        """Return the state that is meant."""
+        """Return the head that the record is about."""
         return Head(
             module=module,
             step=self.step,
@@ -213,13 +213,13 @@ class Holding(NamedTuple):
 
 
 class ModuleRecord(_Standing):
-    """What a peer has to do with a module: it trains a path through it, keeps a copy, or both."""
+    """A peer's part in a module: it trains a path through it, keeps a copy, or both."""
 
     emptied = {"held": None}
 
     module: ModuleName
     held: HeldState | None
-    """What it can serve of it."""
+    """The state that it can serve, if any."""
 
     @functools.cached_property
     def holding(self) -> Holding | None:
@@ -228,7 +228,7 @@ class ModuleRecord(_Standing):
 
 
 class PeerRecord(_Standing):
-    """What a peer says of itself."""
+    """What a peer says about itself."""
 
     passing = frozenset({"tokens_per_s", "waits_for", "bytes_up", "bytes_down"})
     emptied = {"addresses": (), "waits_for": ""}
@@ -242,12 +242,12 @@ class PeerRecord(_Standing):
     """The team that its owner trains for."""
     tokens_per_s: Rate
     waits_for: Text = ""
-    """What it waited for when this was written; empty if it did not."""
+    """What it waited for when this was written; empty if it waited for nothing."""
     addresses: Annotated[tuple[AddressText, ...], Field(max_length=4)]
     bytes_up: Count
     bytes_down: Count
     own_texts_loss: Loss | None = None
-    """The held-out loss of texts of its owner, as it says; nothing is decided by it."""
+    """The held-out loss of its owner's texts, as the peer says; nothing is decided by it."""
 
     @property
     def has_left(self) -> bool:
@@ -257,7 +257,7 @@ class PeerRecord(_Standing):
 
 
 class ProgressEntry(BaseModel):
-    """How far a path is, as its trainer saw it last."""
+    """How far a path is, as its trainer last saw it."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 

@@ -29,15 +29,15 @@ _ROUND_SLACK = 1
 _CLOCK_SLACK_S = 15.0
 # No volunteer's machine trains a path faster; a higher count is invented.
 _MAX_TOKENS_PER_S = 5e6
-# Also a round of few steps takes this long.
+# Even a round of few steps takes this long.
 _SHORTEST_ROUND_S = 0.01
-# What the key of a group has room for.
+# The greatest round that the key of a group has room for.
 _MAX_ROUND = 2**31
 
 
 @dataclass(frozen=True)
 class SwarmView:
-    """Everything fresh and plausible that the DHT shows of a run."""
+    """Everything fresh and plausible that the DHT shows about a run."""
 
     now_s: float
     claims: Mapping[str, Claim] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class SwarmView:
     duration_s: float = math.inf
     """Seconds of a round."""
     scope: Scope | None = None
-    """What was read; None for everything. Of the rest nothing is known."""
+    """What was read; None for everything. Nothing is known about the rest."""
 
     def covers_module(self, module: str) -> bool:
         """Tell whether the trainers and holders of a module were read."""
@@ -60,7 +60,7 @@ class SwarmView:
         return self.scope is None or self.scope.covers_path(path)
 
     def paths(self, grid: Grid) -> Sequence[int]:
-        """Return the paths of which it was read who trains them and how far they are."""
+        """Return the paths whose trainers and progress were read."""
         return range(grid.path_count) if self.scope is None else self.scope.paths(grid.path_count)
 
     def narrowed(self, scope: Scope, grid: Grid) -> SwarmView:
@@ -74,7 +74,7 @@ class SwarmView:
         kept = replace(self.scope, buckets=buckets)
         holders = {holding.peer_id for held in self.holdings.values() for holding in held}
         in_sight = kept.paths_in_sight(grid)
-        # Of many peers on few paths: what is asked of a path is asked once.
+        # With many peers on few paths, each question about a path is answered once.
         paths = {path for record in self.peers.values() if (path := record.path) is not None}
         covered = set(filter(kept.covers_path, paths))
         return replace(
@@ -143,7 +143,7 @@ class SwarmView:
         return {}
 
     def heads(self, module: str) -> tuple[Head, ...]:
-        """Return the states of a module that are announced, each as often as it is."""
+        """Return the announced states of a module, each as often as it is announced."""
         return tuple(holding.head for holding in self.holdings.get(module, ()))
 
     def holders(self, module: str, step: str) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ class SwarmView:
         return tuple(h.peer_id for h in self.holdings.get(module, ()) if h.head.step == step)
 
     def agreed_head(self, module: str, step: str) -> Head | None:
-        """Return the state after a step as most of its holders announce it; None for nobody.
+        """Return the state after a step as most of its holders announce it; None if nobody does.
 
         A machine that computes wrongly announces another digest than the others; of as many the
         smaller digest is taken.
@@ -214,7 +214,7 @@ class SwarmView:
         return replace(self, waiting={path: before.get(path, now) for path in free})
 
     def rounds_held(self, claim: Claim) -> float:
-        """Return for how many rounds a claim has stood."""
+        """Return how many rounds a claim has stood."""
         return max(0.0, (self.now_s - claim.since_s) / self.duration_s)
 
 
@@ -240,7 +240,7 @@ def view_of_records(
     progress: Iterable[ProgressRecord],
     scope: Scope | None = None,
 ) -> SwarmView:
-    """Make a view of what stands under the keys of a scope.
+    """Make a view of the records under the keys of a scope.
 
     A peer says what it trains under several keys, and moves: what it said last counts.
     """
@@ -333,7 +333,7 @@ def least_round_s(plan: RunPlan) -> float:
 
 
 def _tokens_of_steps(plan: RunPlan) -> int:
-    """Tokens that one peer trains in a round of fixed steps."""
+    """How many tokens one peer trains in a round of fixed steps."""
     return plan.rounds.inner_steps * plan.inner.batch_sequences * plan.model.sequence_length
 
 

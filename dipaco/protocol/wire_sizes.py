@@ -1,4 +1,5 @@
-"""How many bytes messages and records have on the wire, to count traffic that nobody sends.
+"""The sizes of messages and records on the wire, to count traffic that is only simulated or
+planned.
 
 The simulated swarm (`dipaco.simulator.swarm`) counts with these sizes, and so does
 `dipaco-bootstrap plan`. Nothing on the wire follows from them.
@@ -6,9 +7,9 @@ The simulated swarm (`dipaco.simulator.swarm`) counts with these sizes, and so d
 
 from __future__ import annotations
 
-# What a message costs that says nothing much: headers, acknowledgements.
+# Bytes of a message with hardly any content: headers, acknowledgements.
 CALL_BYTES = 300
-# A signed row in a message.
+# Bytes of a signed row in a message.
 ROW_BYTES = 254
 # Signed records: of a module and of the state that its writer holds, of a peer, and of how far
 # paths are, with an entry for each.

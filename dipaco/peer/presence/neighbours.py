@@ -13,10 +13,10 @@ from dipaco.protocol.view import SwarmView
 
 logger = logging.getLogger("dipaco.peer.presence.neighbours")
 
-# Between two looks at the neighbours' clocks.
+# Refresh periods between two looks at the neighbours' clocks.
 _CLOCK_PERIODS = 10
-# Peers seen once that are called again when they are missing: after a network split the two sides
-# have forgotten each other, and nothing else would bring them together.
+# How many peers that were seen once are called again when they are missing: after a network split
+# the two sides have forgotten each other, and nothing else would bring them together.
 _REMEMBERED_PEERS = 256
 _CALLED_AT_ONCE = 4
 # After this node's DHT process was started again: how many are called, and how long it waits.
@@ -51,10 +51,9 @@ class Neighbours:
             logger.debug("looking after neighbours: %s", error)
 
     def call_again(self, view: SwarmView | None) -> None:
-        """Call those who are known, for this node has forgotten where they are.
-
-        Those who contributed lately first, then whom a view shows, then those first given. Raises
-        `NetworkError`.
+        """Call the known peers, because this node has forgotten where they are: first those that
+        contributed lately, then those that a view shows, then those that were given at first.
+        Raises `NetworkError`.
         """
         seen = view.peers.items() if view is not None else ()
         places = self._node.contributors.all()
@@ -68,7 +67,7 @@ class Neighbours:
         self._directory.call_peers(called, _CALL_PATIENCE_S)
 
     def note_contributors(self, view: SwarmView) -> None:
-        """Remember where those are who contributed lately, and have room for their records."""
+        """Remember the addresses of recent contributors, and have room for their records."""
         contributors = self._node.contributors
         contributors.note_addresses({peer: said.addresses for peer, said in view.peers.items()})
         peers = frozenset(contributors.all())
@@ -83,7 +82,7 @@ class Neighbours:
             self._clock.measure(self._node.exchange, given, self._node.check.is_in)
         except ClockError as error:
             if self._clock.has_jumped:
-                # Hivemind's part of this machine goes by the wrong time; nothing here can mend it.
+                # Hivemind goes by this machine's wrong time; nothing here can repair that.
                 self._background.fail(error)
             logger.warning("%s", error)
         except DipacoError as error:
@@ -103,7 +102,7 @@ class Neighbours:
         }
         if places:
             self._directory.call_peers(places)
-        # Those called last are called first next time.
+        # The peers that were called last are called first the next time.
         for peer in called:
             self._known_peers.remove(peer)
             self._known_peers.append(peer)

@@ -1,4 +1,4 @@
-"""Writes into the DHT what this peer publishes of itself, its run's manifest, and its blobs."""
+"""Writes into the DHT what this peer publishes about itself, its run's manifest, and its blobs."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class OwnRecords:
         self._blob_countdown = 0
 
     def publish(self) -> None:
-        """Publish everything; the directory leaves out what stands there unchanged."""
+        """Publish everything; the directory leaves out records that stand there unchanged."""
         held, progress = self._node.held.all(), self._status.progress.values()
         said = self._records.publish(self._peer_record(), held, progress)
         self._directory.store([*self._entries(said), *self._blobs()])
 
     def say_goodbye(self) -> None:
-        """Say in every record that this peer leaves; a failure is logged alone."""
+        """Say in every record that this peer leaves; a failure is only logged."""
         try:
             self._directory.store(self._entries(self._records.goodbyes()))
         except DipacoError as error:
@@ -87,8 +87,8 @@ class OwnRecords:
         self._blob_countdown = _BLOB_PERIODS
         node, life_s = self._node, self._life_s * _BLOB_PERIODS
         manifest_life_s = max(_MANIFEST_LIFE_S, life_s)
-        # By those of earlier runs a peer that was away finds the newest, and a tool the one that
-        # it names.
+        # Through the manifests of earlier runs a peer that was away finds the newest run, and a
+        # tool finds the one that it names.
         for m in (node.manifest, *node.earlier_manifests()):
             yield self._directory.manifest_entry(m.envelope, manifest_life_s)
         for sha256 in node.fetcher.all_blobs():

@@ -1,4 +1,4 @@
-"""What this peer does, as it tells others and the person at the machine."""
+"""What this peer does, as others and the person at the machine are shown it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ class Activity:
     reason: str = ""
     """Why this path, for the person at the machine."""
     pinned: bool = False
-    """The path was asked for: this peer never moves."""
+    """Whether the path was asked for, so that this peer never moves."""
 
 
 @dataclass
 class PeerStatus:
-    """What this peer says of itself. Written by the session, read by who publishes or shows it."""
+    """What this peer says about itself. The session writes it, and what publishes or shows it reads
+    it."""
 
     claim: Activity = field(default_factory=Activity)
     device: str = "cpu"
@@ -36,8 +37,8 @@ class PeerStatus:
     addresses: tuple[str, ...] = ()
     progress: dict[int, ProgressEntry] = field(default_factory=dict)
     round_index: int = 0
-    """With fixed steps: the round that this peer is in."""
+    """With fixed steps, the round that this peer is in."""
     waiting_for: str = ""
     validation_loss: float = float("nan")
     own_texts_loss: float | None = None
-    """The held-out loss of texts of the owner; None without them, and until they are scored."""
+    """The held-out loss of the owner's texts; None without them, and until they are scored."""

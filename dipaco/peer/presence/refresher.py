@@ -31,9 +31,10 @@ _STOP_TIMEOUT_S = 3.0
 _DHT_LIMIT_S = 30.0
 # The oldest view that is good enough while a peer waits for others.
 _LOOK_OFTEN_S = 2.0
-# A refresh that failed is followed by no other for so long.
+# After a refresh that failed, the next one waits so long.
 _AGAIN_S = 1.0
-# Whether a refresh is due is looked at so often: a wait by itself does not count a sleep.
+# How often it is checked whether a refresh is due: a single long wait would not count the time of a
+# sleep.
 LOOK_AT_CLOCK_S = 5.0
 
 
@@ -59,11 +60,11 @@ class Refresher:
         self._refreshed = threading.Condition()
         self._refresh_count = 0
         self._failure: DipacoError | None = None
-        """What the last refresh came to nothing with."""
+        """The error of the last refresh, if it failed."""
         self._refreshing = False
         self._withdrawing = False
         self._is_node_new = threading.Event()
-        """Set when the DHT process was started again, and holds nothing and knows nobody."""
+        """Set when the DHT process was started again, so that it holds nothing and knows nobody."""
         self._view: SwarmView | None = None
         self._thread = background.thread("refresher", self._run)
         background.on_failure(self._wake_waiting)
@@ -104,7 +105,7 @@ class Refresher:
         self._changed.set()
 
     def look_often(self) -> None:
-        """Read the swarm again if the view is not quite new: something in it is waited for."""
+        """Read the swarm again if the view is not quite new, because something in it is awaited."""
         if since_start_s() - self._read_at > _LOOK_OFTEN_S:
             with self._refreshed:
                 self._want_to_read()
@@ -193,7 +194,7 @@ class Refresher:
                     self._refreshed.notify_all()
                 self._read_at = since_start_s()
                 if failure is not None:
-                    # Those who wait ask again at once, and a DHT can fail at once.
+                    # Waiting callers ask again at once, and a DHT can fail at once.
                     self._stopping.wait(_AGAIN_S)
                 if not self._stopping.is_set():
                     self._neighbours.look_after(self._view)
@@ -214,7 +215,7 @@ class Refresher:
             self._want_to_read()
 
     def _begin_anew(self) -> None:
-        """Find the others from a node that knows nobody, and say everything again."""
+        """Find the others from a node that knows nobody, and publish everything again."""
         self._is_node_new.clear()
         self._directory.say_all_again()
         self._own_records.announce_blobs()

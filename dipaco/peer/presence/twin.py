@@ -13,7 +13,7 @@ from dipaco.protocol.view import SwarmView
 
 
 class TwinWatch:
-    """Tells once that somebody else speaks for this peer."""
+    """Reports once that somebody else speaks for this peer."""
 
     def __init__(self, me: str, since_s: float, tell: Callable[[tuple[str, ...]], None]) -> None:
         """`since_s` is when this peer began, in swarm time; `tell` gets where the other is."""
@@ -26,7 +26,8 @@ class TwinWatch:
         self._own.update(addresses)
 
     def on_view(self, view: SwarmView) -> None:
-        """Look at what the swarm knows of this peer. What an earlier life said is no twin's."""
+        """Look at what the swarm knows about this peer. Records of an earlier process are not a
+        twin's."""
         record = view.peers.get(self._me)
         if record is None or self._has_told or record.since_s <= self._since_s:
             return

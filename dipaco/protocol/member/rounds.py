@@ -64,7 +64,7 @@ class RoundSchedule:
 
 
 class Rounds(ABC):
-    """The round that a peer is in, and which levels of it have come and are over."""
+    """The round that a peer is in, and which of its levels have come and are over."""
 
     def __init__(self, schedule: RoundSchedule) -> None:
         self._schedule = schedule
@@ -72,13 +72,13 @@ class Rounds(ABC):
         self.present_round = 0
         """The round that the peer is in. A module's own may differ (`situation.Round`)."""
         self.steps_in_round = 0
-        """Inner steps that were taken in it."""
+        """How many inner steps were taken in it."""
         self.opens_s = schedule.start_s
-        """When the first step may be taken at the latest."""
+        """The latest time of the first step."""
         self._came: dict[str, int] = {}
-        """By level, the last round whose boundary came."""
+        """The last round whose boundary came, by level."""
         self._over: dict[str, int] = {}
-        """By level, the last round that is over."""
+        """The last round that is over, by level."""
 
     @staticmethod
     def of(schedule: RoundSchedule) -> Rounds:
@@ -87,7 +87,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def enter(self, now_s: float, round_index: int) -> None:
-        """Start to take part at `now_s`; where rounds are counted, in `round_index`."""
+        """Begin to take part at `now_s`; where rounds are counted, in `round_index`."""
 
     @abstractmethod
     def due(self, now_s: float, step_s: float) -> list[Boundary]:
@@ -105,7 +105,8 @@ class Rounds(ABC):
         """Go on to the next round, or to the present one when rounds were missed."""
 
     def open(self, now_s: float) -> None:
-        """Every path has a trainer: the first round begins, unless the run has not started."""
+        """Begin the first round, because every path has a trainer, unless the run has not
+        started."""
         self.opens_s = min(self.opens_s, max(now_s, self._schedule.start_s))
 
     def over(self, level: str) -> None:
@@ -148,7 +149,7 @@ class _ClockRounds(Rounds):
             next_at_most = schedule.passed(level, now_s) + 1
             passed = min(next_at_most, schedule.passed(level, now_s + 0.5 * step_s))
             if passed < self._came[level] - 1:
-                # The clock was put back by rounds.
+                # The clock was set back by whole rounds.
                 self._came[level] = self._over[level] = passed
                 self.present_round = min(self.present_round, passed + 1)
             if passed > self._came[level]:

@@ -18,19 +18,19 @@ from .knowledge import Knowledge
 from .next_step import Candidates, Notes, candidates
 from .quorums import may_overrule
 
-# Branches that parted so many steps ago are forgotten, and not looked at; of older steps of the
-# own chain, too, only the names are in memory.
+# Branches that parted so many steps ago are forgotten, and not looked at; of older steps in the
+# peer's own chain, too, only the names are in memory.
 REMEMBERED_STEPS = 64
 
 
 class Role(Enum):
-    """What a peer has to do with a module. Trainers and keepers are its mailboxes too, in turn
+    """The role of a peer in a module. Trainers and keepers are its mailboxes too, in turn
     (`Group.mailboxes`)."""
 
     ONLY_MAILBOX = auto()
-    """It knows the chain, the rows and the files, and no state."""
+    """The peer knows the chain, the rows and the files, and no state."""
     KEEPER = auto()
-    """It holds a copy of the state, or wants one."""
+    """The peer holds a copy of the state, or wants one."""
     TRAINER = auto()
     """The peer contributes."""
 
@@ -43,13 +43,14 @@ class Round:
     boundary_s: float = -math.inf
     is_open: bool = False
     asks: int = 0
-    """Questions to mailboxes for what it brought."""
+    """How often mailboxes were asked for what the round brought."""
     sure_s: float = math.inf
-    """Until then other mailboxes are waited for before a late proposal."""
+    """Until when this peer waits for other mailboxes before a late proposal."""
 
 
 class Situation:
-    """Steps, what was noted of them, the state that is held, and the round with its rows."""
+    """The steps of a module, the notes about them, the state that is held, and the round with its
+    rows."""
 
     def __init__(self, known: Knowledge, module: str) -> None:
         self.known, self.module = known, module
@@ -57,9 +58,9 @@ class Situation:
         self.book = ChainBook(known.plan.run_id, (module,))
         self.notes = Notes()
         self.stand = self.book.genesis(module)
-        """Name of the step that this peer stands on; of a mailbox the heaviest that it knows."""
+        """Name of the step that this peer stands on; for a mailbox, the heaviest that it knows."""
         self.head: Head | None = None
-        """The state that is held; None of a mailbox, and before the first one is here."""
+        """The state that is held; None for a mailbox, and before the first one is here."""
         self.before: Head | None = None
         """The state that was held before, which is on the disk."""
         self.computed = {self.stand}
@@ -71,9 +72,9 @@ class Situation:
         """Rounds in a row that brought no step."""
         self._candidates = Candidates((), -math.inf)
         self._candidates_of = (-1, -1, -1)
-        """Editions of book and notes, and the round, that they were worked out of."""
+        """Editions of book and notes, and the round, from which the candidates were computed."""
         self._candidates_s = math.inf
-        """When that was."""
+        """When they were computed."""
 
     @property
     def link(self) -> Link:
@@ -117,7 +118,7 @@ class Situation:
         """Tell whether enough of those who counted where two chains parted are in one.
 
         In a chain is whose row stands on a state of it: a step may hold rows of peers that never
-        took it. Where it is one step that all can compute, its own rows count.
+        took it. If one step that all can compute parts them, the step's own rows count.
         """
         if self.head is None:
             return False
@@ -149,14 +150,14 @@ class Situation:
 
     @property
     def is_of_genesis(self) -> bool:
-        """Whether no step is known that might be taken, now or once it can be had."""
+        """Whether no step is known that might be taken, now or once its files are here."""
         anyway = Notes(self.notes.refused, self.notes.doubted)
         return self._find(anyway).heads[0].version == 0
 
     # -- what is noted
 
     def refuse_file(self, row: Row) -> None:
-        """A file is no contribution: refuse the steps that its row is in."""
+        """Refuse the steps that contain a row whose file is no contribution."""
         for link in self.book.with_row(row):
             self.notes.refuse(link.name)
 
@@ -168,7 +169,7 @@ class Situation:
                 self.notes.can_be_had(name)
 
     def see_doubts(self) -> None:
-        """Doubt steps no more that stand in a chain with enough peers (`is_of_most`)."""
+        """Stop doubting steps that stand in a chain with enough peers (`is_of_most`)."""
         for tip in self.book.tips(self.module) if self.notes.doubted else ():
             doubted = [n for n in self.notes.doubted if self.book.stands_on(tip.name, n)]
             if doubted and self.is_of_most(tip.name):
@@ -177,13 +178,13 @@ class Situation:
     # -- moving along
 
     def serve(self, step: str) -> None:
-        """Have those who ask told of the chain to a step, and no more of the one to `stand`."""
+        """Answer those who ask with the chain to a step, and no longer with the one to `stand`."""
         parted = self.book.ancestor(self.stand, step).name
         steps = self.book.steps_between(parted, step)
         self.known.do(Serve(self.module, step, steps))
 
     def take(self, head: Head, before: Head | None) -> None:
-        """Stand on a state; the one before it is on the disk."""
+        """Move on to a state; the one before it is on the disk."""
         if head.step != self.stand:
             self.before = before
         self.head, self.stand = head, head.step
@@ -191,7 +192,7 @@ class Situation:
         self.prune()
 
     def prune(self) -> None:
-        """Forget what parted long ago, and what was noted of it."""
+        """Forget branches that parted long ago, and the notes about them."""
         self.book.prune(self.stand, REMEMBERED_STEPS)
         self.notes.forget_gone(self.book)
         held = {head.step for head in (self.head, self.before) if head is not None}

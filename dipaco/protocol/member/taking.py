@@ -84,30 +84,30 @@ class Stage(Enum):
 
 @dataclass
 class _Plan:
-    """What it takes to have the state after a step."""
+    """The plan to get the state after a step."""
 
     target: str
     base: Head
     """The state that it is computed from."""
     steps: tuple[Step, ...]
-    """On top of it, the oldest first; none where the target is a genesis."""
+    """The steps on top of it, the oldest first; none where the target is a genesis."""
     begun_s: float
     is_vouched: bool = False
-    """The base is named by rows, and not held here."""
+    """Whether the base is named by rows, and not held here."""
     way: int = 0
-    """Which of the ways in which the state is vouched for is tried (`ChainBook.vouched`)."""
+    """Which of the ways in which the state is vouched for is being tried (`ChainBook.vouched`)."""
     is_base_here: bool = True
     missing: dict[str, Row] = field(default_factory=dict)
     """Rows whose files are not here yet, by name."""
     head: Head | None = None
     """The state after the target, once it is here."""
     is_repeated: bool = False
-    """The target is the step that this peer stands on, which is computed once more."""
+    """Whether the target is the step that this peer stands on, which is computed once more."""
 
 
 class Taking:
-    """One step at a time of one module. `on_taken` hears of a state that is to be stood on, and of
-    the one before it if that is here."""
+    """Takes one step of one module at a time. `on_taken` hears of a state that is to be stood on,
+    and of the one before it if that is here."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Taking:
         return True
 
     def _repeated(self, head: Head) -> None:
-        """This peer's step has been computed once more."""
+        """Compare the result of this peer's step, which has been computed once more."""
         self._drop_plan()
         own = self._at.head
         if own is None or own.step != head.step:
@@ -236,7 +236,7 @@ class Taking:
     # -- GETTING -> COMPUTING
 
     def file_came(self, name: str) -> None:
-        """The file of a row is here."""
+        """Go on, because the file of a row is here."""
         if self._plan is not None and self._plan.missing.pop(name, None) is not None:
             self._compute_if_here()
 
@@ -253,7 +253,7 @@ class Taking:
         self._known.do(Compute(self._at.module, plan.base, plan.steps))
 
     def file_failed(self, row: Row, *, is_refused: bool) -> None:
-        """A file is no contribution, and steps with it are refused; or nobody gave it."""
+        """Refuse steps whose file is no contribution, or go on without a file that nobody gave."""
         plan = self._plan
         if plan is None or row.name not in plan.missing:
             return
@@ -264,7 +264,7 @@ class Taking:
             self._failed(plan)
 
     def fetch_failed(self, step: str) -> None:
-        """Nobody gave a state."""
+        """Try again, because nobody gave a state."""
         plan = self._plan
         if plan is not None and plan.base.step == step and not plan.is_base_here:
             self._failed(plan)
@@ -327,7 +327,7 @@ class Taking:
     # -- COMPUTING -> CHECKING
 
     def state_here(self, event: StateHere) -> None:
-        """A state was fetched or computed."""
+        """Take in a state that was fetched or computed."""
         plan, head = self._plan, event.head
         if plan is None or head.step not in (plan.base.step, plan.target):
             self._known.do(Forget(head.module, head.step))
@@ -349,7 +349,7 @@ class Taking:
         is_fork = at.head is not None and not at.book.stands_on(head.step, at.stand)
         is_fetched = plan.is_vouched and plan.base.version > 0
         is_strange = is_fetched or (is_fork and not at.is_of_own_round(head.step))
-        # What a path begins with is scored when all of it is here (`Joining`).
+        # The states that a path begins with are scored when all of them are here (`Joining`).
         if is_strange and at.role is Role.TRAINER:
             self.stage = Stage.CHECKING
             self._known.do(Check(at.module, head.step))
@@ -359,7 +359,7 @@ class Taking:
     # -- CHECKING -> IDLE
 
     def checked(self, event: Checked) -> None:
-        """Held-out documents say what a state is worth that others made without this peer."""
+        """Take in what held-out documents say about a state that others made without this peer."""
         plan = self._plan
         if plan is None or plan.head is None or event.step != plan.target:
             return
@@ -385,7 +385,7 @@ class Taking:
     # -- -> IDLE
 
     def give_up(self) -> None:
-        """Take nothing at present."""
+        """Stop taking the present step."""
         plan = self._plan
         if plan is not None and plan.head is not None:
             self._known.do(Forget(self._at.module, plan.target))
