@@ -264,8 +264,11 @@ def test_clocks():
 def test_reachability():
     own = ("/ip4/172.20.1.2/tcp/31337/p2p/12D3KooWPeer",)
     assert doctor.check_reachability(own, "direct", 31337).verdict == "ok"
-    for how in ("unknown", "outgoing"):
-        assert "forward TCP port 4000" in remedy(doctor.check_reachability(own, how, 4000), "warning")
+    assert "forward TCP port 4000" in remedy(doctor.check_reachability(own, "outgoing", 4000), "warning")
+    # Where nobody tried, there may be nothing to mend.
+    unknown = doctor.check_reachability(own, "unknown", 4000)
+    assert not remedy(unknown, "ok")
+    assert "once it has joined" in unknown.value
 
 
 def test_the_base_of_adapters():
@@ -341,5 +344,6 @@ def test_the_command_beside_a_served_run(tmp_path):
     assert run.plan().run_id in said["run"]
     assert "this run takes" in said["memory"]
     assert "Mbit/s" in said["line"]
+    assert "others have called it" in said["reachable"]
     assert (done.returncode == 0) == last.startswith("a peer can run here")
     assert not cache.exists()

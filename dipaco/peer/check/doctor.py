@@ -16,10 +16,10 @@ from dipaco.base.errors import (
     ClockError,
     ConfigurationError,
     DipacoError,
-    NetworkError,
     UnreachableError,
 )
 from dipaco.base.progress import shown_bytes
+from dipaco.dht.addresses import parse_listen, port_of
 from dipaco.dht.dht_node import check_port_is_free, visible_addresses
 from dipaco.modules.base_source import seems_in_hub_cache
 from dipaco.modules.frozen_file import base_file_bytes
@@ -162,7 +162,8 @@ def _run_checks(
         yield ok("what for", plan.about.text)
     if port_is_free:
         addresses, reachable = _how_reached(node, connected)
-        yield check_reachability(addresses, reachable, settings.port or 31337)
+        port = port_of(parse_listen(settings.listen_maddrs()[0]))
+        yield check_reachability(addresses, reachable, port or 31337)
     yield check_line(plan, settings.max_upload_mbps)
     if (source := plan.base_source) is not None:
         size = shown_bytes(base_file_bytes(plan.model))
@@ -175,12 +176,18 @@ def _run_checks(
 
 
 def _how_reached(node: Node, connected: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
-    """Return this machine's addresses, and whether others can call it there, as a peer asks."""
+    """Return this machine's addresses, and whether others can call it there, as a peer asks.
+
+    They call only the admitted. The identity of a check is thrown away, so it takes no place of an
+    invitation that its operator gave.
+    """
     try:
+        if node.plan.admission is not None:
+            node.admit()
         addresses = visible_addresses(node.dht)
         asked = tuple(dict.fromkeys((*map(peer_of, node.initial_peers), *connected)))
         return addresses, probe(node.exchange.call_back, asked, addresses)[0]
-    except NetworkError:
+    except DipacoError:
         return (), "unknown"
 
 
@@ -199,12 +206,13 @@ def check_reachability(addresses: tuple[str, ...], reachable: str, port: int) ->
     shown = ", ".join(places) or "it has no address"
     if reachable == "direct":
         return ok("reachable", f"others have called it: {shown}")
-    what = "nobody could try to call it"
-    if reachable == "outgoing":
-        what = "others cannot call it; it takes part through its own calls"
+    if reachable == "unknown":
+        return ok(
+            "reachable", f"a peer says whether others can call it once it has joined: {shown}"
+        )
     return warning(
         "reachable",
-        f"{what}: {shown}",
+        f"others cannot call it; it takes part through its own calls: {shown}",
         f"forward TCP port {port} of the router to this machine and give --port {port} "
         f"--announce-maddrs /ip4/ROUTER-ADDRESS/tcp/{port} (WSL: docs/windows.md; containers: "
         "examples/deploy/README.md)",
