@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dipaco.base import running
-from dipaco.base.errors import NetworkError
+from dipaco.base.errors import NetworkError, StorageError
 from dipaco.peer.owner.uplink import Uplink
 from dipaco.peer.presence.own_status import Activity, PeerStatus
 from dipaco.peer.reporting.peer_display import Display, Given, LivePanel
@@ -21,7 +21,7 @@ from support.swarms.fake_swarm import FakeRun, FakeSwarm, FakeTime
 from support.swarms.swarm_views import record
 
 
-def lines_of(status, *events, others=0, width=80, sent_bytes=0, about=AboutRun()):
+def lines_of(status, *events, others=0, width=80, sent_bytes=0, in_model=0, about=AboutRun()):
     """Return the panel's lines in the middle of round 5, after some events."""
     plan = make_plan(name="a-run-with-a-rather-long-name", about=about)
     uplink = Uplink()
@@ -30,6 +30,7 @@ def lines_of(status, *events, others=0, width=80, sent_bytes=0, about=AboutRun()
     run = FakeRun(plan, time.clock, me="me")
     peers = {name: record(name) for name in ("me", *"abcdef"[:others])}
     given = Given()
+    given.count = lambda: in_model
     for kind, values in events:
         given.on_event(kind, values)
     swarm = FakeSwarm(SwarmView(0.0, peers=peers))
@@ -52,16 +53,7 @@ def step(tokens):
 def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know():
     claim = Activity("training", 1, reason="nobody trains it")
     status = PeerStatus(claim, device="NVIDIA GeForce RTX 4090 Laptop GPU", tokens_per_s=12345.6, reachable="outgoing")
-    lines = lines_of(
-        status,
-        step(1500),
-        step(1500),
-        ("outer_step", {"module": "L1.E1", "own_tokens": 10}),
-        ("outer_step", {"module": "L0.E0", "own_tokens": 1000}),
-        ("outer_step", {"module": "L0.E0", "own_tokens": 1000}),
-        others=3,
-        sent_bytes=123_456_789,
-    )
+    lines = lines_of(status, step(1500), step(1500), others=3, in_model=2000, sent_bytes=123_456_789)
     # Two columns are left for what a terminal shows of Ctrl+C.
     assert all(len(line) <= 78 for line in lines)
     text = text_of(lines)
@@ -69,8 +61,8 @@ def test_the_panel_says_what_a_peer_does_and_what_its_owner_wants_to_know():
         "trains path 1 (the run has 4), 12,346 tokens/s, on NVIDIA GeForce RTX 4090 Laptop GPU",
         "3 others are here; they cannot call this machine: it calls them",
         "3,000 tokens since",
-        "2,000 of them are in the model",
-        "5.432; - on texts that it does not train on",
+        "; 2,000 of yours are in the model",
+        "loss 5.432 round",
         "the peers combine their work in",
         "sent 123 MB, received 0 bytes",
         "to stop: Ctrl+C, nothing is lost; to pause: dipaco-peer pause --cache-dir /data/dipaco",
@@ -87,17 +79,29 @@ def test_the_panel_says_what_the_run_is_for():
         assert ("planned until" in text) == bool(about.end)
 
 
-def test_what_was_given_is_summed_over_the_paths_and_phases_of_a_run():
-    given = Given()
-    given.before = 5000
-    for run, path, module in (("a", 0, "L0.E0"), ("a", 3, "L0.E1"), ("b", 0, "L0.E0")):
-        given.on_event("run", {"run": run})
-        given.on_event("training", {"path": path})
-        given.on_event(*step(1500))
-        for place in (module, "L1.E0"):
-            given.on_event("outer_step", {"module": place, "own_tokens": 1000})
-    assert str(given).startswith("4,500 tokens since")
-    assert str(given).endswith("3,000 of them are in the model, 8,000 with those before")
+def test_the_loss_on_held_out_texts_is_told_once_it_is_known():
+    status = PeerStatus(Activity("training", 1), validation_loss=5.25)
+    assert "5.432; 5.250 on texts that it does not train on" in text_of(lines_of(status, step(9)))
+    assert "loss - round" in text_of(lines_of(PeerStatus(Activity("joining", 1))))
+
+
+def test_what_is_in_the_model_is_counted_from_the_chains_now_and_then():
+    now_s = 0.0
+    found = iter((1000, StorageError("the disk is away"), 3000))
+
+    def count():
+        nonlocal now_s
+        now_s += 1.0
+        tokens = next(found)
+        if isinstance(tokens, Exception):
+            raise tokens
+        return tokens
+
+    given = Given(lambda: now_s)
+    given.count = count
+    for waited_s, tokens in ((0, 1000), (50, 1000), (60, 1000), (50, 1000), (60, 3000)):
+        now_s += waited_s
+        assert str(given) == f"0 tokens since {given.came}; {tokens:,} of yours are in the model"
 
 
 def test_the_panel_of_a_peer_that_waits_or_rests():

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,9 @@ from dipaco.protocol.identity import KEY_FILE
 _PLAIN_INNER_PERIOD_S = 15.0
 # A wait is shown when it has lasted this long; most are over by then.
 _LONG_WAIT_S = 5.0
+# Old steps of chains are on the disk: tokens are counted at most this often, and for at most one
+# part in so many of the time.
+_COUNT_PERIOD_S, _COUNT_PAUSE = 10.0, 100.0
 _END_WAITS = {"inner", "training", "paused", "leaving"}
 _REACHED = {
     "direct": "they can call this machine",
@@ -42,32 +45,32 @@ _REACHED = {
 class Given:
     """What this peer has given, over all phases of the run. A listener of events."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.came = time.strftime("%H:%M")
-        self.before: int | None = None
-        """Tokens that were in the chains when the peer came; None until they are read."""
         self.tokens = 0
         self.loss = math.nan
-        self._run, self._path = "", -1
-        self._taken: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+        self.count: Callable[[], int] = lambda: 0
+        """Returns how many tokens of this peer are in the chains. Raises `DipacoError`."""
+        self._monotonic = monotonic
+        self._in_model, self._again_s = 0, -math.inf
 
     def on_event(self, kind: str, v: Mapping[str, Any]) -> None:
-        """Count the tokens and steps of an event."""
+        """Count the tokens of an inner step."""
         if kind == "inner":
             self.tokens += v["tokens"]
             self.loss = v["loss"]
-        elif kind == "outer_step":
-            self._taken[self._run, self._path][v["module"]] += v["own_tokens"]
-        elif kind == "training":
-            self._path = v["path"]
-        elif kind == "run":
-            self._run = v["run"]
 
     def __str__(self) -> str:
-        # Every module of a path counts what this peer has trained on it.
-        taken = min(sum(max(path.values()) for path in self._taken.values()), self.tokens)
-        said = f"{self.tokens:,} tokens since {self.came}, {taken:,} of them are in the model"
-        return f"{said}, {self.before + taken:,} with those before" if self.before else said
+        began_s = self._monotonic()
+        if began_s >= self._again_s:
+            with contextlib.suppress(DipacoError):
+                self._in_model = self.count()
+            took_s = self._monotonic() - began_s
+            self._again_s = began_s + max(_COUNT_PERIOD_S, _COUNT_PAUSE * took_s)
+        return (
+            f"{self.tokens:,} tokens since {self.came}; {self._in_model:,} of yours are in the "
+            "model"
+        )
 
 
 class Display:
@@ -97,8 +100,7 @@ class Display:
     def start(self, node: Node, refresher: Refresher, status: PeerStatus) -> None:
         """Begin the live panel; on a pipe or file nothing changes but the lines go on."""
         if self.console.is_terminal:
-            if self._given.before is None:
-                self._given.before = own_tokens(node)
+            self._given.count = lambda: own_tokens(node)
             uplink, folder = node.exchange.uplink, node.cache_folder
             panel = LivePanel(node, refresher, status, self._given, uplink, folder)
             self._live = Live(panel, console=self.console, refresh_per_second=2, transient=True)
@@ -265,11 +267,10 @@ class LivePanel:
             rows.add_row("waits", Text(printable(f"for {status.waiting_for}")))
         rows.add_row("others", self._others_text())
         rows.add_row("given", str(self._given))
-        rows.add_row(
-            "loss",
-            f"{_loss(self._given.loss)}; {_loss(status.validation_loss)} on texts that it does not "
-            "train on",
-        )
+        loss = _loss(self._given.loss)
+        if not math.isnan(status.validation_loss):
+            loss += f"; {_loss(status.validation_loss)} on texts that it does not train on"
+        rows.add_row("loss", loss)
         rows.add_row("round", self._round_text(self._run.clock.now()))
         line = self._uplink
         moved = f"sent {shown_bytes(line.sent_bytes)}, received {shown_bytes(line.received_bytes)}"
