@@ -165,9 +165,7 @@ def should_move(
         served_until = max(served_until, mine.round - 1)
     if rounds_on_path < dwell_rounds or view.last_round(target) >= served_until:
         return None
-    last = view.last_round(target)
-    since = f"since round {last}" if last >= 0 else "since the run began"
-    return Decision(target, f"nobody has trained it {since}, and there are more paths than peers")
+    return Decision(target, f"{_reason(view, target, 0)}, and there are more paths than peers")
 
 
 def _spare_peers(view: SwarmView, grid: Grid) -> list[str]:

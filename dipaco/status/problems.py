@@ -360,7 +360,8 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
             served.setdefault(claim.path, []).append(claim)
     found = []
     for path in range(grid.path_count):
-        waited = swarm.complete_rounds_since(view.last_round(path))
+        last_round = _last_round(view, grid, path)
+        waited = swarm.complete_rounds_since(last_round)
         claims = served.get(path, [])
         if claims:
             waited = min(waited, int(max(view.rounds_held(claim) for claim in claims)))
@@ -379,7 +380,7 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
             )
         else:
             continue
-        problem = Problem("waiting", what, remedy, view.last_round(path), (path_name(path),))
+        problem = Problem("waiting", what, remedy, last_round, (path_name(path),))
         found.append((-waited, problem))
     found.sort(key=lambda entry: entry[0])
     return _together(
@@ -387,6 +388,18 @@ def _waiting(swarm: _Swarm) -> tuple[Problem, ...]:
         "{count} paths wait ({names}), the first of them",
         "start more peers",
     )
+
+
+def _last_round(view: SwarmView, grid: Grid, path: int) -> int:
+    """Return the last round in which a path was trained; -1 for never.
+
+    A run that was brought back from a backup has nobody who tells it, but private modules.
+    """
+    said = view.last_round(path)
+    if said >= 0 or not grid.has_private:
+        return said
+    head = view.heaviest(grid.modules_of_path(path)[-1])
+    return said if head is None else head.round_index
 
 
 # -- peers that cannot be called

@@ -238,6 +238,19 @@ def test_a_path_waits_only_so_long():
     assert "path 3 has no trainer since round 11; if it lasts" in found(records)[-1].text
 
 
+def test_a_path_that_nobody_here_has_trained_has_waited_since_its_private_module_s_last_step():
+    """Nobody tells of its rounds after its operator has brought the run back from a backup."""
+    plan, grid = plan_of(2, 2, private=True)
+    records = healthy_swarm(plan, grid, peers=1, round_index=20)
+    path = next(p for p in range(4) if not records.view().claimants(p))
+    records.progress.clear()
+    records.hold(peer_name(0), f"P{path}", 19)
+    assert not [problem for problem in found(records) if problem.subjects == (f"path {path}",)]
+    records.hold(peer_name(0), f"P{path}", 2)
+    [problem] = [problem for problem in found(records) if problem.subjects == (f"path {path}",)]
+    assert problem.since_round == 2
+
+
 def test_a_claimed_path_that_gets_nowhere():
     records = swarm(8)
     records.progress[2] = records.progress[2].model_copy(update={"last_round": 6})
