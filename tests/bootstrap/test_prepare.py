@@ -1,6 +1,7 @@
 import functools
 import io
 import json
+import runpy
 import shutil
 import time
 from contextlib import contextmanager
@@ -30,10 +31,11 @@ from dipaco.protocol.identity import peer_id_of_public_key, raw_public_key
 from dipaco.protocol.invitations import MAX_PLACES, read_invitation
 from dipaco.protocol.manifest import verify_manifest
 from dipaco.protocol.record_errors import RecordError
-from dipaco.routing.documents.corpus import CorpusConfig, corpus_files
+from dipaco.routing.documents.corpus import CorpusConfig, corpus_documents, corpus_files
 from dipaco.routing.run_folder import RunFolder
 from dipaco.routing.shards import PathSummary
 from dipaco.training.dense import SavedTraining
+from support.runs.foreign_base import make_foreign_base
 from support.runs.prepared_run import CPU, RUN_TOML, on_cpu, prepare, quiet_display, write_run
 from support.runs.routed_texts import route_texts
 
@@ -488,6 +490,23 @@ def test_files_are_relative_to_the_toml(tmp_path):
 def test_the_examples_are_valid(name, levels):
     toml = Path(__file__).parents[2] / "examples" / name / "RUN.toml"
     assert load_run_config(toml).grid.modules_per_level == levels
+
+
+def test_the_example_of_a_club_is_valid_and_shows_no_text_of_an_owner(tmp_path):
+    example = Path(__file__).parents[2] / "examples" / "club"
+    runpy.run_path(str(example / "make_texts.py"))["write_texts"](tmp_path / "texts")
+    make_foreign_base(tmp_path / "base", "llama")
+    toml = tmp_path / "RUN.toml"
+    text = (example / "RUN.toml").read_text().replace("../smollm2/checkpoint", "base")
+    toml.write_text(text.replace("sequence_length = 256", "sequence_length = 64"))
+    config = load_run_config(toml)
+    assert config.own_texts == "yes"
+    sample = [document.text for document, _ in corpus_documents(config.data)]
+    assert len(sample) == 4 * 24
+    for number in range(1, 5):
+        own = [file.read_text() for file in (tmp_path / "texts" / f"owner-{number}").glob("*.txt")]
+        assert sum(map(len, own)) >= 100_000
+        assert not any(text.startswith(shown) for text in own for shown in sample)
 
 
 def test_command_line(tmp_path, capsys, prepared):
