@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import re
 import signal
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import h11
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dipaco.base.errors import AddressError
+from dipaco.base.errors import AddressError, printable
 from dipaco.base.running import stop_signals
 
 # Answers under way get so long when the service is told to end.
@@ -148,16 +150,27 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-class _KnownHosts(TrustedHostMiddleware):
+class _KnownHosts:
     """Answers to these names, and to who gives none: a health check of HTTP/1.0 does, and a browser
     never."""
 
+    def __init__(self, application: ASGIApp, names: Collection[str]) -> None:
+        self._application, self._names = application, names
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = {name for name, _ in scope.get("headers", ())}
-        if scope["type"] == "http" and b"host" not in names:
-            await self.app(scope, receive, send)
-        else:
-            await super().__call__(scope, receive, send)
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or "*" in self._names or _without_port(host) in self._names:
+            await self._application(scope, receive, send)
+            return
+        error = (
+            f"this service does not answer to the name '{printable(host[:80])}'; if a server in "
+            "front of it passes the name on, start the service with --proxy-name NAME\n"
+        )
+        await PlainTextResponse(error, status_code=400)(scope, receive, send)
+
+
+def _without_port(host: str) -> str:
+    return re.sub(r":[0-9]+$", "", host.lower())
 
 
 def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicorn.Server:
@@ -167,7 +180,7 @@ def server_of(application: Starlette, names: tuple[str, ...] = ("*",)) -> uvicor
     """
     return _Server(
         uvicorn.Config(
-            _KnownHosts(application, allowed_hosts=names, www_redirect=False),
+            _KnownHosts(application, names),
             http=type("_Protocol", (_Protocol,), {"_waiting": OrderedDict()}),
             log_level="warning",
             access_log=False,
@@ -190,5 +203,7 @@ def serve_until_told(
     """
     address = listening.getsockname()[0]
     is_local = ipaddress.ip_address(address).is_loopback
-    allowed = ("localhost", "127.0.0.1", "[::1]", address, *names) if is_local else ("*",)
+    allowed = (
+        ("localhost", "127.0.0.1", "[::1]", address, *map(str.lower, names)) if is_local else ("*",)
+    )
     server_of(application, allowed).run(sockets=[listening])

@@ -55,8 +55,11 @@ def asked(host, further="connection: close"):
 def test_no_page_from_elsewhere_reads_it_through_a_visitor_s_browser(port):
     for host in (f"127.0.0.1:{port}", f"localhost:{port}", "status.example.org"):
         assert "hello, 0 bytes" in said(port, asked(host))
-    for host in ("evil.example.org", "localhost.evil.example.org", ""):
-        assert said(port, asked(host)).startswith("HTTP/1.1 400")
+    for host in ("evil.example.org", "localhost.evil.example.org", "", "::1", "localhost:evil"):
+        answer = said(port, asked(host))
+        assert answer.startswith("HTTP/1.1 400")
+        assert f"does not answer to the name '{host}'; " in answer
+        assert "--proxy-name" in answer
 
 
 def test_half_a_request_holds_no_place_for_ever(port):
