@@ -35,13 +35,11 @@ FileSource = Path | bytes | bytearray | memoryview
 NamedShape = tuple[str, tuple[int, ...]]
 
 
-def encode_header(
-    format_name: str, entry: str, content: Any, tensors: Iterable[NamedShape]
-) -> bytes:
-    """Return the header of a file of fp32 `tensors`, which lie behind it in their order; metadata
-    `entry` holds `content`. Its length is a multiple of eight bytes."""
+def encode_header(format_name: str, content: Any, tensors: Iterable[NamedShape]) -> bytes:
+    """Return the header of a state whose fp32 `tensors` lie behind it in their order, and whose
+    metadata holds `content`. Its length is a multiple of eight bytes."""
     header: dict[str, Any] = {
-        "__metadata__": {"format": format_name, entry: canonical_json(content).decode()}
+        "__metadata__": {"format": format_name, "state": canonical_json(content).decode()}
     }
     offset = 0
     for name, shape in tensors:
@@ -52,22 +50,19 @@ def encode_header(
     return encoded + b" " * (-len(encoded) % 8)
 
 
-def read_header(file: Path, what: str) -> bytes:
-    """Read only the header of a file, bounded; `what` names the kind of file in messages.
-
-    Raises `IntegrityError` when there is none.
-    """
+def read_header(file: Path) -> bytes:
+    """Read only the header of a state, bounded. Raises `IntegrityError` when there is none."""
     with storage_errors(file.parent), file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise IntegrityError(f"{file} is not {what}: its header would be {length} bytes")
+            raise IntegrityError(f"{file} is not a state: its header would be {length} bytes")
         header = handle.read(length)
     if len(header) != length:
         raise IntegrityError(f"{file} is cut off")
     return header
 
 
-def load_bytes(source: FileSource, max_bytes: int, what: str) -> tuple[np.ndarray, str]:
+def load_bytes(source: FileSource, max_bytes: int) -> tuple[np.ndarray, str]:
     """Return everything as one buffer, uint8, that tensors may be views of, and its SHA-256.
 
     A file is mapped: it takes only memory that the machine can take back, and may be removed or
@@ -79,7 +74,7 @@ def load_bytes(source: FileSource, max_bytes: int, what: str) -> tuple[np.ndarra
     with storage_errors(source.parent), source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
-            raise IntegrityError(f"{source} has {size} bytes, too many for {what} of this run")
+            raise IntegrityError(f"{source} has {size} bytes, too many for a state of this run")
         # Read first: of a page that cannot be read, a map ends the process without a word.
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         if not size:
@@ -100,8 +95,8 @@ def header_of(data: np.ndarray, what: str) -> bytes:
     return data[8 : 8 + length].tobytes()
 
 
-def parse_metadata(header: bytes, format_name: str, entry: str) -> Any:
-    """Return the content of a header that may be anything.
+def parse_metadata(header: bytes, format_name: str) -> Any:
+    """Return the content of the header of a state, which may be anything.
 
     Raises `IntegrityError` for another format, and what Python raises for broken JSON: it is called
     inside `parsing`.
@@ -109,16 +104,16 @@ def parse_metadata(header: bytes, format_name: str, entry: str) -> Any:
     metadata = json.loads(header)["__metadata__"]
     if metadata["format"] != format_name:
         raise IntegrityError(f"not a {format_name} file but '{str(metadata['format'])[:40]}'")
-    return json.loads(metadata[entry])
+    return json.loads(metadata["state"])
 
 
 @contextlib.contextmanager
-def parsing(what: str) -> Iterator[None]:
-    """Raise `IntegrityError` for what Python raises when a header does not belong to `what`."""
+def parsing() -> Iterator[None]:
+    """Raise `IntegrityError` for what Python raises when a header is not that of a state."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise IntegrityError(f"not {what}: {type(error).__name__} in its header") from None
+        raise IntegrityError(f"not a module state: {type(error).__name__} in its header") from None
 
 
 def checked_count(value: Any, greatest: int) -> int:

@@ -183,7 +183,7 @@ class _Int4(Codec):
         return blocks.abs().amax(1).div_(7)
 
     def _codes(self, blocks: torch.Tensor, scales: torch.Tensor) -> np.ndarray:
-        return _packed(_rounded(blocks, scales, 7).add_(8).to(torch.uint8).numpy(), 4)
+        return _packed(_rounded(blocks, scales).add_(8).to(torch.uint8).numpy(), 4)
 
     def _numbers(self, data: Data, where: int, first: int, last: int) -> torch.Tensor:
         return _unpacked(data, where, first, last, self.block_values, _TABLES[4])
@@ -293,10 +293,10 @@ def _unpacked(
     return torch.from_numpy(np.take(table, codes, mode="clip").view(np.float32))
 
 
-def _rounded(blocks: torch.Tensor, scales: torch.Tensor, greatest: int) -> torch.Tensor:
-    """Return the nearest integers of blocks by their scales; 0 where a scale is 0."""
+def _rounded(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return the nearest integers from -7 to 7 of blocks by their scales; 0 where a scale is 0."""
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
-    return blocks.mul(inverse.unsqueeze(1)).round_().clamp_(-greatest, greatest)
+    return blocks.mul(inverse.unsqueeze(1)).round_().clamp_(-7, 7)
 
 
 def _odd_codes(values: torch.Tensor, scales: torch.Tensor) -> np.ndarray:

@@ -210,7 +210,7 @@ def read_state(
     finite and all counts plausible, and, where given, that it is a state of `module` and that its
     progress names only `paths`. Raises `IntegrityError` with what is wrong.
     """
-    data, digest = load_bytes(source, 8 * layout.size + MAX_HEADER_BYTES, "a state")
+    data, digest = load_bytes(source, 8 * layout.size + MAX_HEADER_BYTES)
     if expected_digest is not None and digest != expected_digest:
         raise IntegrityError(f"state {expected_digest[:16]} has the digest {digest[:16]} instead")
     header = header_of(data, "a module state")
@@ -238,7 +238,7 @@ def read_state(
 
 def read_state_summary(file: Path) -> StateSummary:
     """Read only the header of a state file. Raises `IntegrityError` when it is none."""
-    return _parse_header(read_header(file, "a state"))
+    return _parse_header(read_header(file))
 
 
 def _header(summary: StateSummary, layout: ModuleLayout) -> bytes:
@@ -254,13 +254,13 @@ def _header(summary: StateSummary, layout: ModuleLayout) -> bytes:
     parts = [
         (f"{part}/{name}", shape) for part in ("momentum", "parameters") for name, shape in shapes
     ]
-    return encode_header(_STATE_FORMAT, "state", content, parts)
+    return encode_header(_STATE_FORMAT, content, parts)
 
 
 def _parse_header(header: bytes) -> StateSummary:
     """Read module, version and progress out of a header that may be anything."""
-    with parsing("a module state"):
-        content = parse_metadata(header, _STATE_FORMAT, "state")
+    with parsing():
+        content = parse_metadata(header, _STATE_FORMAT)
         module, version, table = content["module"], content["version"], content["progress"]
         progress = {
             _count(int(path)): PathProgress(*(_count(number) for number in _four(entry)))

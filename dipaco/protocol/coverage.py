@@ -48,11 +48,9 @@ class Scope:
         """Tell whether the claims on a path, and how far it is, are read."""
         return path % self.bucket_count in self._bucket_set
 
-    def covers_peer(self, peer: str, path: int | None) -> bool:
-        """Tell whether the record of a peer that claims `path` is read."""
-        if path is not None:
-            return path % self.bucket_count in self._bucket_set
-        return home_bucket(peer, path, self.bucket_count) in self._bucket_set
+    def covers_peer(self, peer: str) -> bool:
+        """Tell whether the record of a peer without a path is read."""
+        return home_bucket(peer, None, self.bucket_count) in self._bucket_set
 
     def paths(self, path_count: int) -> list[int]:
         """Return which of so many paths are covered."""

@@ -83,7 +83,7 @@ class SwarmView:
             peers={
                 peer: record
                 for peer, record in self.peers.items()
-                if record.path in covered or (record.path is None and kept.covers_peer(peer, None))
+                if record.path in covered or (record.path is None and kept.covers_peer(peer))
             },
             progress={p: s for p, s in self.progress.items() if kept.covers_path(p)},
             scope=kept,
@@ -102,7 +102,7 @@ class SwarmView:
         scope, peers, claims = self.scope, self.peers, self.claims
         holders = {holding.peer_id for held in self.holdings.values() for holding in held}
         silent = holders - claims.keys() - peers.keys()
-        found = {peer for peer in silent if not scope.covers_peer(peer, None)}
+        found = {peer for peer in silent if not scope.covers_peer(peer)}
         found.update(
             peer
             for peer, claim in claims.items()

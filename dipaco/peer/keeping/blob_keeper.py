@@ -65,7 +65,7 @@ class BlobKeeper:
             has_failed_lately = self._monotonic() < self._retry_at.get(sha256, 0.0)
             if has_failed_lately or node.blobs.has(sha256):
                 continue
-            if view.scope is not None and not view.scope.covers_peer(sha256, None):
+            if view.scope is not None and not view.scope.covers_peer(sha256):
                 continue  # Blobs are dealt out to buckets as peers without a path are.
             if node.me not in keepers(sha256, present, node.plan.rounds.copies):
                 continue
