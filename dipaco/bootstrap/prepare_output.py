@@ -45,7 +45,7 @@ class Display:
     def shards(self, shards: Sequence[PathSummary]) -> None:
         """Show the table of shard sizes."""
         table = Table(title="Shards", title_justify="left", box=box.SIMPLE_HEAD, padding=0)
-        for heading in ("path", "documents", "sequences", "tokens", "share", "held out"):
+        for heading in ("path", "documents", "sequences", "tokens", "share", "held-out sequences"):
             table.add_column(heading, justify="right")
         labelled = any(shard.labels for shard in shards)
         if labelled:

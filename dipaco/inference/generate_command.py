@@ -1,7 +1,7 @@
 """`dipaco-generate`: continue a prompt with the path that it is routed to.
 
 dipaco-generate --initial-peers ADDR "The city lies"
-dipaco-generate --state-dir my-run-simulated "def main" --temperature 0
+dipaco-generate --state-dir simulated "def main(args):" --temperature 0
 dipaco-generate --state-dir our-laws-simulated --chat "What is a lien?"
 dipaco-generate --state-dir our-laws-simulated --chat
 """
@@ -87,9 +87,9 @@ def _chat(
     from .conversation import Conversation, typed_messages
 
     models: list[PathModel] = []
-    if prompt is None:
-        say("each line is a message; Ctrl+C ends an answer, Ctrl+D the conversation")
     with contextlib.closing(Conversation(source.tokenizer())) as conversation:
+        if prompt is None:
+            say("each line is a message; Ctrl+C ends an answer, Ctrl+D the conversation")
         for message in typed_messages() if prompt is None else (prompt,):
             tokens = conversation.ask(message)
             routed_by = conversation.routed_by()

@@ -17,6 +17,7 @@ from dipaco.inference.sources import DiskSource, SourceSettings
 from support.runs.chat_runs import asked_tokens, chat_rows, write_chats
 from support.runs.chat_templates import CHATML
 from support.runs.prepared_run import on_cpu, prepare
+from support.runs.tiny_run import make_tiny_run
 from support.waiting import wait_until
 
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -99,6 +100,12 @@ def test_two_turns_in_a_terminal_end_with_ctrl_d(run):
         assert "path" not in terminal.shows(r"de ba.*\n> $")[0]
         terminal.type(CTRL_D)
         assert terminal.ended() == 0
+
+
+def test_a_model_that_only_continues_texts_holds_no_conversation(tmp_path, capsys):
+    run = make_tiny_run(tmp_path / "run")
+    assert generate_command.main(["--state-dir", str(run.path), "--chat"]) == 3
+    assert capsys.readouterr().err.startswith("error: this model has no chat template")
 
 
 def test_ctrl_c_ends_an_answer_and_the_conversation_goes_on(run):
