@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from .sources import StateSource
 
 _KEY_VARIABLE = "DIPACO_API_KEY"
+# A server that says nothing for this part of --timeout-s hangs.
+_SILENT_SHARE = 1 / 4
 # Where the model has no template, a chat is the beginning of a text, which it goes on with.
 _NO_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -168,7 +170,13 @@ def service_of(
     say(f"run '{plan.name}' ({plan.run_id[:16]}), {paths} paths")
     say(f"memory: {settings.memory_gb:g} GB hold {capacity} paths of about {each / 1e6:.0f} MB")
     return OpenAiRoute(
-        PathServers(files, launch, capacity=capacity, refresh_s=settings.refresh_s),
+        PathServers(
+            files,
+            launch,
+            capacity=capacity,
+            refresh_s=settings.refresh_s,
+            silent_s=_SILENT_SHARE * settings.timeout_s,
+        ),
         RequestReader(tokens, template, paths, model.sequence_length, settings.parallel),
         source.document_router(device),
         plan,

@@ -9,6 +9,7 @@ started it was killed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -20,6 +21,8 @@ import sys
 import threading
 from collections import deque
 from dataclasses import dataclass
+
+import aiohttp
 
 from dipaco.base.errors import DipacoError
 
@@ -119,6 +122,25 @@ class LlamaServer:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    async def is_silent(self, limit_s: float) -> bool:
+        """Tell whether it says nothing for so long of what it computes: then it hangs."""
+        try:
+            async with (
+                asyncio.timeout(limit_s),
+                aiohttp.ClientSession(
+                    connector=aiohttp.UnixConnector(self.socket),
+                    timeout=aiohttp.ClientTimeout(total=None),
+                ) as session,
+                # Answered between two batches of tokens, unlike /health.
+                session.get("http://localhost/slots") as answer,
+            ):
+                await answer.read()
+        except TimeoutError:
+            return True
+        except aiohttp.ClientError:
+            pass  # it has ended, which whoever asks it finds
+        return False
 
     def reason(self) -> str:
         """Return why the process ended, as far as it said so."""

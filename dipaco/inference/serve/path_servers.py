@@ -3,7 +3,8 @@
 A path that is asked for gets a server. Where there is no room, the server that was used least
 recently ends first, once its answers have. Newer states get a new server while the old one answers
 what it has begun. Paths are started one at a time, in the order in which they were asked for, so
-none is kept out by others that are asked for more often.
+none is kept out by others that are asked for more often. A server that hangs is ended: llama.cpp
+computes with some grammars for ever, and answers nobody meanwhile.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ _ResultT = TypeVar("_ResultT")
 
 # A path that could not be fetched is tried again after this time.
 _RETRY_S = 30.0
+# Between two questions to a server whether it hangs, as a share of how long it may be silent.
+_ASKED_EVERY = 1 / 4
 # A fetch under way is waited for no longer when the service ends.
 _END_LIMIT_S = 3.0
 
@@ -62,6 +65,7 @@ class PathServers:
     :param capacity: how many paths have a server at the same time. While newer states are taken
         over, there is one more.
     :param refresh_s: seconds between looks for newer states; 0 is never
+    :param silent_s: a server that says nothing for so long hangs
     """
 
     def __init__(
@@ -71,11 +75,13 @@ class PathServers:
         *,
         capacity: int,
         refresh_s: float,
+        silent_s: float,
     ) -> None:
         self._files = files
         self._launch = launch
         self._capacity = capacity
         self._refresh_s = refresh_s
+        self._silent_s = silent_s
         self._source = asyncio.Lock()
         self._at_source: asyncio.Future[Any] | None = None
         """The last thing done with the files, which belong to one thread at a time."""
@@ -97,7 +103,7 @@ class PathServers:
 
     def start(self) -> None:
         """Begin; called in the event loop."""
-        self._tasks = [asyncio.create_task(self._start_asked())]
+        self._tasks = [asyncio.create_task(self._start_asked()), asyncio.create_task(self._watch())]
         if self._refresh_s:
             self._tasks.append(asyncio.create_task(self._refresh()))
 
@@ -199,6 +205,19 @@ class PathServers:
 
         self._tasks.append(asyncio.create_task(end()))
         self._tasks = [task for task in self._tasks if not task.done()]
+
+    async def _watch(self) -> None:
+        """End servers that hang, for as long as this object lives."""
+        while True:
+            await asyncio.sleep(_ASKED_EVERY * self._silent_s)
+            await asyncio.gather(*(self._end_if_silent(one) for one in self._all))
+
+    async def _end_if_silent(self, one: PathServer) -> None:
+        if await one.server.is_silent(self._silent_s) and one in self._all:
+            logger.warning("path %d: llama.cpp hangs, and is started again", one.path)
+            self._leave(one)
+            if one.users:  # their answers end with the process
+                await run_blocking(one.server.close)
 
     # -- starting
 

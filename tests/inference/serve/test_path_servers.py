@@ -24,6 +24,9 @@ class FakeServer:
         if self.path in self._world.broken:
             raise LlamaServerError("llama.cpp did not start: signal 6")
 
+    async def is_silent(self, limit_s):
+        return self.is_alive and (self.path, self.version) in self._world.silent
+
     def reason(self):
         return "signal 6"
 
@@ -47,7 +50,7 @@ class World:
     def __init__(self):
         self.may_start = threading.Event()
         self.may_start.set()
-        self.version, self.missing, self.broken = {}, set(), set()
+        self.version, self.missing, self.broken, self.silent = {}, set(), set(), set()
         self.started, self.closed, self.files = [], [], []
 
     def write(self, path):
@@ -69,8 +72,8 @@ class World:
 
 
 @asynccontextmanager
-async def servers_of(world, capacity=2, refresh_s=0):
-    servers = PathServers(world, world.launch, capacity=capacity, refresh_s=refresh_s)
+async def servers_of(world, capacity=2, refresh_s=0, silent_s=60):
+    servers = PathServers(world, world.launch, capacity=capacity, refresh_s=refresh_s, silent_s=silent_s)
     servers.start()
     try:
         yield servers
@@ -229,6 +232,24 @@ def test_a_server_that_has_ended_is_started_anew():
         await again.end()
 
     scene(act, capacity=2)
+
+
+def test_a_server_that_hangs_is_ended_and_started_anew():
+    async def act(world, servers):
+        other, user = [await User(servers, path).begun() for path in (0, 1)]
+        world.silent = {(1, 0)}
+        world.version[1] = 1
+        await eventually(lambda: world.closed)
+        await user.end()
+        again = await User(servers, 1).begun()
+        assert again.server.states.digests == ("1.1",)
+        for one in (again, other):
+            await one.end()
+        assert (0, 0) not in world.closed
+        world.silent = {(0, 0)}
+        await eventually(lambda: 0 not in servers.served)
+
+    scene(act, silent_s=0.05)
 
 
 def test_who_stops_waiting_keeps_no_server_from_ending():

@@ -16,6 +16,7 @@ from support.programs.service import greedy_text, lively, run_with_adapters, ser
 from support.runs.chat_runs import asked_tokens
 from support.runs.foreign_base import HARD_TEXTS, SPECIAL_TEXTS
 from support.runs.tiny_run import tiny_documents
+from support.waiting import wait_until
 
 CPU = torch.device("cpu")
 DOCUMENTS = [text[:20] for text in tiny_documents(4, 1, 5)]
@@ -192,3 +193,14 @@ def test_a_longer_context_is_read_as_a_whole(tmp_path):
         answer = client.post("/v1/completions", json={"prompt": text, "model": "path-1", "ignore_eos": True})
         usage, choice = answer.json()["usage"], answer.json()["choices"][0]
         assert (usage["total_tokens"], choice["finish_reason"]) == (64, "length")
+
+
+@pytest.mark.parametrize("run", ["whole"], indirect=True)
+def test_a_grammar_that_takes_for_ever_does_not_end_a_path(run):
+    """Each rule is three of the next one, and llama.cpp follows all of them before the first token."""
+    rules = [f'r{n} ::= r{n + 1} | r{n + 1} | r{n + 1} "a"' for n in range(40)]
+    endless = "\n".join(["root ::= r0", *rules, 'r40 ::= "a" | [a-z]'])
+    with service(run, timeout_s=4) as route, TestClient(route.application()) as client:
+        asked = {"model": "path-1", "prompt": "a", "max_tokens": 2}
+        assert client.post("/v1/completions", json={**asked, "grammar": endless}).status_code == 503
+        wait_until(lambda: client.post("/v1/completions", json=asked).status_code == 200)
