@@ -143,11 +143,18 @@ class RequestReader:
         plain = [_plain(message, number) for number, message in enumerate(messages)]
         self._check_letters(len(json.dumps(messages, ensure_ascii=False)), "messages")
         body = self._passed(given, _SAMPLING | _CHAT)
-        body["messages"] = [self._told(*pair) for pair in zip(messages, plain, strict=True)]
+        try:
+            body["messages"] = [self._told(*pair) for pair in zip(messages, plain, strict=True)]
+        except RecursionError:
+            _refuse("messages", "they are nested too deeply")
         for name, most in (("tools", _MOST_SCHEMA), ("chat_template_kwargs", _MOST_SCHEMA)):
             # Clients write the empty list as a text, too.
             if given.get(name) not in (None, "", "[]", "{}"):
-                body[name] = _short(given[name], name, most)
+                said = _short(given[name], name, most)
+                try:
+                    body[name] = _without_names(said, self.tokens.control_names)
+                except RecursionError:
+                    _refuse(name, "it is nested too deeply")
         if isinstance(given.get("tool_choice"), dict):
             body["tool_choice"] = _short(given["tool_choice"], "tool_choice", _MOST_SCHEMA)
         if isinstance(body.get("tools"), list) and len(body["tools"]) > _MOST_TOOLS:
@@ -385,7 +392,7 @@ def _without_names(value: Any, names: Sequence[str]) -> Any:
     if isinstance(value, list):
         return [_without_names(one, names) for one in value]
     if isinstance(value, dict):
-        return {key: _without_names(one, names) for key, one in value.items()}
+        return {_without_names(k, names): _without_names(one, names) for k, one in value.items()}
     return value
 
 

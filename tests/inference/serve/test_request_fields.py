@@ -105,6 +105,7 @@ def test_what_is_no_json_is_told_why(reader, content, said):
         ([QUESTION, {"role": "user"}], "messages[1].content: give a text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "parts that are texts"),
         ([{"role": "user", "content": "ba" * 20_000}], "shorten messages"),
+        ([QUESTION | {"name": json.loads("[" * 900 + "]" * 900)}], "nested too deeply"),
     ],
 )
 def test_bad_chats_are_told_why(reader, messages, said):
@@ -213,6 +214,17 @@ def test_no_memory_is_taken_to_look_back_further_than_the_context(reader):
     for name in ("repeat_last_n", "dry_penalty_last_n"):
         for given, passed in ((2**31 - 1, CONTEXT), (1e18, CONTEXT), (CONTEXT - 1, CONTEXT - 1), (-1, -1)):
             assert completion(reader, **{name: given}).body[name] == passed
+
+
+def test_tools_have_no_names_of_control_tokens(reader):
+    """Others than the client describe them: llama.cpp would take such a name for the template's own token."""
+    [name, *_] = reader.tokens.control_names
+    parameters = {"type": "object", "properties": {name: {"description": f"a{name}b"}}}
+    tool = {"type": "function", "function": {"name": "f", "description": name, "parameters": parameters}}
+    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": {name: name}}]}
+    passed = chat(reader, tools=[tool], messages=[QUESTION, called]).body
+    assert len(passed["tools"]) == 1
+    assert name not in json.dumps(passed, ensure_ascii=False)
 
 
 def test_what_changes_nothing_is_taken(reader):
