@@ -154,7 +154,9 @@ def test_what_is_wrong_with_a_document_is_said_without_a_word_of_it(owner):
     secret = "wahfrudzle"
     for line in (f'"{secret}', f"[{json.dumps([secret])}]", json.dumps({"messages": secret}),
                  json.dumps({"messages": [{"role": secret, "content": "a"}]}),
-                 json.dumps({"messages": [{"role": "user", "content": {"a": secret}}]})):  # fmt: skip
+                 json.dumps({"messages": [{"role": "user", "content": {"a": secret}}]}),
+                 json.dumps({"messages": [{"role": "user", "content": "a", secret: "b"}]}),
+                 json.dumps({"prompt": "a", secret: "b"})):  # fmt: skip
         owner.file.write_text(line + "\n")
         with pytest.raises(CorpusError) as complaint:
             owner.open()

@@ -87,19 +87,20 @@ def read_chat(
         return ()
     if not forms:
         for key, meant in _slips(row):
-            raise CorpusError(f"{place} has the key '{key}'; did you mean '{meant}'?")
+            raise CorpusError(f"{place} has the key '{quoted(key)}'; did you mean '{meant}'?")
         if half := _half(row):
             there, missing = half
             others = [key for key in row if key not in (there, label_field)]
-            meant = f"'{others[0]}'" if len(others) == 1 else "the key that is meant to be"
+            meant = f"'{quoted(others[0])}'" if len(others) == 1 else "the key that is meant to be"
             to = f"to '{missing}'" if len(others) == 1 else f"'{missing}'"
             raise CorpusError(
                 f"{place} has the key '{there}' and no '{missing}'; rename {meant} {to}, or write "
                 f"text_field = '{there}' under [data] to train on it as a text"
             )
+        keys = ", ".join(sorted(row))
         raise CorpusError(
             f"{place} is no chat, as the documents before it are; it has the keys "
-            f"{', '.join(sorted(row)) or 'of nothing'}, and a chat has {FORMS_SAID}"
+            f"{quoted(keys, len(keys)) or 'of nothing'}, and a chat has {FORMS_SAID}"
         )
     named = [" and ".join(form) for form in forms]
     if row.get(text_field) is not None:
@@ -171,12 +172,15 @@ def _turn(turn: Mapping[str, Any], keys: tuple[str, str], place: str) -> Message
         if turn.get(key) is None:
             slip = nearest_name(key, (other for other in turn if other not in keys))
             raise CorpusError(
-                f"{place} has no '{key}'" + (f"; is '{slip}' meant to be it?" if slip else "")
+                f"{place} has no '{key}'"
+                + (f"; is '{quoted(slip)}' meant to be it?" if slip else "")
             )
     for key, value in turn.items():
         # A list of nothing is what a table has for those that call no tool.
         if key not in keys and value not in (None, [], ""):
-            raise CorpusError(f"{place} has the key '{key}', which is not trained on; leave it out")
+            raise CorpusError(
+                f"{place} has the key '{quoted(key)}', which is not trained on; leave it out"
+            )
     role, content = (turn[key] for key in keys)
     if not isinstance(role, str) or role not in _ROLES:
         guess = nearest_name(str(role), _ROLES)
