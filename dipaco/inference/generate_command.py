@@ -9,6 +9,7 @@ dipaco-generate --state-dir our-laws-simulated --chat
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from dipaco.modules.transformer import PathModel
 
     from .sources import StateSource
+
+# What a terminal may take for a command: control characters, apart from those that lay out a text.
+_COMMANDS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ def run(settings: GenerationSettings) -> int:
             models = _chosen_models(settings, source, device, tokens, tokens)
             print(prompt, end="", flush=True)
             for piece in _answer(settings, source, models, tokens):
-                print(piece, end="", flush=True)
+                _show(piece)
             print(flush=True)
     return 0
 
@@ -98,7 +102,7 @@ def _chat(
             try:
                 for piece in _answer(settings, source, models, tokens):
                     said += piece
-                    print(piece, end="", flush=True)
+                    _show(piece)
             except KeyboardInterrupt:
                 if prompt is not None:
                     raise
@@ -146,6 +150,11 @@ def _answer(
     tokenizer = source.tokenizer()
     made = generate_tokens(models[0], tokens, settings, models[1:], tokenizer.ends)
     yield from stream_text(tokenizer, made)
+
+
+def _show(piece: str) -> None:
+    """Print a part of an answer. Strangers have made the model: it commands no terminal."""
+    print(_COMMANDS.sub("?", piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 COMMAND = Command(

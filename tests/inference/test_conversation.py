@@ -1,6 +1,7 @@
 """A conversation in a terminal: each line is answered in sight of all before it, until Ctrl+D."""
 
 import contextlib
+import io
 import os
 import pty
 import re
@@ -148,3 +149,13 @@ def test_messages_of_a_pipe_are_answered_one_by_one(run, capsys, monkeypatch):
 def test_a_text_is_needed_to_continue_one(run, capsys):
     assert generate_command.main(["--state-dir", str(run)]) == ConfigurationError.exit_code
     assert "--chat" in capsys.readouterr().err
+
+
+def test_an_answer_commands_no_terminal(monkeypatch):
+    """Strangers have made the model, and the operator has made the tokens: it could set the clipboard."""
+    for is_terminal, shown in ((True, "a?]52;c;eA==??]0;b?\té\n"), (False, "a\x1b]52;c;eA==\x07\x9b]0;b\r\té\n")):
+        screen = io.StringIO()
+        screen.isatty = lambda is_terminal=is_terminal: is_terminal
+        monkeypatch.setattr(sys, "stdout", screen)
+        generate_command._show("a\x1b]52;c;eA==\x07\x9b]0;b\r\té\n")
+        assert screen.getvalue() == shown
