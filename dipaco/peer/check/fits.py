@@ -248,7 +248,9 @@ def check_main_memory(need: MemoryNeed, memory: Memory, *, on_cpu: bool) -> Chec
     needed += need.fixed_bytes + sequences * need.pass_bytes if on_cpu else 0
     value = (
         f"{shown_bytes(memory.available)} of {shown_bytes(memory.total)} free, this run takes "
-        f"{shown_bytes(needed)}" + f" with {sequences} sequences at once" * on_cpu
+        f"{shown_bytes(needed)}"
+        + f" with {sequences} sequence{'s' * (sequences != 1)} at once"
+        * on_cpu
     )
     if needed <= memory.available:
         return ok("memory", value)
