@@ -5,12 +5,13 @@
     python benchmarks/own_texts.py RUN_DIR --pool owner1.jsonl owner2.jsonl --rounds 12
     python benchmarks/own_texts.py RUN_DIR --texts few.jsonl --marked 5 --rounds 12
 
-RUN_DIR is a prepared run with fixed steps. The reference trains it in one process, a peer for each
-of --texts, which goes from path to path as a real one does, beside the run's shards. With --pool as
-many peers have all texts. Printed are perplexities by the label of the run's held-out texts, each
-document scored by its path. With --marked so many sentences of random words are added to the texts
-of the first owner, a document each, and scored beside ones that nobody trained: their losses, and
-which place a marked one takes among them by its loss.
+RUN_DIR is a prepared run with fixed steps; it may be one with adapters over a public base. The
+reference trains it in one process, a peer for each of --texts, which goes from path to path as a
+real one does, beside the run's shards. With --pool as many peers have all texts. Printed are
+perplexities by the label of the run's held-out texts, each document scored by its path. With
+--marked so many sentences of random words are added to the texts of the first owner, a document
+each, and scored beside ones that nobody trained: their losses, and which place a marked one takes
+among them by its loss.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import random
 import sys
 import tempfile
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -49,9 +51,10 @@ class Owners:
     """Peers with texts, in one process."""
 
     def __init__(
-        self, run: RunFolder, files: list[list[str]], folder: Path, is_pool: bool, is_alone: bool
+        self, run: RunFolder, files: list[list[str]], folder: Path, chosen: Namespace
     ) -> None:
-        self.is_pool, self.is_alone = is_pool, is_alone
+        self.is_pool, self.is_alone = bool(chosen.pool), chosen.only
+        self.exact = not chosen.bf16
         self.run, self.plan = run, run.plan()
         self.grid = run.grid(self.plan)
         self.router = run.document_router(self.plan)
@@ -89,7 +92,7 @@ class Owners:
                 peers=peers,
                 first_round=done,
                 states=self.states,
-                settings=SimulatorSettings(validation_sequences=0),
+                settings=SimulatorSettings(validation_sequences=0, exact=self.exact),
             )
             for n, peer in enumerate(peers):
                 self._begin(swarm, n, peer)
@@ -192,6 +195,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--marked", type=int, default=0)
     parser.add_argument("--only", action="store_true", help="not beside the run's shards")
+    parser.add_argument("--bf16", action="store_true", help="as peers by the clock on such a CPU")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -199,7 +203,7 @@ def main() -> int:
     files = [[name] for name in chosen.texts] or [chosen.pool] * len(chosen.pool)
     chance = random.Random(chosen.seed)
     with tempfile.TemporaryDirectory() as folder:
-        beginning = usual_beginning(run, Path(files[0][0]))
+        beginning = usual_beginning(run, Path(files[0][0])) if chosen.marked else ""
         words = sorted({w for w in Path(files[0][0]).read_text()[:200_000].split() if w.isalpha()})
         marked, controls = (
             [trained_sentence(chance, words, beginning) for _ in range(count)]
@@ -209,7 +213,7 @@ def main() -> int:
             file = Path(folder) / "marked.jsonl"
             file.write_text("".join(json.dumps({"text": text}) + "\n" for text in marked))
             files[0] = [*files[0], str(file)]
-        owners = Owners(run, files, Path(folder), bool(chosen.pool), chosen.only)
+        owners = Owners(run, files, Path(folder), chosen)
         documents = [own.documents for own in owners.texts]
         report = Report("own texts", seed=chosen.seed, rounds=chosen.rounds, documents=documents)
         report.notes.append(f"rounds on paths, of each owner: {owners.train(chosen.rounds)}")
