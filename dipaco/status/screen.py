@@ -118,7 +118,7 @@ def notes_of(status: dict[str, Any]) -> list[Text]:
         notes.append(Text(f"by invitation{by}; {admission['revoked']} revoked"))
     own = [peer for peer in status["peers"] if peer["own_texts_loss"] is not None]
     if own:
-        losses = [f"{p['own_texts_loss']:.3f} ({_peer_name(p)})" for p in own[:_OWN_LOSSES]]
+        losses = [f"{p['own_texts_loss']:.1f} ({_peer_name(p)})" for p in own[:_OWN_LOSSES]]
         more = f" and {len(own) - _OWN_LOSSES} more" if len(own) > _OWN_LOSSES else ""
         said = f"held-out loss on own texts, as their owners say: {', '.join(losses)}{more}"
         notes.append(Text(said))

@@ -94,3 +94,18 @@ def test_a_loss_that_is_finite_and_great_ends_no_peer():
         reports.end_round(round_index, 2e15)
         assert status.progress[0].validation_nll == MAX_NLL
         assert status.progress[0].train_loss == progress_reports.MAX_LOSS
+
+
+def test_others_are_told_the_loss_on_own_texts_with_one_digit():
+    """With more of them, a guess at a held-out text could be tried until the loss is the same."""
+    plan = SimpleNamespace(rounds=SimpleNamespace(validation_every_rounds=1))
+    shards = SimpleNamespace(paths=[SimpleNamespace(train_sequences=7)])
+    node = SimpleNamespace(plan=plan, schedule=SimpleNamespace(fixed_steps=0), load_shard_index=lambda: shards)
+    trainer, files, status, events = MagicMock(path=0), MagicMock(own_held_out=[1]), PeerStatus(), MagicMock()
+    trainer.anchors.return_value = {}
+    trainer.loss_of.return_value = LossSum(2.0, 3)
+    running = SimpleNamespace(node=node, refresher=MagicMock(), status=status, events=events)
+    ProgressReports(running, trainer, files).end_round(0, 1.0)
+    assert status.own_texts_loss == 0.7
+    told = {call.args[0]: call.kwargs["loss"] for call in events.emit.call_args_list}
+    assert told["own_texts_validation"] == 0.666667, "the owner sees all of it"

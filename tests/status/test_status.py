@@ -71,7 +71,7 @@ def test_the_status_of_a_healthy_swarm(records):
 
 def test_the_losses_on_own_texts_are_told_apart_where_the_run_allows_these(records):
     before = status_at(records)["validation"]
-    for place, loss in enumerate((2.75, 3.5)):
+    for place, loss in enumerate((2.7, 3.5)):
         peer = peer_name(place)
         records.peers[peer] = records.peers[peer].model_copy(update={"own_texts_loss": loss})
     said = "held-out loss on own texts, as their owners say"
@@ -79,10 +79,10 @@ def test_the_losses_on_own_texts_are_told_apart_where_the_run_allows_these(recor
     assert said not in " ".join(note.plain for note in notes_of(status_at(records)))
     records.plan = records.plan.model_copy(update={"own_texts": "yes"})
     status = status_at(records)
-    assert [peer["own_texts_loss"] for peer in status["peers"]] == [2.75, 3.5, None, None]
+    assert [peer["own_texts_loss"] for peer in status["peers"]] == [2.7, 3.5, None, None]
     assert status["validation"] == before
     [*_, note] = notes_of(status)
-    assert note.plain.startswith(f"{said}: 2.750 (")
+    assert note.plain.startswith(f"{said}: 2.7 (")
     assert peer_name(1)[-8:] in note.plain
 
 

@@ -112,12 +112,12 @@ def test_losses_on_own_texts_stand_apart_from_those_of_the_run(browser):
     from playwright.sync_api import expect
 
     status = well()
-    status["peers"][0]["own_texts_loss"], status["peers"][3]["own_texts_loss"] = 3.25, 2.5
+    status["peers"][0]["own_texts_loss"], status["peers"][3]["own_texts_loss"] = 3.2, 2.5
     with page_of(browser, content_of(status)) as page:
         expect(page.locator("#tiles")).to_contain_text("held-out loss on own texts · as 2 owners say")
-        expect(page.locator("#tiles")).to_contain_text("2.500 to 3.250")
+        expect(page.locator("#tiles")).to_contain_text("2.5 to 3.2")
         page.evaluate(f"location.hash = 'peer/{status['peers'][0]['peer_id']}'")
-        expect(page.locator("#detail")).to_contain_text("3.2500, as its owner says")
+        expect(page.locator("#detail")).to_contain_text("3.2, as its owner says")
     with page_of(browser, content_of(well())) as page:
         expect(page.locator("#tiles")).not_to_contain_text("own texts")
 

@@ -24,6 +24,9 @@ logger = logging.getLogger("dipaco.peer.shell.progress_reports")
 
 # What a diverged inner loop reports instead of a number that no record can hold.
 MAX_LOSS = 1e6
+# Digits behind the point of the loss on own texts that others are told: whoever has the model could
+# try guesses at a held-out text until its loss is the one that was told.
+_TOLD_DIGITS = 1
 # The share of a peer's time for scoring, where rounds follow the clock.
 _SCORING_SHARE = 0.1
 
@@ -107,7 +110,7 @@ class ProgressReports:
         if len(own):
             found = self._trainer.loss_of(path, anchors, own)
             if found.loss is not None and abs(found.loss) < MAX_LOSS:
-                self._running.status.own_texts_loss = round(found.loss, 4)
+                self._running.status.own_texts_loss = round(found.loss, _TOLD_DIGITS)
                 self._running.events.emit(
                     "own_texts_validation",
                     path=path,
