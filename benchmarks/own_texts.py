@@ -65,8 +65,11 @@ class Owners:
                 folder / str(number),
                 lambda: self.router,
             )
-            for number, names in enumerate(files)
+            for number, names in enumerate(files[:1] if self.is_pool else files)
         ]
+        if self.is_pool:
+            # Peers that have all texts read different batches of them.
+            self.texts *= len(files)
         self.optimizers: dict[tuple[int, int], dict[str, Any]] = {}
         self.states: dict[str, ModuleState] = {}
 
