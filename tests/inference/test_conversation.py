@@ -43,6 +43,8 @@ class Terminal:
         command = [sys.executable, "-m", "dipaco.inference.generate_command", *map(str, words)]
         self.pid, self._keys = pty.fork()
         if self.pid == 0:
+            # Tests that a shell runs in the background ignore Ctrl+C, and so would this program.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             os.execv(command[0], command)
         self._shown, self._code = "", None
 
