@@ -149,7 +149,7 @@ class OuterRule:
     def of(cls, plan: RunPlan, index: ShardIndex | None) -> OuterRule:
         """Return the rule of a run. Without the index of its shards only codecs can be asked."""
         sizes = None
-        if index is not None and plan.outer.shard_weights:
+        if index is not None:
             sizes = {shard.path: shard.train_sequences for shard in index.paths}
         return cls(plan.contributions, plan.outer, sizes)
 

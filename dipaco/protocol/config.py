@@ -294,7 +294,6 @@ class InnerConfig(Config):
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="Of AdamW.")
     beta2: float = Field(0.99, ge=0, lt=1, description="Of AdamW.")
-    epsilon: float = Field(1e-8, gt=0, description="Of AdamW.")
     weight_decay: float = Field(0.1, ge=0, description="On matrices only.")
     gradient_clip: float = Field(1.0, ge=0, description="Greatest norm of the gradient; 0 is off.")
     batch_sequences: int = Field(
@@ -349,11 +348,6 @@ class OuterConfig(Config):
         True,
         description="Multiply the average by the square root of the number of contributing paths "
         "(section 2.7 of the paper).",
-    )
-    shard_weights: bool = Field(
-        True,
-        description="Weight paths by the size of their shards (Eq. 2-3 of the paper); off: equal "
-        "weights.",
     )
 
 

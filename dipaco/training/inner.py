@@ -314,13 +314,13 @@ class InnerLoop:
         return self.config.optimizer == "muon" and is_for_muon(name, parameter.shape)
 
     def _new_adamw(self, groups: list[dict[str, Any]], rate: float) -> torch.optim.Optimizer:
-        betas, epsilon = (self.config.beta1, self.config.beta2), self.config.epsilon
+        betas = (self.config.beta1, self.config.beta2)
         if self._adamw_kind == "adamw8bit":
             load_bitsandbytes()
             from bitsandbytes.optim import AdamW8bit
 
-            return AdamW8bit(groups, lr=rate, betas=betas, eps=epsilon)
-        return torch.optim.AdamW(groups, lr=rate, betas=betas, eps=epsilon, fused=self._fused)
+            return AdamW8bit(groups, lr=rate, betas=betas)
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=self._fused)
 
     def reset(self) -> None:
         """Forget the optimizer's state and warm up again; for a path whose state is not here."""

@@ -81,7 +81,7 @@ class DiscriminativeRouter(FeatureRouter):
         mean, scale, points = standardisation(features)
         targets = label_targets(np.argmin(nll, axis=1), paths, config.least_share)
         labels = preferred_paths(nll, targets, seed)
-        weight, bias = fit_classes(points, labels, paths, config.regularisation)
+        weight, bias = fit_classes(points, labels, paths)
         costs = -(points @ weight.T + bias)
         calibration = balance_biases(costs, np.ones(len(nll)), targets=targets)
         return cls(mean, scale, weight, bias - calibration)

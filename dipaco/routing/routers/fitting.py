@@ -14,10 +14,13 @@ import numpy as np
 from dipaco.base.errors import ConfigurationError
 
 _MAX_ITERATIONS = 1000
+_STARTS = 8
+# The L2 penalty of the logistic regression, in the mean over documents.
+_PENALTY = 1e-3
 
 
-def fit_centroids(points: np.ndarray, clusters: int, *, seed: int, restarts: int) -> np.ndarray:
-    """Return the centroids of k-means, float64 [clusters, H], the best of `restarts` starts.
+def fit_centroids(points: np.ndarray, clusters: int, *, seed: int) -> np.ndarray:
+    """Return the centroids of k-means, float64 [clusters, H], the best of several starts.
 
     They are ordered by their first coordinates, so that their numbers do not depend on chance.
     Raises ConfigurationError if there are fewer different points than clusters.
@@ -36,16 +39,16 @@ def fit_centroids(points: np.ndarray, clusters: int, *, seed: int, restarts: int
     from sklearn.cluster import KMeans
 
     with _one_thread():
-        fitted = KMeans(clusters, n_init=restarts, random_state=seed).fit(points)
+        fitted = KMeans(clusters, n_init=_STARTS, random_state=seed).fit(points)
     centroids: np.ndarray = fitted.cluster_centers_
     return centroids[np.lexsort(centroids.T[::-1])]
 
 
 def fit_classes(
-    points: np.ndarray, labels: np.ndarray, classes: int, regularisation: float
+    points: np.ndarray, labels: np.ndarray, classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return weight [classes, H] and bias [classes] of multinomial logistic regression: the least
-    mean cross entropy plus `regularisation` / 2 times the squares of the weights.
+    mean cross entropy plus half of `_PENALTY` times the squares of the weights.
 
     Every class has a point. Nothing is random: the objective is convex.
     """
@@ -56,7 +59,7 @@ def fit_classes(
 
     # Of two classes scikit-learn has one row of weights, the second class against the first; shared
     # out to both, its squares are half as large.
-    penalty = regularisation / 2 if classes == 2 else regularisation
+    penalty = _PENALTY / 2 if classes == 2 else _PENALTY
     with _one_thread():
         fitted = LogisticRegression(
             C=1 / (penalty * len(points)), max_iter=_MAX_ITERATIONS, tol=1e-6

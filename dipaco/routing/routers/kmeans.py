@@ -73,7 +73,7 @@ class KMeansRouter(FeatureRouter):
         """Fit to the features of the sample."""
         mean, scale, points = standardisation(sample.required_features())
         paths = math.prod(levels)
-        centroids = fit_centroids(points, paths, seed=seed, restarts=config.restarts)
+        centroids = fit_centroids(points, paths, seed=seed)
         biases = np.zeros(paths)
         if config.balanced and paths > 1:
             centroids, biases = _balanced_centroids(points, centroids, sample.weights)

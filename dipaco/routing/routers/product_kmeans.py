@@ -72,7 +72,7 @@ class ProductKMeansRouter(FeatureRouter):
         mean, scale, points = standardisation(features)
         slices = _slices(points.shape[1], len(levels))
         codebooks = [
-            fit_centroids(points[:, part], modules, seed=seed + level, restarts=config.restarts)
+            fit_centroids(points[:, part], modules, seed=seed + level)
             for level, (part, modules) in enumerate(zip(slices, levels, strict=True))
         ]
         biases = np.zeros(math.prod(levels))

@@ -48,9 +48,6 @@ class FitConfig(Config):
         "prefer it, but at least this part of an equal share. If too few prefer "
         "it, it gets those on which it is the least behind.",
     )
-    regularisation: float = Field(
-        1e-3, gt=0, description="`discriminative`: L2 penalty of the logistic regression."
-    )
     train_paths: int = Field(
         1,
         ge=1,
@@ -70,7 +67,6 @@ class FitConfig(Config):
         description="Tokens at the start of a document that routing sees; below "
         "`sequence_length`. They are never scored.",
     )
-    restarts: int = Field(8, ge=1, le=1000, description="Starts of k-means; the best one is used.")
 
 
 @dataclass(frozen=True)
