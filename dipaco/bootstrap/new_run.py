@@ -1,7 +1,6 @@
 """`dipaco-bootstrap init`: a RUN.toml that works, from some files of texts or chats.
 
-The sizes that it proposes are a place to begin, not a law: docs/configuration.md has the table and
-its reasons.
+The sizes that it proposes are a place to begin, not a law.
 """
 
 from __future__ import annotations

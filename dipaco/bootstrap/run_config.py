@@ -76,28 +76,26 @@ class BaseConfig(Config):
 
     checkpoint: Path | None = Field(
         None,
-        description="Folder of a checkpoint to start from, or the name of one that is in "
-        "the cache of the Hugging Face Hub, such as "
-        "`HuggingFaceTB/SmolLM2-135M`.",
+        description="Checkpoint to start from: a folder, or the name of one in the cache of the "
+        "Hugging Face Hub, such as `HuggingFaceTB/SmolLM2-135M`.",
     )
     name: str | None = Field(
         None,
         pattern=BASE_NAME_PATTERN,
-        description="The Hub's name for the checkpoint in a folder: OWNER/NAME, or one word "
-        "of letters, digits, `.`, `_` and `-`. With adapters, peers look for it "
-        "in their cache. None: the name of the folder.",
+        description="The Hub's name for the checkpoint in a folder: OWNER/NAME, or one word of "
+        "letters, digits, `.`, `_` and `-`. With adapters, peers look for it in "
+        "their cache. None: the name of the folder.",
     )
     steps: int = Field(
         1000,
         ge=0,
-        description="Inner steps. 0: paths start from random parameters, or from the "
-        "`checkpoint`, with which 0 is the default.",
+        description="Inner steps. With a `checkpoint` the default is 0.",
     )
     learning_rate: float = Field(
         4e-3,
         gt=0,
-        description="Peak learning rate. With a `checkpoint` and `steps` it has no default: a "
-        "trained model wants about a tenth.",
+        description="Peak learning rate. With a `checkpoint` it has no default: a trained model "
+        "wants about a tenth.",
     )
     warmup_steps: int = Field(50, ge=0, description="Steps of linear warmup.")
     batch_sequences: int = Field(8, ge=1, description="Sequences in a batch.")
@@ -105,8 +103,7 @@ class BaseConfig(Config):
         1.0,
         ge=0,
         le=1,
-        description="Last learning rate / peak, reached by a cosine. 1 keeps the peak, "
-        "because the paths continue from there.",
+        description="Last learning rate / peak, reached by a cosine; 1 keeps the peak.",
     )
 
     @model_validator(mode="before")

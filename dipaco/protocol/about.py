@@ -34,8 +34,7 @@ class AboutRun(Config):
     description: Line = Field(
         "",
         max_length=400,
-        description="What the run is for, in a sentence or two: volunteers read it before they "
-        "join.",
+        description="What the run is for, in a sentence or two.",
     )
     language: Line = Field(
         "", max_length=60, description="Language of the texts, such as `English` or `de`."
@@ -48,8 +47,8 @@ class AboutRun(Config):
     end: Annotated[Line, AfterValidator(_check_day)] = Field(
         "",
         max_length=10,
-        description="Day on which you mean to end the run, such as `2026-12-31`. It is shown; "
-        "nothing ends by itself.",
+        description="Day on which you mean to end the run, such as `2026-12-31`. Nothing ends "
+        "by itself.",
     )
 
     @property

@@ -65,9 +65,9 @@ class AdaptersConfig(Config):
     )
     base_format: Literal["bf16", "fp16", "nf4", "float32"] = Field(
         "bf16",
-        description="How all peers hold the base in memory; another checkpoint is rounded to it. "
-        "`nf4` takes 4 bits per weight, with bitsandbytes, and costs quality; it is for GPUs that "
-        "have too little memory for bf16.",
+        description="How all peers hold the base in memory. `nf4` (4 bits per weight, with "
+        "bitsandbytes) costs quality; it is for GPUs that have too little memory "
+        "for bf16.",
     )
 
     @property
@@ -87,8 +87,8 @@ class ModelFields(Config):
         4,
         ge=1,
         le=2**12,
-        description="Query heads. It must divide `hidden_size` with an even quotient, "
-        "unless `head_width` is given.",
+        description="Query heads; divides `hidden_size` with an even quotient, unless "
+        "`head_width` is given.",
     )
     kv_head_count: int | None = Field(
         None, ge=1, description="Key and value heads; divides `head_count`. None: `head_count`."
@@ -97,36 +97,33 @@ class ModelFields(Config):
         None,
         ge=1,
         le=2**20,
-        description="Width of the SwiGLU. None: 8/3 of `hidden_size`, rounded up to a "
-        "multiple of 32.",
+        description="Width of the SwiGLU. None: 8/3 of `hidden_size`, up to a multiple of 32.",
     )
     sequence_length: int = Field(
         256,
         ge=8,
         le=2**24,
-        description="Tokens in a training sequence. The default with an imported base is "
-        "what the base is made for, but at most 1,024.",
+        description="Tokens in a training sequence. With an imported base the default is the "
+        "base's own, at most 1,024.",
     )
     context_length: int | None = Field(
         None,
         ge=8,
         le=2**24,
-        description="Tokens of the longest text that an imported base is made for, which "
-        "exports name as theirs. None: `sequence_length`. Imported bases bring "
-        "it.",
+        description="Tokens of the longest text that the base is made for. None: "
+        "`sequence_length`. Imported bases bring it.",
     )
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary frequencies.")
     norm_epsilon: float = Field(1e-5, gt=0, description="Epsilon of the RMS norms.")
     tied_embedding: bool = Field(
         True,
-        description="The embedding is also the output head: each path uses that of its "
-        "first level, or its private one.",
+        description="The embedding is also the output head.",
     )
     family: Literal["llama", "qwen2", "qwen3", "transformers"] = Field(
         "llama",
-        description="The architecture, as other tools name it. `qwen2` has biases on "
-        "queries, keys and values; `qwen3` norms queries and keys. `transformers` is a "
-        "frozen base that this library computes; imported bases bring it.",
+        description="The architecture. `qwen2` has biases on queries, keys and values; `qwen3` "
+        "norms queries and keys. `transformers` is a frozen base that this library "
+        "computes. Imported bases bring it.",
     )
     head_width: int | None = Field(
         None,
@@ -140,15 +137,12 @@ class ModelFields(Config):
     feed_forward_bias: bool = Field(False, description="Biases in the SwiGLU; `llama` only.")
     rope_scaling: RopeScaling | None = Field(
         None,
-        description="How the rotary frequencies were stretched: a table with `kind` "
-        "(`linear` or `llama3`), `factor` and, for `llama3`, "
-        "`low_frequency_factor`, `high_frequency_factor` and "
-        "`original_sequence_length`. Imported bases bring it.",
+        description="How the rotary frequencies were stretched, by `kind` (`linear`, `llama3`) "
+        "and `factor`. Imported bases bring it.",
     )
     adapters: AdaptersConfig | None = Field(
         None,
-        description="Adapters to train in place of the model; a RUN.toml has them in a "
-        "table of their own.",
+        description="A RUN.toml has them in a table of their own.",
     )
 
 
@@ -227,8 +221,8 @@ class GridConfig(Config):
     modules_per_level: tuple[int, ...] = Field(
         (2, 2),
         min_length=1,
-        description="Modules in each level, each 1 to 1,024. Their product is the number of "
-        "paths, at most 2^20.",
+        description="Modules in each level, 1 to 1,024. Their product is the number of paths, "
+        "at most 2^20.",
     )
     level_starts: tuple[int, ...] | None = Field(
         None,
@@ -253,7 +247,7 @@ class GridConfig(Config):
         0,
         ge=0,
         le=1024,
-        description="Paths that `prepare --add-path` has added; a RUN.toml leaves the key out.",
+        description="Paths that `prepare --add-path` has added; not for a RUN.toml.",
     )
 
     @model_validator(mode="after")
@@ -306,17 +300,16 @@ class InnerConfig(Config):
     decay_steps: int = Field(
         0,
         ge=0,
-        description="Steps from the peak to the floor by a cosine, after the warmup; 0 "
-        "keeps the peak. They are steps of one peer: replicas of a path count "
-        "once.",
+        description="Steps from the peak to the floor by a cosine, after the warmup; 0 keeps "
+        "the peak. Replicas of a path count once.",
     )
     floor_ratio: float = Field(0.1, ge=0, le=1, description="Floor of the cosine / peak.")
     first_step: int = Field(
         0,
         ge=0,
         le=2**40,
-        description="Where in the schedule a path's first step of this run is, so that one "
-        "schedule spans a run and its successors.",
+        description="Place of a path's first step in the schedule, for one schedule over a run "
+        "and its successors.",
     )
     fresh_state_warmup_steps: int = Field(
         10, ge=0, description="Extra warmup when a peer starts a path with a fresh optimizer state."
@@ -363,21 +356,19 @@ class RoundsConfig(Config):
     inner_steps: int = Field(
         0,
         ge=0,
-        description="0: rounds follow the clock, with as many inner steps as fit. Otherwise "
-        "(*fixed steps*) every round has this many, and ends when all that "
-        "share its modules are done.",
+        description="0: rounds follow the clock. Otherwise (*fixed steps*) every round has this "
+        "many, and ends when all that share its modules are done.",
     )
     level_offsets: tuple[float, ...] | None = Field(
         None,
-        description="Where in a round each level ends, one number in (0, 1] for each level, "
-        "private modules last. None: spread evenly, the last at 1.",
+        description="Where in a round each level ends: a number in (0, 1] for each, private "
+        "modules last. None: spread evenly, the last at 1.",
     )
     gather_s: float | None = Field(
         None,
         gt=0,
-        description="Seconds after a boundary during which peers wait for late "
-        "contributions; at most half a round. None: a quarter of the round, at "
-        "most 60.",
+        description="Seconds for which peers wait for late contributions; at most half a round. "
+        "None: a quarter of the round, at most 60.",
     )
     grace_s: float | None = Field(
         None,
@@ -397,8 +388,7 @@ class RoundsConfig(Config):
     validation_sequences: int = Field(
         64,
         ge=1,
-        description="Greatest number of held-out sequences scored for the published loss, "
-        "evenly spread.",
+        description="Greatest number of held-out sequences scored for the published loss.",
     )
     copies: int = Field(
         3, ge=1, le=16, description="Peers that hold each module state; its trainers count."
@@ -444,16 +434,15 @@ class ContributionsConfig(Config):
     )
     combine: Literal["weighted_mean", "trimmed_mean"] = Field(
         "weighted_mean",
-        description="How contributions are averaged. The trimmed mean withstands a minority "
-        "of paths that lie, at some cost in accuracy and time.",
+        description="How contributions are averaged. The trimmed mean withstands a minority of "
+        "lying paths, at a cost in accuracy and time.",
     )
     trim_share: float = Field(
         0.2,
         gt=0,
         lt=0.5,
         description="Of `trimmed_mean`: share of the paths that is left out at each end of "
-        "every coordinate, rounded up. One path remains, or two if the number "
-        "of paths is even.",
+        "every coordinate, rounded up. One path remains, or two of an even number.",
     )
 
 

@@ -2,8 +2,7 @@
 
 It is counted for a calm swarm, in which nobody comes, goes or moves, with at least one peer for
 each path. A peer that can be called also keeps copies and leads modules, now and then; what that
-takes is counted by the copy and by the turn, and on average. docs/configuration.md has each term in
-a line.
+takes is counted by the copy and by the turn, and on average.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ class CorpusConfig(Config):
     )
     hub: str | None = Field(
         None,
-        description="Data set of the Hub, such as `allenai/c4`, or a folder that is laid "
-        "out like one or was written by `save_to_disk`.",
+        description="Data set of the Hub, such as `allenai/c4`, or a folder like one or of "
+        "`save_to_disk`.",
     )
     hub_config: str | None = Field(None, description="Its configuration, such as `en`.")
     hub_revision: str | None = Field(
@@ -85,8 +85,8 @@ class CorpusConfig(Config):
     )
     label_field: str | None = Field(
         None,
-        description="Field by which results are reported, such as a domain or a language. "
-        "After the first 1,000 labels, further ones count as none.",
+        description="Field by which results are reported, such as a domain. After the first "
+        "1,000 labels, further ones count as none.",
     )
     txt_documents: Literal["file", "paragraph", "line"] = Field(
         "file", description="What counts as a document in a `.txt` file."
@@ -96,7 +96,7 @@ class CorpusConfig(Config):
         gt=0,
         lt=1,
         description="Share of the documents that is held out when there is no validation "
-        "source. A hash of the text decides, so equal texts are never on both sides.",
+        "source, by a hash of the text.",
     )
     train_limit: int | None = Field(
         None, ge=1, description="Greatest number of training documents."

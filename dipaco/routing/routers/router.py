@@ -44,28 +44,24 @@ class FitConfig(Config):
         0.1,
         gt=0,
         le=1,
-        description="`discriminative`: a path gets documents in proportion to how many "
-        "prefer it, but at least this part of an equal share. If too few prefer "
-        "it, it gets those on which it is the least behind.",
+        description="`discriminative`: a path gets documents in proportion to how many prefer "
+        "it, but at least this part of an equal share.",
     )
     train_paths: int = Field(
         1,
         ge=1,
-        description="Shards that a training document goes to, its best paths first "
-        "(overlapping shards, section 2.4.4 of the paper). A held-out document "
-        "goes to its best path only.",
+        description="Shards that a training document goes to, its best paths first (section "
+        "2.4.4 of the paper).",
     )
     training_documents: int = Field(
         20_000,
         ge=1,
-        description="Greatest number of documents that the router is fitted on; at least "
-        "one for each path.",
+        description="Greatest number of documents that the router is fitted on.",
     )
     prefix_tokens: int = Field(
         32,
         ge=1,
-        description="Tokens at the start of a document that routing sees; below "
-        "`sequence_length`. They are never scored.",
+        description="Tokens at the start of a document that routing sees. They are never scored.",
     )
 
 
