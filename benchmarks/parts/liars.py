@@ -13,11 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dipaco.base.blobs import BlobStore
+from dipaco.base.errors import NetworkError
 from dipaco.modules.outer import OuterGradient
 from dipaco.peer.exchange.exchange import Exchange
 from dipaco.peer.exchange.responder import Responder
@@ -113,13 +115,17 @@ def flood() -> None:
                 node.exchange.put(peer, rows[-3], data, 2.0)
             time.sleep(1.0 / FLOODS_A_SECOND)
 
+    def until_it_leaves(node: Any, row: Row) -> None:
+        with suppress(NetworkError):
+            go_on(node, row)
+
     def published(steps, action, snapshot):
         report = steps._report
 
         def watched(event):
             if isinstance(event, Published) and not flooding:
                 given = (steps._node, event.row)
-                flooding.append(threading.Thread(target=go_on, args=given, daemon=True))
+                flooding.append(threading.Thread(target=until_it_leaves, args=given, daemon=True))
                 flooding[0].start()
             report(event)
 
