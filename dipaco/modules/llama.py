@@ -179,7 +179,7 @@ def read_config_file(folder: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise StorageError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{file} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ConfigurationError(f"{file} is not a JSON object")
@@ -295,7 +295,7 @@ def llama_weight_files(folder: Path) -> tuple[Path, ...]:
         )
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise IntegrityError(f"{index} is broken: it maps no parameters to files") from None
     for name in sorted(map(str, names)):
         check_content(folder / Path(name).name)

@@ -29,12 +29,24 @@ OwnTexts = Literal["no", "yes"]
 _LONGEST_GATHER_S, _LONGEST_GRACE_S = 60.0, 10.0
 # The four special pieces of every tokenizer of ours; padding is never a target of a loss.
 UNKNOWN_TOKEN, BEGIN_TOKEN, END_TOKEN, PAD_TOKEN = 0, 1, 2, 3
+# No number of a plan is greater. Python's integers have no end, and it computes with them in fp64.
+_GREATEST_NUMBER = 2**53
+_MOST_BLOCKS = _MOST_LEVELS = 1024
+# Far more than anybody trains; a manifest from a stranger cannot ask for a table without end.
+_MOST_PATHS = 2**20
 
 
 class Config(BaseModel):
     """Base of every configuration class: frozen, and no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> Self:
+        for name, value in self:
+            if isinstance(value, int | float) and abs(value) > _GREATEST_NUMBER:
+                raise ValueError(f"{name} is beyond 2^53, and no number may be")
+        return self
 
 
 class RopeScaling(Config):
@@ -81,7 +93,7 @@ class ModelFields(Config):
     comes from elsewhere."""
 
     vocabulary_size: int = Field(4096, ge=8, le=2**20, description="Pieces in the tokenizer.")
-    block_count: int = Field(6, ge=1, le=1024, description="Transformer blocks in a path.")
+    block_count: int = Field(6, ge=1, le=_MOST_BLOCKS, description="Transformer blocks in a path.")
     hidden_size: int = Field(128, ge=8, le=2**17, description="Width of the residual stream.")
     head_count: int = Field(
         4,
@@ -221,16 +233,19 @@ class GridConfig(Config):
     modules_per_level: tuple[int, ...] = Field(
         (2, 2),
         min_length=1,
+        max_length=_MOST_LEVELS,
         description="Modules in each level, 1 to 1,024. Their product is the number of paths, "
         "at most 2^20.",
     )
     level_starts: tuple[int, ...] | None = Field(
         None,
+        max_length=_MOST_LEVELS,
         description="First block of every level, ascending from 0. None: blocks are divided "
         "evenly.",
     )
     private_blocks: tuple[int, ...] = Field(
         (),
+        max_length=_MOST_BLOCKS,
         description="Blocks of which every path has its own. Each level must keep at least "
         "one shared parameter.",
     )
@@ -256,6 +271,10 @@ class GridConfig(Config):
             raise ValueError(f"modules_per_level must be 1 to 1024, got {self.modules_per_level}")
         if len(set(self.private_blocks)) != len(self.private_blocks):
             raise ValueError(f"private_blocks repeats a block: {self.private_blocks}")
+        if self.path_count > _MOST_PATHS:
+            raise ValueError(
+                f"modules_per_level gives more than {_MOST_PATHS} paths, and no more are possible"
+            )
         return self
 
     @property
@@ -293,6 +312,7 @@ class InnerConfig(Config):
     batch_sequences: int = Field(
         8,
         ge=1,
+        le=2**16,
         description="Sequences in a batch, the same for every peer; a peer with little "
         "memory splits it.",
     )
@@ -350,6 +370,7 @@ class RoundsConfig(Config):
     duration_s: float = Field(
         600.0,
         ge=2.0,
+        le=1e7,
         description="Seconds between two outer boundaries of a level; with `inner_steps` "
         "the limit of a round.",
     )
@@ -361,6 +382,7 @@ class RoundsConfig(Config):
     )
     level_offsets: tuple[float, ...] | None = Field(
         None,
+        max_length=_MOST_LEVELS + 1,
         description="Where in a round each level ends: a number in (0, 1] for each, private "
         "modules last. None: spread evenly, the last at 1.",
     )

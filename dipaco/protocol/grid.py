@@ -22,8 +22,6 @@ from dipaco.base.errors import ConfigurationError
 from .config import GridConfig, ModelConfig
 
 PRIVATE_LEVEL = "P"
-# Far more than anybody trains; a manifest from a stranger cannot ask for a table without end.
-_MAX_PATH_COUNT = 2**20
 
 
 class Grid:
@@ -42,11 +40,6 @@ class Grid:
         self.model = model
         self.config = grid
         self.path_count = grid.path_count
-        if self.path_count > _MAX_PATH_COUNT:
-            raise ConfigurationError(
-                f"modules_per_level {grid.modules_per_level} gives {self.path_count} paths; "
-                f"at most {_MAX_PATH_COUNT} are possible"
-            )
         self.level_starts = _level_starts(model, grid)
         self.level_names = self._find_levels()
         self._offsets = _level_offsets(self.level_names, level_offsets)

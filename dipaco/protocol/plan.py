@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    FailFast,
     Field,
     model_validator,
 )
@@ -97,7 +98,8 @@ class ShardIndex(Config):
     """All shards of a run; the blob `blobs.shards` of a plan is this as JSON."""
 
     sequence_length: int = Field(ge=8)
-    paths: tuple[PathShard, ...]
+    # A complaint takes more memory than what it is about.
+    paths: Annotated[tuple[PathShard, ...], FailFast()]
     marked: bool = Field(
         False, description="Whether tokens have marks (`dipaco.modules.marked_tokens`)."
     )
@@ -179,7 +181,7 @@ class RunPlan(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     about: AboutRun = Field(AboutRun(), description="What the run is for, for people.")
     seed: int = Field(0, ge=0, lt=2**32)
-    start_s: float = Field(0.0, ge=0, description="Unix time at which round 0 begins.")
+    start_s: float = Field(0.0, ge=0, le=2**40, description="Unix time at which round 0 begins.")
     model: ModelConfig
     grid: GridConfig
     inner: InnerConfig

@@ -16,6 +16,7 @@ import json
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import safetensors
@@ -97,7 +98,7 @@ class RunFolder:
                 f"{self.path} is not a run folder: it has no manifest.json; make one with "
                 f"'dipaco-bootstrap prepare RUN.toml --out {self.path}'"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ManifestError(f"{self.manifest_path} is not JSON: {error}") from None
         if not isinstance(envelope, dict) or not isinstance(envelope.get("plan"), dict):
             raise ManifestError(f"{self.manifest_path} holds no plan; is it a manifest?")
@@ -105,8 +106,8 @@ class RunFolder:
 
     def shard_index(self, plan: RunPlan) -> ShardIndex:
         """Return what each path's shard is. Raises IntegrityError if it does not fit the plan."""
-        index = self._read_shard_index(plan.blobs.shards)
         paths = plan.grid.path_count
+        index = self._read_shard_index(plan.blobs.shards, paths)
         if len(index.paths) != paths or index.sequence_length != plan.model.sequence_length:
             raise IntegrityError(
                 f"the shard index of {self.path} describes {len(index.paths)} paths of "
@@ -115,17 +116,24 @@ class RunFolder:
             )
         return index
 
-    def _read_shard_index(self, sha256: str) -> ShardIndex:
+    def _read_shard_index(self, sha256: str, paths: int) -> ShardIndex:
         found = self._shard_indices.get(sha256)
         if found is None:
-            try:
-                values = json.loads(self.blobs.read(sha256))
-            except ValueError as error:
-                where = f"the shard index of {self.path}"
-                raise IntegrityError(f"{where} is not JSON: {error}") from None
-            found = parse_config(ShardIndex, values, f"the shard index of {self.path}")
-            self._shard_indices[sha256] = found
+            what = f"the shard index of {self.path}"
+            values = self._read_json(sha256, what, len(PathShard.model_fields) + 2, paths)
+            found = self._shard_indices[sha256] = parse_config(ShardIndex, values, what)
         return found
+
+    def _read_json(self, sha256: str, what: str, parts_each: int, count: int) -> Any:
+        """Read a table of so many lines. Of as many bytes with more parts, Python makes objects
+        that take twenty times the memory."""
+        content = self.blobs.read(sha256)
+        if sum(map(content.count, (b",", b"[", b"{"))) > 16 + parts_each * count:
+            raise IntegrityError(f"{what} has more parts than one of {count} lines can have")
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise IntegrityError(f"{what} is not JSON: {error}") from None
 
     def grid(self, plan: RunPlan) -> Grid:
         """Return the grid of the plan."""
@@ -212,7 +220,17 @@ class RunFolder:
         return router
 
     def document_router(self, plan: RunPlan, device: torch.device = _CPU) -> DocumentRouter:
-        """Return what finds the path of a document: tokenizer, base model on `device`, router."""
+        """Return what finds the path of a document: tokenizer, base model on `device`, router.
+
+        Raises IntegrityError as they do, and if the plan cannot route.
+        """
+        routing, paths = plan.routing, plan.grid.path_count
+        if routing.prefix_tokens >= plan.model.sequence_length or routing.train_paths > paths:
+            raise IntegrityError(
+                f"the run of {self.path} routes by {routing.prefix_tokens} tokens to "
+                f"{routing.train_paths} paths, but it has {paths} paths, and sequences of "
+                f"{plan.model.sequence_length} tokens; ask its operator for another run"
+            )
         return DocumentRouter(
             self.tokenizer(plan),
             self.base_model(plan, device),
@@ -264,12 +282,10 @@ class RunFolder:
         if sha256 is None:
             return None
         if sha256 not in self._genesis_indices:
-            try:
-                index = json.loads(self.blobs.read(sha256))
-            except (ValueError, RecursionError) as error:
-                where = f"the genesis index of {self.path}"
-                raise IntegrityError(f"{where} is not JSON: {error}") from None
-            self._genesis_indices[sha256] = check_genesis_index(index, self.grid(plan))
+            grid = self.grid(plan)
+            what = f"the genesis index of {self.path}"
+            index = self._read_json(sha256, what, 1, len(grid.modules()))
+            self._genesis_indices[sha256] = check_genesis_index(index, grid)
         return self._genesis_indices[sha256]
 
     def blob_names(self, plan: RunPlan) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Bytes that cost their reader more than their sender."""
 
+import json
 import time
 
 import msgpack
@@ -8,9 +9,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.utils import MSGPackSerializer
 
-from dipaco.base.errors import IntegrityError
+from dipaco.base.errors import ConfigurationError, IntegrityError
 from dipaco.dht import bounded_protocol, dht_node
 from dipaco.protocol.identity import is_of_small_order, is_signed
+from dipaco.routing.run_folder import RunFolder
 
 _ZERO = b"\x01" + bytes(31)
 
@@ -64,3 +66,30 @@ def test_p2pd_is_the_one_that_was_released(tmp_path):
         dht_node.check_p2pd(other)
     with pytest.raises(IntegrityError, match="No such file"):
         dht_node.check_p2pd(tmp_path / "none")
+
+
+def test_an_index_of_more_parts_than_its_run_can_have_is_refused_before_it_is_read(shared_run):
+    """Attack: 60 MB of empty lists took 4 GB, and an operator names the size by the paths."""
+    plan = shared_run.plan()
+    lines = shared_run.shard_index(plan).model_dump(mode="json")
+    for changed in (b"[" * 100_000, b"[" + b"[]," * 1000 + b"[]]", b'{"paths":[' + b"{}," * 1000 + b"{}]}"):
+        sha = shared_run.blobs.add_bytes(changed)
+        for name, read in (("shards", RunFolder.shard_index), ("genesis", RunFolder.genesis_index)):
+            other = plan.model_copy(update={"blobs": plan.blobs.model_copy(update={name: sha})})
+            with pytest.raises(IntegrityError, match="more parts than one of"):
+                read(RunFolder(shared_run.path), other)
+    # What is wrong in many lines is said of one.
+    lines["paths"] = [{"wrong": 1}] * len(lines["paths"])
+    sha = shared_run.blobs.add_bytes(json.dumps(lines).encode())
+    blobs = plan.blobs.model_copy(update={"shards": sha})
+    with pytest.raises(ConfigurationError) as refusal:
+        RunFolder(shared_run.path).shard_index(plan.model_copy(update={"blobs": blobs}))
+    assert len(str(refusal.value).split("; and ")) == 1
+
+
+def test_a_plan_that_cannot_route_is_refused_before_its_prefixes_take_memory(shared_run):
+    plan = shared_run.plan()
+    for changes in ({"prefix_tokens": 2**40}, {"train_paths": 5}):
+        routing = plan.routing.model_copy(update=changes)
+        with pytest.raises(IntegrityError, match="ask its operator for another run"):
+            shared_run.document_router(plan.model_copy(update={"routing": routing}))

@@ -110,12 +110,17 @@ def test_given_offsets():
         ({"level_starts": (0,)}, "level_starts"),
         ({"private_blocks": (0, 1), "private_embedding": True}, "level L0 has no shared"),
         ({"private_blocks": (2, 3), "private_head": True}, "level L1 has no shared"),
-        ({"modules_per_level": (1024, 1024, 2)}, "paths"),
     ],
 )
 def test_impossible_grids(values, message):
     with pytest.raises(ConfigurationError, match=message):
         grid_of(**values)
+
+
+def test_more_paths_than_anybody_trains_are_refused_before_a_grid_is_made():
+    for modules in ((1024, 1024, 2), (1024,) * 1024):
+        with pytest.raises(ValueError, match="more than 1048576 paths"):
+            GridConfig(modules_per_level=modules)
 
 
 def test_a_level_may_live_from_the_embedding_alone():

@@ -154,3 +154,21 @@ def upgraded(signed, key, protocol):
     """Return a manifest as another version of the protocol would sign it."""
     plan = signed.plan.model_copy(update={"protocol_version": protocol})
     return sign_manifest(plan, key)
+
+
+def test_a_successor_that_breaks_what_reads_it_ends_nobody(caplog):
+    """Attack: an operator signs a successor with content that nobody has foreseen."""
+    node, events = StandIn(FIRST, {"is there": True}), []
+
+    def broken(signed):
+        node.opened.append(signed)
+        raise RecursionError("nested too deeply")
+
+    node.open_successor = broken
+    watch = watch_of(node, events)
+    watch.read(Listing(FIRST, SECOND))
+    wait_until(lambda: len(node.opened) > 2)
+    watch.stop()
+    assert watch.take() is None
+    assert len(caplog.messages) == 1
+    watch._background.check()

@@ -62,6 +62,26 @@ def test_a_plan_that_nobody_would_take_is_not_signed(key_path):
         sign_manifest(plan, load_or_create_operator_key(key_path))
 
 
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("inner", "batch_sequences"), 10**400),
+        (("rounds", "inner_steps"), 10**400),
+        (("rounds", "duration_s"), 1e308),
+        (("start_s",), 1e300),
+        (("grid", "modules_per_level"), [1024] * 2000),
+        (("grid", "private_blocks"), list(range(9000))),
+        (("rounds", "level_offsets"), [1.0] * 9000),
+    ],
+)
+def test_a_plan_with_a_number_that_nobody_can_compute_with_is_refused_with_one_line(envelope, key_path, keys, value):
+    """Attack: an operator signs such a successor, and what its peers cannot foresee ends them."""
+    values = json.loads(changed(envelope, "plan", *keys, value=value))["plan"]
+    with pytest.raises(ManifestError, match=keys[-1]) as refusal:
+        verify_manifest(resigned(key_path, values))
+    assert len(str(refusal.value)) < 200
+
+
 def test_a_signed_plan_comes_back_as_it_was(envelope):
     plan = make_plan()
     manifest = verify_manifest(envelope, plan.run_id)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.errors import DipacoError, IntegrityError, NetworkError
+from dipaco.base.errors import DipacoError, IntegrityError, NetworkError, StorageError
+from dipaco.base.files import spare_bytes, storage_errors
 from dipaco.base.kept_files import KeptFiles
 from dipaco.base.progress import StageProgress, shown_bytes
 from dipaco.dht.directory import Directory
@@ -88,12 +89,14 @@ class ContentFetcher:
     def blob(self, sha256: str, what: str = "a blob") -> Path:
         """Return the file of a blob, fetched if needed; its size is bounded.
 
-        Raises `NetworkError` when nobody can give it in time, naming `what`, and
-        `IntegrityError` when all that was given had another hash.
+        Raises `NetworkError` when nobody can give it in time, naming `what`,
+        `IntegrityError` when all that was given had another hash, and `StorageError` when it may
+        be more than there is room for.
         """
         try:
             if self.blobs.has(sha256) or self._is_in_hub_cache(sha256):
                 return self.blobs.path(sha256)
+            self._check_room(sha256)
             return self._exchange.get(
                 sha256,
                 self._blob_sources(sha256),
@@ -107,6 +110,18 @@ class ContentFetcher:
             )
         except DipacoError as error:
             raise type(error)(f"could not fetch {what}: {error}") from None
+
+    def _check_room(self, sha256: str) -> None:
+        """Raise `StorageError` for a blob of the run that may be more than this disk has room for:
+        how large blobs are is what an operator says."""
+        folder, partial = self.blobs.folder, self.blobs.partial_path(sha256)
+        with storage_errors(folder):
+            room = spare_bytes(folder) + (partial.stat().st_size if partial.exists() else 0)
+        if (needed := self._max_bytes.get(sha256, 0)) > room:
+            raise StorageError(
+                f"it has up to {shown_bytes(needed)}, and there is room for {shown_bytes(room)} in "
+                f"{folder}; free some space there, or give another folder with --cache-dir"
+            )
 
     def _is_in_hub_cache(self, sha256: str) -> bool:
         """Return whether a blob is the frozen base and could be made here, which is tried once."""

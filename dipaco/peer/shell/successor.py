@@ -102,7 +102,7 @@ class SuccessorWatch:
             assert found is not None
             try:
                 node = self._open(found)
-            except DipacoError as error:
+            except Exception as error:  # nothing in what an operator signs may end this peer
                 if str(error) != complained:
                     complained = str(error)
                     logger.warning(

@@ -76,7 +76,7 @@ def load_router(data: bytes) -> Router:
     kind = ROUTER_KINDS.get(str(header.get("kind")))
     if kind is None:
         raise IntegrityError(
-            f"the router is of kind {header.get('kind')!r}, this version knows "
+            f"the router is of kind {str(header.get('kind'))[:40]!r}, this version knows "
             f"{', '.join(sorted(ROUTER_KINDS))}; a newer version of dipaco may be needed"
         )
     try:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dipaco.base.blobs import BlobStore
-from dipaco.base.errors import IntegrityError, NetworkError
+from dipaco.base.errors import IntegrityError, NetworkError, StorageError
 from dipaco.base.kept_files import KeptFiles
 from dipaco.modules.layout import layout_of
 from dipaco.peer.exchange import fetching
@@ -91,3 +91,16 @@ def test_shards_are_as_large_as_they_are_written(marked):
     row = np.zeros(16, token_dtype(49_152, marked=marked))
     expected = {"a" * 64: 3 * row.nbytes, "b" * 64: 2 * row.nbytes}
     assert shard_bytes(index, model) == expected
+
+
+def test_a_base_that_is_more_than_the_disk_has_room_for_is_not_begun(tmp_path, monkeypatch):
+    """Attack: an operator signs a run, or a successor, of petabytes, and serves zeros."""
+    huge = {"block_count": 1024, "hidden_size": 2**17, "head_count": 2**10, "vocabulary_size": 2**20}
+    swarm = _Swarm()
+    plan = make_plan(model=ModelConfig(**huge))
+    stores = BlobStore(tmp_path / "blobs"), KeptFiles(tmp_path / "store")
+    fetcher = ContentFetcher(swarm, swarm, *stores, plan, Grid(plan.model, plan.grid))
+    with pytest.raises(StorageError, match="the base model: it has up to .* and there is room for"):
+        fetcher.blob(plan.blobs.base, "the base model")
+    assert swarm.asked == 0
+    assert fetcher.blob(plan.blobs.tokenizer, "the tokenizer") == Path("here")
