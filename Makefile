@@ -1,6 +1,6 @@
-# make demo      the main job on the shipped corpus, in about five minutes (QUICK=1: about three)
+# make demo      the main job on the shipped corpus, in about five minutes (QUICK=1: about four)
 # make demo-adapters  four machines specialise a public model, SmolLM2
-# make test      what CI runs: lint, types, the site, and the tests that prove the promises; ten minutes
+# make test      what CI runs: lint, types, the site, and the tests that prove the promises; half an hour
 # make test-all  every test, the slow ones too
 # make pythons   what make test runs, with each promised Python that is here
 # make nightly   test-all, each Python, drawn histories, fuzzing, and two hours of a calm swarm
