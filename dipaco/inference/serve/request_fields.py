@@ -51,6 +51,9 @@ _CHAT = frozenset({
     "reasoning_effort", "add_generation_prompt", "continue_final_message",
 })  # fmt: skip
 _EMBEDDING = frozenset({"encoding_format", "dimensions"})
+# What a message may have beside its role and content, and has to be a text.
+_TEXTS_OF_A_MESSAGE = ("name", "reasoning_content", "tool_call_id")
+_REASONING_FORMATS = (None, "auto", "none", "deepseek", "deepseek-legacy")
 # What would change the answer and cannot be done, with the values that change nothing.
 _NOT_DONE: Final = {
     "echo": (None, False),
@@ -151,6 +154,7 @@ class RequestReader:
             # Clients write the empty list as a text, too.
             if given.get(name) not in (None, "", "[]", "{}"):
                 said = _short(given[name], name, most)
+                said = _functions(said, name) if name == "tools" else said
                 try:
                     body[name] = _without_names(said, self.tokens.control_names)
                 except RecursionError:
@@ -159,6 +163,9 @@ class RequestReader:
             body["tool_choice"] = _short(given["tool_choice"], "tool_choice", _MOST_SCHEMA)
         if isinstance(body.get("tools"), list) and len(body["tools"]) > _MOST_TOOLS:
             _refuse("tools", f"give at most {_MOST_TOOLS} tools")
+        if body.get("reasoning_format") not in _REASONING_FORMATS:
+            known = ", ".join(map(str, _REASONING_FORMATS[1:]))
+            _refuse("reasoning_format", f"give one of {known}")
         request = self._request(given, body, None)
         self._check_filled(body, plain)
         routed_by = []
@@ -183,9 +190,14 @@ class RequestReader:
         self._check_letters(len(text), "messages")
 
     def _told(self, message: dict[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message as llama.cpp and the template take it."""
-        if message.get("content") is None and not message.get("tool_calls"):
-            message = message | {"content": plain["content"]}
+        """Return a message as llama.cpp and the template take it, without what is null."""
+        message = _said(message)
+        if message.get("tool_calls"):
+            message["tool_calls"] = _functions(message["tool_calls"], "messages")
+            message.setdefault("content", None)
+        else:
+            message.pop("tool_calls", None)
+            message.setdefault("content", plain["content"])
         if message["role"] == "developer" and "developer" not in self.chat_template:
             message = message | {"role": "system"}
         return {
@@ -371,6 +383,9 @@ def _plain(message: Any, number: int) -> dict[str, Any]:
     where = f"messages[{number}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         _refuse("messages", f'{where}: give {{"role": ..., "content": ...}}')
+    for name in _TEXTS_OF_A_MESSAGE:
+        if not isinstance(message.get(name), str | None):
+            _refuse("messages", f"{where}.{name}: give a text")
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         content = ""
@@ -380,6 +395,29 @@ def _plain(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(content, str):
         _refuse("messages", f"{where}.content: give a text, or parts that are texts")
     return {"role": message["role"], "content": content}
+
+
+def _said(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if value is not None}
+
+
+def _functions(given: Any, name: str) -> list[dict[str, Any]]:
+    """Return tools, or calls of them, without what is null. For those that llama.cpp cannot read it
+    would say that it has failed itself."""
+    found = []
+    for one in given if isinstance(given, list) else [None]:
+        tool = _said(one) if isinstance(one, dict) else {}
+        function = tool.get("function")
+        if not isinstance(function, dict) or tool.get("type") != "function":
+            _refuse(name, 'a tool, or a call of one, is {"type": "function", "function": {...}}')
+        said = _said(function)
+        texts = (said.get("name"), said.get("description", ""), tool.get("id", ""))
+        if not all(isinstance(text, str) for text in texts):
+            _refuse(name, "the name, the description and the id of a function are texts")
+        if not isinstance(said.get("arguments", ""), str | dict):
+            _refuse(name, "the arguments of a call are a text")
+        found.append({**tool, "function": said})
+    return found
 
 
 def _without_names(value: Any, names: Sequence[str]) -> Any:

@@ -105,7 +105,10 @@ def test_what_is_no_json_is_told_why(reader, content, said):
         ([QUESTION, {"role": "user"}], "messages[1].content: give a text"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "parts that are texts"),
         ([{"role": "user", "content": "ba" * 20_000}], "shorten messages"),
-        ([QUESTION | {"name": json.loads("[" * 900 + "]" * 900)}], "nested too deeply"),
+        ([QUESTION | {"x": json.loads("[" * 900 + "]" * 900)}], "nested too deeply"),
+        ([QUESTION | {"name": ["hi"]}], "messages[0].name: give a text"),
+        ([QUESTION, {"role": "assistant", "reasoning_content": 0}], "messages[1].reasoning_content: give a text"),
+        ([QUESTION, {"role": "tool", "content": "hi", "tool_call_id": True}], "messages[1].tool_call_id: give"),
     ],
 )
 def test_bad_chats_are_told_why(reader, messages, said):
@@ -178,7 +181,10 @@ def test_a_template_that_loops_over_a_chat_is_not_passed_on(reader):
     text = "{% if messages[0].content == 'loop' or tools %}" + loops + "{% endif %}{{ messages[0].content * 100 }}"
     slow = RequestReader(reader.tokens, text, 4, CONTEXT, 3)
     assert chat(slow).body["messages"] == [QUESTION]
-    for body in ({"messages": [{"role": "user", "content": "loop"}]}, {"tools": [{"type": "function"}]}):
+    for body in (
+        {"messages": [{"role": "user", "content": "loop"}]},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+    ):
         with pytest.raises(ApiError, match="messages: the chat template refuses them"):
             chat(slow, **body)
     # So is a text that it makes too long.
@@ -221,7 +227,10 @@ def test_tools_have_no_names_of_control_tokens(reader):
     [name, *_] = reader.tokens.control_names
     parameters = {"type": "object", "properties": {name: {"description": f"a{name}b"}}}
     tool = {"type": "function", "function": {"name": "f", "description": name, "parameters": parameters}}
-    called = {"role": "assistant", "tool_calls": [{"type": "function", "function": {name: name}}]}
+    called = {
+        "role": "assistant",
+        "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {name: name}}}],
+    }
     passed = chat(reader, tools=[tool], messages=[QUESTION, called]).body
     assert len(passed["tools"]) == 1
     assert name not in json.dumps(passed, ensure_ascii=False)
@@ -245,8 +254,42 @@ def test_an_answer_comes_back_as_the_client_has_it(reader):
         answer = {"role": "assistant", "annotations": [], "reasoning_content": "", **content}
         sent = chat(reader, messages=[QUESTION, answer, QUESTION]).body["messages"]
         assert sent[1]["content"] == ""
-    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
-    assert chat(reader, messages=[QUESTION, called]).body["messages"][1] == called
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    # What a client's library leaves null, llama.cpp cannot read.
+    null = {"name": None, "reasoning_content": None, "refusal": None, "tool_call_id": None}
+    for sent in (called, called | null):
+        assert chat(reader, messages=[QUESTION, sent]).body["messages"][1] == called
+    assert chat(reader, messages=[QUESTION | null | {"tool_calls": None}]).body["messages"] == [QUESTION]
+
+
+@pytest.mark.parametrize(
+    ("tool", "said"),
+    [
+        (None, '{"type": "function", "function": {...}}'),
+        (5, '{"type": "function", "function": {...}}'),
+        ([], '{"type": "function", "function": {...}}'),
+        ({"type": "function"}, '{"type": "function", "function": {...}}'),
+        ({"type": "web_search"}, '{"type": "function", "function": {...}}'),
+        ({"type": "function", "function": ["f"]}, '{"type": "function", "function": {...}}'),
+        ({"type": "function", "function": {}}, "the name, the description and the id"),
+        ({"type": "function", "function": {"name": 5}}, "the name, the description and the id"),
+        ({"type": "function", "function": {"name": "f", "description": 5}}, "the name, the description"),
+        ({"type": "function", "id": 5, "function": {"name": "f"}}, "the name, the description and the id"),
+        ({"type": "function", "function": {"name": "f", "arguments": 5}}, "the arguments of a call"),
+    ],
+)
+def test_a_tool_that_cannot_be_read_is_the_mistake_of_the_client(reader, tool, said):
+    """llama.cpp would say that it has failed itself."""
+    called = {"role": "assistant", "tool_calls": [tool]}
+    for where, body in (("tools", {"tools": [tool]}), ("messages", {"messages": [QUESTION, called]})):
+        with pytest.raises(ApiError) as caught:
+            chat(reader, **body)
+        assert (caught.value.status, caught.value.parameter) == (400, where)
+        assert said in caught.value.message
+    for tools in ("x", 5, {"type": "function"}):
+        with pytest.raises(ApiError, match="tools: a tool"):
+            chat(reader, tools=tools)
 
 
 def test_a_template_that_knows_no_developer_is_told_of_a_system(reader):
@@ -255,6 +298,12 @@ def test_a_template_that_knows_no_developer_is_told_of_a_system(reader):
     knows = RequestReader(reader.tokens, "{{ 'developer' }}", 4, CONTEXT, 3)
     assert chat(knows, messages=[message, QUESTION]).body["messages"][0]["role"] == "developer"
     knows._template.close()
+
+
+def test_a_reasoning_format_that_llama_cpp_does_not_know_is_refused(reader):
+    assert chat(reader, reasoning_format="none").body["reasoning_format"] == "none"
+    with pytest.raises(ApiError, match="reasoning_format: give one of auto, none, deepseek"):
+        chat(reader, reasoning_format="x")
 
 
 def test_embeddings_are_of_a_path_that_is_named(reader):
