@@ -456,8 +456,8 @@ class ContributionsConfig(Config):
     )
     combine: Literal["weighted_mean", "trimmed_mean"] = Field(
         "weighted_mean",
-        description="How contributions are averaged. The trimmed mean withstands a minority of "
-        "lying paths, at a cost in accuracy and time.",
+        description="How contributions are averaged. The trimmed mean limits what one lying "
+        "path of three or more does, at a cost in accuracy and time.",
     )
     trim_share: float = Field(
         0.2,

@@ -97,7 +97,9 @@ def _number(value):
     if value is None:
         return ""
     power = int(value).bit_length() - 1
-    return f"2^{power}" if power >= 12 and value == 2**power else f"{value:,g}" if value == int(value) else str(value)
+    return (
+        f"2^{power}" if power >= 12 and value == 2**power else f"{int(value):,}" if value == int(value) else str(value)
+    )
 
 
 if __name__ == "__main__":
