@@ -38,6 +38,18 @@ _LEFT_OUT: Final = {
     "transformers_version", "use_kernels",
 }  # fmt: skip
 
+# What transformers calls the sizes of a model, and what a plan does.
+_SIZES: Final = {
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "head_count",
+    "num_key_value_heads": "kv_head_count",
+    "intermediate_size": "feed_forward_size",
+    "head_dim": "head_width",
+}
+# Rotary frequencies are some hundred, and a scale for an embedding is one.
+_MOST_IN_BUFFERS = 2**20
+_MOST_LETTERS_OF_A_REASON = 500
+
 
 def new_path(config: ModelConfig, base: FrozenBase | None = None) -> PathModel:
     """Return a model of this configuration, whoever computes it; as `PathModel`."""
@@ -76,11 +88,7 @@ def foreign_values(config: Mapping[str, Any], source: str) -> dict[str, Any]:
         "transformers_config": json.dumps(kept, sort_keys=True),
         "vocabulary_size": read.vocab_size,
         "block_count": read.num_hidden_layers,
-        "hidden_size": read.hidden_size,
-        "head_count": read.num_attention_heads,
-        "kv_head_count": read.num_key_value_heads,
-        "feed_forward_size": read.intermediate_size,
-        "head_width": getattr(read, "head_dim", None),
+        **{ours: getattr(read, theirs, None) for theirs, ours in _SIZES.items()},
         "sequence_length": min(longest),
         "norm_epsilon": read.rms_norm_eps,
         "tied_embedding": read.tie_word_embeddings,
@@ -103,14 +111,43 @@ def _library() -> Any:
 def _read_config(values: Mapping[str, Any], source: str) -> Any:
     """Return transformers' configuration. Raises ConfigurationError for one that it refuses."""
     kind = values.get("model_type")
-    if kind not in FOREIGN_FAMILIES or any(k.startswith("_") or k in _LEFT_OUT for k in values):
+    if kind not in tuple(FOREIGN_FAMILIES) or any(
+        k.startswith("_") or k in _LEFT_OUT for k in values
+    ):
         raise ConfigurationError(f"{source} describes no base that a run can have")
     library = _library()
     try:
         rest = {key: value for key, value in values.items() if key != "model_type"}
         return library.AutoConfig.for_model(kind, **rest)
     except Exception as error:  # what it raises is of many classes
-        raise ConfigurationError(f"{source} is refused by transformers: {error}") from None
+        raise _refused(source, error) from None
+
+
+def _refused(source: str, error: Exception) -> ConfigurationError:
+    reason = f"{type(error).__name__}: {error}"[:_MOST_LETTERS_OF_A_REASON]
+    return ConfigurationError(f"{source} is refused by transformers: {reason}")
+
+
+def _planned(config: ModelConfig) -> Any:
+    """Return transformers' configuration of a plan's base. Raises ConfigurationError.
+
+    Only what the plan itself says of sizes is bounded, and counted where a run has to fit.
+    """
+    try:
+        values = json.loads(config.transformers_config or "")
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        raise ConfigurationError("the plan describes its base with what is no JSON object")
+    read = _read_config(_of_size(values, config), "the plan")
+    for theirs, ours in _SIZES.items():
+        said, planned = getattr(read, theirs, None), getattr(config, ours)
+        if said != planned:
+            raise ConfigurationError(
+                f"the plan has {ours} {planned}, and describes a base with {theirs} "
+                f"{str(said)[:40]}; ask its operator for another run"
+            )
+    return read
 
 
 def _of_size(values: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -129,13 +166,15 @@ class _ForeignPath(PathModel):
     """A path over a base that transformers computes; used as `PathModel`."""
 
     def _build(self, config: ModelConfig) -> None:
-        assert config.transformers_config is not None
-        read = _read_config(_of_size(json.loads(config.transformers_config), config), "the plan")
-        with torch.device("meta"):
-            whole = _library().AutoModelForCausalLM.from_config(
-                read, dtype=torch.float32, attn_implementation="sdpa"
-            )
-        _fill_buffers(whole)
+        read = _planned(config)
+        try:
+            with torch.device("meta"):
+                whole = _library().AutoModelForCausalLM.from_config(
+                    read, dtype=torch.float32, attn_implementation="sdpa"
+                )
+            _fill_buffers(whole)
+        except Exception as error:  # what it raises is of many classes
+            raise _refused("the plan", error) from None
         self.recomputes = False
         self.lm_head: Projection | None = None
         if not config.tied_embedding:
@@ -249,6 +288,8 @@ def _replace_maps(backbone: nn.Module, adapters: AdaptersConfig | None) -> None:
 def _fill_buffers(whole: Any) -> None:
     """Compute the buffers of a model that has shapes alone, rotary frequencies for example: no
     checkpoint has them."""
+    if sum(buffer.numel() for buffer in whole.buffers()) > _MOST_IN_BUFFERS:
+        raise ValueError(f"it computes more than {_MOST_IN_BUFFERS} numbers in advance")
     for part in whole.modules():
         if names := [name for name, buffer in part._buffers.items() if buffer is not None]:
             with torch.device("cpu"):

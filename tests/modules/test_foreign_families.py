@@ -143,3 +143,34 @@ def test_what_transformers_warns_of_in_a_config_is_told_to_nobody(tmp_path):
     code += "from dipaco.modules.foreign_model import new_path; new_path(ImportedBase(Path(sys.argv[1])).model)"
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "base")], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"hidden_size": 10**7}, "the plan has hidden_size 32, and describes a base with hidden_size 10000000"),
+        ({"head_dim": 10**9}, "the plan has head_width 16"),
+        ({"intermediate_size": 10**400}, "the plan has feed_forward_size"),
+        ({"num_key_value_heads": 0}, "the plan has kv_head_count"),
+        ({"hidden_activation": "x"}, "the plan is refused by transformers: KeyError"),
+        ({"pad_token_id": 10**7}, "the plan is refused by transformers: AssertionError"),
+        ({"model_type": []}, "the plan describes no base that a run can have"),
+    ],
+)
+def test_a_plan_whose_base_has_other_sizes_than_it_says_takes_no_memory(more, said, tmp_path):
+    """Attack: sizes of a plan are bounded and have to fit, and 10^7 took 8 GB."""
+    random_model(*MODELS["gemma3"]).save_pretrained(tmp_path)
+    values = read_llama_config(tmp_path)
+    values["transformers_config"] = json.dumps(json.loads(values["transformers_config"]) | more)
+    with pytest.raises(ConfigurationError) as refusal:
+        new_path(parse_config(ModelConfig, values, "it"))
+    assert said in str(refusal.value)
+    assert len(str(refusal.value)) < 600
+
+
+def test_a_plan_that_describes_its_base_with_no_json_is_refused(tmp_path):
+    random_model(*MODELS["gemma3"]).save_pretrained(tmp_path)
+    for text in ("", "[" * 60_000, "[]", "{"):
+        values = read_llama_config(tmp_path) | {"transformers_config": text}
+        with pytest.raises(ConfigurationError, match="no JSON object"):
+            new_path(parse_config(ModelConfig, values, "it"))
