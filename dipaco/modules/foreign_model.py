@@ -111,7 +111,7 @@ def _library() -> Any:
 def _read_config(values: Mapping[str, Any], source: str) -> Any:
     """Return transformers' configuration. Raises ConfigurationError for one that it refuses."""
     kind = values.get("model_type")
-    if kind not in tuple(FOREIGN_FAMILIES) or any(
+    if str(kind) not in FOREIGN_FAMILIES or any(
         k.startswith("_") or k in _LEFT_OUT for k in values
     ):
         raise ConfigurationError(f"{source} describes no base that a run can have")

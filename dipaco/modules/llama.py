@@ -157,7 +157,7 @@ def read_llama_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG_FILE
     config = read_config_file(folder)
-    if config.get("model_type") in FOREIGN_FAMILIES:
+    if str(config.get("model_type")) in FOREIGN_FAMILIES:
         return foreign_values(config, str(file))
     for field, value, wanted in _unsupported(config):
         raise ConfigurationError(
@@ -219,7 +219,7 @@ def _model_values(config: Mapping[str, Any], file: Path) -> dict[str, Any]:
 def _unsupported(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield what a path does not do: the field, its value, and what would be allowed."""
     model_type = config.get("model_type")
-    if model_type not in _ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
         families = (*_ARCHITECTURES, *FOREIGN_FAMILIES)
         yield "model_type", model_type, " or ".join(f"'{name}'" for name in families)
         return
@@ -230,7 +230,8 @@ def _unsupported(config: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for field, allowed in _ONLY.items():
         if config.get(field) not in allowed:
             yield field, config[field], json.dumps(allowed[0]).replace('"', "'")
-    layers = set(config.get("layer_types") or ())
+    listed = config.get("layer_types") or []
+    layers = set(map(str, listed if isinstance(listed, list) else [listed]))
     if layers - {"full_attention", "sliding_attention"}:
         yield "layer_types", sorted(layers), "'full_attention' or 'sliding_attention'"
     window = config.get("sliding_window")
