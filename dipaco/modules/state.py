@@ -42,6 +42,7 @@ from .layout import ModuleLayout
 _STATE_FORMAT = "dipaco-state/4"
 # Of tokens and rounds: sums of two still fit into 64 bits.
 MAX_COUNT = 2**62 - 1
+_MAX_NAME = 64
 # Before the first step, this share of the norm of the parameters is the usual norm.
 _FIRST_USUAL_NORM = 1 / 4
 
@@ -266,8 +267,8 @@ def _parse_header(header: bytes) -> StateSummary:
             _count(int(path)): PathProgress(*(_count(number) for number in _four(entry)))
             for path, entry in table.items()
         }
-        if not isinstance(module, str):
-            raise TypeError("module is not a string")
+        if not isinstance(module, str) or len(module) > _MAX_NAME:
+            raise TypeError("module is not a short string")
         norm = _norm(content["usual_norm"])
         return StateSummary(module, _count(version), dict(sorted(progress.items())), norm)
 

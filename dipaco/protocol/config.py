@@ -473,6 +473,8 @@ _ConfigT = TypeVar("_ConfigT", bound=BaseModel)
 
 # At most so many mistakes are reported at once.
 _MAX_TOLD = 8
+# Of the letters of an unknown key.
+_MAX_KEY = 80
 
 
 def parse_config(config_class: type[_ConfigT], values: Mapping[str, Any], source: str) -> _ConfigT:
@@ -490,18 +492,18 @@ def parse_config(config_class: type[_ConfigT], values: Mapping[str, Any], source
         # A value that may have one of several types has a complaint of each type: the first is
         # reported.
         first = {one["loc"][:2]: one for one in reversed(error.errors())}
-        mistakes = [_mistake(config_class, one) for one in reversed(first.values())]
-        raise ConfigurationError(f"{source}: {'; and '.join(mistakes[:_MAX_TOLD])}") from None
+        told = [_mistake(config_class, one) for one in [*reversed(first.values())][:_MAX_TOLD]]
+        raise ConfigurationError(f"{source}: {'; and '.join(told)}") from None
 
 
 def _mistake(config_class: type[BaseModel], error: ErrorDetails) -> str:
     """Say in a few words what is wrong with one key."""
     location = error["loc"]
-    where = ".".join(str(part) for part in location)
+    where = ".".join(str(part)[:_MAX_KEY] for part in location)
     if error["type"] == "extra_forbidden":
         owner = _class_at(config_class, location[:-1])
         known = sorted(owner.model_fields) if owner else []
-        guess = nearest_name(str(location[-1]), known)
+        guess = nearest_name(str(location[-1])[:_MAX_KEY], known)
         hint = f"; did you mean '{guess}'?" if guess else f"; known: {', '.join(known)}"
         return f"unknown key '{where}'{hint}"
     message = str(error["msg"]).removeprefix("Value error, ")

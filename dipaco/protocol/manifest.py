@@ -33,6 +33,7 @@ from .plan import PROTOCOL_VERSION, RunPlan, protocol_remedy
 # Its name in the folder of a run.
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 2**16
+_END_OF_VERSIONS = 2**31
 _SIGNED_PREFIX = b"dipaco-manifest/1\n"
 
 
@@ -162,6 +163,7 @@ def foreign_successor(envelope: bytes, manifest: SignedManifest) -> tuple[str, s
         values.get("successor_of") != manifest.plan.run_id
         or fingerprint_of(public_key) != manifest.operator_fingerprint
         or type(version) is not int
+        or not 0 < version < _END_OF_VERSIONS
         or version == PROTOCOL_VERSION
     ):
         return None
@@ -205,7 +207,8 @@ def _check_version(values: Mapping[str, Any], older: bool) -> None:
     version = values.get("protocol_version", PROTOCOL_VERSION)
     if older and type(version) is int and version < PROTOCOL_VERSION:
         return
-    if type(version) is int and version != PROTOCOL_VERSION:
+    is_one = type(version) is int and 0 < version < _END_OF_VERSIONS
+    if is_one and version != PROTOCOL_VERSION:
         raise ProtocolVersionError(
             f"run {str(values.get('name'))[:64]!r} speaks protocol {version}, this installation "
             f"speaks {PROTOCOL_VERSION}; {protocol_remedy(version)}"

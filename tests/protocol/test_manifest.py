@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from dipaco.base.errors import ManifestError, ProtocolVersionError, StorageError
 from dipaco.base.files import canonical_json
 from dipaco.bootstrap.preparing.predecessor import open_predecessor
+from dipaco.protocol import config
 from dipaco.protocol.manifest import (
     MAX_MANIFEST_BYTES,
     load_or_create_operator_key,
@@ -80,6 +81,20 @@ def test_a_plan_with_a_number_that_nobody_can_compute_with_is_refused_with_one_l
     with pytest.raises(ManifestError, match=keys[-1]) as refusal:
         verify_manifest(resigned(key_path, values))
     assert len(str(refusal.value)) < 200
+
+
+@pytest.mark.parametrize(
+    "more", [{"y" * 60_000: 1}, {f"mod{number:04}": 1 for number in range(4000)}, {"protocol_version": 10**4000}]
+)
+def test_a_plan_of_much_that_is_unknown_costs_one_short_line(envelope, key_path, more, monkeypatch):
+    """Attack: anybody can store such manifests, and peers read them at each refresh."""
+    guessed = []
+    monkeypatch.setattr(config, "nearest_name", lambda name, known: guessed.append(name))
+    with pytest.raises(ManifestError) as refusal:
+        verify_manifest(resigned(key_path, json.loads(envelope)["plan"] | more))
+    assert len(str(refusal.value)) < 2000
+    assert len(guessed) <= 8
+    assert all(len(name) <= 80 for name in guessed)
 
 
 def test_a_signed_plan_comes_back_as_it_was(envelope):
